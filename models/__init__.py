@@ -1,0 +1,89 @@
+"""The models by name; names only, so that a mistake in a job is found before torch is imported.
+
+A model is three things, named here as "module:attribute" and imported when first asked for:
+
+config  a frozen dataclass whose fields are the keys that [model] takes beside `name` and
+        `flavor`, typed (and, with `Annotated[..., pydantic.Field(gt=0, description=...)]`,
+        bounded and explained in --help). Its module is torch-free and has `FLAVORS`, a dict from
+        flavor name to an instance. It must have
+            vocab_size, image_height, image_width, image_channels    fields or properties
+            num_tokens                   tokens in one image: the sequence length
+            num_parameters               of the whole model
+            flops_per_token(num_tokens)  forward and backward
+            problems(dims)               list of (key, message), such as
+                                         ("model.num_heads", "4 does not divide dim 90; ...")
+model   an nn.Module class, constructed as `model(config)`. `forward(tokens, positions)` gives the
+        logits [B, T, V] for what comes after each of the tokens [B, T], which stand at the places
+        `positions` [T] of the image; they may be any part of it. It may also have
+            init_parameter(name, parameter, generator)    fills a whole parameter in place
+            init_buffers()               sets the buffers' values; needed where there are any
+            make_cache(num_tokens)       what `forward(tokens, cache=...)` fills while sampling,
+                                         with a `keep_images(num_images)` that drops the others;
+                                         without it each pixel reads all before it once more
+plan    how the model is split: see models/image_transformer/plan.py.
+
+A model outside this folder registers itself: `[experimental] custom_import = "package.module"`
+imports a module that calls `register(ModelSpec(...))`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Where a model's parts are, each as "module:attribute"; nothing is imported until loaded."""
+
+    name: str
+    config: str
+    model: str
+    plan: str
+
+    def load_config_class(self) -> Any:
+        """The model's configuration dataclass; torch-free for the models of this folder."""
+        return _load(self.config)
+
+    def load_flavors(self) -> dict[str, Any]:
+        """Flavor name -> configuration: `FLAVORS` of the module that holds the config class."""
+        return _load(self.config.partition(":")[0] + ":FLAVORS")
+
+    def load_model_class(self) -> Any:
+        """The nn.Module class; imports torch."""
+        return _load(self.model)
+
+    def load_plans(self) -> Any:
+        """The parallelize plans; imports torch."""
+        return _load(self.plan)
+
+
+MODELS: dict[str, ModelSpec] = {}
+"""Every registered model by name."""
+
+
+def register(spec: ModelSpec) -> None:
+    """Makes a model known under `spec.name`; raises ValueError if another one has that name."""
+    if MODELS.setdefault(spec.name, spec) != spec:
+        raise ValueError(f"a model named {spec.name!r} is registered already")
+
+
+def find_model(name: str) -> ModelSpec:
+    """The model registered under `name`; raises KeyError where there is none."""
+    return MODELS[name]
+
+
+register(
+    ModelSpec(
+        name="image_transformer",
+        config="models.image_transformer.config:ImageTransformerConfig",
+        model="models.image_transformer.model:ImageTransformer",
+        plan="models.image_transformer.plan:PLANS",
+    )
+)

@@ -1,0 +1,1 @@
+"""A causal transformer over the pixels of an image."""

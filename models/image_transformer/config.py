@@ -1,0 +1,159 @@
+"""Sizes of the image transformer, its flavors, and what a split must divide; torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from titanlite.errors import nearest
+from titanlite.mesh.parallel_dims import ParallelDims, divisors
+
+
+@dataclass(frozen=True)
+class ImageTransformerConfig:
+    """Sizes of one image transformer; each field is a key of [model]."""
+
+    dim: Annotated[int, Field(gt=0, description="width of the residual stream")]
+    num_layers: Annotated[int, Field(gt=0, description="transformer blocks")]
+    num_heads: Annotated[int, Field(gt=0, description="query heads of an attention")]
+    num_kv_heads: Annotated[
+        int | None,
+        Field(gt=0, description="key and value heads, each shared by a group of query heads"),
+    ]
+    ffn_hidden_dim: Annotated[int, Field(gt=0, description="hidden width of the SwiGLU")]
+    vocab_size: Annotated[int, Field(gt=0, description="values a pixel can take")]
+    image_height: Annotated[int, Field(gt=0, description="rows of an image")]
+    image_width: Annotated[int, Field(gt=0, description="columns of an image")]
+    image_channels: Annotated[int, Field(gt=0, description="channels of an image")]
+    norm_eps: Annotated[float, Field(gt=0, description="epsilon of the RMSNorms")] = 1e-5
+    zero_init_output: Annotated[
+        bool, Field(description="start the output layer at zero: the first loss is ln(vocab_size)")
+    ] = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """num_kv_heads, or num_heads where that is None (plain multi-head attention)."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def num_tokens(self) -> int:
+        """Pixels of an image, each a token: the sequence length."""
+        return self.image_height * self.image_width * self.image_channels
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """The model's modules in the order of the forward pass: what a pipeline can be cut at."""
+        blocks = (f"layers.{index}" for index in range(self.num_layers))
+        return ("embeddings", *blocks, "norm", "output")
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """Of the token, row, column and channel tables."""
+        rows = self.vocab_size + self.image_height + self.image_width + self.image_channels
+        return rows * self.dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model; the output layer is not tied to the token table."""
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        block = attention + 3 * self.dim * self.ffn_hidden_dim + 2 * self.dim
+        head = self.dim + self.dim * self.vocab_size
+        return self.num_embedding_parameters + self.num_layers * block + head
+
+    def flops_per_token(self, num_tokens: int) -> int:
+        """Forward and backward FLOPs of one token in a sequence of `num_tokens`.
+
+        Two for each multiply-add, three passes over each weight that multiplies (6 N), and
+        attention counted over the whole square (12 L D T), as in PaLM, appendix B
+        (https://arxiv.org/abs/2204.02311).
+        """
+        multiplied = self.num_parameters - self.num_embedding_parameters
+        return 6 * multiplied + 12 * self.num_layers * self.dim * num_tokens
+
+    def problems(self, dims: ParallelDims) -> list[tuple[str, str]]:
+        """What keeps these sizes from fitting together or being split over `dims`.
+
+        Each is (key, "what is wrong; what to do"); an empty list where all is well.
+        """
+        found = []
+        if self.dim % self.num_heads:
+            legal = nearest(self.num_heads, divisors(self.dim))
+            message = f"{self.num_heads} does not divide model.dim {self.dim}; give {legal}"
+            found.append(("model.num_heads", message))
+        if self.num_heads % self.kv_heads:
+            legal = nearest(self.kv_heads, divisors(self.num_heads))
+            found.append(
+                (
+                    "model.num_kv_heads",
+                    f"{self.kv_heads} does not divide model.num_heads {self.num_heads}; "
+                    f"give {legal}",
+                )
+            )
+        # Heads and the SwiGLU's hidden width are split by tensor parallelism, tokens by its
+        # sequence parallelism; the vocabulary may split unevenly, but every rank needs a part.
+        split = {
+            "model.num_heads": self.num_heads,
+            "model.ffn_hidden_dim": self.ffn_hidden_dim,
+            "the number of tokens": self.num_tokens,
+        }
+        if self.num_kv_heads is not None:
+            split["model.num_kv_heads"] = self.num_kv_heads
+        uneven = [f"{name} {size}" for name, size in split.items() if size % dims.tp]
+        wrong = []
+        if uneven:
+            wrong.append(f"does not divide {' or '.join(uneven)}")
+        if dims.tp > self.vocab_size:
+            wrong.append(f"is more than model.vocab_size {self.vocab_size}")
+        if wrong:
+            common = divisors(math.gcd(*split.values()))
+            legal = nearest(dims.tp, [tp for tp in common if tp <= self.vocab_size])
+            message = f"{dims.tp} {' and '.join(wrong)}; give {legal}"
+            found.append(("parallelism.tensor_parallel_degree", message))
+        return found
+
+
+FLAVORS = {
+    # Small enough to learn handwritten digits on a laptop in minutes.
+    "digits": ImageTransformerConfig(
+        dim=96,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=None,
+        ffn_hidden_dim=256,
+        vocab_size=17,
+        image_height=8,
+        image_width=8,
+        image_channels=1,
+    ),
+    # 32 x 32 colour images: 3,072 tokens.
+    "cifar": ImageTransformerConfig(
+        dim=256,
+        num_layers=16,
+        num_heads=2,
+        num_kv_heads=None,
+        ffn_hidden_dim=384,
+        vocab_size=256,
+        image_height=32,
+        image_width=32,
+        image_channels=3,
+    ),
+    # For tests: a step takes milliseconds, and every size divides by 8.
+    "debug": ImageTransformerConfig(
+        dim=32,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=None,
+        ffn_hidden_dim=64,
+        vocab_size=17,
+        image_height=8,
+        image_width=8,
+        image_channels=1,
+    ),
+}

@@ -1,0 +1,240 @@
+"""An image transformer in plain PyTorch: pixels in, a distribution over the next pixel out.
+
+    tokens -> ImageEmbeddings -> num_layers x TransformerBlock -> RMSNorm -> output -> logits
+
+Nothing here knows of ranks: plan.py says how it is cut. Two choices serve the cuts all the same.
+Blocks work on sequence-first activations, so that gathering a sequence from its shards needs no
+copy (Megatron-LM does the same), and heads are counted from the tensor at hand, so that a rank
+that holds some of the heads runs the same code.
+
+Shape suffixes: B images, T tokens, D model width, H query heads, K key/value heads, E head width,
+F feed-forward width, V vocabulary; a length held by one rank has the same letter.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.image_transformer.config import ImageTransformerConfig
+
+
+class ImageTransformer(nn.Module):
+    """Autoregressive transformer over the pixels of an image.
+
+    The pixels stand in planar order, channel -> row -> column. The output layer starts at zero
+    (`config.zero_init_output`), so that the first loss is ln(vocab_size). A part of a split model
+    has None for the embeddings, norm or output that it lacks, and only some of the layers.
+    """
+
+    embeddings: ImageEmbeddings | None
+    norm: nn.RMSNorm | None
+    output: nn.Linear | None
+
+    def __init__(self, config: ImageTransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = ImageEmbeddings(
+            config.vocab_size,
+            config.dim,
+            height=config.image_height,
+            width=config.image_width,
+            channels=config.image_channels,
+        )
+        # A dictionary, so that a block keeps its name in any part of a split model.
+        self.layers = nn.ModuleDict(
+            {str(index): TransformerBlock(config) for index in range(config.num_layers)}
+        )
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_T: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V] for the pixel after each of `tokens_BT` (integers in [0, V)).
+
+        `positions_T` are the tokens' places in the image, 0 to T-1 unless given. With a `cache`
+        the tokens follow those it has seen. Without embeddings the input is what the part before
+        has put out, activations [T, B, D], and so is the output of a part without output layer.
+        """
+        if cache is not None:
+            positions_T = torch.arange(tokens_BT.size(1), device=tokens_BT.device) + cache.length
+        x_TBD = tokens_BT
+        if self.embeddings is not None:
+            x_BTD = self.embeddings(tokens_BT, positions=positions_T)
+            x_TBD = x_BTD.transpose(0, 1).contiguous()
+        for layer in self.layers.values():
+            x_TBD = layer(x_TBD) if cache is None else layer(x_TBD, cache=cache)
+        if cache is not None:
+            cache.length += tokens_BT.size(1)
+        if self.norm is not None:
+            x_TBD = self.norm(x_TBD)
+        if self.output is None:
+            return x_TBD
+        # A copy even of one image's logits: FSDP2 warns of a module that puts out a view.
+        return self.output(x_TBD).transpose(0, 1).clone(memory_format=torch.contiguous_format)
+
+    def make_cache(self, num_tokens: int) -> KeyValueCache:
+        """An empty cache for sequences of up to `num_tokens`."""
+        return KeyValueCache(num_tokens)
+
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Fill the whole parameter called `name` in place with its starting values.
+
+        Normal with standard deviation 0.02; the two projections that add to the residual stream
+        by 1/sqrt(2 * num_layers) of that (GPT-2, section 2.3); norms are one.
+        """
+        if "norm" in name:
+            parameter.fill_(1.0)
+        elif name == "output.weight" and self.config.zero_init_output:
+            parameter.zero_()
+        else:
+            std = 0.02
+            if name.endswith(("wo.weight", "w2.weight")):
+                std /= math.sqrt(2 * self.config.num_layers)
+            parameter.normal_(0.0, std, generator=generator)
+
+
+class ImageEmbeddings(nn.Module):
+    """The sum of four learned tables: the pixel's value, row, column and channel."""
+
+    def __init__(
+        self, vocab_size: int, dim: int, *, height: int = 32, width: int = 32, channels: int = 3
+    ) -> None:
+        super().__init__()
+        self.height, self.width, self.channels = height, width, channels
+        self.tok_emb = nn.Embedding(vocab_size, dim)
+        self.row_emb = nn.Embedding(height, dim)
+        self.col_emb = nn.Embedding(width, dim)
+        self.chan_emb = nn.Embedding(channels, dim)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        device: torch.device | str | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Embeddings [B, T, D] of pixel values `tokens_BT` at `positions` [T].
+
+        The positions are 0 to T-1 on `device` (that of the tokens by default) unless given.
+        """
+        if positions is None:
+            positions = torch.arange(tokens_BT.size(1), device=device or tokens_BT.device)
+        # One batch dimension: the tables' outputs then have the sequence where the tokens' has.
+        positions_1T = positions[None]
+        channels_1T = positions_1T // (self.height * self.width)
+        rows_1T = positions_1T % (self.height * self.width) // self.width
+        columns_1T = positions_1T % self.width
+        return (
+            self.tok_emb(tokens_BT)
+            + self.row_emb(rows_1T)
+            + self.col_emb(columns_1T)
+            + self.chan_emb(channels_1T)
+        )
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ImageTransformerConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = SelfAttention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config.dim, config.ffn_hidden_dim)
+
+    def forward(self, x_TBD: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        h_TBD = x_TBD + self.attention(self.attention_norm(x_TBD), cache=cache)
+        return h_TBD + self.feed_forward(self.ffn_norm(h_TBD))
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention with as many key/value heads as query heads, or fewer (GQA)."""
+
+    def __init__(self, config: ImageTransformerConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.inner = CausalAttention()
+
+    def forward(self, x_TBD: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        q_BHTE = self._heads(self.wq(x_TBD))
+        k_BKTE = self._heads(self.wk(x_TBD))
+        v_BKTE = self._heads(self.wv(x_TBD))
+        if cache is not None:
+            k_BKTE, v_BKTE = cache.extend(self, k_BKTE, v_BKTE)
+        o_BHTE = self.inner(q_BHTE, k_BKTE, v_BKTE)
+        return self.wo(o_BHTE.permute(2, 0, 1, 3).flatten(2))
+
+    def _heads(self, x_TBD: Tensor) -> Tensor:
+        return x_TBD.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention in which a query sees the keys up to its own position."""
+
+    def forward(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
+        """Attention output [B, H, T, E]; fewer queries than keys are the last ones."""
+        num_queries, num_keys = q_BHTE.size(2), k_BKTE.size(2)
+        # One query, the next pixel while sampling, sees every key.
+        assert num_queries in (num_keys, 1)
+        return F.scaled_dot_product_attention(
+            q_BHTE,
+            k_BKTE,
+            v_BKTE,
+            is_causal=num_queries == num_keys,
+            enable_gqa=q_BHTE.size(1) != k_BKTE.size(1),
+        )
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x_TBD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_TBD)) * self.w3(x_TBD))
+
+
+class KeyValueCache:
+    """The keys and values of the tokens seen so far, so that sampling computes each pixel once."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.length = 0
+        self._keys_values: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def keep_images(self, num_images: int) -> None:
+        """Forget all but the first `num_images`."""
+        self._keys_values = {
+            layer: (keys[:num_images], values[:num_images])
+            for layer, (keys, values) in self._keys_values.items()
+        }
+
+    def extend(self, layer: nn.Module, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a layer's new keys and values; return all it has, [B, K, length, E] each."""
+        if layer not in self._keys_values:
+            B, K, _, E = k_BKTE.shape
+            self._keys_values[layer] = (
+                k_BKTE.new_empty(B, K, self.num_tokens, E),
+                v_BKTE.new_empty(B, K, self.num_tokens, E),
+            )
+        keys, values = self._keys_values[layer]
+        end = self.length + k_BKTE.size(2)
+        keys[:, :, self.length : end] = k_BKTE
+        values[:, :, self.length : end] = v_BKTE
+        return keys[:, :, :end], values[:, :, :end]

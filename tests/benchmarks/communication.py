@@ -1,0 +1,215 @@
+"""What a plan sends: the collectives of one training step, counted as rank 0 issues them.
+
+    python tests/benchmarks/communication.py [--flavor F] [--microbatches M] [--order] [plan ...]
+
+A line for each kind of collective and mesh axis: how many, of how many bytes together, and how many
+of those the rank sends. The bytes of a collective are those of its whole tensor (what a gather
+gives, what a reduction takes); over n ranks each of them sends (n-1)/n of that in a gather or a
+scatter and twice as much in an all-reduce, the least that can be. A plan is a name of PARALLELISM,
+with "+" and a name of CHECKPOINTING for what is recomputed, such as "tp4+full". Counted in step 3,
+since DDP lays out its buckets anew in the first two.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.config import make_config, make_parallel_dims
+from titanlite.config.checks import check_job
+from titanlite.mesh.launch import Place, run_ranks
+
+TP, REPLICATE, SHARD = (
+    "tensor_parallel_degree",
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+)
+PARALLELISM: dict[str, dict[str, Any]] = {
+    "ddp4": {REPLICATE: 4, SHARD: 1},
+    "fsdp4": {SHARD: 4},
+    "fsdp4_always": {SHARD: 4, "fsdp_reshard_after_forward": "always"},
+    "fsdp4_never": {SHARD: 4, "fsdp_reshard_after_forward": "never"},
+    "fsdp4_bf16": {SHARD: 4},
+    "fsdp4_offload": {SHARD: 4},
+    "hsdp2x2": {REPLICATE: 2, SHARD: 2},
+    "tp4": {TP: 4, SHARD: 1},
+    "tp4_gathered": {TP: 4, SHARD: 1, "disable_loss_parallel": True},
+    "tp2_fsdp2": {TP: 2, SHARD: 2},
+    "tp2_ddp2": {TP: 2, REPLICATE: 2, SHARD: 1},
+}
+TRAINING: dict[str, dict[str, Any]] = {
+    "fsdp4_bf16": {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"},
+    "fsdp4_offload": {"enable_cpu_offload": True},
+}
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "": {"mode": "none"},
+    "full": {"mode": "full"},
+    "early": {"mode": "full", "early_stop": True},
+    "2": {"mode": "selective", "selective_ac_option": "2"},
+    "op": {"mode": "selective", "selective_ac_option": "op"},
+}
+GLOBAL_BATCH_SIZE = 8
+COUNTED_STEP = 3
+
+# How much of a whole tensor's bytes each of n ranks sends, in units of (n-1)/n.
+SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: its kind, its mesh axis, and the bytes of its whole tensor.
+
+    The axis is "world" for the step's own sums (tokens, loss, gradient norm), and "none" where the
+    ranks of the group are no axis of the mesh.
+    """
+
+    kind: str
+    axis: str
+    num_bytes: int
+
+
+def make_job_config(plan: str, *, flavor: str = "debug", microbatches: int = 1) -> Any:
+    """The job of a plan, such as "fsdp4" or "tp4+full", in so many microbatches a step."""
+    parallelism, _, checkpointing = plan.partition("+")
+    degrees = PARALLELISM[parallelism]
+    dp = degrees.get(REPLICATE, 1) * degrees.get(SHARD, 1)
+    return make_config(
+        {
+            "model": {"flavor": flavor},
+            "training": {
+                "dataset": "synthetic",
+                "global_batch_size": GLOBAL_BATCH_SIZE,
+                "local_batch_size": GLOBAL_BATCH_SIZE // dp // microbatches,
+                **TRAINING.get(parallelism, {}),
+            },
+            "parallelism": degrees,
+            "activation_checkpoint": CHECKPOINTING[checkpointing],
+        }
+    )
+
+
+def count_plans(place: Place, configs: list[Any]) -> list[tuple[list[Collective], int]]:
+    """For each job: its collectives in order, and how many of them CommDebugMode saw."""
+    from titanlite.mesh.world import open_world
+
+    with open_world(place) as world:
+        return [count_step(config, world) for config in configs]
+
+
+def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
+    """count_plans, of one job."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from titanlite.job import build_job
+
+    job = build_job(config, make_parallel_dims(config, world.size), world)
+    mesh = job.meshes.world
+    axis_of = {
+        tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis
+        for axis in mesh.mesh_dim_names or ()
+    }
+    found: list[Collective] = []
+
+    class Recorder(TorchDispatchMode):
+        """Notes the operators that send, below autograd and DTensor."""
+
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if any(issubclass(kind, DTensor) for kind in types):
+                # DTensor goes first: this mode then sees what it sends.
+                return NotImplemented
+            result = function(*args, **(kwargs or {}))
+            if function._schema.name in OPERATORS:
+                kind, tensor, ranks = _as_collective(function, args, result)
+                is_world_sum = kind == "all_reduce" and tensor.dtype.itemsize == 8
+                axis = "world" if is_world_sum else axis_of.get(tuple(ranks), "none")
+                found.append(Collective(kind, axis, tensor.numel() * tensor.element_size()))
+            return result
+
+    class CountAlone(CommDebugMode):
+        """CommDebugMode without its module hooks, which fail at a second forward pass."""
+
+        def __enter__(self) -> Any:
+            self.advanced_module_tracker.name = "Global"
+            self.advanced_module_tracker.module_parents_dict["Global"] = set()
+            return TorchDispatchMode.__enter__(self)
+
+        def __exit__(self, *error: Any) -> None:
+            TorchDispatchMode.__exit__(self, *error)
+
+    for _ in range(COUNTED_STEP - 1):
+        job.step()
+    with CountAlone() as debug_mode, Recorder():
+        job.step()
+    return found, debug_mode.get_total_counts()
+
+
+# Operator -> kind, and where among its arguments the whole tensor and the group stand (-1: what it
+# returns). One that is missing here is seen by CommDebugMode, so a total that differs says so.
+OPERATORS = {
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", -1, 2),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, 3),
+    "_c10d_functional::all_reduce": ("all_reduce", 0, 2),
+    "c10d::_allgather_base_": ("all_gather", 0, 2),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
+    "c10d::allreduce_": ("all_reduce", 0, 1),
+}
+
+
+def _as_collective(function: Any, args: Any, result: Any) -> tuple[str, Any, list[int]]:
+    """(kind, whole tensor, ranks of the group) of a call of one of OPERATORS."""
+    import torch.distributed as dist
+
+    kind, whole_at, group_at = OPERATORS[function._schema.name]
+    whole = result if whole_at == -1 else args[whole_at]
+    whole = whole[0] if isinstance(whole, list) else whole
+    group = args[group_at]
+    resolve = dist.distributed_c10d._resolve_process_group
+    group = resolve(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
+    return kind, whole, dist.get_process_group_ranks(group)
+
+
+def totals(collectives: list[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(kind, axis) -> (how many, of how many bytes together)."""
+    counts: Counter[tuple[str, str]] = Counter()
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    for collective in collectives:
+        counts[collective.kind, collective.axis] += 1
+        num_bytes[collective.kind, collective.axis] += collective.num_bytes
+    return {key: (counts[key], num_bytes[key]) for key in sorted(counts)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--flavor", default="debug")
+    parser.add_argument("--microbatches", type=int, default=1, help="a step's, on each rank")
+    parser.add_argument("--order", action="store_true", help="one line a collective, in order")
+    parser.add_argument("plans", nargs="*", default=list(PARALLELISM))
+    arguments = parser.parse_args()
+    configs = [
+        make_job_config(plan, flavor=arguments.flavor, microbatches=arguments.microbatches)
+        for plan in arguments.plans
+    ]
+    for config in configs:
+        check_job(config, make_parallel_dims(config, None))
+    counted = run_ranks(count_plans, 4, configs)[0]
+    print(f"{'plan':16} {'collective':15} {'axis':13} {'count':>5} {'bytes':>13} {'sent':>13}")
+    for plan, config, (collectives, _) in zip(arguments.plans, configs, counted, strict=True):
+        degrees = make_parallel_dims(config, None).degrees
+        each = [((c.kind, c.axis), (1, c.num_bytes)) for c in collectives]
+        for (kind, axis), (count, num_bytes) in (
+            each if arguments.order else totals(collectives).items()
+        ):
+            n = degrees.get(axis, 4)
+            sent = SENT[kind] * num_bytes * (n - 1) // n
+            print(f"{plan:16} {kind:15} {axis:13} {count:5} {num_bytes:13,} {sent:13,}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What a plan keeps in memory, in bytes on rank 0, counted and not estimated.
+
+    python tests/benchmarks/memory.py [--flavor digits] [--batch 32] [plan ...]
+
+parameters, gradients and optimizer: this rank's shards. activations: what the allocator has handed
+out between the start and the end of a forward pass, so all that the backward pass will read,
+parameters that FSDP has gathered and not freed among it. peak: the most that a training step takes
+beside the shards of parameters and optimizer state. FLOPs: of the products in a step, over those
+without checkpointing; what is recomputed counts again. Plans are named as in communication.py;
+"one" is a single rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from communication import CHECKPOINTING, PARALLELISM, REPLICATE, SHARD, TRAINING
+
+from titanlite.config import make_config, make_parallel_dims
+from titanlite.mesh.launch import Place, run_ranks
+
+PLANS = ["one", "one+2", "one+op", "one+full", "ddp4", "fsdp4", "fsdp4_never", "hsdp2x2"]
+PLANS += ["tp4", "tp4_gathered", "tp2_fsdp2", "tp2_fsdp2+full"]
+REPEATS = 4
+
+
+def make_job_config(plan: str, flavor: str, batch: int) -> Any:
+    """The job of a plan, all its images in one microbatch."""
+    parallelism, _, checkpointing = plan.partition("+")
+    degrees = {SHARD: 1} if parallelism == "one" else PARALLELISM[parallelism]
+    dp = degrees.get(REPLICATE, 1) * degrees[SHARD]
+    return make_config(
+        {
+            "model": {"flavor": flavor},
+            "training": {
+                "dataset": "synthetic",
+                "global_batch_size": batch,
+                "local_batch_size": batch // dp,
+                **TRAINING.get(parallelism, {}),
+            },
+            "parallelism": degrees,
+            "activation_checkpoint": CHECKPOINTING[checkpointing],
+        }
+    )
+
+
+def measure(place: Place, config: Any) -> dict[str, int]:
+    """This rank's bytes of one job."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from titanlite.job import build_job
+    from titanlite.mesh.world import open_world
+    from titanlite.training.shards import local_part
+
+    def num_bytes(tensors: Any) -> int:
+        return sum(local_part(t).numel() * t.element_size() for t in tensors)
+
+    with open_world(place) as world:
+        job = build_job(config, make_parallel_dims(config, world.size), world)
+        for _ in range(2):
+            job.step()
+        states = job.trainer.optimizer.state.values()
+        found = {
+            "parameters": num_bytes(job.parts[0].parameters()),
+            "optimizer": num_bytes(
+                value
+                for state in states
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.ndim
+            ),
+        }
+        # The least of some: a buffer that gloo's threads have not let go of yet is no activation.
+        found["peak"] = min(max(allocations(job.step)) for _ in range(REPEATS))
+        job.trainer.compute_gradients(job.draw())
+        found["gradients"] = num_bytes(p.grad for p in job.parts[0].parameters())
+        with FlopCounterMode(display=False) as counter:
+            job.trainer.compute_gradients(job.draw())
+        found["flops"] = counter.get_total_flops()
+        job.trainer.apply_gradients()
+        kept = []
+        for _ in range(REPEATS):
+            batch = job.draw()[0]
+            kept.append(allocations(lambda b=batch: job.parts[0](b.tokens, b.positions))[-1])
+            job.step()  # frees what FSDP has gathered for the backward pass
+        found["activations"] = min(kept)
+        return found
+
+
+def allocations(function: Any) -> list[int]:
+    """Bytes that `function` holds beyond those at its start, after each allocation and release."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    result = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result.append(function())
+    events = profiler.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    assert changes
+    return torch.tensor([change for _, change in sorted(changes)]).cumsum(0).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--flavor", default="digits")
+    parser.add_argument("--batch", type=int, default=32, help="images in a step")
+    parser.add_argument("plans", nargs="*", default=PLANS)
+    arguments = parser.parse_args()
+    columns = ("parameters", "gradients", "optimizer", "activations", "peak")
+    print(f"{'plan':16}" + "".join(f"{name:>13}" for name in (*columns, "FLOPs")))
+    base = {}
+    for plan in arguments.plans:
+        config = make_job_config(plan, arguments.flavor, arguments.batch)
+        num_ranks = make_parallel_dims(config, None).world_size
+        found = run_ranks(measure, num_ranks, config)[0]
+        base.setdefault(plan.partition("+")[0], found["flops"])
+        ratio = found["flops"] / base[plan.partition("+")[0]]
+        print(f"{plan:16}" + "".join(f"{found[name]:13,}" for name in columns) + f"{ratio:13.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What a plan costs: CPU-seconds a step, summed over ranks, over a bare one-process PyTorch loop.
+
+    python tests/benchmarks/plan_overhead.py [--steps 15] [plan ...]
+
+Wall time on shared cores is noise, and so is a ratio of two runs apart: the plan's ranks and the
+bare process take turns, step by step, and only the one whose turn it is runs. Every process has one
+thread and the same allocator setting. The control is the bare loop against itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from titanlite.config import JobConfig, make_config, make_parallel_dims
+from titanlite.mesh.launch import Place, run_ranks
+
+JOB: dict[str, dict[str, Any]] = {
+    "model": {
+        "flavor": "cifar",
+        "dim": 256,
+        "num_layers": 4,
+        "num_heads": 8,
+        "image_height": 32,
+        "image_width": 32,
+        "image_channels": 1,
+        "ffn_hidden_dim": 688,
+    },
+    "training": {"dataset": "synthetic", "global_batch_size": 8, "local_batch_size": 8},
+    "activation_checkpoint": {"mode": "none"},
+}
+PLANS: dict[str, dict[str, int]] = {
+    "one rank": {"data_parallel_shard_degree": 1},
+    "ddp4": {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
+    "fsdp4": {"data_parallel_shard_degree": 4},
+    "tp2_fsdp2": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
+    "tp4": {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 1},
+}
+TARGETS = {"control": 1.0, "one rank": 1.03, "ddp4": 1.12, "fsdp4": 1.12, "tp2_fsdp2": 1.30,
+           "tp4": 1.60}  # fmt: skip
+
+
+def plan_config(plan: dict[str, int]) -> JobConfig:
+    """The benchmark's job under a plan; each data-parallel rank takes its images at once."""
+    dp = plan.get("data_parallel_replicate_degree", 1) * plan["data_parallel_shard_degree"]
+    training = {**JOB["training"], "local_batch_size": 8 // dp}
+    return make_config({**JOB, "training": training, "parallelism": plan})
+
+
+def bare_loop(config: JobConfig) -> Callable[[], None]:
+    """The same model and batch, trained as anyone would write it on one process."""
+    import torch
+    import torch.nn.functional as F
+
+    from titanlite.config import load_model_spec, make_model_config
+    from titanlite.data.datasets import build_dataset
+
+    model_config = make_model_config(config)
+    model = load_model_spec(config).load_model_class()(model_config)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    dataset = build_dataset(
+        "synthetic", split="train", seed=0, height=32, width=32, channels=1, vocab_size=256
+    )
+    sample = 0
+
+    def step() -> None:
+        nonlocal sample
+        tokens = torch.stack([dataset.sample(i) for i in range(sample, sample + 8)])
+        sample += 8
+        logits = model(tokens)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return step
+
+
+def take_turns(place: Place, plan: dict[str, int] | None, num_ranks: int, steps: int, path: str):
+    """CPU-seconds of each step of this process; the last process is the bare one."""
+    import torch
+    import torch.distributed as dist
+
+    from titanlite.mesh.world import keep_freed_memory, open_world
+
+    turns = dist.FileStore(path)
+    is_bare = place.rank == num_ranks
+    config = plan_config(plan or PLANS["one rank"])
+
+    def loop(step: Callable[[], object]) -> list[float]:
+        torch.set_num_threads(1)
+        seconds = []
+        for index in range(steps + 1):
+            # The plan's ranks go when the bare process is done, and the other way round.
+            if is_bare:
+                turns.wait([f"{index}/{rank}" for rank in range(num_ranks)])
+            elif index:
+                turns.wait([f"{index - 1}/{num_ranks}"])
+            start = time.process_time()
+            step()
+            seconds.append(time.process_time() - start)
+            turns.set(f"{index}/{place.rank}", "done")
+        return seconds[1:]
+
+    keep_freed_memory()
+    if is_bare or plan is None:
+        return loop(bare_loop(config))
+    from titanlite.job import build_job
+
+    place = replace(place, world_size=num_ranks, local_world_size=num_ranks)
+    with open_world(place) as world:
+        return loop(build_job(config, make_parallel_dims(config, world.size), world).step)
+
+
+def measure(plan: dict[str, int] | None, steps: int) -> tuple[float, float, float]:
+    """Median CPU-seconds of plan and bare loop, and the median of the ratios turn by turn."""
+    import tempfile
+
+    num_ranks = 1 if plan is None else make_parallel_dims(plan_config(plan), None).world_size
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = run_ranks(take_turns, num_ranks + 1, plan, num_ranks, steps, f"{folder}/turns")
+    totals = [sum(step) for step in zip(*seconds[:num_ranks], strict=True)]
+    bare = seconds[num_ranks]
+    ratios = [total / alone for total, alone in zip(totals, bare, strict=True)]
+    return statistics.median(totals), statistics.median(bare), statistics.median(ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("plans", nargs="*", default=["control", *PLANS])
+    arguments = parser.parse_args()
+    print(f"medians of {arguments.steps} alternating steps, CPU-seconds over all ranks")
+    print(f"{'plan':12} {'plan':>8} {'bare':>8} {'ratio':>7} {'target':>7}")
+    for name in arguments.plans:
+        total, bare, ratio = measure(PLANS.get(name), arguments.steps)
+        target = TARGETS[name]
+        print(f"{name:12} {total:8.3f} {bare:8.3f} {ratio:7.3f} {target:7.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

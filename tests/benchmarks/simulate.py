@@ -1,0 +1,157 @@
+"""How long the simulator and the schedule tables take, beside PyTorch's, in CPU-seconds.
+
+    python tests/benchmarks/simulate.py
+
+Each line gives what was measured and its limit; the exit status is 1 if a limit is missed. PyTorch
+has no function for its tables alone: they are made by the methods its schedule classes call, on
+objects that skip the rest of the constructor, and lowered by the passes its runtime applies.
+"""
+
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from titanlite.schedule import Schedule, add_communication, make_schedule
+from titanlite.simulate import ComputeAndWeightWorkers, OldestStageFirst, Work, simulate
+
+RANKS, MICROBATCHES, CHUNKS = 128, 512, 2
+
+
+def main() -> int:
+    lines = [*measure_imports(), *measure_simulator(), *measure_tables()]
+    missed = 0
+    for what, seconds, limit in lines:
+        verdict = "" if seconds <= limit else "  MISSED"
+        missed += bool(verdict)
+        print(f"{what:<64} {seconds:8.3f} s  at most {limit:.3f}{verdict}")
+    return 1 if missed else 0
+
+
+def cpu_seconds(call: Callable[[], Any], repeat: int = 1) -> tuple[float, Any]:
+    """The least CPU time of `repeat` calls, and what the last one returned."""
+    least, result = float("inf"), None
+    for _ in range(repeat):
+        # What is there already is neither freed nor searched for garbage in the time measured.
+        result = None
+        gc.collect()
+        gc.freeze()
+        start = time.process_time()
+        result = call()
+        least = min(least, time.process_time() - start)
+    return least, result
+
+
+def measure_imports() -> list[tuple[str, float, float]]:
+    code = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
+    lines = []
+    for module in ("titanlite.simulate", "titanlite.simulate.command"):
+        runs = [
+            subprocess.run(
+                [sys.executable, "-c", code.format(module)],
+                capture_output=True,
+                text=True,
+                check=True,
+                cwd=Path(__file__).parents[2],
+            )
+            for _ in range(3)
+        ]
+        lines.append((f"import {module}", min(float(run.stdout) for run in runs), 0.1))
+    return lines
+
+
+def measure_simulator() -> list[tuple[str, float, float]]:
+    def gpipe(work: Work) -> ComputeAndWeightWorkers:
+        return ComputeAndWeightWorkers(work.stage, work.stage)
+
+    small, simulation = cpu_seconds(
+        lambda: simulate(64, 64, 128, gpipe, OldestStageFirst(64, 128)), repeat=5
+    )
+    assert simulation.makespan == (128 + 63) * 3
+
+    def large_with_figures() -> float:
+        simulation = simulate(1024, 1024, 4096, gpipe)
+        assert simulation.makespan == (4096 + 1023) * 3 == simulation.lower_bound
+        assert max(simulation.peak_activations) == 3070
+        return simulation.bubble_fraction
+
+    large, _ = cpu_seconds(large_with_figures)
+    return [
+        ("GPipe, 64 workers, 128 batches", small, 0.05),
+        ("GPipe, 1,024 workers, 4,096 batches, with all its figures", large, 20),
+    ]
+
+
+def measure_tables() -> list[tuple[str, float, float]]:
+    from torch.distributed.pipelining import schedules as theirs
+
+    classes = {
+        "Interleaved1F1B": theirs.ScheduleInterleaved1F1B,
+        "LoopedBFS": theirs.ScheduleLoopedBFS,
+        "InterleavedZeroBubble": theirs.ScheduleInterleavedZeroBubble,
+        "ZBVZeroBubble": theirs.ScheduleZBVZeroBubble,
+        "DualPipeV": theirs.ScheduleDualPipeV,
+    }
+    lines = []
+    for name, schedule_class in classes.items():
+        ours, schedule = cpu_seconds(
+            lambda name=name: make_schedule(name, RANKS, MICROBATCHES, CHUNKS), repeat=3
+        )
+        bare = bare_schedule(schedule_class)
+        reference, table = cpu_seconds(
+            lambda bare=bare: {
+                rank: bare._calculate_single_rank_operations(rank) for rank in range(RANKS)
+            },
+            repeat=3,
+        )
+        assert as_text(schedule.actions) == as_text(table.values())
+        lines.append((f"{name}, compute actions (limit: PyTorch's time)", ours, reference))
+        if name not in ("Interleaved1F1B", "ZBVZeroBubble"):
+            continue
+        lowering, lowered = cpu_seconds(lambda schedule=schedule: add_communication(schedule))
+        their_lowering, expected = cpu_seconds(
+            lambda table=table, schedule=schedule: lower_as_pytorch(theirs, table, schedule)
+        )
+        assert as_text(lowered.actions) == as_text(expected.values())
+        total = reference + their_lowering
+        lines.append(
+            (f"{name}, all actions (limit: 1/10 of {total:.1f} s)", ours + lowering, total / 10)
+        )
+        del lowered, expected, table
+    return lines
+
+
+def bare_schedule(schedule_class: type) -> Any:
+    """An object with what the method that makes one rank's row reads, and no table yet."""
+    schedule: Any = schedule_class.__new__(schedule_class)
+    schedule.pp_group_size = RANKS
+    schedule.num_stages = schedule._num_stages = RANKS * CHUNKS
+    schedule._n_microbatches = MICROBATCHES
+    schedule._stages = [Mock()] * CHUNKS
+    schedule.n_local_stages = CHUNKS
+    schedule.number_of_rounds = MICROBATCHES // RANKS
+    schedule.microbatches_per_round = RANKS
+    return schedule
+
+
+def lower_as_pytorch(theirs: Any, table: dict[int, list[Any]], schedule: Schedule) -> Any:
+    """What `_PipelineScheduleRuntime._prepare_schedule_with_comms` does after its checks."""
+    rows = {
+        rank: theirs._add_reduce_grad(theirs._add_unshard_reshard(row), MICROBATCHES)
+        for rank, row in table.items()
+    }
+    return theirs._add_send_recv(rows, schedule.stage_to_rank.__getitem__, schedule.num_stages)
+
+
+def as_text(rows: Any) -> list[list[str]]:
+    return [[str(action) for action in row if action is not None] for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

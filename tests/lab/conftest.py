@@ -1,0 +1,26 @@
+"""One started cluster for all tests of the lab: a test sets the mesh it needs."""
+
+import pytest
+
+from titanlite.lab import Mesh, VirtualCluster
+
+
+@pytest.fixture(scope="session")
+def _cluster_of_8():
+    with VirtualCluster(Mesh(x=2, y=4)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(_cluster_of_8):
+    """Eight devices, 2 x 4."""
+    _cluster_of_8.mesh = Mesh(x=2, y=4)
+    _cluster_of_8.algorithm = "naive"
+    return _cluster_of_8
+
+
+@pytest.fixture(scope="session")
+def cluster_of_4():
+    """Four devices whose process group is the whole world, for code that uses torch.distributed."""
+    with VirtualCluster(Mesh(rank=4)) as cluster:
+        yield cluster

@@ -1,0 +1,273 @@
+"""Each parallelism by hand against one process: losses, first gradients, weights after AdamW steps.
+
+In float64, relative to the largest magnitude of a tensor: single elements near zero say nothing.
+"""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanlite.errors import RankError
+from titanlite.lab import (
+    Mesh,
+    data_parallelism_main,
+    get_init_params,
+    gpipe,
+    int_divide,
+    one_forward_one_backward,
+    pipeline_parallelism_main,
+    single_process_main,
+    spawn,
+    summarize_tensor,
+    tensor_parallelism_main,
+    three_d_parallelism_main,
+    zero_parallelism_main,
+)
+from titanlite.mesh.launch import run_ranks
+
+W, BATCH, DIM, LAYERS, STEPS, MICRO_BATCHES = 4, 16, 24, 8, 3, 8
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(scope="module")
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(BATCH, DIM, dtype=torch.float64, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def alone(data):
+    """The run in one process."""
+    return single_process_main(data, LAYERS, STEPS)
+
+
+def assert_same(ours, theirs):
+    assert ours.shape == theirs.shape
+    assert theirs.abs().max() > 0
+    assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+def assert_same_run(alone, losses, gradients, params):
+    assert losses == pytest.approx(alone.losses, rel=TOLERANCE)
+    for layer in range(LAYERS):
+        assert_same(gradients[layer], alone.gradients[layer])
+        assert_same(params[layer], alone.params[layer])
+
+
+def side_by_side(records, field):
+    """Each layer's columns, of all ranks that hold some of it."""
+    held = [getattr(record, field) for record in records]
+    return {i: torch.cat([part[i] for part in held if i in part], 1) for i in range(LAYERS)}
+
+
+def flat_shards(records, field):
+    return {
+        i: torch.cat([getattr(record, field)[i] for record in records])[: DIM * DIM].view(DIM, DIM)
+        for i in range(LAYERS)
+    }
+
+
+def test_the_reference_learns_and_no_two_layers_start_alike(alone):
+    assert alone.losses[-1] < alone.losses[0]
+    weights = [get_init_params(DIM, DIM, 0, layer=i).detach() for i in range(LAYERS)]
+    assert len({weight[0, 0].item() for weight in weights}) == LAYERS
+    assert weights[0].std().item() * DIM**0.5 == pytest.approx(1, rel=0.1)
+
+
+def test_shards_of_a_layer_differ_and_together_are_the_layer():
+    shards = [
+        get_init_params(DIM, DIM // W, rank, layer=3, shard=rank, num_shards=W) for rank in range(W)
+    ]
+    assert not torch.equal(shards[0], shards[1])
+    assert torch.equal(torch.cat(shards, 1), get_init_params(DIM, DIM, 0, layer=3))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_data_parallelism(cluster_of_4, data, alone, overlap):
+    records = spawn(data_parallelism_main, cluster_of_4, data, LAYERS, STEPS, overlap=overlap)
+    losses = [sum(step) / W for step in zip(*(record.losses for record in records), strict=True)]
+    for record in records:
+        assert_same_run(alone, losses, record.gradients, record.params)
+    counts = cluster_of_4.counts
+    # And the barrier at the end.
+    assert counts.torch_collectives == {"all_reduce": W * STEPS * LAYERS, "barrier": W}
+    assert counts.torch_collective_bytes["all_reduce"] == W * STEPS * LAYERS * DIM * DIM * 8
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tensor_parallelism(cluster_of_4, data, alone, overlap):
+    records = spawn(
+        tensor_parallelism_main, cluster_of_4, data, LAYERS, num_steps=STEPS, overlap=overlap
+    )
+    gradients, params = side_by_side(records, "gradients"), side_by_side(records, "params")
+    for record in records:
+        assert_same_run(alone, record.losses, gradients, params)
+    # L forward; L-1 backward, for the data needs no gradient.
+    assert cluster_of_4.counts.torch_collectives == {
+        "all_gather": W * STEPS * LAYERS,
+        "all_reduce": W * STEPS * (LAYERS - 1),
+        "barrier": W,
+    }
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_pipeline_parallelism(cluster_of_4, data, alone, schedule, overlap):
+    records = spawn(
+        pipeline_parallelism_main,
+        cluster_of_4,
+        data,
+        LAYERS,
+        MICRO_BATCHES,
+        num_steps=STEPS,
+        schedule=schedule,
+        overlap=overlap,
+    )
+    gradients, params = side_by_side(records, "gradients"), side_by_side(records, "params")
+    assert_same_run(alone, records[-1].losses, gradients, params)
+    assert all(not record.losses for record in records[:-1])
+    sends = cluster_of_4.counts.d2d_messages
+    assert sends == STEPS * 2 * (W - 1) * MICRO_BATCHES
+    assert cluster_of_4.counts.d2d_bytes == sends * (BATCH // MICRO_BATCHES) * DIM * 8
+    live = [record.peak_micro_batches for record in records]
+    assert live == ([MICRO_BATCHES] * W if schedule == "gpipe" else [4, 3, 2, 1])
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 7])
+@pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
+def test_a_schedule_does_everything_once_and_forward_first(make, num_micro_batches):
+    for stage in range(4):
+        actions = make(stage, 4, num_micro_batches)
+        assert len(actions) == len(set(actions)) == 2 * num_micro_batches
+        for m in range(num_micro_batches):
+            assert actions.index(("forward", m)) < actions.index(("backward", m))
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_fewer_microbatches_than_stages(cluster_of_4, data, alone, num_micro_batches):
+    records = spawn(
+        pipeline_parallelism_main, cluster_of_4, data, LAYERS, num_micro_batches, num_steps=STEPS
+    )
+    gradients, params = side_by_side(records, "gradients"), side_by_side(records, "params")
+    assert_same_run(alone, records[-1].losses, gradients, params)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero(cluster_of_4, data, alone, stage, overlap):
+    records = spawn(
+        zero_parallelism_main, cluster_of_4, data, LAYERS, STEPS, stage=stage, overlap=overlap
+    )
+    losses = [sum(step) for step in zip(*(record.losses for record in records), strict=True)]
+    gradients, params = flat_shards(records, "gradients"), flat_shards(records, "params")
+    assert_same_run(alone, losses, gradients, params)
+
+    whole = LAYERS * DIM * DIM * 8
+    held = records[0].held_bytes
+    assert held["parameters"] == (whole // W if stage == 3 else whole)
+    assert held["gradients"] == (whole if stage == 1 else whole // W)
+    assert held["optimizer"] == 2 * whole // W
+    counts = cluster_of_4.counts
+    # Stage 3 gathers each layer forward and backward, the others once after the update.
+    gathers = 2 if stage == 3 else 1
+    assert counts.torch_collectives == {
+        "all_gather": W * STEPS * LAYERS * gathers,
+        "reduce_scatter": W * STEPS * LAYERS,
+        "barrier": W,
+    }
+    assert counts.torch_collective_bytes["all_gather"] == W * STEPS * whole * gathers
+    assert counts.torch_collective_bytes["reduce_scatter"] == W * STEPS * whole
+
+
+def test_zero_pads_a_layer_that_does_not_divide(cluster_of_4):
+    data = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    alone = single_process_main(data, 2, STEPS)
+    for stage in (1, 2, 3):
+        records = spawn(zero_parallelism_main, cluster_of_4, data, 2, STEPS, stage=stage)
+        for i in range(2):
+            flat = torch.cat([record.params[i] for record in records])
+            assert flat.numel() == 28
+            assert_same(flat[:25].view(5, 5), alone.params[i])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_three_parallelisms_together(cluster, data, alone, schedule, overlap):
+    mesh = cluster.mesh = Mesh(pp=2, dp=2, tp=2)
+    records = spawn(
+        three_d_parallelism_main,
+        cluster,
+        data,
+        LAYERS,
+        4,
+        num_steps=STEPS,
+        schedule=schedule,
+        overlap=overlap,
+    )
+    for dp in range(2):
+        ours = [record for record, at in zip(records, mesh, strict=True) if at["dp"] == dp]
+        gradients, params = side_by_side(ours, "gradients"), side_by_side(ours, "params")
+        last = [
+            record.losses
+            for record, at in zip(records, mesh, strict=True)
+            if at["pp"] == 1 and at["tp"] == 0
+        ]
+        losses = [sum(step) / 2 for step in zip(*last, strict=True)]
+        assert_same_run(alone, losses, gradients, params)
+
+
+def test_other_shapes_of_the_three(cluster, data, alone):
+    for mesh in (Mesh(pp=4, dp=1, tp=2), Mesh(tp=4, pp=2, dp=1)):
+        cluster.mesh = mesh
+        records = spawn(
+            three_d_parallelism_main, cluster, data, LAYERS, 4, mesh=mesh, num_steps=STEPS
+        )
+        losses = max((record.losses for record in records), key=len)
+        assert_same_run(
+            alone,
+            losses,
+            side_by_side(records, "gradients"),
+            side_by_side(records, "params"),
+        )
+
+
+def test_what_does_not_divide_is_said(cluster_of_4, data):
+    with pytest.raises(RankError, match="ValueError: 15 does not divide into 4 equal parts"):
+        spawn(data_parallelism_main, cluster_of_4, data[:15], LAYERS, 1)
+    with pytest.raises(RankError, match="ValueError: ZeRO stage 4; use 1, 2 or 3"):
+        spawn(zero_parallelism_main, cluster_of_4, data, LAYERS, 1, stage=4)
+    with pytest.raises(RankError, match="8 devices; the world has 4 ranks"):
+        spawn(three_d_parallelism_main, cluster_of_4, data, LAYERS, 1)
+    with pytest.raises(ValueError, match="7 does not divide into 2 equal parts"):
+        int_divide(7, 2)
+
+
+def test_a_main_function_opens_its_own_world_where_there_is_none(data):
+    """As under torchrun: no cluster, no process group; setup makes one and cleanup leaves it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def main(place, data):
+        os.environ.update(
+            RANK=str(place.rank),
+            WORLD_SIZE="2",
+            LOCAL_RANK=str(place.rank),
+            LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        record = data_parallelism_main(place.rank, 2, data, 2, 2)
+        return record.params, dist.is_initialized()
+
+    expected = single_process_main(data, 2, 2).params
+    for params, is_open in run_ranks(main, 2, data, timeout_seconds=60):
+        assert not is_open
+        assert_same(params[1], expected[1])
+
+
+def test_a_tensor_in_one_line():
+    assert summarize_tensor(torch.arange(6.0).view(2, 3)) == "2x3[0, 1, 2...]"

@@ -1,0 +1,286 @@
+"""What is built by hand equals what titanlite runs in production, and torch's own pipelining.
+
+The same chain of layers as an nn.Module, through apply_ddp, apply_fsdp and apply_tp, with
+titanlite's optimizer: losses, first gradients and weights after AdamW steps, in float64.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from titanlite.lab import (
+    Mesh,
+    data_parallelism_main,
+    get_init_params,
+    pipeline_parallelism_main,
+    single_process_main,
+    spawn,
+    tensor_parallelism_main,
+    three_d_parallelism_main,
+    zero_parallelism_main,
+)
+from titanlite.parallelize import ParallelPlan, apply_ddp, apply_fsdp, apply_tp
+from titanlite.training.optimizer import build_optimizer
+from titanlite.training.shards import local_part, shard_of, whole_tensor
+
+W, BATCH, DIM, LAYERS, STEPS, MICRO_BATCHES = 4, 16, 24, 8, 3, 8
+WEIGHTS_BYTES = LAYERS * DIM * DIM * 8
+PLAN = ParallelPlan(
+    tensor_parallel={"layers.*.linear": ColwiseParallel(output_layouts=Replicate())}
+)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, bias=False, dtype=torch.float64)
+
+    def forward(self, x):
+        return F.gelu(self.linear(x))
+
+
+class Chain(nn.Module):
+    """The lecture's model; a linear layer keeps its weight transposed."""
+
+    def __init__(self, layers=range(LAYERS)):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): Block() for i in layers})
+
+    def forward(self, x):
+        for block in self.layers.values():
+            x = block(x)
+        return x
+
+
+@torch.no_grad()
+def fill(model):
+    for name, block in model.layers.items():
+        weight = block.linear.weight
+        full = get_init_params(DIM, DIM, 0, layer=int(name), dtype=torch.float64).T
+        local_part(weight).copy_(shard_of(full.contiguous(), weight))
+
+
+def optimizer_for(model):
+    return build_optimizer(
+        model.parameters(),
+        lr=1e-3,
+        beta2=0.999,
+        weight_decay=0.01,
+        implementation="for-loop",
+    )
+
+
+def collect(model, of):
+    return {
+        int(name): whole_tensor(of(block.linear.weight)).detach().T.clone()
+        for name, block in model.layers.items()
+    }
+
+
+def train(model, data, num_global):
+    optimizer = optimizer_for(model)
+    losses, gradients = [], None
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(data).square().sum() / num_global
+        loss.backward()
+        gradients = gradients or collect(model, lambda weight: weight.grad)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, gradients, collect(model, lambda weight: weight)
+
+
+def by_ddp(device, data):
+    model = Chain()
+    fill(model)
+    apply_ddp(model, init_device_mesh("cpu", (W,)))
+    return train(model, data.chunk(W)[device.rank], data.numel())
+
+
+def by_fsdp(device, data):
+    model = Chain()
+    apply_fsdp(model, init_device_mesh("cpu", (W,)), plan=PLAN)
+    fill(model)
+    return train(model, data.chunk(W)[device.rank], data.numel())
+
+
+def by_tp(device, data):
+    model = Chain()
+    apply_tp(model, init_device_mesh("cpu", (W,)), PLAN)
+    fill(model)
+    return train(model, data, data.numel())
+
+
+def by_tp_and_fsdp(device, data):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Chain()
+    apply_tp(model, mesh["tp"], PLAN)
+    apply_fsdp(model, mesh["dp"], plan=PLAN)
+    fill(model)
+    return train(model, data.chunk(2)[mesh.get_local_rank("dp")], data.numel())
+
+
+def by_torch_pipelining(device, data, schedule_class):
+    rank = device.rank
+    num_local = LAYERS // W
+    model = Chain(range(rank * num_local, (rank + 1) * num_local))
+    fill(model)
+    # What a stage takes in and gives out; only the data need no gradient.
+    passed = data.chunk(MICRO_BATCHES)[0].clone().requires_grad_()
+    taken = passed.detach() if rank == 0 else passed
+    stage = PipelineStage(model, rank, W, data.device, input_args=taken, output_args=passed)
+    schedule = schedule_class(stage, MICRO_BATCHES, loss_fn=lambda y, _: y.square().mean())
+    optimizer = optimizer_for(model)
+    losses, gradients = [], None
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses_of_step = []
+        if rank == 0:
+            schedule.step(data)
+        elif rank == W - 1:
+            schedule.step(target=data, losses=losses_of_step)
+            losses.append(torch.stack(losses_of_step).mean().item())
+        else:
+            schedule.step()
+        gradients = gradients or collect(model, lambda weight: weight.grad)
+        optimizer.step()
+    return losses, gradients, collect(model, lambda weight: weight)
+
+
+@pytest.fixture(scope="module")
+def data():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(BATCH, DIM, dtype=torch.float64, generator=generator)
+
+
+def assert_same(ours, theirs):
+    """Per layer, of the tensor's largest magnitude."""
+    assert ours.keys() == theirs.keys()
+    for layer, tensor in ours.items():
+        assert theirs[layer].abs().max() > 0
+        assert (tensor - theirs[layer]).abs().max() <= 1e-12 * theirs[layer].abs().max()
+
+
+def merged(dicts):
+    result = {}
+    for each in dicts:
+        for layer, part in each.items():
+            result.setdefault(layer, []).append(part)
+    return result
+
+
+def columns(records, field):
+    parts = merged(getattr(record, field) for record in records)
+    return {layer: torch.cat(part, 1) for layer, part in parts.items()}
+
+
+def flat(records, field):
+    parts = merged(getattr(record, field) for record in records)
+    return {layer: torch.cat(part).view(DIM, DIM) for layer, part in parts.items()}
+
+
+def test_data_parallelism_is_apply_ddp(cluster_of_4, data):
+    hand = spawn(data_parallelism_main, cluster_of_4, data, LAYERS, STEPS)
+    ours = cluster_of_4.counts.torch_collective_bytes["all_reduce"]
+    production = cluster_of_4.run(by_ddp, data)
+    theirs = cluster_of_4.counts.torch_collective_bytes["all_reduce"]
+    for record, (losses, gradients, params) in zip(hand, production, strict=True):
+        # By hand the local mean, in production a part of the global one.
+        assert [loss / W for loss in record.losses] == pytest.approx(losses, rel=1e-12)
+        assert_same(record.gradients, gradients)
+        assert_same(record.params, params)
+    assert ours == theirs == W * STEPS * WEIGHTS_BYTES
+
+
+@pytest.fixture(scope="module")
+def fsdp(cluster_of_4, data):
+    """The results of production on every rank, and the counts."""
+    return cluster_of_4.run(by_fsdp, data), cluster_of_4.counts
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_is_apply_fsdp(cluster_of_4, data, fsdp, stage):
+    hand = spawn(zero_parallelism_main, cluster_of_4, data, LAYERS, STEPS, stage=stage)
+    ours = cluster_of_4.counts
+    production, theirs = fsdp
+    for record, (losses, gradients, params) in zip(hand, production, strict=True):
+        assert record.losses == pytest.approx(losses, rel=1e-12)
+        assert_same(flat(hand, "gradients"), gradients)
+        assert_same(flat(hand, "params"), params)
+    if stage == 3:
+        # FSDP2 also gathers each layer for each pass, and sums the gradients once.
+        reduced = W * STEPS * WEIGHTS_BYTES
+        assert ours.torch_collective_bytes["reduce_scatter"] == reduced
+        assert theirs.torch_collective_bytes["reduce_scatter"] == reduced
+        assert ours.torch_collective_bytes["all_gather"] == 2 * reduced
+        # And once more, to give the whole gradients and weights back to this test.
+        assert theirs.torch_collective_bytes["all_gather"] == 2 * reduced + 2 * W * WEIGHTS_BYTES
+
+
+def test_tensor_parallelism_is_apply_tp(cluster_of_4, data):
+    hand = spawn(tensor_parallelism_main, cluster_of_4, data, LAYERS, num_steps=STEPS)
+    ours = cluster_of_4.counts
+    production = cluster_of_4.run(by_tp, data)
+    theirs = cluster_of_4.counts
+    for record, (losses, gradients, params) in zip(hand, production, strict=True):
+        assert record.losses == pytest.approx(losses, rel=1e-12)
+        assert_same(columns(hand, "gradients"), gradients)
+        assert_same(columns(hand, "params"), params)
+    # The same collectives; and the test's own, to put gradients and weights together.
+    assert theirs.torch_collectives["all_reduce"] == ours.torch_collectives["all_reduce"]
+    assert theirs.torch_collectives["all_gather"] == (
+        ours.torch_collectives["all_gather"] + 2 * W * LAYERS
+    )
+    for kind, of_test in (("all_reduce", 0), ("all_gather", 2 * W * WEIGHTS_BYTES)):
+        assert theirs.torch_collective_bytes[kind] == ours.torch_collective_bytes[kind] + of_test
+
+
+def test_tensor_and_data_parallelism_are_apply_tp_and_apply_fsdp(cluster_of_4, data):
+    mesh = Mesh(pp=1, dp=2, tp=2)
+    hand = spawn(
+        three_d_parallelism_main, cluster_of_4, data, LAYERS, 1, mesh=mesh, num_steps=STEPS
+    )
+    production = cluster_of_4.run(by_tp_and_fsdp, data)
+    for rank, (losses, gradients, params) in enumerate(production):
+        replica = hand[rank - rank % 2 : rank - rank % 2 + 2]
+        assert [loss / 2 for loss in hand[rank].losses] == pytest.approx(losses, rel=1e-12)
+        assert_same(columns(replica, "gradients"), gradients)
+        assert_same(columns(replica, "params"), params)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "schedule_class"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)]
+)
+def test_pipeline_parallelism_is_torch_pipelining(cluster_of_4, data, schedule, schedule_class):
+    hand = spawn(
+        pipeline_parallelism_main,
+        cluster_of_4,
+        data,
+        LAYERS,
+        MICRO_BATCHES,
+        num_steps=STEPS,
+        schedule=schedule,
+    )
+    ours = cluster_of_4.counts
+    theirs = cluster_of_4.run(by_torch_pipelining, data, schedule_class)
+    for record, (losses, gradients, params) in zip(hand, theirs, strict=True):
+        assert record.losses == pytest.approx(losses, rel=1e-12)
+        assert_same(record.gradients, gradients)
+        assert_same(record.params, params)
+    # torch opens each of the 2 (W-1) links with a message of one float.
+    num_opened = 2 * (W - 1)
+    assert cluster_of_4.counts.d2d_messages == ours.d2d_messages + num_opened
+    assert cluster_of_4.counts.d2d_bytes == ours.d2d_bytes + 4 * num_opened
+
+
+def test_all_of_them_are_one_process(data, fsdp):
+    """So that the comparisons above do not agree on something else."""
+    alone = single_process_main(data, LAYERS, STEPS)
+    for _, gradients, params in fsdp[0]:
+        assert_same(alone.gradients, gradients)
+        assert_same(alone.params, params)

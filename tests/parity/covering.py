@@ -1,0 +1,48 @@
+"""Plans that together show every pair of features: a covering array, made greedily."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Choice = dict[str, Any]
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs(choice: Mapping[str, Any]) -> set[Pair]:
+    """Every pair of (feature, value) in a choice."""
+    return set(itertools.combinations(sorted(choice.items(), key=lambda item: item[0]), 2))
+
+
+def cover_pairs(
+    features: Mapping[str, Sequence[Any]], is_legal: Callable[[Choice], bool], seed: int = 0
+) -> list[Choice]:
+    """Choices of one value a feature, all legal, that contain every pair some legal choice has.
+
+    Each new choice holds the first pair not shown yet, and is the one of many drawn at random that
+    shows the most others. A pair that no draw completes legally is taken to be illegal.
+    """
+    random_ = random.Random(seed)
+    left = [
+        ((a, value_a), (b, value_b))
+        for a, b in itertools.combinations(sorted(features), 2)
+        for value_a, value_b in itertools.product(features[a], features[b])
+    ]
+    cover: list[Choice] = []
+    while left:
+        drawn = (
+            {name: random_.choice(values) for name, values in features.items()} | dict(left[0])
+            for _ in range(1000)
+        )
+        missing = set(left)
+        legal = itertools.islice(filter(is_legal, drawn), 40)
+        best = max(legal, key=lambda choice: len(pairs(choice) & missing), default=None)
+        if best is None:
+            left.pop(0)
+            continue
+        cover.append(best)
+        shown = pairs(best)
+        left = [pair for pair in left if pair not in shown]
+    return cover

@@ -1,0 +1,169 @@
+"""The collectives of one step, counted on four ranks, are those of the formulas in docs/.
+
+The formulas stand here as in the notes: L blocks, width D, vocabulary V, N tokens that a rank's
+model sees in a step, m microbatches; a parameter's rows are filled up to a multiple of the shards.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from models.image_transformer.config import FLAVORS
+from tests.benchmarks.communication import (
+    GLOBAL_BATCH_SIZE,
+    PARALLELISM,
+    REPLICATE,
+    SHARD,
+    TP,
+    Collective,
+    count_plans,
+    make_job_config,
+    totals,
+)
+from titanlite.mesh.launch import run_ranks
+
+CASES = [
+    *((plan, 1) for plan in PARALLELISM),
+    *((plan, 2) for plan in ("ddp4", "fsdp4", "hsdp2x2", "tp4", "tp2_fsdp2", "tp2_ddp2")),
+    *((f"tp4+{mode}", 1) for mode in ("full", "early", "2", "op")),
+    *((f"{plan}+full", 1) for plan in ("fsdp4", "tp2_fsdp2")),
+    ("tp2_fsdp2+op", 1),
+]
+MODEL = FLAVORS["debug"]
+L, D, V = MODEL.num_layers, MODEL.dim, MODEL.vocab_size
+WORD = 4  # bytes of a float32
+
+Expected = dict[tuple[str, str], tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[tuple[str, int], list[tuple[list[Collective], int]]]:
+    """For each case what each rank counted, all from one launch."""
+    configs = [make_job_config(plan, microbatches=m) for plan, m in CASES]
+    by_rank = run_ranks(count_plans, 4, configs, timeout_seconds=120)
+    return {case: [rank[index] for rank in by_rank] for index, case in enumerate(CASES)}
+
+
+def unit_shapes(tp: int) -> dict[str, list[tuple[int, int]]]:
+    """FSDP unit -> the (rows, columns) of its parameters on the first rank of `tp`."""
+    hidden, kv_dim = MODEL.ffn_hidden_dim // tp, MODEL.kv_heads * MODEL.head_dim // tp
+    block = [(D // tp, D), (kv_dim, D), (kv_dim, D), (D, D // tp)]
+    block += [(hidden, D), (hidden, D), (D, hidden), (D, 1), (D, 1)]
+    rows = (V, MODEL.image_height, MODEL.image_width, MODEL.image_channels)
+    return {
+        "embeddings": [(count, D) for count in rows],
+        **{f"layers.{index}": block for index in range(L)},
+        "head": [(D, 1), (math.ceil(V / tp), D)],
+    }
+
+
+def padded_elements(shapes: list[tuple[int, int]], shards: int) -> int:
+    """Elements of a unit, each parameter's rows filled up to a multiple of `shards`."""
+    return sum(math.ceil(rows / shards) * shards * columns for rows, columns in shapes)
+
+
+def data_parallel(plan: str, m: int) -> Expected:
+    """docs/data_parallel.md, docs/fsdp.md, docs/hsdp.md."""
+    degrees = PARALLELISM[plan]
+    tp, replicas, shards = degrees.get(TP, 1), degrees.get(REPLICATE, 1), degrees[SHARD]
+    if replicas * shards == 1:
+        return {}
+    if shards * tp == 1:
+        return {("all_reduce", "dp_replicate"): (1, WORD * MODEL.num_parameters)}
+    expected: Expected = {}
+    units = {name: padded_elements(s, shards) for name, s in unit_shapes(tp).items()}
+    total = sum(units.values())
+    if shards > 1:
+        again = {"fsdp4_never": 0, "fsdp4_always": total}.get(plan, total - units["head"])
+        num_again = {"fsdp4_never": 0, "fsdp4_always": L + 2}.get(plan, L + 1)
+        gathered_word = 2 if plan == "fsdp4_bf16" else WORD
+        gathered = gathered_word * (total + again)
+        expected["all_gather", "dp_shard"] = (m * (L + 2 + num_again), m * gathered)
+        expected["reduce_scatter", "dp_shard"] = (m * (L + 2), m * WORD * total)
+    if replicas > 1:
+        expected["all_reduce", "dp_replicate"] = (L + 2, WORD * total // shards)
+    return expected
+
+
+def tensor_parallel(plan: str, checkpointing: str, m: int) -> Expected:
+    """docs/tensor_parallel.md, with what docs/activation_checkpoint.md adds."""
+    degrees = PARALLELISM[plan]
+    n = degrees.get(TP, 1)
+    if n == 1:
+        return {}
+    dp = degrees.get(REPLICATE, 1) * degrees[SHARD]
+    N = GLOBAL_BATCH_SIZE * MODEL.num_tokens // dp
+    sequence = WORD * N * D
+    gathers_again = {"full": 2 * L, "early": 2 * L, "2": L // 2 * 2, "op": 2 * L}
+    scatters_again = {"full": 2 * L, "early": L, "2": L // 2 * 2}
+    gathers = 4 * L + 1 + gathers_again.get(checkpointing, 0)
+    scatters = 4 * L + 1 + scatters_again.get(checkpointing, 0)
+    num_gathers, gathered = gathers * m, gathers * sequence
+
+    rows = V + MODEL.image_height + MODEL.image_width + MODEL.image_channels
+    whole, whole_bytes = 4 + 2 * L + 1, WORD * D * (rows + 2 * L + 1)
+    # FSDP2 makes the pending sums of every microbatch, plain TP those of a step.
+    times = m if dp > 1 else 1
+    num_reductions, reduced = times * whole, times * whole_bytes
+    if degrees.get("disable_loss_parallel"):
+        num_gathers += m
+        gathered += WORD * N * math.ceil(V / n) * n
+    else:
+        num_reductions += 3 * m
+        reduced += 3 * WORD * N
+    return {
+        ("all_gather", "tp"): (num_gathers, gathered),
+        ("reduce_scatter", "tp"): (m * scatters, scatters * sequence),
+        ("all_reduce", "tp"): (num_reductions, reduced),
+    }
+
+
+@pytest.mark.parametrize(("plan", "m"), CASES, ids=[f"{plan}-{m}" for plan, m in CASES])
+def test_a_step_sends_what_the_notes_say(counted, plan, m):
+    parallelism, _, checkpointing = plan.partition("+")
+    expected = {
+        **data_parallel(parallelism, m),
+        **tensor_parallel(parallelism, checkpointing, m),
+        ("all_reduce", "world"): (3, 3 * 8),  # tokens, loss, gradient norm
+    }
+    collectives, total = counted[plan, m][0]
+    assert totals(collectives) == expected
+    assert total == len(collectives), "CommDebugMode saw a collective that was not counted"
+
+
+@pytest.mark.parametrize(("plan", "m"), CASES, ids=[f"{plan}-{m}" for plan, m in CASES])
+def test_every_rank_issues_the_same_collectives_in_the_same_order(counted, plan, m):
+    # Another order of collectives of one shape gives wrong numbers in silence.
+    orders = [[(c.kind, c.axis) for c in collectives] for collectives, _ in counted[plan, m]]
+    assert all(order == orders[0] for order in orders)
+
+
+def test_fsdp_gathers_the_next_block_before_it_reduces_this_one(counted):
+    collectives, _ = counted["fsdp4", 1][0]
+    names = {
+        WORD * padded_elements(shapes, 4): name.split(".")[0]
+        for name, shapes in unit_shapes(1).items()
+    }
+    order = [f"{c.kind} {names[c.num_bytes]}" for c in collectives if c.axis == "dp_shard"]
+    assert order == [
+        "all_gather embeddings",
+        "all_gather layers",
+        "all_gather layers",
+        "all_gather head",
+        # Backward: the block before is on its way while this one's gradients are reduced.
+        "all_gather layers",
+        "reduce_scatter head",
+        "all_gather layers",
+        "reduce_scatter layers",
+        "all_gather embeddings",
+        "reduce_scatter layers",
+        "reduce_scatter embeddings",
+    ]
+
+
+def test_hsdp_sends_between_groups_a_shard_where_ddp_sends_the_whole(counted):
+    ddp = totals(counted["ddp4", 1][0][0])["all_reduce", "dp_replicate"][1]
+    hsdp = totals(counted["hsdp2x2", 1][0][0])["all_reduce", "dp_replicate"][1]
+    assert ddp / 2 <= hsdp <= 1.01 * ddp / 2

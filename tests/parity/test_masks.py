@@ -1,0 +1,76 @@
+"""Losses whose valid tokens lie unevenly over the ranks, some of which have none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from training import Training, debug_config, differences
+
+from titanlite.config import JobConfig, make_parallel_dims
+from titanlite.mesh.launch import Place, run_ranks
+
+BATCH = 8
+PLANS: dict[str, dict] = {
+    "cp4 contiguous": {"context_parallel_degree": 4, "context_parallel_load_balancer": "none"},
+    "cp4 head-tail": {"context_parallel_degree": 4},
+    "cp2 x tp2": {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "fsdp4": {"data_parallel_shard_degree": 4},
+    "ddp4": {"data_parallel_replicate_degree": 4},
+    "tp4": {"tensor_parallel_degree": 4},
+}
+
+
+def train_masked(place: Place, configs: list[JobConfig]) -> list[Training]:
+    """Two steps each, in which of 8 images only the last 3 count, and of those the last 13 places.
+
+    The three are those of the last two of four data-parallel ranks; the places are those of the
+    last of four ranks that hold contiguous parts of the sequence.
+    """
+    from titanlite.job import build_job, dp_rank
+    from titanlite.mesh.world import open_world
+    from titanlite.training.loss import IGNORE_INDEX
+
+    trainings = []
+    with open_world(place) as world:
+        for config in configs:
+            job = build_job(config, make_parallel_dims(config, world.size), world)
+            training = Training()
+            for step in (1, 2):
+                image = dp_rank(job.dims, world.rank) * BATCH // job.dims.dp
+                microbatches = []
+                for batch in job.draw():
+                    targets = batch.targets.clone()
+                    targets[:, batch.positions < 50] = IGNORE_INDEX
+                    targets[: max(0, 5 - image)] = IGNORE_INDEX
+                    image += len(targets)
+                    microbatches.append(replace(batch, targets=targets))
+                loss, num_tokens = job.trainer.compute_gradients(microbatches)
+                assert num_tokens == 3 * 13
+                training.gradients[step] = {
+                    name: grad.clone() for name, grad in job.whole_gradients()
+                }
+                norm, _ = job.trainer.apply_gradients()
+                training.losses.append(loss)
+                training.norms.append(norm)
+            training.weights = {name: whole.clone() for name, whole in job.whole_parameters()}
+            trainings.append(training)
+    return trainings
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Training]:
+    jobs = [debug_config({"parallelism": plan}) for plan in PLANS.values()]
+    jobs.append(
+        debug_config({"parallelism": PLANS["fsdp4"]}, {"training": {"local_batch_size": 1}})
+    )
+    results = run_ranks(train_masked, 4, jobs, timeout_seconds=120)[0]
+    reference = run_ranks(train_masked, 1, [debug_config()], timeout_seconds=120)[0]
+    names = [*PLANS, "fsdp4 in two microbatches", "reference"]
+    return dict(zip(names, results + reference, strict=True))
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "fsdp4 in two microbatches"])
+def test_uneven_masks(trained: dict[str, Training], plan: str):
+    found = differences(trained[plan], trained["reference"])
+    assert max(found.values()) < 1e-11

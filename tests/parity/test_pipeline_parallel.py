@@ -1,0 +1,219 @@
+"""A pipeline trains exactly as one process does: every schedule, and with each other feature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import Sections, Training, debug_config, differences, train
+
+from titanlite.config import JobConfig, check_job, make_parallel_dims
+from titanlite.mesh.launch import Place, run_ranks
+from titanlite.schedule import make_schedule, walk, write_csv
+
+TOLERANCE = 1e-11
+JOB: Sections = {"model": {"num_layers": 6}, "training": {"local_batch_size": 8, "steps": 6}}
+
+
+def pipelined(
+    schedule: str = "1F1B", degree: int = 2, batch: int = 8, **parallelism: Any
+) -> dict[str, dict[str, Any]]:
+    """Sections of a pipelined job; `batch` images of the 8 in a step go through at once."""
+    return {
+        "parallelism": {
+            "pipeline_parallel_degree": degree,
+            "pipeline_parallel_schedule": schedule,
+            **{_full_name(key): value for key, value in parallelism.items()},
+        },
+        "training": {"local_batch_size": batch},
+    }
+
+
+def _full_name(key: str) -> str:
+    is_own = key.startswith(("microbatch", "layers", "first", "last", "schedule"))
+    return f"pipeline_parallel_{key}" if is_own else key
+
+
+def with_compile(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {**sections, "compile": {"enable": True, "backend": "aot_eager"}}
+
+
+def with_checkpoints(sections: dict[str, dict[str, Any]], mode: str) -> dict[str, dict[str, Any]]:
+    return {**sections, "activation_checkpoint": {"mode": mode, "selective_ac_option": "op"}}
+
+
+PARTS = [
+    ["embeddings"],
+    ["layers.0", "layers.1", "layers.2", "layers.3", "layers.4", "layers.5", "norm", "output"],
+]
+TP, CP, SHARD, REPLICATE = (
+    {"tensor_parallel_degree": 2},
+    {"context_parallel_degree": 2},
+    {"data_parallel_shard_degree": 2},
+    {"data_parallel_replicate_degree": 2},
+)
+TWO_RANKS = {
+    "GPipe": pipelined("GPipe"),
+    "1F1B": pipelined("1F1B"),
+    "Interleaved1F1B": pipelined("Interleaved1F1B"),
+    "LoopedBFS": pipelined("LoopedBFS"),
+    "InterleavedZeroBubble": pipelined("InterleavedZeroBubble"),
+    "ZBVZeroBubble": pipelined("ZBVZeroBubble"),
+    "DualPipeV": pipelined("DualPipeV"),
+    "ZB-H1": pipelined("ZB-H1"),
+    "four stages a rank": pipelined("Interleaved1F1B", layers_per_stage=1),
+    "as many microbatches as stages": pipelined(microbatch_size=4),
+    "fewer microbatches than stages": pipelined("ZBVZeroBubble", microbatch_size=4),
+    "one microbatch": pipelined("GPipe", microbatch_size=8),
+    "accumulation": pipelined(batch=4),
+    "accumulation under a split backward": pipelined("ZBVZeroBubble", batch=4),
+    "uneven stages": pipelined(first_stage_less_layers=3, last_stage_less_layers=0),
+    "given parts": pipelined(module_fqns_per_model_part=PARTS),
+    "full AC": with_checkpoints(pipelined(), "full"),
+    "selective AC": with_checkpoints(pipelined(), "selective"),
+    "AC under a split backward": with_checkpoints(pipelined("ZBVZeroBubble"), "full"),
+    "compile": with_compile(pipelined("Interleaved1F1B")),
+}
+FOUR_RANKS = {
+    "TP": pipelined(**TP),
+    "TP under a split backward": pipelined("ZBVZeroBubble", **TP),
+    "TP, logits gathered": pipelined("Interleaved1F1B", **TP, disable_loss_parallel=True),
+    "CP": pipelined(**CP),
+    "CP in a V": pipelined("DualPipeV", **CP),
+    "FSDP": pipelined(batch=4, **SHARD),
+    "FSDP, interleaved": pipelined("Interleaved1F1B", batch=4, **SHARD),
+    "FSDP under a split backward": pipelined("ZBVZeroBubble", batch=4, **SHARD),
+    "FSDP, always resharded": pipelined(batch=4, **SHARD, fsdp_reshard_after_forward="always"),
+    "FSDP, accumulation": pipelined(batch=2, **SHARD),
+    "DDP": pipelined(batch=4, **REPLICATE),
+    "DDP, accumulation": pipelined(batch=2, **REPLICATE),
+    "four ranks": pipelined(degree=4, first_stage_less_layers=0),
+    "four ranks, ZBV": pipelined("ZBVZeroBubble", 4, microbatch_size=2),
+}
+EIGHT_RANKS = {
+    "HSDP": pipelined(batch=2, **SHARD, **REPLICATE),
+    "HSDP, accumulation, a split backward": pipelined(
+        "ZBVZeroBubble", batch=2, microbatch_size=2, **SHARD, **REPLICATE
+    ),
+    "TP and CP": pipelined("Interleaved1F1B", **TP, **CP),
+    "TP and FSDP": pipelined(batch=4, **TP, **SHARD),
+    "TP and DDP": pipelined(batch=4, **TP, **REPLICATE),
+}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Training:
+    return train([debug_config(JOB)])[0]
+
+
+def trained(jobs: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Training]:
+    return dict(zip(jobs, train([debug_config(JOB, job) for job in jobs.values()]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> dict[str, Training]:
+    return trained(TWO_RANKS)
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks() -> dict[str, Training]:
+    return trained(FOUR_RANKS)
+
+
+@pytest.fixture(scope="module")
+def on_eight_ranks() -> dict[str, Training]:
+    return trained(EIGHT_RANKS)
+
+
+def assert_equal(training: Training, reference: Training) -> None:
+    found = differences(training, reference)
+    assert {what: error for what, error in found.items() if error > TOLERANCE} == {}
+    assert len(set(training.digests)) == 1, "ranks see different whole weights"
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_pipeline(on_two_ranks: dict[str, Training], reference: Training, name: str) -> None:
+    assert_equal(on_two_ranks[name], reference)
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_pipeline_with(on_four_ranks: dict[str, Training], reference: Training, name: str) -> None:
+    assert_equal(on_four_ranks[name], reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EIGHT_RANKS)
+def test_on_eight_ranks(
+    on_eight_ranks: dict[str, Training], reference: Training, name: str
+) -> None:
+    assert_equal(on_eight_ranks[name], reference)
+
+
+def test_schedule_from_a_file(tmp_path: Path, reference: Training) -> None:
+    """A table that no name stands for: forwards two by two, in a V."""
+    table = make_schedule("ZBVZeroBubble", 2, 8)
+    write_csv(table, tmp_path / "v.csv")
+    job = pipelined(schedule_csv=str(tmp_path / "v.csv"))
+    (training,) = train([debug_config(JOB, job)])
+    assert_equal(training, reference)
+
+
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"]
+
+
+def _observe(place: Place, configs: list[JobConfig]) -> list[dict[str, Any]]:
+    from titanlite.job import build_job
+    from titanlite.mesh.world import open_world
+    from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
+    from titanlite.sample import sample_images
+
+    seen = []
+    with open_world(place) as world:
+        for config in configs:
+            dims = make_parallel_dims(config, world.size)
+            check_job(config, dims)
+            job = build_job(config, dims, world)
+            found: dict[str, Any] = {"before": job.evaluate()}
+            if job.pipeline is not None:
+                recorder = PipelineRecorder(job.pipeline.stages, world.rank, world.device)
+                job.pipeline.on_loss = recorder.count_in
+                job.step()
+                spans = recorder.take()
+                found["spans"] = spans
+                found["table"] = job.pipeline.table
+                found["timeline"] = gather_timeline(spans, job.pipeline.group, "run")
+            else:
+                job.step()
+            found["after"] = job.evaluate()
+            job.step()
+            found["images"] = sample_images(job, 3)
+            seen.append(found)
+    return seen
+
+
+def test_what_runs_is_the_schedule_and_evaluation_and_sampling_are_as_without_one() -> None:
+    more: Sections = {"validation": {"enable": True, "steps": 2, "local_batch_size": 4}}
+    configs = [debug_config(JOB, more, pipelined(name)) for name in SCHEDULES]
+    ((single,),) = run_ranks(_observe, 1, [debug_config(JOB, more)])
+    of_ranks = run_ranks(_observe, 2, configs, timeout_seconds=200)
+    for rank, of_rank in enumerate(of_ranks):
+        for found in of_rank:
+            table = found["table"]
+            done = [(span.stage, span.kind, span.microbatch) for span in found["spans"]]
+            assert done == [(a.stage, a.kind, a.microbatch) for a in table.compute(rank)]
+            for what in ("before", "after"):
+                assert found[what] == pytest.approx(single[what], rel=1e-12)
+            assert (found["images"] == single["images"]).all()
+    for found in of_ranks[0]:
+        timeline = found["timeline"]
+        assert len(timeline.rows) == 2
+        assert all(0 < bubble < 1 for bubble in timeline.bubbles())
+        starts = {(s.stage, s.kind, s.microbatch): s for s in timeline.spans}
+        # One clock: nothing starts before what it takes its input from has ended.
+        assert starts[1, "F", 0].start >= starts[0, "F", 0].end
+        planned = walk(found["table"]).curves
+        for row, curve in timeline.curves.items():
+            peak = max(value for _, value in curve)
+            assert peak == max(value for _, value in planned[row])
+    assert all(found["timeline"] is None for found in of_ranks[1])

@@ -1,0 +1,272 @@
+"""Every plan trains exactly as one process does: losses, norms, gradients and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from covering import Choice, cover_pairs, pairs
+from training import Training, debug_config, difference, differences, train
+
+from titanlite.config import JobConfig, load_config, make_model_config, make_parallel_dims
+
+TOLERANCE = 1e-11
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+FEATURES: dict[str, list] = {
+    # dp_replicate, dp_shard, cp, tp
+    "degrees": [
+        (1, 4, 1, 1),
+        (4, 1, 1, 1),
+        (2, 2, 1, 1),
+        (1, 1, 1, 4),
+        (1, 2, 1, 2),
+        (2, 1, 1, 2),
+        (1, 1, 4, 1),
+        (1, 1, 2, 2),
+        (1, 2, 2, 1),
+        (2, 1, 2, 1),
+    ],
+    "layout": ["headtail", "striped", "none"],
+    "rotation": ["alltoall", "allgather"],
+    "checkpoint": ["none", "full", "2", "op"],
+    "compile": [False, True],
+    "reshard": ["default", "always", "never"],
+    "offload": [False, True],
+    "loss_parallel": [True, False],
+    "local_batch_size": [2, 1],
+    "optimizer": ["AdamW fused", "AdamW foreach", "Adam for-loop", "SGD foreach"],
+    "max_norm": [1.0, float("inf")],
+    "num_kv_heads": [8, 4],
+}
+# What is not a plan's business: the reference has these too.
+OF_THE_JOB = ("optimizer", "max_norm", "num_kv_heads")
+
+
+def is_legal(choice: Choice) -> bool:
+    """Settings that would have nothing to act on are left at their defaults."""
+    _, shard, cp, tp = choice["degrees"]
+    return (
+        (shard * cp > 1 or (choice["reshard"] == "default" and not choice["offload"]))
+        and (cp > 1 or (choice["layout"] == "headtail" and choice["rotation"] == "alltoall"))
+        and (tp > 1 or choice["loss_parallel"])
+    )
+
+
+def job_of(choice: Choice, *, plan: bool = True) -> JobConfig:
+    optimizer, implementation = choice["optimizer"].split()
+    sections: dict[str, dict] = {
+        "model": {"num_kv_heads": choice["num_kv_heads"]},
+        "training": {"max_norm": choice["max_norm"]},
+        "optimizer": {
+            "name": optimizer,
+            "implementation": implementation,
+            **({"momentum": 0.9} if optimizer == "SGD" else {}),
+        },
+    }
+    if not plan:
+        return debug_config(sections)
+    replicate, shard, cp, tp = choice["degrees"]
+    mode = choice["checkpoint"]
+    selective = {"mode": "selective", "selective_ac_option": mode}
+    return debug_config(
+        sections,
+        {
+            "parallelism": {
+                "data_parallel_replicate_degree": replicate,
+                "data_parallel_shard_degree": shard,
+                "context_parallel_degree": cp,
+                "context_parallel_load_balancer": choice["layout"],
+                "context_parallel_rotate_method": choice["rotation"],
+                "tensor_parallel_degree": tp,
+                "fsdp_reshard_after_forward": choice["reshard"],
+                "disable_loss_parallel": not choice["loss_parallel"],
+            },
+            "training": {
+                "enable_cpu_offload": choice["offload"],
+                "local_batch_size": choice["local_batch_size"],
+            },
+            "activation_checkpoint": {"mode": mode} if mode in ("none", "full") else selective,
+            "compile": {"enable": choice["compile"], "backend": "aot_eager"},
+        },
+    )
+
+
+ALL_PAIRS = cover_pairs(FEATURES, is_legal)
+# Compiling takes too long for all: a few, one for each way to split.
+EAGER = cover_pairs({**FEATURES, "compile": [False]}, is_legal)
+FEW = [
+    next(choice for choice in EAGER if choice["degrees"] == degrees)
+    for degrees in FEATURES["degrees"]
+]
+
+
+def name_of(choice: Choice) -> str:
+    return ", ".join(f"{key} {value}" for key, value in choice.items())
+
+
+class Trained:
+    """Trainings of all choices, and of their references, in two launches."""
+
+    def __init__(self, choices: list[Choice]) -> None:
+        jobs = {self._key(choice): job_of(choice, plan=False) for choice in choices}
+        self._references = dict(zip(jobs, train(list(jobs.values())), strict=True))
+        self._trained = train([job_of(choice) for choice in choices])
+        self._choices = choices
+
+    def pair(self, choice: Choice) -> tuple[Training, Training]:
+        return self._trained[self._choices.index(choice)], self._references[self._key(choice)]
+
+    @staticmethod
+    def _key(choice: Choice) -> tuple:
+        return tuple(choice[name] for name in OF_THE_JOB)
+
+
+def assert_invariant(training: Training, reference: Training, tolerance: float) -> None:
+    wrong = {
+        what: error for what, error in differences(training, reference).items() if error > tolerance
+    }
+    assert not wrong
+    assert len(set(training.digests)) == 1, "ranks see different whole weights"
+
+
+@pytest.fixture(scope="module")
+def few() -> Trained:
+    return Trained(FEW)
+
+
+@pytest.mark.parametrize("choice", FEW, ids=name_of)
+def test_features_together(few: Trained, choice: Choice):
+    assert_invariant(*few.pair(choice), TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def all_pairs() -> Trained:
+    return Trained(ALL_PAIRS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("choice", ALL_PAIRS, ids=name_of)
+def test_every_pair_of_features(all_pairs: Trained, choice: Choice):
+    assert_invariant(*all_pairs.pair(choice), TOLERANCE)
+
+
+def test_the_covering_set_has_every_legal_pair():
+    shown = set().union(*map(pairs, ALL_PAIRS))
+    for pair in pairs(
+        {"degrees": (1, 2, 1, 2), "checkpoint": "op", "compile": True, "offload": True}
+    ):
+        assert pair in shown
+    assert (("degrees", (4, 1, 1, 1)), ("offload", True)) not in shown
+    assert all(is_legal(choice) for choice in ALL_PAIRS)
+
+
+def shipped_job(path: Path) -> JobConfig:
+    """A shipped config's plan on the debug job, in float64 and without inductor's compile time."""
+    # Whatever it trains on, the files of which may not be here.
+    data = ["--training.dataset=synthetic", "--training.dataset_path=none"]
+    config = load_config([f"--job.config_file={path}", *data])
+    dims = make_parallel_dims(config, None)
+    plan = {
+        name: getattr(config, name).model_dump(exclude_unset=True)
+        for name in ("parallelism", "activation_checkpoint", "compile")
+    }
+    plan["parallelism"]["data_parallel_shard_degree"] = dims.dp_shard
+    if config.compile.enable:
+        plan["compile"]["backend"] = "aot_eager"
+    accumulates = config.training.global_batch_size > config.training.local_batch_size * dims.dp
+    local_batch_size = 8 // dims.dp // (2 if accumulates and dims.dp < 8 else 1)
+    if dims.pp_enabled:
+        microbatch_size = plan["parallelism"].get("pipeline_parallel_microbatch_size", 1)
+        num_microbatches = config.training.local_batch_size // microbatch_size
+        plan["parallelism"]["pipeline_parallel_microbatch_size"] = max(
+            1, local_batch_size // num_microbatches
+        )
+    return debug_config(
+        plan,
+        {
+            "model": {"num_layers": num_layers(config)},
+            "training": {
+                "enable_cpu_offload": config.training.enable_cpu_offload,
+                "local_batch_size": local_batch_size,
+            },
+        },
+    )
+
+
+def num_layers(config: JobConfig) -> int:
+    """The debug model's, or with a pipeline, which cuts between them, those of the config."""
+    model = debug_config() if config.parallelism.pipeline_parallel_degree == 1 else config
+    return make_model_config(model).num_layers
+
+
+@pytest.fixture(scope="module")
+def shipped() -> dict[str, Training]:
+    jobs = {path.name: shipped_job(path) for path in CONFIGS}
+    sizes = {name: make_parallel_dims(job, None).world_size for name, job in jobs.items()}
+    layers = {name: num_layers(job) for name, job in jobs.items()}
+    references = [debug_config({"model": {"num_layers": n}}) for n in sorted(set(layers.values()))]
+    of_layers = dict(zip(sorted(set(layers.values())), train(references), strict=True))
+    trained = {f"reference of {name}": of_layers[n] for name, n in layers.items()}
+    for size in sorted(set(sizes.values())):
+        names = [name for name in jobs if sizes[name] == size]
+        trained.update(zip(names, train([jobs[name] for name in names]), strict=True))
+    return trained
+
+
+@pytest.mark.parametrize("name", [path.name for path in CONFIGS])
+def test_every_shipped_plan(shipped: dict[str, Training], name: str):
+    assert_invariant(shipped[name], shipped[f"reference of {name}"], TOLERANCE)
+
+
+def test_float32_agrees_over_ten_steps():
+    single = {"training": {"dtype": "float32", "steps": 10}}
+    plan = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}}
+    (reference,) = train([debug_config(single)])
+    (training,) = train([debug_config(single, plan)])
+    assert_invariant(training, reference, 1e-4)
+
+
+def test_mixed_precision_is_as_near_to_float32_as_one_process_is():
+    """bfloat16 rounds differently under every plan; none may be further off than one process."""
+    float32 = {"training": {"dtype": "float32", "steps": 5}}
+    bfloat16 = {"training": {"dtype": "float32", "mixed_precision_param": "bfloat16", "steps": 5}}
+    exact, own = train([debug_config(float32), debug_config(bfloat16)])
+    own_error = max(difference(own.weights[name], exact.weights[name]) for name in exact.weights)
+    assert own_error > 1e-6, "nothing was computed in bfloat16"
+    plans = [
+        {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 1},
+        {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
+        {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
+        {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
+    ]
+    for training in train([debug_config(bfloat16, {"parallelism": plan}) for plan in plans]):
+        error = max(difference(training.weights[n], exact.weights[n]) for n in exact.weights)
+        assert 1e-6 < error < 1.5 * own_error
+        for loss, reference in zip(training.losses, own.losses, strict=True):
+            assert loss == pytest.approx(reference, rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"data_parallel_shard_degree": 4},
+        {"data_parallel_replicate_degree": 4},
+        {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
+        {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_inductor(plan: dict, mode: str):
+    compiled = {
+        "compile": {"enable": True},
+        "activation_checkpoint": {"mode": mode},
+        "parallelism": plan,
+    }
+    (reference,) = train([debug_config()])
+    (training,) = train([debug_config(compiled)])
+    assert_invariant(training, reference, TOLERANCE)

@@ -1,0 +1,481 @@
+"""Ring attention on real ranks against full attention on one: values, traffic, memory, wrapping."""
+
+import math
+from itertools import product
+
+import pytest
+
+from titanlite.attention import LAYOUTS, ROTATE_METHODS
+from titanlite.mesh.launch import Place, run_ranks
+
+TIMEOUT_SECONDS = 120
+
+
+def full_tensors(num_ranks, num_local, dtype, num_kv_heads=4, batch=2, head_dim=8, seed=0):
+    """q, k, v and the gradient of the output for the whole sequence, rounded to `dtype`."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [
+        (batch, h, num_ranks * num_local, head_dim) for h in (4, num_kv_heads, num_kv_heads, 4)
+    ]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def mask_loss(grad_out):
+    """Leave a few tokens with a loss, none in the first third: some ranks then have none at all."""
+    import torch
+
+    valid = torch.rand(grad_out.size(2), generator=torch.Generator().manual_seed(1)) < 0.3
+    valid[: grad_out.size(2) // 3] = False
+    return grad_out * valid[:, None]
+
+
+def with_gradients(attention, q, k, v, grad_out):
+    """(out, dq, dk, dv), in float64."""
+    import torch
+
+    inputs = [part.detach().clone().requires_grad_() for part in (q, k, v)]
+    out = attention(*inputs)
+    return [part.double() for part in (out, *torch.autograd.grad(out, inputs, grad_out))]
+
+
+def plain(causal, num_kv_heads):
+    from functools import partial
+
+    from torch.nn.functional import scaled_dot_product_attention
+
+    return partial(scaled_dot_product_attention, is_causal=causal, enable_gqa=num_kv_heads < 4)
+
+
+def ring_errors(place: Place, cases: list[tuple]) -> list[list[tuple]]:
+    """For each case, of out, dq, dk, dv: largest error here, magnitude, sum of squared errors."""
+    import torch.distributed as dist
+
+    from titanlite.attention import ring_attention
+    from titanlite.attention.layout import make_layout
+    from titanlite.mesh.world import open_world
+
+    errors = []
+    with open_world(place) as world:
+        for layout_name, rotate_method, causal, num_kv_heads, batch, num_local, dtype in cases:
+            layout = make_layout(layout_name, world.size)
+            *qkv, grad_out = full_tensors(world.size, num_local, dtype, num_kv_heads, batch)
+            grad_out = mask_loss(grad_out)
+            exact = with_gradients(
+                plain(causal, num_kv_heads), *(part.double() for part in (*qkv, grad_out))
+            )
+
+            def attention(q, k, v, causal=causal, layout=layout, rotate_method=rotate_method):
+                return ring_attention(
+                    q, k, v, dist.group.WORLD, causal, layout=layout, rotate_method=rotate_method
+                )
+
+            found = with_gradients(
+                attention, *(layout.shard(part, 2, world.rank) for part in (*qkv, grad_out))
+            )
+            errors.append([])
+            for part, whole in zip(found, exact, strict=True):
+                error = part - layout.shard(whole, 2, world.rank)
+                sizes = error.abs().max(), whole.abs().max(), error.square().sum()
+                errors[-1].append([size.item() for size in sizes])
+    return errors
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_against_full_attention(num_ranks):
+    import torch
+
+    shortest = {"headtail": 2, "striped": 1, "none": 1}
+    cases = [
+        (layout, rotate_method, causal, num_kv_heads, batch, num_local, dtype)
+        for layout, rotate_method, causal in product(LAYOUTS, ROTATE_METHODS, (True, False))
+        for num_kv_heads, batch, num_local, dtype in (
+            (4, 2, 6, torch.float64),
+            (2, 1, 6, torch.float64),
+            (4, 1, shortest[layout], torch.float64),
+            (1, 2, 6, torch.float32),
+        )
+    ]
+    limits = {torch.float64: 1e-13, torch.float32: 2e-6}
+    for errors in run_ranks(ring_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS):
+        for case, of_tensors in zip(cases, errors, strict=True):
+            for what, (error, magnitude, _) in zip(
+                ("out", "dq", "dk", "dv"), of_tensors, strict=True
+            ):
+                assert error <= limits[case[-1]] * magnitude, (case, what)
+
+
+def test_triangles_cut_for_the_kernel():
+    """Long enough that the CPU kernel's causal tiles are cut up (above 256 keys)."""
+    import torch
+
+    cases = [
+        (layout, "alltoall", True, 2, 1, 600, dtype)
+        for layout, dtype in product(LAYOUTS, (torch.float64, torch.float32))
+    ]
+    for errors in run_ranks(ring_errors, 2, cases, timeout_seconds=TIMEOUT_SECONDS):
+        for case, of_tensors in zip(cases, errors, strict=True):
+            limit = 1e-13 if case[-1] == torch.float64 else 2e-6
+            assert all(error <= limit * magnitude for error, magnitude, _ in of_tensors), case
+
+
+@pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
+def test_bfloat16_is_as_exact_as_plain_bfloat16(rotate_method):
+    import torch
+
+    cases = [(layout, rotate_method, True, 2, 1, 96, torch.bfloat16) for layout in LAYOUTS]
+    per_rank = run_ranks(ring_errors, 4, cases, timeout_seconds=TIMEOUT_SECONDS)
+    *qkv, grad_out = full_tensors(4, 96, torch.bfloat16, 2, 1)
+    tensors = (*qkv, mask_loss(grad_out))
+    exact = with_gradients(plain(True, 2), *(part.double() for part in tensors))
+    rounded = with_gradients(plain(True, 2), *tensors)
+    for index, what in enumerate(("out", "dq", "dk", "dv")):
+        # Root mean square: the largest of so many rounding errors is a matter of luck.
+        own_error = (rounded[index] - exact[index]).square().sum().item() ** 0.5
+        for number, case in enumerate(cases):
+            error = sum(errors[number][index][2] for errors in per_rank) ** 0.5
+            assert error <= 1.5 * own_error, (case, what)
+
+
+def mesh_axis_errors(place: Place) -> list[float]:
+    """Largest relative errors on one axis of a mesh of two, each row with a sequence of its own."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from titanlite.attention import RingAttention
+    from titanlite.mesh.world import open_world
+
+    with open_world(place):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        row, rank = mesh.get_coordinate()
+        whole = full_tensors(2, 6, torch.float64, num_kv_heads=2, seed=row)
+        attention = RingAttention(mesh["cp"])
+        local = [attention.layout.shard(part, 2, rank) for part in whole]
+        exact, found = with_gradients(plain(True, 2), *whole), with_gradients(attention, *local)
+        return [
+            ((a - attention.layout.shard(b, 2, rank)).abs().max() / b.abs().max()).item()
+            for a, b in zip(found, exact, strict=True)
+        ]
+
+
+def test_on_one_axis_of_a_mesh():
+    for errors in run_ranks(mesh_axis_errors, 4, timeout_seconds=TIMEOUT_SECONDS):
+        assert max(errors) <= 1e-13
+
+
+def unusual_errors(place: Place) -> list[float]:
+    """Largest relative error with elements not stored as neighbours and with enormous scores."""
+    import torch
+    import torch.distributed as dist
+
+    from titanlite.attention import make_layout, ring_attention
+    from titanlite.mesh.world import open_world
+
+    errors = []
+    with open_world(place) as world:
+        layout = make_layout("headtail", world.size)
+        for factor in (1.0, 1e4):
+            q, k, v, _ = full_tensors(world.size, 6, torch.float64)
+            q, grad_out = q * factor, torch.ones(1, 1, 1, 1, dtype=torch.float64).expand(q.shape)
+            exact = with_gradients(plain(True, 4), q, k, v, grad_out)
+            q, k, v = (layout.shard(part, 2, world.rank) for part in (q, k, v))
+            local = q.mT.contiguous().mT.requires_grad_()
+            assert local.stride(3) != 1
+            out = ring_attention(local, k, v, dist.group.WORLD)
+            [dq] = torch.autograd.grad(out, local, grad_out[:, :, : q.size(2)])
+            for found, whole in ((out, exact[0]), (dq, exact[1])):
+                error = (found - layout.shard(whole, 2, world.rank)).abs().max()
+                errors.append((error / whole.abs().max()).item())
+    return errors
+
+
+def test_unusual_strides_and_enormous_scores():
+    for plain_out, plain_dq, enormous_out, enormous_dq in run_ranks(
+        unusual_errors, 2, timeout_seconds=TIMEOUT_SECONDS
+    ):
+        assert max(plain_out, plain_dq) <= 1e-13
+        # A score of 1e4 is itself exact to 1e-12 only, and a saturated softmax has no gradient.
+        assert enormous_out <= 1e-10
+        assert math.isfinite(enormous_dq)
+
+
+def counted_flops(place: Place) -> int:
+    """Floating-point operations of this rank's part of attention, as PyTorch counts them."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from titanlite.attention import ring_attention
+    from titanlite.mesh.world import open_world
+
+    with open_world(place):
+        q, k, v, grad_out = full_tensors(1, 6, torch.float32, num_kv_heads=2)
+        with FlopCounterMode(display=False) as counter:
+            out = ring_attention(*(part.requires_grad_() for part in (q, k, v)), dist.group.WORLD)
+            out.backward(grad_out)
+        return counter.get_total_flops()
+
+
+def test_flop_counter_sees_the_operator():
+    # 2 + 5 matrix products for batch 2, 4 heads of 8, 6 queries, and the 12 keys of both ranks.
+    product_flops = 2 * (2 * 4 * 8) * 6 * 12
+    assert run_ranks(counted_flops, 2, timeout_seconds=TIMEOUT_SECONDS) == [7 * product_flops] * 2
+
+
+def counted_bytes(place: Place, cases: list[tuple]) -> list[tuple[int, int]]:
+    """Bytes that this rank sends point to point, forward and backward."""
+    from unittest.mock import patch
+
+    import torch
+    import torch.distributed as dist
+
+    from titanlite.attention import ring_attention
+    from titanlite.mesh.world import open_world
+
+    counted = []
+    post = dist.batch_isend_irecv
+
+    def count(operations):
+        sent.extend(o.tensor.nbytes for o in operations if o.op is dist.isend)
+        return post(operations)
+
+    with open_world(place), patch("torch.distributed.batch_isend_irecv", count):
+        for layout, causal, dtype in cases:
+            q = torch.randn(2, 4, 8, 16, dtype=dtype, requires_grad=True)
+            kv = torch.randn(2, 2, 8, 16, dtype=dtype, requires_grad=True)
+            sent: list[int] = []
+            out = ring_attention(q, kv, kv, dist.group.WORLD, causal, layout)
+            forward, sent[:] = sum(sent), []
+            out.sum().backward()
+            counted.append((forward, sum(sent)))
+    return counted
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bytes_counted_where_they_are_sent(num_ranks):
+    import torch
+
+    from titanlite.attention import make_layout
+
+    cases = list(product(LAYOUTS, (True, False), (torch.float32, torch.bfloat16)))
+    per_rank = run_ranks(counted_bytes, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS)
+    for number, (name, causal, dtype) in enumerate(cases):
+        # 2 tensors of [batch 2, 8 keys, 2 heads of 16].
+        key_elements = 2 * 2 * 2 * 16
+        block_elements = 8 * key_elements
+        layout = make_layout(name, num_ranks)
+        for rank in range(num_ranks):
+            forward, backward = per_rank[rank][number]
+            keys_and_values = layout.num_keys_sent(rank, 8, causal) * key_elements
+            gradients = layout.num_keys_received(rank, 8, causal) * key_elements
+            assert forward == keys_and_values * dtype.itemsize
+            # Keys and values once more, and their gradients in float32.
+            assert backward == keys_and_values * dtype.itemsize + gradients * 4
+            assert forward <= (num_ranks - 1) * block_elements * dtype.itemsize
+            if not causal:
+                assert forward == (num_ranks - 1) * block_elements * dtype.itemsize
+        if name == "headtail" and causal:
+            total_forward = sum(result[number][0] for result in per_rank)
+            blocks = num_ranks * (num_ranks - 1)
+            assert total_forward == 3 * blocks * block_elements * dtype.itemsize / 4
+
+
+def saved_bytes(place: Place, num_tokens: int, cases: list[tuple[str, str]]) -> list[int]:
+    """Bytes of activations that autograd keeps on this rank between forward and backward."""
+    import torch
+    import torch.distributed as dist
+
+    from titanlite.attention import make_layout, ring_attention
+    from titanlite.mesh.world import open_world
+
+    def note(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    counted = []
+    with open_world(place) as world:
+        for name, rotate_method in cases:
+            saved: dict[int, int] = {}
+            layout = make_layout(name, world.size)
+            tokens = layout.shard(torch.randn(1, num_tokens, 32), 1, world.rank)
+            weight = torch.randn(3, 32, 32, requires_grad=True)
+            q, k, v = (torch.matmul(tokens, w).unflatten(2, (4, 8)) for w in weight)
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                ring_attention(q, k, v, dist.group.WORLD, True, layout, rotate_method).sum()
+            counted.append(sum(saved.values()))
+    return counted
+
+
+def test_saved_activations_fall_as_the_number_of_ranks():
+    cases = list(product(LAYOUTS, ROTATE_METHODS))
+    [whole] = run_ranks(saved_bytes, 1, 128, cases, timeout_seconds=TIMEOUT_SECONDS)
+    # q, k, v, out: 32 floats a token each; lse: one for each of 4 heads.
+    assert whole == [128 * (4 * 32 + 4) * 4] * len(cases)
+    parts = run_ranks(saved_bytes, 4, 128, cases, timeout_seconds=TIMEOUT_SECONDS)
+    assert parts == [[whole_bytes // 4 for whole_bytes in whole]] * 4
+
+
+def wrapped_errors(place: Place, wrapping: str) -> tuple[float, int]:
+    """Largest relative gradient error of a wrapped layer, and how often it posted messages."""
+    from functools import partial
+    from unittest.mock import patch
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+    )
+
+    from titanlite.attention import RingAttention
+    from titanlite.mesh.world import open_world
+
+    operator = torch.ops.titanlite.ring_attention.default
+    post = dist.batch_isend_irecv
+
+    class Layer(nn.Module):
+        def __init__(self, attention):
+            super().__init__()
+            self.qkv, self.attention = nn.Linear(32, 96).double(), attention
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            return x + self.attention(q, k, v).transpose(1, 2).flatten(2)
+
+    with (
+        open_world(place) as world,
+        patch("torch.distributed.batch_isend_irecv", side_effect=post) as posts,
+    ):
+        torch.manual_seed(0)
+        attention = RingAttention(dist.group.WORLD)
+        reference = Layer(lambda q, k, v: plain(True, 4)(q, k, v))
+        layer = Layer(attention)
+        layer.load_state_dict(reference.state_dict())
+        x = torch.randn(1, 8 * world.size, 32, dtype=torch.float64)
+        reference(x).square().sum().backward()
+
+        def policy(_, op, *args, **kwargs):
+            saved = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+            return saved[op != operator]
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        run = {
+            "checkpoint": lambda x: checkpoint(layer, x, use_reentrant=False),
+            "selective checkpoint": lambda x: checkpoint(
+                layer, x, use_reentrant=False, context_fn=contexts
+            ),
+            "compile": torch.compile(layer, backend="aot_eager", fullgraph=True),
+            "inductor": torch.compile(layer, fullgraph=True),
+            "compiled checkpoint": torch.compile(
+                lambda x: checkpoint(layer, x, use_reentrant=False), backend="aot_eager"
+            ),
+            "compiled selective checkpoint": torch.compile(
+                lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=contexts),
+                backend="aot_eager",
+            ),
+        }[wrapping]
+        run(attention.layout.shard(x, 1, world.rank)).square().sum().backward()
+        error = 0.0
+        for parameter, exact in zip(layer.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(parameter.grad)
+            difference = (parameter.grad - exact.grad).abs().max() / exact.grad.abs().max()
+            error = max(error, difference.item())
+    return error, posts.call_count
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "num_forward"),
+    [
+        ("checkpoint", 2),
+        ("selective checkpoint", 1),
+        ("compile", 1),
+        pytest.param("inductor", 1, marks=pytest.mark.slow),
+        ("compiled checkpoint", 2),
+        ("compiled selective checkpoint", 1),
+    ],
+)
+def test_inside_checkpointing_and_compilation(wrapping, num_forward):
+    for error, posts in run_ranks(wrapped_errors, 2, wrapping, timeout_seconds=TIMEOUT_SECONDS):
+        assert error <= 1e-13
+        # On two ranks keys make one hop a pass; in the backward pass their gradient follows.
+        assert posts == num_forward + 2
+
+
+def check_operator(place: Place, rotate_method: str) -> None:
+    """PyTorch's own test of a custom operator: schema, fake tensors, autograd, compilation."""
+    import torch
+    import torch.distributed as dist
+
+    from titanlite.mesh.world import open_world
+
+    with open_world(place):
+        q = torch.randn(2, 6, 4, 8, requires_grad=True).transpose(1, 2)
+        kv = torch.randn(2, 2, 6, 8, requires_grad=True)
+        settings = (dist.group.WORLD.group_name, "headtail", rotate_method, True, 0.3)
+        for dtype in (torch.float32, torch.bfloat16):
+            arguments = (q.to(dtype), kv.to(dtype), kv.to(dtype) + 1, *settings)
+            torch.library.opcheck(torch.ops.titanlite.ring_attention.default, arguments)
+            saved = [part.detach() for part in torch.ops.titanlite.ring_attention(*arguments)]
+            inputs = [part.detach() for part in arguments[:3]]
+            torch.library.opcheck(
+                torch.ops.titanlite.ring_attention_backward.default,
+                (saved[0], *inputs, *saved, *settings),
+            )
+
+
+@pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
+def test_operator_keeps_the_rules_of_custom_operators(rotate_method):
+    run_ranks(check_operator, 2, rotate_method, timeout_seconds=TIMEOUT_SECONDS)
+
+
+MISTAKES = {
+    "layout": 'layout: "zigzag" is not a sequence layout; use one of "headtail"',
+    "rotate method": 'rotate_method: "ring" is not known; use one of "alltoall", "allgather"',
+    "ranks": "layout: made for 4 ranks, but the mesh has 2; make it for as many",
+    "half": "sequence length: 5 tokens on a rank cannot be halved for the headtail layout",
+    "heads": "H a multiple of K, not q [1, 4, 6, 8], k [1, 3, 6, 8]",
+    "lengths": "H a multiple of K, not q [1, 4, 6, 8], k [1, 2, 4, 8]",
+    "axes": "mesh: ring attention needs one axis, this mesh has 2; take one of them",
+}
+
+
+def call_badly(place: Place) -> dict[str, str]:
+    """What each mistake is answered with."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from titanlite.attention import make_layout, ring_attention
+    from titanlite.errors import ConfigError
+    from titanlite.mesh.world import open_world
+
+    with open_world(place) as world:
+        plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "cp"))
+        mesh = plane["cp"]
+        q, k = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
+        calls = {
+            "layout": lambda: ring_attention(q, k, k, mesh, layout="zigzag"),
+            "rotate method": lambda: ring_attention(q, k, k, mesh, rotate_method="ring"),
+            "ranks": lambda: ring_attention(q, k, k, mesh, layout=make_layout("none", 4)),
+            "half": lambda: ring_attention(q[:, :, :5], k[:, :, :5], k[:, :, :5], mesh),
+            "heads": lambda: ring_attention(q, k[:, :1].expand(1, 3, 6, 8), k, mesh),
+            "lengths": lambda: ring_attention(q, k[:, :, :4], k[:, :, :4], mesh),
+            "axes": lambda: ring_attention(q, k, k, plane),
+        }
+        answers = {}
+        for mistake, call in calls.items():
+            with pytest.raises((ConfigError, ValueError)) as raised:
+                call()
+            answers[mistake] = str(raised.value)
+        return answers
+
+
+def test_mistakes_get_one_clear_line():
+    for answers in run_ranks(call_badly, 2, timeout_seconds=TIMEOUT_SECONDS):
+        assert answers.keys() == MISTAKES.keys()
+        for mistake, message in MISTAKES.items():
+            assert message in answers[mistake]
+            assert "\n" not in answers[mistake]

@@ -1,0 +1,443 @@
+"""train.py as a user meets it: started as a process of its own, by itself or by torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from titanlite.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+# How long a process may take, on a machine that is busy with other things too.
+PATIENCE_SECONDS = 240
+FOREVER = 100_000
+SMALL = {
+    "model.flavor": "debug",
+    "training.steps": 3,
+    "training.global_batch_size": 8,
+    "training.local_batch_size": 2,
+    "activation_checkpoint.mode": "none",
+    "sampling.num_images": 0,
+}
+
+
+def command(folder: Path, *launcher: str, **changes: object) -> list[str]:
+    """The command line that trains a small model; `section__key=value` for section.key."""
+    options = {key.replace("__", "."): value for key, value in changes.items()}
+    options = {**SMALL, "job.dump_folder": folder, **options}
+    words = [
+        f"--{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in options.items()
+    ]
+    return [*(launcher or (sys.executable,)), str(ROOT / "train.py"), *words]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    # Started from inside torchrun, these tests must not think that they are ranks.
+    inherited = {k: v for k, v in os.environ.items() if "RANK" not in k and "WORLD_SIZE" not in k}
+    return {**inherited, "PYTHONWARNINGS": "", **extra}
+
+
+def run(words: Sequence[str], **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words,
+        cwd=ROOT,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+@contextlib.contextmanager
+def started(words: Sequence[str], temporary: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process group of its own, whose temporary files go to `temporary`."""
+    temporary.mkdir()
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=environment(TMPDIR=str(temporary)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    pytest.fail(f"ended without {text!r}: {process.stderr.read() if process.stderr else ''}")
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in metrics(folder)]
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def processes_of(session: int) -> dict[int, int]:
+    """Process -> parent, of those of the session that still run (a zombie does not)."""
+    parents = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal():
+            with contextlib.suppress(OSError):
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+                state, parent, _, of_session = fields[:4]
+                if int(of_session) == session and state not in "ZX":
+                    parents[int(path.name)] = int(parent)
+    return parents
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that are ranks: children of the run's fork server."""
+    parents = processes_of(process.pid)
+    return sorted(pid for pid, parent in parents.items() if parents.get(parent) == process.pid)
+
+
+def assert_all_gone(session: int) -> None:
+    """No process of the session is left, soon."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while processes_of(session):
+        assert time.monotonic() < deadline, "processes are left behind"
+
+
+def own_files(temporary: Path) -> list[str]:
+    return [path.name for path in temporary.iterdir() if path.name.startswith("titanlite-")]
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:24])
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+
+
+def test_one_process_writes_figures_and_pictures(tmp_path):
+    done = run(
+        command(
+            tmp_path,
+            validation__enable=True,
+            validation__steps=1,
+            sampling__num_images=3,
+            metrics__enable_tensorboard=True,
+            job__save_config_file="job.toml",
+        )
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["loss"] == pytest.approx(math.log(17), rel=1e-6)
+    always = {"step", "loss", "grad_norm", "lr", "tokens_per_second", "seconds", "memory_bytes"}
+    assert all(always <= row.keys() for row in rows)
+    assert ["validation_loss" in row for row in rows] == [False, False, True]
+    bits = rows[-1]["validation_loss"] / math.log(2)
+    assert rows[-1]["bits_per_dim"] == pytest.approx(bits)
+    assert png_size(tmp_path / "loss.png") == (1152, 720)
+    width, height = png_size(tmp_path / "samples.png")
+    assert 400 < width < 1000
+    assert 200 < height < 1000
+    assert "\nmesh: 1 rank, nothing is split\n" in done.stdout
+    assert "sampling 3 images, 64 pixels each" in done.stdout
+    assert len(list(tmp_path.glob("tb/*/events.out.tfevents.*"))) == 1
+    saved = load_config([f"--job.config_file={tmp_path / 'job.toml'}"])
+    assert saved.training.global_batch_size == 8
+    assert saved.job.dump_folder == str(tmp_path)
+
+
+def test_every_way_to_start_gives_the_same_losses(tmp_path):
+    two_by_two = {
+        "parallelism__tensor_parallel_degree": 2,
+        "parallelism__data_parallel_shard_degree": 2,
+    }
+    starts = {
+        "self": command(tmp_path / "self", **two_by_two),
+        "one": command(tmp_path / "one", *TORCHRUN, **two_by_two),
+        "tp4": command(
+            tmp_path / "tp4",
+            parallelism__tensor_parallel_degree=4,
+            parallelism__data_parallel_shard_degree=1,
+        ),
+        "torchrun": command(
+            tmp_path / "torchrun",
+            *TORCHRUN,
+            "--nproc-per-node=2",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0",
+            parallelism__tensor_parallel_degree=2,
+            profiling__enable_profiling=True,
+            profiling__profile_freq=2,
+            profiling__profiler_warmup=1,
+        ),
+    }
+    # All at once: a run must not disturb another one.
+    with contextlib.ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(started(words, tmp_path / f"{name}-tmp"))
+            for name, words in starts.items()
+        }
+        outputs = {
+            name: process.communicate(timeout=PATIENCE_SECONDS)
+            for name, process in processes.items()
+        }
+    assert {name: process.returncode for name, process in processes.items()} == dict.fromkeys(
+        starts, 0
+    ), outputs
+    for name in starts:
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "self"), rel=1e-5)
+        assert outputs[name][0].count("step 3/3") == 1, "one rank alone prints"
+    assert outputs["self"][1] == outputs["one"][1] == outputs["tp4"][1] == ""
+    assert "USDT" not in outputs["torchrun"][1]
+    traces = sorted(path.name for path in (tmp_path / "torchrun").glob("profile_traces/*/*"))
+    assert traces == ["rank0_trace.json", "rank1_trace.json"]
+
+
+def test_a_world_that_does_not_fit_the_plan_is_refused_once(tmp_path):
+    launcher = (*TORCHRUN, "--nproc-per-node=2", "--rdzv-backend=c10d")
+    words = command(
+        tmp_path,
+        *launcher,
+        "--rdzv-endpoint=localhost:0",
+        parallelism__tensor_parallel_degree=4,
+    )
+    done = run(words)
+    assert done.returncode != 0
+    line = (
+        "parallelism.tensor_parallel_degree: tp 4 needs a multiple of 4 ranks, and there are 2; "
+        "give 2, or start 4 ranks"
+    )
+    assert done.stderr.count(line) == 1
+    assert done.stdout == ""
+    for rank, said in ((0, line + "\n"), (1, "")):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        own = run(
+            words[:1] + words[words.index(str(ROOT / "train.py")) :], LOCAL_RANK=str(rank), **place
+        )
+        assert (own.returncode, own.stderr, own.stdout) == (2, said, "")
+
+
+def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text("[training]\nsteps = -1\n")
+    code = (
+        "import sys, train\n"
+        f"status = train.main(['--job.config_file={file}'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(status)"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "training.steps: -1 is out of range; give an integer of at least 1\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"job__dump_folder": "{file}"}, 'job.dump_folder: "{file}" cannot be made'),
+        ({"job__dump_folder": "/proc/here"}, "job.dump_folder: "),
+        ({"compile__enable": True, "compile__backend": "x"}, 'compile.backend: there is no "x"'),
+        (
+            {
+                "model__flavor": "cifar",
+                "training__dataset": "cifar10",
+                "training__dataset_path": "{torn}",
+                "parallelism__data_parallel_shard_degree": 2,
+            },
+            "training.dataset_path: {torn}/data_batch_1.bin is not a whole number",
+        ),
+    ],
+)
+def test_what_this_machine_cannot_do_is_one_line(tmp_path, changes, message):
+    file, torn = tmp_path / "file", tmp_path / "torn"
+    file.write_text("in the way")
+    torn.mkdir()
+    for number in range(1, 6):
+        (torn / f"data_batch_{number}.bin").write_bytes(b"torn")
+    places = {"{file}": str(file), "{torn}": str(torn)}
+
+    def fill(value: object) -> object:
+        for name, path in places.items():
+            value = value.replace(name, path) if isinstance(value, str) else value
+        return value
+
+    done = run(command(tmp_path / "out", **{key: fill(value) for key, value in changes.items()}))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(str(fill(message)))
+
+
+def test_compiling_without_a_compiler_is_one_line(tmp_path):
+    words = command(tmp_path, compile__enable=True)
+    done = run(words, PATH=str(tmp_path), CXX="")
+    assert done.returncode == 2
+    assert done.stderr.startswith('compile.backend: "inductor" needs a C++ compiler on CPU')
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("number", "to_group", "status", "said"),
+    [
+        (signal.SIGINT, True, 130, "stopped by SIGINT\n"),
+        (signal.SIGTERM, False, 143, "stopped by SIGTERM\n"),
+        (signal.SIGKILL, False, -9, ""),
+    ],
+    ids=["ctrl-c", "sigterm", "sigkill"],
+)
+def test_a_stopped_run_leaves_nothing_behind(tmp_path, number, to_group, status, said):
+    temporary = tmp_path / "tmp"
+    words = command(
+        tmp_path / "out", training__steps=FOREVER, parallelism__data_parallel_shard_degree=2
+    )
+    with started(words, temporary) as process:
+        read_until(process, "step ")
+        assert len(ranks_of(process)) == 2
+        (os.killpg if to_group else os.kill)(process.pid, number)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+        assert (process.returncode, stderr) == (status, said)
+        assert_all_gone(process.pid)
+        if number != signal.SIGKILL:
+            assert own_files(temporary) == []
+
+
+@needs_proc
+def test_a_killed_rank_ends_the_run_with_its_number(tmp_path):
+    temporary = tmp_path / "tmp"
+    words = command(
+        tmp_path / "out", training__steps=FOREVER, parallelism__data_parallel_shard_degree=2
+    )
+    with started(words, temporary) as process:
+        read_until(process, "step ")
+        # Forked in order, so their process ids are too.
+        os.kill(ranks_of(process)[1], signal.SIGKILL)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+        assert (process.returncode, stderr) == (1, "rank 1: was ended by SIGKILL\n")
+        assert_all_gone(process.pid)
+        assert own_files(temporary) == []
+
+
+MODEL = {
+    "__init__.py": """
+from models import ModelSpec, register
+
+register(
+    ModelSpec("bigram", "bigram.config:BigramConfig", "bigram.model:Bigram", "bigram.plan:PLANS")
+)
+""",
+    "config.py": """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class BigramConfig:
+    dim: int = 16
+    vocab_size: int = 17
+    image_height: int = 8
+    image_width: int = 8
+    image_channels: int = 1
+    num_tokens: int = 64
+    num_parameters: int = 2 * 16 * 17
+
+    def flops_per_token(self, num_tokens):
+        return 6 * self.dim * self.vocab_size
+
+    def problems(self, dims):
+        return []
+
+FLAVORS = {"small": BigramConfig()}
+""",
+    "model.py": """
+import torch
+from torch import nn
+
+class Bigram(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def init_buffers(self):
+        self.scale.fill_(2.0)
+
+    def forward(self, tokens_BT, positions_T):
+        return self.output(self.embedding(tokens_BT) * self.scale)
+""",
+    "plan.py": """
+from bigram.model import Bigram
+from titanlite.parallelize import ParallelPlan
+
+PLANS = {Bigram: ParallelPlan(embeddings=("embedding",), head=("output",))}
+""",
+}
+
+
+def write_model(folder: Path, **changed: str) -> None:
+    (folder / "bigram").mkdir()
+    for name, text in MODEL.items():
+        text = changed.get(name.removesuffix(".py"), text)
+        (folder / "bigram" / name).write_text(text)
+
+
+def own_model(folder: Path, **changes: object) -> subprocess.CompletedProcess[str]:
+    options: dict[str, object] = {
+        "experimental__custom_import": "bigram",
+        "model__name": "bigram",
+        "model__flavor": "small",
+        "sampling__num_images": 2,
+    }
+    return run(command(folder / "out", **{**options, **changes}), PYTHONPATH=str(folder))
+
+
+def test_a_users_own_model_trains_and_draws(tmp_path):
+    write_model(tmp_path)
+    one = own_model(tmp_path)
+    assert (one.returncode, one.stderr) == (0, "")
+    alone = losses(tmp_path / "out")
+    assert (tmp_path / "out" / "samples.png").exists()
+    two = own_model(tmp_path, parallelism__data_parallel_shard_degree=2)
+    assert (two.returncode, two.stderr) == (0, "")
+    assert losses(tmp_path / "out") == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "message"),
+    [
+        ("plan", "PLANS = {}", "Bigram has no parallelize plan; "),
+        (
+            "plan",
+            "PLAN = {}",
+            "model.name: loading bigram.model:Bigram or bigram.plan:PLANS failed",
+        ),
+        ("config", MODEL["config.py"].replace("def problems", "def others"), "model.name: "),
+        ("model", MODEL["model.py"].replace("def init_buffers", "def b"), "Bigram has buffers; "),
+    ],
+)
+def test_a_users_own_model_that_lacks_something(tmp_path, part, text, message):
+    write_model(tmp_path, **{part: text})
+    done = own_model(tmp_path)
+    assert done.returncode in (1, 2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(message)

@@ -1,0 +1,128 @@
+"""Train jobs on local ranks and keep what plan invariance is about; used by the parity tests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.config import JobConfig, check_job, make_config, make_parallel_dims
+from titanlite.mesh.launch import Place, run_ranks
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+# A drawn output layer: with a zero one every gradient below it is zero at the first step, and an
+# odd vocabulary and a table of one row make uneven and missing shards.
+DEBUG_JOB: Sections = {
+    "model": {"flavor": "debug", "zero_init_output": False},
+    "training": {
+        "dataset": "digits",
+        "dtype": "float64",
+        "local_batch_size": 2,
+        "global_batch_size": 8,
+        "steps": 20,
+    },
+    "lr_scheduler": {"warmup_steps": 2},
+    "activation_checkpoint": {"mode": "none"},
+    "parallelism": {"data_parallel_shard_degree": 1},
+}
+STEPS_WITH_GRADIENTS = (1, 2, 20)
+
+
+@dataclass
+class Training:
+    """What a job did: per step loss and norm, some steps' gradients, the weights at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    digests: list[str] = field(default_factory=list)
+    """One a rank, of the whole weights as that rank sees them."""
+
+
+def debug_config(*changes: Sections) -> JobConfig:
+    """DEBUG_JOB with changes, key by key."""
+    sections = {name: dict(keys) for name, keys in DEBUG_JOB.items()}
+    for change in changes:
+        for name, keys in change.items():
+            sections.setdefault(name, {}).update(keys)
+    return make_config(sections)
+
+
+def train(configs: Sequence[JobConfig]) -> list[Training]:
+    """Train each job, all in one world of as many ranks as they need; they need equally many."""
+    (num_ranks,) = {make_parallel_dims(config, None).world_size for config in configs}
+    timeout_seconds = 120 + 60 * len(configs)
+    of_ranks = run_ranks(_train_on_rank, num_ranks, list(configs), timeout_seconds=timeout_seconds)
+    trainings = of_ranks[0]
+    for index, training in enumerate(trainings):
+        training.digests = [of_rank[index].digests[0] for of_rank in of_ranks]
+    return trainings
+
+
+def _train_on_rank(place: Place, configs: list[JobConfig]) -> list[Training]:
+    from titanlite.job import build_job
+    from titanlite.mesh.world import open_world
+
+    trainings = []
+    with open_world(place) as world:
+        for config in configs:
+            # Compiled code of the job before must not be found by this one's shapes.
+            torch._dynamo.reset()
+            dims = make_parallel_dims(config, world.size)
+            check_job(config, dims)
+            job = build_job(config, dims, world)
+            training = Training()
+            for step in range(1, config.training.steps + 1):
+                loss, _ = job.trainer.compute_gradients(job.draw())
+                if step in STEPS_WITH_GRADIENTS:
+                    gradients = {name: whole.clone() for name, whole in job.whole_gradients()}
+                    training.gradients[step] = gradients if world.is_first else {}
+                norm, _ = job.trainer.apply_gradients()
+                training.losses.append(loss)
+                training.norms.append(norm)
+            weights = {name: whole.clone() for name, whole in job.whole_parameters()}
+            digest = hashlib.sha256()
+            for name in sorted(weights):
+                digest.update(weights[name].view(torch.uint8).numpy().tobytes())
+            training.digests = [digest.hexdigest()]
+            training.weights = weights if world.is_first else {}
+            trainings.append(training)
+    return trainings
+
+
+def difference(tensor: Tensor, reference: Tensor) -> float:
+    """max|a - b| / max|b|; where b is all zero, 0 if a is too, else infinity."""
+    scale = reference.abs().max().item()
+    error = (tensor - reference).abs().max().item()
+    if scale == 0.0:
+        return 0.0 if error == 0.0 else float("inf")
+    return error / scale
+
+
+def differences(training: Training, reference: Training) -> dict[str, float]:
+    """The largest difference of each kind; names of tensors have to be the same."""
+    assert training.weights.keys() == reference.weights.keys()
+    found = {
+        "loss": max(map(_relative, training.losses, reference.losses)),
+        "norm": max(map(_relative, training.norms, reference.norms)),
+        "weights": max(
+            difference(training.weights[name], whole) for name, whole in reference.weights.items()
+        ),
+    }
+    for step, of_step in reference.gradients.items():
+        assert training.gradients[step].keys() == of_step.keys()
+        for name, whole in of_step.items():
+            found[f"gradient of {name} at step {step}"] = difference(
+                training.gradients[step][name], whole
+            )
+    return found
+
+
+def _relative(value: float, reference: float) -> float:
+    return abs(value - reference) / abs(reference)

@@ -1,0 +1,27 @@
+"""The note's drawings: valid SVG, and those in docs/ are what the layouts now draw."""
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from titanlite.attention import make_layout
+from titanlite.attention.diagram import draw_all, draw_ring
+
+FOLDER = Path(__file__).parents[2] / "docs/images/context_parallel"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_drawings_in_docs_are_current():
+    drawings = draw_all()
+    assert {path.name for path in FOLDER.iterdir()} == set(drawings)
+    stale = [name for name, svg in drawings.items() if (FOLDER / name).read_text() != svg]
+    assert not stale, "run: python -m titanlite.attention.diagram docs/images/context_parallel"
+
+
+def test_the_ring_shows_what_is_computed_and_what_travels():
+    layout = make_layout("none", 4)
+    root = ET.fromstring(draw_ring(layout))
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    # Of 16 places, the 6 above the diagonal of blocks stay idle; 6 blocks travel there.
+    assert words.count("idle") == 6
+    assert [words.count(f"keys of {rank}") for rank in range(4)] == [4, 3, 2, 1]
+    assert len(list(root.iter(f"{SVG}path"))) == 6

@@ -1,0 +1,477 @@
+"""Good jobs: what a file and a command line come to, and what a person is told about the keys."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models
+from models import ModelSpec
+from titanlite.config import (
+    JobConfig,
+    load_config,
+    load_model_spec,
+    make_config,
+    make_model_config,
+    override,
+)
+from titanlite.config.document import format_config, markdown
+from titanlite.config.keys import job_keys, job_sections
+from titanlite.config.toml import parse_toml, quote
+from titanlite.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_no_file_and_no_argument_is_a_job() -> None:
+    config = load_config([])
+    assert config == make_config({}) == JobConfig()
+    assert config.model.name == "image_transformer"
+    assert config.training.dataset == "digits"
+    assert config.debug.seed == 0
+    assert config.training.seq_len is None
+
+
+def test_command_line_goes_on_top_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text("[training]\nsteps = 10\nlocal_batch_size = 4\n[compile]\nenable = true\n")
+    config = load_config([f"--job.config_file={file}", "--training.steps", "20"])
+    assert config.job.config_file == str(file)
+    assert (config.training.steps, config.training.local_batch_size) == (20, 4)
+    assert config.compile.enable
+
+
+def test_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_bytes(b"\xef\xbb\xbf[training]\nsteps = 10\n")
+    assert load_config(["--job.config_file", str(file)]).training.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        (["--training.steps=10"], "training.steps", 10),
+        (["--training.steps", "10"], "training.steps", 10),
+        (["--training.steps=10_000"], "training.steps", 10_000),
+        (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),
+        (["--training.local-batch-size=2"], "training.local_batch_size", 2),
+        (["--training.steps=1", "--training.steps=2"], "training.steps", 2),
+        (["--training.seq_len=64"], "training.seq_len", 64),
+        (["--training.seq_len=64", "--training.seq_len=none"], "training.seq_len", None),
+        (["--training.max_norm=inf"], "training.max_norm", math.inf),
+        (["--optimizer.lr=3e-4"], "optimizer.lr", 3e-4),
+        (["--optimizer.lr=1"], "optimizer.lr", 1.0),
+        (["--compile.enable=true"], "compile.enable", True),
+        (["--compile.enable", "true"], "compile.enable", True),
+        (["--compile.enable=True"], "compile.enable", True),
+        (["--compile.enable", "--training.steps=3"], "compile.enable", True),
+        (["--compile.enable=false"], "compile.enable", False),
+        (["--compile.components=loss"], "compile.components", ("loss",)),
+        (["--compile.components=model,loss"], "compile.components", ("model", "loss")),
+        (["--compile.components", "model, loss"], "compile.components", ("model", "loss")),
+        (['--compile.components=["loss"]'], "compile.components", ("loss",)),
+        (["--compile.components=[model,loss]"], "compile.components", ("model", "loss")),
+        (["--compile.components="], "compile.components", ()),
+        (["--job.description=a = b"], "job.description", "a = b"),
+        (["--job.description=10"], "job.description", "10"),
+        (["--activation_checkpoint.selective_ac_option=op"], None, None),
+        (["--activation_checkpoint.selective_ac_option=12"], None, None),
+        (["--parallelism.context_parallel_rotate_method=allgather"], None, None),
+        (["--activation_checkpoint.mode=memory_budget", "--compile.enable"], None, None),
+        (["--lr_scheduler.warmup_steps=20", "--training.steps=20"], None, None),
+    ],
+)
+def test_command_line_forms(argv: list[str], key: str | None, value: Any) -> None:
+    config = load_config(argv)
+    if key:
+        section, _, leaf = key.partition(".")
+        assert getattr(getattr(config, section), leaf) == value
+
+
+def test_int_may_stand_for_float_and_becomes_one() -> None:
+    max_norm = make_config({"training": {"max_norm": 1}}).training.max_norm
+    assert type(max_norm) is float
+
+
+TORCHTITAN_FILE = """
+[job]
+dump_folder = "./outputs"
+description = "as a TorchTitan user writes it"
+print_config = false
+[profiling]
+enable_profiling = false
+save_traces_folder = "profile_trace"
+profile_freq = 10
+[metrics]
+log_freq = 1
+disable_color_printing = false
+enable_tensorboard = false
+save_tb_folder = "tb"
+enable_wandb = false
+[model]
+name = "image_transformer"
+flavor = "debug"
+hf_assets_path = "./tests/assets/tokenizer"
+converters = []
+[optimizer]
+name = "AdamW"
+lr = 8e-4
+eps = 1e-8
+implementation = "fused"
+early_step_in_backward = false
+[lr_scheduler]
+warmup_steps = 2
+decay_ratio = 0.8
+decay_type = "linear"
+min_lr_factor = 0.0
+[training]
+local_batch_size = 8
+seq_len = 64
+max_norm = 1.0
+steps = 10
+mixed_precision_param = "bfloat16"
+mixed_precision_reduce = "float32"
+[training.dataloader]
+num_workers = 0
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 1
+enable_async_tensor_parallel = false
+pipeline_parallel_degree = 1
+pipeline_parallel_schedule = "1F1B"
+context_parallel_degree = 1
+context_parallel_rotate_method = "allgather"
+expert_parallel_degree = 1
+expert_tensor_parallel_degree = 1
+[checkpoint]
+enable = false
+folder = "checkpoint"
+interval = 500
+export_dtype = "float32"
+async_mode = "disabled"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+[compile]
+enable = false
+components = ["model", "loss"]
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+filter_fqns = []
+[comm]
+init_timeout_seconds = 300
+trace_buf_size = 20000
+[validation]
+enable = false
+freq = 5
+steps = 10
+"""
+
+
+def test_torchtitan_file_carries_over(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(TORCHTITAN_FILE)
+    config = load_config([f"--job.config_file={file}"])
+    assert config.training.param_dtype == "bfloat16"
+    assert config.training.reduce_dtype == "float32"
+    assert (config.warmup_steps, config.decay_steps, config.schedule_steps) == (2, 8, 10)
+    assert config.validation.steps == 10
+
+
+def test_what_a_torchtitan_file_asks_beyond_titanlite_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(TORCHTITAN_FILE.replace("converters = []", 'converters = ["float8"]'))
+    argv = ["--checkpoint.enable=true", "--parallelism.expert_parallel_degree=4"]
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"--job.config_file={file}", *argv])
+    lack = "asks for a TorchTitan feature that titanlite does not have; leave it at"
+    assert sorted(caught.value.problems) == [
+        f"checkpoint.enable: true {lack} false",
+        f'model.converters: ["float8"] {lack} []',
+        f"parallelism.expert_parallel_degree: 4 {lack} 1",
+    ]
+
+
+def test_every_default_is_accepted_when_written_out() -> None:
+    values: dict[str, Any] = {}
+    for key in job_keys().values():
+        if key.default is None:
+            continue
+        section = values
+        for name in key.section.split("."):
+            section = section.setdefault(name, {})
+        section[key.leaf] = list(key.default) if isinstance(key.default, tuple) else key.default
+    assert make_config(values) == JobConfig()
+
+
+def test_mixed_precision_follows_dtype_unless_set() -> None:
+    training = make_config({"training": {"dtype": "float64"}}).training
+    assert (training.param_dtype, training.reduce_dtype) == ("float64", "float64")
+    training = override(make_config({}), {"training.mixed_precision_param": "bfloat16"}).training
+    assert (training.param_dtype, training.reduce_dtype) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "expected"),
+    [
+        ({}, 10_000, (200, 9_800)),
+        ({}, 20, (20, 0)),
+        ({"decay_ratio": 0.5}, 20, (10, 10)),
+        ({"decay_ratio": 0.0}, 1_000, (200, 0)),
+        ({"warmup_steps": 5}, 20, (5, 15)),
+        ({"warmup_steps": 5, "total_steps": 100}, 20, (5, 95)),
+        ({"warmup_steps": 0, "decay_ratio": 1.0}, 20, (0, 20)),
+    ],
+)
+def test_schedule(keys: dict[str, Any], steps: int, expected: tuple[int, int]) -> None:
+    config = make_config({"lr_scheduler": keys, "training": {"steps": steps}})
+    assert (config.warmup_steps, config.decay_steps) == expected
+    assert config.schedule_steps == keys.get("total_steps", steps)
+
+
+def test_validation_follows_the_training_data_unless_set() -> None:
+    training = {"dataset": "synthetic"}
+    config = make_config({"training": training})
+    assert config.validation_dataset == "synthetic"
+    config = make_config(
+        {"training": training, "validation": {"enable": True, "dataset": "digits"}}
+    )
+    assert config.validation_dataset == "digits"
+    assert config.validation_dataset_path is None
+
+
+def test_override_leaves_the_original_and_keeps_the_rest() -> None:
+    config = make_config({"model": {"dim": 64}, "training": {"steps": 7}})
+    other = override(
+        config, {"parallelism.tensor_parallel_degree": 2, "model.num_layers": 1, "model.dim": 32}
+    )
+    assert config.parallelism.tensor_parallel_degree == 1
+    assert other.training.steps == 7
+    assert make_model_config(other).dim == 32
+    assert make_model_config(other).num_layers == 1
+    # The warm-up is still a default, so it still shrinks to fit.
+    assert other.warmup_steps == 7
+
+
+def test_a_configuration_cannot_be_changed_and_travels_to_ranks() -> None:
+    config = make_config({"model": {"dim": 64}, "compile": {"components": ["model"]}})
+    with pytest.raises(ValueError, match="frozen"):
+        config.training.steps = 3  # type: ignore[misc]
+    copied = pickle.loads(pickle.dumps(config))
+    assert copied == config
+    assert make_model_config(copied).dim == 64
+
+
+def test_whole_configuration_as_toml_is_the_same_job() -> None:
+    config = load_config(
+        ["--training.steps=20", "--training.max_norm=inf", '--job.description=a "b"\n\\ \x85']
+    )
+    again = make_config(parse_toml(format_config(config)))
+    assert make_model_config(again) == make_model_config(config)
+    assert again.warmup_steps == config.warmup_steps == 20
+    assert override(again, {"model.name": config.model.name}).training == config.training
+    assert again.job == config.job
+
+
+def test_quoted_text_is_toml_on_one_line() -> None:
+    for text in ['a"b', "a\\b", "a\nb", "\x00\x7f\u2028", "\U000e0001", "caf\xe9"]:
+        assert parse_toml(f"x = {quote(text)}")["x"] == text
+        assert quote(text).isprintable()
+
+
+# --- models
+
+
+def test_model_sizes_are_the_flavors_with_overrides() -> None:
+    sizes = make_model_config(make_config({"model": {"flavor": "debug", "num_layers": 3}}))
+    assert (sizes.num_layers, sizes.num_heads, sizes.vocab_size) == (3, 8, 17)
+    sizes = make_model_config(load_config(["--model.num_kv_heads=2", "--model.norm_eps=1e-6"]))
+    assert (sizes.kv_heads, sizes.norm_eps) == (2, 1e-6)
+    sizes = make_model_config(
+        load_config(["--model.num_kv_heads=2", "--model.num_kv_heads=none", "--model.dim=64"])
+    )
+    assert (sizes.num_kv_heads, sizes.kv_heads, sizes.head_dim) == (None, 4, 16)
+
+
+OWN_MODEL = """
+from dataclasses import dataclass
+from typing import Literal
+
+import models
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 8
+    kinds: tuple[str, ...] = ("a",)
+    rule: Literal["x", "y"] = "x"
+    fast: bool = False
+    vocab_size: int = 17
+    image_height: int = 8
+    image_width: int = 8
+    image_channels: int = 1
+    num_tokens: int = 64
+
+    num_parameters = 1
+
+    def flops_per_token(self, num_tokens):
+        return 6
+
+    def problems(self, dims):
+        wrong = self.width % dims.tp
+        return [("model.width", f"{self.width} is odd; give an even one")] if wrong else []
+
+FLAVORS = {"small": Config(), "large": Config(width=16)}
+models.register(models.ModelSpec("own", "own_model:Config", "own_model:M", "own_model:P"))
+"""
+
+
+@pytest.fixture
+def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arguments that name a model in the working directory."""
+    (tmp_path / "own_model.py").write_text(OWN_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "own_model", raising=False)
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    return ["--experimental.custom_import=own_model", "--model.name=own", "--model.flavor=small"]
+
+
+def test_a_users_model_has_keys_of_its_own(own_model: list[str]) -> None:
+    config = load_config([*own_model, "--model.width=4", "--model.kinds=b,c", "--model.fast"])
+    sizes = make_model_config(config)
+    assert (sizes.width, sizes.kinds, sizes.fast, sizes.rule) == (4, ("b", "c"), True, "x")
+    assert load_model_spec(config).name == "own"
+
+
+def test_mistakes_in_a_users_model_are_told_the_same_way(own_model: list[str]) -> None:
+    argv = [*own_model, "--model.widht=3", "--model.rule=z", "--model.kinds=[1]", "--model.dim=3"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv)
+    assert caught.value.problems == (
+        "model.widht: there is no such key; did you mean model.width?",
+        'model.rule: "z" is not one of its values; give "x" or "y"',
+        'model.kinds: 1 is an integer, not a string; write "1", with quotes',
+        "model.dim: there is no such key; own has width, kinds, rule, fast, vocab_size, "
+        "image_height, image_width, image_channels, num_tokens",
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config([*own_model, "--model.width=3", "--parallelism.tensor_parallel_degree=2"])
+    assert caught.value.problems == ("model.width: 3 is odd; give an even one",)
+
+
+def test_help_lists_the_keys_of_a_users_model(
+    own_model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load_config([*own_model, "--help"])
+    text = capsys.readouterr().out
+    assert "  width  (the flavor's)" in text
+    assert "num_heads" not in text
+
+
+def test_a_model_that_fails_to_import_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_model.py").write_text("raise RuntimeError('two\\nlines')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--experimental.custom_import=broken_model"])
+    assert caught.value.problems == (
+        'experimental.custom_import: importing "broken_model" failed with RuntimeError '
+        f'(two lines); give a module that imports from "{os.getcwd()}"',
+    )
+
+
+def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    spec = models.find_model("image_transformer")
+    models.register(spec)
+    with pytest.raises(ValueError, match="registered already"):
+        models.register(ModelSpec("image_transformer", "a:B", "a:C", "a:D"))
+    with pytest.raises(KeyError):
+        models.find_model("no such model")
+
+
+def test_a_spec_that_names_nothing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    models.register(ModelSpec("hollow", "no_such_module:Config", "a:C", "a:D"))
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--model.name=hollow"])
+    assert caught.value.problems == (
+        'model.name: loading "no_such_module:Config" or its FLAVORS failed with '
+        "ModuleNotFoundError (No module named 'no_such_module'); "
+        'correct the ModelSpec of "hollow"',
+    )
+
+
+# --- what a person is told
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_has_every_key_and_exits_with_0(
+    flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as exit_:
+        load_config(["--training.steps=x", flag])  # a mistake does not keep help away
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    for section in job_sections():
+        if any(key.section == section for key in job_keys().values()):
+            assert f"\n[{section}]" in text
+    for key in job_keys().values():
+        assert re.search(rf"^  {key.leaf} ", text, re.M), key.name
+    assert "  steps = 10000                      optimizer steps to run (int >= 1)\n" in text
+    assert '  dtype = "float32" ' in text
+    assert '("float32" | "float64" | "bfloat16")' in text
+    assert "  seq_len  (not set) " in text
+    assert "  dim  (the flavor's)                width of the residual stream (int >= 1)\n" in text
+    lacking = text.index("Keys of TorchTitan's that titanlite does not have")
+    assert text.index("  expert_parallel_degree = 1") > lacking
+    assert text.index("  tensor_parallel_degree = 1") < lacking
+
+
+def test_every_key_says_what_it_does() -> None:
+    for key in job_keys().values():
+        assert key.text, key.name
+        assert "\n" not in key.text
+        assert len(key.text) <= 90, key.name
+
+
+def test_document_is_up_to_date() -> None:
+    made = markdown()
+    assert (ROOT / "docs/configuration.md").read_text() == made, (
+        "run: python -m titanlite.config.document > docs/configuration.md"
+    )
+    for key in job_keys().values():
+        assert f"`{key.name if key.not_yet else key.leaf}`" in made
+
+
+def test_reading_a_job_is_quick_and_imports_no_torch() -> None:
+    script = (
+        "import sys, time\n"
+        "from titanlite.config import check_job, load_config, make_parallel_dims\n"
+        "config = load_config(['--parallelism.tensor_parallel_degree=2'])\n"
+        "check_job(config, make_parallel_dims(config, 4))\n"
+        "try:\n    load_config(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numpy', 'sklearn', 'matplotlib', 'rich'} & set(sys.modules)\n"
+        "print(sorted(heavy), time.process_time(), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    heavy, _, seconds = done.stderr.strip().rpartition(" ")
+    assert heavy == "[]"
+    assert float(seconds) < 1.0  # about 0.25 on the slowest machine seen

@@ -1,0 +1,364 @@
+"""Mistakes in files and on command lines, each with the exact lines that a person then reads."""
+
+# A message is one line however long: that is what is shown here.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlite.config import load_config, make_config, override
+from titanlite.config.keys import job_keys
+from titanlite.errors import ConfigError
+
+# fmt: off
+BAD_FILES: list[tuple[Any, list[str]]] = [
+    ('[training]\nsteps = "10"', ['training.steps: "10" is a string, not an integer; write 10, without quotes']),
+    ("[training]\nsteps = true", ["training.steps: true is a boolean, not an integer; give an integer of at least 1"]),
+    ("[training]\nlocal_batch_size = 2048.5", ["training.local_batch_size: 2048.5 is a number, not an integer; give an integer of at least 1"]),
+    ("[training]\nsteps = 10.0", ["training.steps: 10.0 is a number, not an integer; write 10"]),
+    ("[training]\nsteps = [10]", ["training.steps: [10] is a list, not an integer; give an integer of at least 1"]),
+    ("[training]\nsteps = 2026-01-01", ["training.steps: 2026-01-01 is a date or time, not an integer; give an integer of at least 1"]),
+    ("[training.steps]\nx = 1", ["training.steps: {x = 1} is a table, not an integer; give an integer of at least 1"]),
+    ('[training]\nseq_len = "many"', ['training.seq_len: "many" is a string, not an integer; give an integer of at least 1']),
+    ('[optimizer]\nlr = "8e-4"', ['optimizer.lr: "8e-4" is a string, not a number; write 0.0008, without quotes']),
+    ("[optimizer]\nlr = true", ["optimizer.lr: true is a boolean, not a number; give a number above 0"]),
+    ("[compile]\nenable = 1", ["compile.enable: 1 is an integer, not a boolean; give true or false"]),
+    ('[compile]\nenable = "true"', ['compile.enable: "true" is a string, not a boolean; write true, without quotes']),
+    ('[compile]\ncomponents = "model"', ['compile.components: "model" is a string, not a list; write ["model"]']),
+    ('[compile]\ncomponents = ["model", 3]', ['compile.components: 3 is an integer, not a string; give a list of "model" and "loss"']),
+    ("[job]\ndump_folder = 3", ['job.dump_folder: 3 is an integer, not a string; write "3", with quotes']),
+    ('[job]\ndescription = ["a"]', ['job.description: ["a"] is a list, not a string; give a string']),
+    ("[activation_checkpoint]\nselective_ac_option = 2", ['activation_checkpoint.selective_ac_option: 2 is an integer, not a string; write "2", with quotes']),
+    ("[parallelism]\ntensor_parallel_degree = true", ["parallelism.tensor_parallel_degree: true is a boolean, not an integer; give an integer of at least 1"]),
+    ("[model]\ndim = 96.5", ["model.dim: 96.5 is a number, not an integer; give an integer of at least 1"]),
+    ('[model]\nnum_layers = "4"', ['model.num_layers: "4" is a string, not an integer; write 4, without quotes']),
+    ('[metrics]\nlog_freq = "often"', ['metrics.log_freq: "often" is a string, not an integer; give an integer of at least 1']),
+    ("[training]\nsteps = 0", ["training.steps: 0 is out of range; give an integer of at least 1"]),
+    ("[training]\nmax_norm = 0", ["training.max_norm: 0 is out of range; give a number above 0"]),
+    ("[training]\nmax_norm = nan", ["training.max_norm: nan is out of range; give a number above 0"]),
+    ("[training]\nglobal_batch_size = 0", ["training.global_batch_size: 0 is out of range; give an integer of at least 1, or -1"]),
+    ("[optimizer]\nlr = -1e-3", ["optimizer.lr: -0.001 is out of range; give a number above 0"]),
+    ("[optimizer]\nlr = inf", ["optimizer.lr: inf is not a finite number; give a number above 0"]),
+    ("[optimizer]\nbeta1 = 1", ["optimizer.beta1: 1 is out of range; give a number of at least 0 and below 1"]),
+    ("[lr_scheduler]\ndecay_ratio = 1.5", ["lr_scheduler.decay_ratio: 1.5 is out of range; give a number of at least 0 and at most 1"]),
+    ("[parallelism]\ndata_parallel_shard_degree = 0", ["parallelism.data_parallel_shard_degree: 0 is out of range; give an integer of at least 1, or -1"]),
+    ("[parallelism]\ndata_parallel_shard_degree = -2", ["parallelism.data_parallel_shard_degree: -2 is out of range; give an integer of at least 1, or -1"]),
+    ("[debug]\nseed = -1", ["debug.seed: -1 is out of range; give an integer of at least 0 and at most 9223372036854775807"]),
+    ("[comm]\ntrain_timeout_seconds = 0", ["comm.train_timeout_seconds: 0 is out of range; give an integer of at least 1"]),
+    ("[model]\ndim = 0", ["model.dim: 0 is out of range; give an integer of at least 1"]),
+    ("[model]\nnorm_eps = -1.0", ["model.norm_eps: -1.0 is out of range; give a number above 0"]),
+    ("[sampling]\nnum_images = -1", ["sampling.num_images: -1 is out of range; give an integer of at least 0"]),
+    ("[sampling]\ntemperature = 0.0", ["sampling.temperature: 0.0 is out of range; give a number above 0"]),
+    ("[activation_checkpoint]\nmemory_budget = 2", ["activation_checkpoint.memory_budget: 2 is out of range; give a number of at least 0 and at most 1"]),
+    ('[job]\ndump_folder = ""', ['job.dump_folder: "" is empty; give a string that is not empty']),
+    ('[training]\ndtype = "float8"', ['training.dtype: "float8" is not one of its values; give "float32", "float64" or "bfloat16"']),
+    ('[optimizer]\nname = "adamw"', ['optimizer.name: "adamw" is not one of its values; give "AdamW", "Adam" or "SGD"']),
+    ('[activation_checkpoint]\nmode = "some"', ['activation_checkpoint.mode: "some" is not one of its values; give "selective", "full", "memory_budget" or "none"']),
+    ('[activation_checkpoint]\nselective_ac_option = "two"', ['activation_checkpoint.selective_ac_option: "two" is not one of its values; give "op", or a positive integer as a string such as "2"']),
+    ('[compile]\ncomponents = ["modl"]', ['compile.components: "modl" is not one of its values; give a list of "model" and "loss"']),
+    ('[job]\ndevice = "gpu"', ['job.device: "gpu" is not one of its values; give "auto", "cpu" or "cuda"']),
+    ("[parallelism]\nfsdp_reshard_after_forward = true", ['parallelism.fsdp_reshard_after_forward: true is a boolean, not a string; give "default", "always" or "never"']),
+    ('[lr_scheduler]\ndecay_type = "cos"', ['lr_scheduler.decay_type: "cos" is not one of its values; give "linear", "sqrt" or "cosine"']),
+    ("[training]\nstep = 10", ["training.step: there is no such key; did you mean training.steps?"]),
+    ("[training]\ntensor_parallel_degree = 2", ["training.tensor_parallel_degree: there is no such key; did you mean parallelism.tensor_parallel_degree?"]),
+    ("[training]\nbatch_size = 8", ["training.batch_size: there is no such key; did you mean training.local_batch_size?"]),
+    ("[training]\ncolour = 3", ["training.colour: there is no such key; see [training] in --help"]),
+    ("[trainin]\nsteps = 3", ["trainin: there is no such section; did you mean [training]?"]),
+    ('[wandb]\nproject = "x"', ["wandb: there is no such section; see --help for the sections"]),
+    ("[float8]\nemulate = true", ["float8: there is no such section; did you mean [quantize.linear.float8]?"]),
+    ("steps = 10", ["steps: there is no such key; did you mean training.steps?"]),
+    ("training = 3", ["training: 3 is not a section; write [training] above its keys"]),
+    ("[[training]]\nsteps = 3", ["training: [{steps = 3}] is not a section; write [training] above its keys"]),
+    ("[model]\nheads = 4", ["model.heads: there is no such key; did you mean model.num_heads?"]),
+    ("[model]\nn_layers = 4", ["model.n_layers: there is no such key; did you mean model.num_layers?"]),
+    ("[model]\ncolour = 3", ["model.colour: there is no such key; image_transformer has dim, num_layers, num_heads, num_kv_heads, ffn_hidden_dim, vocab_size, image_height, image_width, image_channels, norm_eps, zero_init_output"]),
+    ("[training.loader]\nnum_workers = 2", ["training.loader: there is no such section; did you mean [training.dataloader]?"]),
+    ('[model]\nname = "llama3"', ['model.name: there is no model "llama3"; give "image_transformer", or name a module that registers yours in experimental.custom_import']),
+    ('[model]\nflavor = "8B"', ['model.flavor: image_transformer has no flavor "8B"; give "digits", "cifar" or "debug"']),
+    ('[model]\nflavor = "digit"', ['model.flavor: image_transformer has no flavor "digit"; did you mean "digits"?']),
+    ('[training]\ndataset = "c4"', ['training.dataset: there is no data set "c4"; give "digits", "photos", "cifar10" or "synthetic"']),
+    ('[training]\ndataset = "photo"', ['training.dataset: there is no data set "photo"; did you mean "photos"?']),
+    ('[experimental]\ncustom_import = "no_such_package.model"', ["experimental.custom_import: importing \"no_such_package.model\" failed with ModuleNotFoundError (No module named 'no_such_package'); give a module that imports from \"{CWD}\""]),
+    ("[parallelism]\npipeline_parallel_degree = 8", ["parallelism.pipeline_parallel_degree: 8 stages for 4 blocks, embeddings counted as 1 and output as 1; give fewer ranks, or a model of at least 6 blocks"]),
+    ('[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "1F2B"', ["parallelism.pipeline_parallel_schedule: there is no schedule '1F2B'; did you mean 1F1B?"]),
+    ("[training]\nlocal_batch_size = 2\n[parallelism]\npipeline_parallel_degree = 4", ["parallelism.pipeline_parallel_microbatch_size: 1 cuts training.local_batch_size 2 into 2, and 1F1B needs at least as many microbatches as stages (4), not 2; set training.local_batch_size to 4"]),
+    ("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_last_stage_less_layers = 9", ["parallelism.pipeline_parallel_last_stage_less_layers: 9 is more than the 7 blocks of a stage; give at most 7"]),
+    ("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 3", ["parallelism.pipeline_parallel_microbatch_size: 3 does not divide training.local_batch_size 8; give 2 or 4"]),
+    ("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 8", ["parallelism.pipeline_parallel_microbatch_size: 8 cuts training.local_batch_size 8 into 1, and 1F1B needs at least as many microbatches as stages (2), not 1; set it to 4, or training.local_batch_size to 16"]),
+    ("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 2", ["parallelism.pipeline_parallel_layers_per_stage: 2 cuts 6 blocks, embeddings and output counted in, into 3 stages for 2 ranks, and 1F1B takes 1 a rank; give 3"]),
+    ('[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipe"', ["parallelism.pipeline_parallel_schedule: there is no schedule 'DualPipe'; did you mean DualPipeV or GPipe?"]),
+    ('[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule_csv = "no.csv"', ["parallelism.pipeline_parallel_schedule_csv: no.csv: cannot be read (No such file or directory); give a file that runs"]),
+    ('[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = [["embeddings", "layers.0"], ["layer.1", "layers.2", "layers.3", "norm", "output"]]', ['parallelism.module_fqns_per_model_part: the model has no module "layer.1"; did you mean "layers.1"?']),
+    ('[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n[compile]\nenable = true', ['compile.components: "model" does not go with ZBVZeroBubble, which runs input and weight gradients apart; take "model" out, or set parallelism.pipeline_parallel_schedule to "1F1B" or "Interleaved1F1B"']),
+    ('[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n[activation_checkpoint]\nselective_ac_option = "op"', ['activation_checkpoint.selective_ac_option: "op" does not go with ZBVZeroBubble, which runs input and weight gradients apart, since what it saves is there once; give "1" or another number, or mode "none"']),
+    ("[profiling]\nenable_pipeline_timeline = true", ["profiling.enable_pipeline_timeline: there is no pipeline to draw; set it to false, or parallelism.pipeline_parallel_degree to 2 or more"]),
+    ("[parallelism]\ncontext_parallel_degree = 3", ['parallelism.context_parallel_degree: the 64 tokens of an image are not a multiple of context_parallel_degree 3 x 2 ("headtail"); give 2 or 4']),
+    ("[parallelism]\ncontext_parallel_degree = 64", ['parallelism.context_parallel_degree: the 64 tokens of an image are not a multiple of context_parallel_degree 64 x 2 ("headtail"); give 32']),
+    ('[parallelism]\ncontext_parallel_degree = 128\ncontext_parallel_load_balancer = "none"', ["parallelism.context_parallel_degree: the 64 tokens of an image are not a multiple of context_parallel_degree 128; give 64"]),
+    ("[parallelism]\ncontext_parallel_degree = 32\ntensor_parallel_degree = 2", ['parallelism.context_parallel_degree: the 64 tokens of an image are not a multiple of context_parallel_degree 32 x 2 ("headtail") x tensor_parallel_degree 2; give 16']),
+    ('[parallelism]\ncontext_parallel_rotate_method = "ring"', ['parallelism.context_parallel_rotate_method: "ring" is not one of its values; give "allgather" or "alltoall"']),
+    ("[parallelism]\nenable_async_tensor_parallel = true", ["parallelism.enable_async_tensor_parallel: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
+    ('[parallelism]\nexpert_parallel_degree = "2"', ['parallelism.expert_parallel_degree: "2" asks for a TorchTitan feature that titanlite does not have; leave it at 1']),
+    ('[parallelism]\ncontext_parallel_load_balancer = "ptrr"', ['parallelism.context_parallel_load_balancer: "ptrr" is not one of its values; give "headtail", "striped" or "none"']),
+    ('[model]\nconverters = ["float8"]', ['model.converters: ["float8"] asks for a TorchTitan feature that titanlite does not have; leave it at []']),
+    ("[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true", ["quantize.linear.float8.enable_fsdp_float8_all_gather: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
+    ('[quantize.linear.float8]\nrecipe_name = "rowwise"', ['quantize.linear.float8.recipe_name: "rowwise" asks for a TorchTitan feature that titanlite does not have; leave it unset']),
+    ("[checkpoint]\nenable = true", ["checkpoint.enable: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
+    ("[memory_estimation]\nenable = true", ["memory_estimation.enable: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
+    ("[optimizer]\nearly_step_in_backward = true", ["optimizer.early_step_in_backward: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
+    ("[training.dataloader]\nnum_workers = 2", ["training.dataloader.num_workers: 2 asks for a TorchTitan feature that titanlite does not have; leave it at 0"]),
+    ('[model]\nhf_assets_path = "./assets"', ['model.hf_assets_path: "./assets" asks for a TorchTitan feature that titanlite does not have; leave it at "./tests/assets/tokenizer"']),
+    ("[parallelism]\ntensor_parallel_degree = 3", ["parallelism.tensor_parallel_degree: 3 does not divide model.num_heads 4 or model.ffn_hidden_dim 256 or the number of tokens 64; give 2 or 4"]),
+    ("[parallelism]\ntensor_parallel_degree = 8", ["parallelism.tensor_parallel_degree: 8 does not divide model.num_heads 4; give 4"]),
+    ("[model]\nnum_kv_heads = 2\n[parallelism]\ntensor_parallel_degree = 4", ["parallelism.tensor_parallel_degree: 4 does not divide model.num_kv_heads 2; give 2"]),
+    ('[model]\nflavor = "cifar"\n[training]\ndataset = "photos"\n[parallelism]\ntensor_parallel_degree = 4', ["parallelism.tensor_parallel_degree: 4 does not divide model.num_heads 2; give 2"]),
+    ('[model]\nnum_heads = 8\nvocab_size = 4\n[training]\ndataset = "synthetic"\n[parallelism]\ntensor_parallel_degree = 8', ["parallelism.tensor_parallel_degree: 8 is more than model.vocab_size 4; give 4"]),
+    ("[model]\nnum_heads = 5", ["model.num_heads: 5 does not divide model.dim 96; give 4 or 6"]),
+    ("[model]\nnum_kv_heads = 3", ["model.num_kv_heads: 3 does not divide model.num_heads 4; give 2 or 4"]),
+    ("[training]\nseq_len = 2048", ["training.seq_len: 2048 is not the pixel count of 8 x 8 x 1 images; leave it out or give 64"]),
+    ("[validation]\nenable = true\nseq_len = 32", ["validation.seq_len: 32 is not the pixel count of 8 x 8 x 1 images; leave it out or give 64"]),
+    ('[training]\ndataset = "photos"', ['training.dataset: "photos" has images of at most 427 x at most 64 x 3 and 256 values, the model takes 8 x 8 x 1 and 17; set training.dataset to "digits" or "synthetic", or model.flavor to "cifar"']),
+    ('[model]\nflavor = "cifar"\nimage_width = 80\n[training]\ndataset = "photos"', ['training.dataset: "photos" has images of at most 427 x at most 64 x 3 and 256 values, the model takes 32 x 80 x 3 and 256; set training.dataset to "synthetic", or model.image_width to at most 64']),
+    ('[model]\nflavor = "cifar"', ['training.dataset: "digits" has images of 8 x 8 x 1 and 17 values, the model takes 32 x 32 x 3 and 256; set training.dataset to "photos", "cifar10" or "synthetic", or model.flavor to "digits" or "debug"']),
+    ("[model]\nvocab_size = 10", ['training.dataset: "digits" has images of 8 x 8 x 1 and 17 values, the model takes 8 x 8 x 1 and 10; set training.dataset to "synthetic", or model.vocab_size to 17']),
+    ('[training]\ndataset = "cifar10"\n[model]\nflavor = "cifar"', ['training.dataset_path: not set, and "cifar10" is read from disk; give its folder']),
+    ('[training]\ndataset = "cifar10"\ndataset_path = "/nowhere"\n[model]\nflavor = "cifar"', ['training.dataset_path: "/nowhere" is not a folder; give the folder of "cifar10"']),
+    ('[training]\ndataset_path = "data"', ['training.dataset_path: "digits" is not read from a folder; leave this key out']),
+    ('[validation]\nenable = true\ndataset = "photos"', ['validation.dataset: "photos" has images of at most 427 x at most 64 x 3 and 256 values, the model takes 8 x 8 x 1 and 17; set validation.dataset to "digits" or "synthetic"']),
+    ("[training]\nglobal_batch_size = 20\n[parallelism]\ndata_parallel_shard_degree = 1", ["training.global_batch_size: 20 is not a multiple of 8 (local_batch_size 8 x data-parallel degree 1); give 16 or 24"]),
+    ("[training]\nglobal_batch_size = 16\n[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2", ["training.global_batch_size: 16 is not a multiple of 32 (local_batch_size 8 x data-parallel degree 4); give 32"]),
+    ("[training]\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 20", ["lr_scheduler.warmup_steps: 20 is more than the 10 steps of the schedule; give at most 10, or set lr_scheduler.total_steps"]),
+    ("[training]\nsteps = 100\n[lr_scheduler]\ntotal_steps = 50", ["lr_scheduler.total_steps: 50 is less than training.steps 100; give at least 100"]),
+    ("[training]\nsteps = 100\n[lr_scheduler]\nwarmup_steps = 20\ndecay_ratio = 0.9", ["lr_scheduler.decay_ratio: 90 steps of decay after 20 of warm-up are more than the 100 of the schedule; give at most 0.8"]),
+    ('[activation_checkpoint]\nmode = "memory_budget"', ['activation_checkpoint.mode: "memory_budget" is carried out by the compiler; set compile.enable = true with "model" in compile.components, or give another mode']),
+    ('[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "op"\ndebug = true', ['activation_checkpoint.debug: PyTorch cannot record under selective_ac_option "op"; set it to false, or selective_ac_option to "1"']),
+    ("[compile]\nenable = true\ncomponents = []", ['compile.components: is empty, so nothing would be compiled; add "model" or "loss", or set compile.enable = false']),
+    ("[optimizer]\nmomentum = 0.9", ['optimizer.momentum: 0.9 is for SGD, and optimizer.name is "AdamW"; leave it out']),
+    ("[profiling]\nenable_profiling = true\nprofile_freq = 3", ["profiling.profile_freq: 3 is less than profiler_warmup 3 + profiler_active 1; give at least 4"]),
+    ("[training]\nsteps = ten", ['job.config_file: "{FILE}" line 2 is not TOML: invalid value; correct "steps = ten", with text in quotes']),
+    ("[training\nsteps = 1", ["job.config_file: \"{FILE}\" line 1 is not TOML: expected ']' at the end of a table declaration; correct \"[training\""]),
+    ("[training]\nsteps = 1\nsteps = 2", ['job.config_file: "{FILE}" line 3 is not TOML: cannot overwrite a value; correct "steps = 2"']),
+    ("[training]\nsteps =", ['job.config_file: "{FILE}" line 2 is not TOML: invalid value; correct "steps =", with text in quotes']),
+    ("[training]\n[training]", ["job.config_file: \"{FILE}\" line 2 is not TOML: cannot declare ('training',) twice; correct \"[training]\""]),
+    ('name = "open', ['job.config_file: "{FILE}" line 1 is not TOML: unterminated string; correct "name = \\"open"']),
+    ("= 3", ['job.config_file: "{FILE}" line 1 is not TOML: invalid statement; correct "= 3"']),
+    ('[validation]\nenable = true\ndataset = "c4_validation"', ['validation.dataset: there is no data set "c4_validation"; give "digits", "photos", "cifar10" or "synthetic"']),
+    ('[activation_checkpoint]\nselective_ac_option = "0"', ['activation_checkpoint.selective_ac_option: "0" is not one of its values; give "op", or a positive integer as a string such as "2"']),
+    ("[model.rope]\ntheta = 1", ["model.rope: there is no such key; image_transformer has dim, num_layers, num_heads, num_kv_heads, ffn_hidden_dim, vocab_size, image_height, image_width, image_channels, norm_eps, zero_init_output"]),
+    ("[fault_tolerance]\nenable = true", ["fault_tolerance.enable: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
+    ("[quantize]\nlinear = 3", ["quantize.linear: 3 is not a section; write [quantize.linear] above its keys"]),
+    ('[job]\ncustom_config_module = "my.config"', ['job.custom_config_module: "my.config" asks for a TorchTitan feature that titanlite does not have; leave it at ""']),
+    ("[validation]\nsteps = 0", ["validation.steps: 0 is out of range; give an integer of at least 1, or -1"]),
+    ("[validation]\nfreq = 0", ["validation.freq: 0 is out of range; give an integer of at least 1"]),
+]
+
+BAD_COMMAND_LINES: list[tuple[Any, list[str]]] = [
+    (["configs.toml"], ['"configs.toml": is no option; write --job.config_file=configs.toml']),
+    (["-training.steps=3"], ['"-training.steps=3": is no option; write --section.key=value']),
+    (["--"], ['"--": is no option; write --section.key=value']),
+    (["--training.steps"], ["training.steps: has no value; write --training.steps=value"]),
+    (["--training.steps="], ['training.steps: "" is a string, not an integer; give an integer of at least 1']),
+    (["--training.steps=ten"], ['training.steps: "ten" is a string, not an integer; give an integer of at least 1']),
+    (["--training.steps=1e3"], ["training.steps: 1000.0 is a number, not an integer; write 1000"]),
+    (["--training.steps", "--compile.enable"], ["training.steps: has no value; write --training.steps=value"]),
+    (["--steps=10"], ["steps: there is no such key; did you mean training.steps?"]),
+    (["--tp=2"], ["tp: there is no such key; see --help"]),
+    (["--compile.enable=yes"], ['compile.enable: "yes" is a string, not a boolean; give true or false']),
+    (["--compile.enable=1"], ['compile.enable: "1" is a string, not a boolean; give true or false']),
+    (["--compile.no-enable"], ["compile.no_enable: there is no such key; did you mean compile.enable?"]),
+    (["--compile.components=model,los"], ['compile.components: "los" is not one of its values; give a list of "model" and "loss"']),
+    (["--optimizer.lr=fast"], ['optimizer.lr: "fast" is a string, not a number; give a number above 0']),
+    (["--optimizer.lr=none"], ['optimizer.lr: "none" is a string, not a number; give a number above 0']),
+    (["--model.dim=big"], ['model.dim: "big" is a string, not an integer; give an integer of at least 1']),
+    (["--model.depth=3"], ["model.depth: there is no such key; image_transformer has dim, num_layers, num_heads, num_kv_heads, ffn_hidden_dim, vocab_size, image_height, image_width, image_channels, norm_eps, zero_init_output"]),
+    (["--model.zero_init_output=maybe"], ['model.zero_init_output: "maybe" is a string, not a boolean; give true or false']),
+    (["--job.config_file"], ["job.config_file: has no value; write --job.config_file=value"]),
+    (["--job.config_file="], ['job.config_file: "" does not exist; give a TOML file']),
+    (["--job.config_file=/nowhere/job.toml"], ['job.config_file: "/nowhere/job.toml" does not exist; give a TOML file']),
+    (["--job.config_file=/"], ['job.config_file: "/" is a folder; give a TOML file']),
+    (["--job.config_file=a.toml", "--job.config_file=b.toml"], ["job.config_file: given 2 times; give one file"]),
+    (["--training.dtype=fp8", "--training.step=1", "--parallelism.tensor_parallel_degree=3", "--checkpoint.enable=true", "--training.global_batch_size=-2"], ["training.step: there is no such key; did you mean training.steps?", "training.global_batch_size: -2 is out of range; give an integer of at least 1, or -1", 'training.dtype: "fp8" is not one of its values; give "float32", "float64" or "bfloat16"', "checkpoint.enable: true asks for a TorchTitan feature that titanlite does not have; leave it at false", "parallelism.tensor_parallel_degree: 3 does not divide model.num_heads 4 or model.ffn_hidden_dim 256 or the number of tokens 64; give 2 or 4"]),
+    (["--model.name=llama3", "--model.dim=3"], ['model.name: there is no model "llama3"; give "image_transformer", or name a module that registers yours in experimental.custom_import']),
+    (["--quantize.linear.float8.emulate=true"], ["quantize.linear.float8.emulate: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
+    (["--parallelism.expert-parallel-degree=2"], ["parallelism.expert_parallel_degree: 2 asks for a TorchTitan feature that titanlite does not have; leave it at 1"]),
+    (["--training.seq_len=64.0"], ["training.seq_len: 64.0 is a number, not an integer; write 64"]),
+    (["--debug.seed=99999999999999999999"], ["debug.seed: 99999999999999999999 is out of range; give an integer of at least 0 and at most 9223372036854775807"]),
+    (["--job.dump_folder="], ['job.dump_folder: "" is empty; give a string that is not empty']),
+    (["--training.dataset=di\ngits"], ['training.dataset: there is no data set "di\\ngits"; did you mean "digits"?']),
+]
+# fmt: on
+
+
+def problems_of(argv: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD_FILES, ids=lambda part: str(part)[:60])
+def test_bad_file(text: str, expected: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    found = problems_of([f"--job.config_file={file}"])
+    assert found == [line.format(FILE=file, CWD=os.getcwd()) for line in doubled(expected)]
+
+
+@pytest.mark.parametrize(("argv", "expected"), BAD_COMMAND_LINES, ids=lambda part: str(part)[:60])
+def test_bad_command_line(argv: list[str], expected: list[str]) -> None:
+    assert problems_of(argv) == expected
+
+
+def doubled(lines: list[str]) -> list[str]:
+    """Braces doubled for str.format, save those of the two placeholders."""
+    out = []
+    for line in lines:
+        plain = line.replace("{", "{{").replace("}", "}}")
+        out.append(plain.replace("{{FILE}}", "{FILE}").replace("{{CWD}}", "{CWD}"))
+    return out
+
+
+def test_there_are_at_least_sixty_of_them() -> None:
+    assert len(BAD_FILES) + len(BAD_COMMAND_LINES) >= 60
+
+
+def test_a_message_is_one_line_with_what_to_do() -> None:
+    rows = BAD_FILES + BAD_COMMAND_LINES
+    for line in (line for _, lines in rows for line in lines):
+        assert "\n" not in line
+        where, _, rest = line.partition(": ")
+        assert where
+        assert "; " in rest, line
+
+
+def test_problems_of_file_and_command_line_come_together(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('[training]\nsteps = "10"\n[optimizer]\nlr = 0\n[chekpoint]\nenable = true\n')
+    argv = [f"--job.config_file={file}", "--parallelism.tensor_parallel_degree=3", "--trainin.x=1"]
+    assert [line.partition(":")[0] for line in problems_of(argv)] == [
+        "trainin.x",
+        "training.steps",
+        "optimizer.lr",
+        "chekpoint",
+        "parallelism.tensor_parallel_degree",
+    ]
+
+
+def test_a_key_that_is_wrong_itself_is_not_blamed_again() -> None:
+    # With steps unknown, nothing can be said about the warm-up.
+    assert problems_of(["--training.steps=x", "--lr_scheduler.warmup_steps=300000"]) == [
+        'training.steps: "x" is a string, not an integer; give an integer of at least 1'
+    ]
+
+
+def test_command_line_mends_file(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('[training]\nsteps = "10"\n')
+    config = load_config([f"--job.config_file={file}", "--training.steps=10"])
+    assert config.training.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"\xff\xfe[\x00", "is not UTF-8 text (byte 0); save it as UTF-8"),
+        (b'name = "caf\xe9"', "is not UTF-8 text (byte 11); save it as UTF-8"),
+        (b"[job]\nx = " + b"[" * 100_000, "is nested too deeply; give a flat TOML file"),
+    ],
+    ids=["utf-16", "latin-1", "deep"],
+)
+def test_file_that_is_no_text(content: bytes, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_bytes(content)
+    assert problems_of([f"--job.config_file={file}"]) == [f'job.config_file: "{file}" {expected}']
+
+
+def test_the_line_is_named_even_where_only_blanks_follow(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text("[job]\n\n\x0b\n")
+    (problem,) = problems_of([f"--job.config_file={file}"])
+    assert problem.startswith(f'job.config_file: "{file}" line 3 is not TOML: ')
+
+
+def test_folder_in_place_of_a_file(tmp_path: Path) -> None:
+    assert problems_of([f"--job.config_file={tmp_path}"]) == [
+        f'job.config_file: "{tmp_path}" is a folder; give a TOML file'
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_file_that_may_not_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.touch(mode=0o000)
+    assert problems_of([f"--job.config_file={file}"]) == [
+        f'job.config_file: "{file}" may not be read; change its permissions'
+    ]
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_logger_that_is_not_installed(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert problems_of([f"--metrics.enable_{package}"]) == [
+        f"metrics.enable_{package}: the package {package} is not installed; "
+        f'pip install "titanlite[{package}]"'
+    ]
+
+
+def test_problems_travel_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError("a: b; c", "d: e; f")))
+    assert error.problems == ("a: b; c", "d: e; f")
+    assert str(error) == "a: b; c\nd: e; f"
+
+
+def test_make_config_and_override_refuse_the_same() -> None:
+    expected = "training.steps: 0 is out of range; give an integer of at least 1"
+    with pytest.raises(ConfigError, match=expected):
+        make_config({"training": {"steps": 0}})
+    with pytest.raises(ConfigError, match=expected):
+        override(make_config({}), {"training.steps": 0})
+
+
+NAMES = st.sampled_from([*sorted(job_keys()), "model.dim", "model.num_kv_heads", "x"])
+NAMES |= st.text(max_size=3).map(lambda text: f"model.{text}") | st.text(max_size=3)
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.dates()
+) | st.sampled_from(["op", "none", "SGD", "digits", "cifar", "memory_budget", "float64"])
+BRANCHES = LEAVES | st.lists(LEAVES, max_size=2) | st.dictionaries(st.text(max_size=3), LEAVES)
+VALUES = BRANCHES | st.lists(BRANCHES, max_size=2)
+
+
+def tidy_problems_of(make: Callable[[], object]) -> None:
+    """Runs `make`, which may raise ConfigError with different lines and nothing else."""
+    try:
+        make()
+    except ConfigError as error:
+        problems = error.problems
+    else:
+        return
+    assert problems
+    assert len(set(problems)) == len(problems)
+    assert all(line.isprintable() for line in problems), problems
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(NAMES, VALUES, max_size=4))
+def test_any_value_makes_a_job_or_one_line_for_each_mistake(values: dict[str, Any]) -> None:
+    tidy_problems_of(lambda: override(make_config({}), values))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(NAMES, st.sampled_from(["=", " "]), st.text(max_size=8)), max_size=4))
+def test_any_text_makes_a_job_or_one_line_for_each_mistake(texts: list[tuple[str, ...]]) -> None:
+    argv = [f"--{name}{mark}{text}" for name, mark, text in texts if "file" not in name]
+    words = [word for part in argv for word in part.split(" ", 1)]
+    # Asking for help is no mistake and makes no job.
+    words = [word for word in words if not word.startswith("-h") and not "--help".startswith(word)]
+    tidy_problems_of(lambda: load_config(words))

@@ -1,0 +1,135 @@
+"""The sampler: one global batch a step, whatever the plan that shares it out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from titanlite.data.datasets import ImageDataset, build_dataset
+from titanlite.data.sampler import IGNORE_INDEX, GlobalBatchSampler, iterate_once, make_targets
+from titanlite.errors import ConfigError
+
+
+class Numbered:
+    """Sample i is [i, i]: a batch then says which samples it holds."""
+
+    def __init__(self, num_samples: int | None = None) -> None:
+        self.num_samples = num_samples
+
+    def sample(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, index])
+
+
+def plans(global_batch_size: int) -> list[tuple[int, int]]:
+    return [
+        (dp_degree, local)
+        for dp_degree in range(1, global_batch_size + 1)
+        for local in range(1, global_batch_size + 1)
+        if global_batch_size % (dp_degree * local) == 0
+    ]
+
+
+@pytest.mark.parametrize(("dp_degree", "local_batch_size"), plans(24))
+def test_the_union_over_ranks_is_the_next_global_batch(
+    dp_degree: int, local_batch_size: int
+) -> None:
+    samplers = [
+        GlobalBatchSampler(Numbered(), 24, dp_degree, rank, local_batch_size)
+        for rank in range(dp_degree)
+    ]
+    for step in range(3):
+        batches = [sampler.draw() for sampler in samplers]
+        assert {len(own) for own in batches} == {24 // (dp_degree * local_batch_size)}
+        assert {tuple(b.shape) for own in batches for b in own} == {(local_batch_size, 2)}
+        drawn = torch.cat([microbatch[:, 0] for own in batches for microbatch in own])
+        assert sorted(drawn.tolist()) == list(range(24 * step, 24 * (step + 1)))
+        assert {sampler.state for sampler in samplers} == {24 * (step + 1)}
+
+
+def test_real_data_come_alike_under_every_plan() -> None:
+    digits = build_dataset("digits", seed=5, height=8, width=8, channels=1, vocab_size=17)
+    reference = global_batches(digits, 1, 12)
+    for dp_degree, local_batch_size in plans(12):
+        assert torch.equal(global_batches(digits, dp_degree, local_batch_size), reference)
+
+
+def global_batches(dataset: ImageDataset, dp_degree: int, local_batch_size: int) -> torch.Tensor:
+    """The steps around the end of the first epoch, [step, 12, T], each in rank order."""
+    parts = []
+    for rank in range(dp_degree):
+        sampler = GlobalBatchSampler(dataset, 12, dp_degree, rank, local_batch_size)
+        sampler.state = 1480
+        parts.append(torch.stack([torch.cat(sampler.draw()) for _ in range(3)]))
+    return torch.cat(parts, dim=1)
+
+
+def test_state_is_all_there_is_to_resume() -> None:
+    straight = GlobalBatchSampler(Numbered(), 8, 2, 1, 2)
+    for _ in range(5):
+        straight.draw()
+    resumed = GlobalBatchSampler(Numbered(), 8, 2, 1, 2)
+    resumed.state = straight.state
+    assert [b.tolist() for b in resumed.draw()] == [b.tolist() for b in straight.draw()]
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        GlobalBatchSampler(Numbered(), 30, 4, 0, 2)
+    assert str(caught.value) == (
+        "training.global_batch_size: 30 is not a multiple of 4 data-parallel ranks x "
+        "training.local_batch_size 2; use a multiple of 8"
+    )
+
+
+@pytest.mark.parametrize("dp_degree", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("local_batch_size", [1, 2, 5])
+@pytest.mark.parametrize("num_samples", [None, 1, 6, 13])
+def test_validation_reads_the_same_samples_once_under_every_plan(
+    dp_degree: int, local_batch_size: int, num_samples: int | None
+) -> None:
+    seen: list[int] = []
+    lengths = set()
+    for rank in range(dp_degree):
+        batches = list(
+            iterate_once(
+                Numbered(11),
+                local_batch_size=local_batch_size,
+                dp_degree=dp_degree,
+                dp_rank=rank,
+                num_samples=num_samples,
+            )
+        )
+        lengths.add(len(batches))
+        for tokens, num_valid in batches:
+            assert tokens.shape == (local_batch_size, 2)
+            assert tokens.max() < 11
+            seen += tokens[:num_valid, 0].tolist()
+            targets = make_targets(tokens, num_valid)
+            assert (targets != IGNORE_INDEX).sum() == num_valid
+    # Ranks with fewer batches than others would leave those waiting in a collective.
+    assert len(lengths) == 1
+    assert sorted(seen) == list(range(min(num_samples or 11, 11)))
+
+
+def test_an_endless_set_is_validated_only_up_to_a_number() -> None:
+    endless = Numbered(None)
+    with pytest.raises(ValueError, match="give num_samples"):
+        next(iterate_once(endless, local_batch_size=2, dp_degree=1, dp_rank=0))
+    batches = list(iterate_once(endless, local_batch_size=2, dp_degree=1, dp_rank=0, num_samples=4))
+    assert [num_valid for _, num_valid in batches] == [2, 2]
+
+
+def test_targets_are_the_next_pixel_and_the_last_position_has_none() -> None:
+    tokens = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
+    assert make_targets(tokens).tolist() == [[1, 4, 1, -100], [9, 2, 6, -100]]
+    assert make_targets(tokens, 1).tolist() == [[1, 4, 1, -100], [-100] * 4]
+    assert tokens.tolist() == [[3, 1, 4, 1], [5, 9, 2, 6]]
+    # cross_entropy leaves IGNORE_INDEX out by its own default.
+    logits = torch.randn(2, 4, 10, generator=torch.Generator().manual_seed(0))
+    whole = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), make_targets(tokens).flatten(), reduction="sum"
+    )
+    by_hand = -sum(
+        logits[b, t].log_softmax(-1)[tokens[b, t + 1]] for b in range(2) for t in range(3)
+    )
+    assert torch.allclose(whole, torch.as_tensor(by_hand))

@@ -1,0 +1,70 @@
+"""Who may import whom, read from the source: the rules that docs/architecture.md gives."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), *(ROOT / "models").rglob("*.py")])
+
+# Path prefix -> module prefixes that must not be imported below it, not even inside a function.
+MUST_NOT_IMPORT = {
+    "titanlite/errors.py": ["titanlite", "models", "torch"],
+    "titanlite/mesh/parallel_dims.py": ["titanlite.config", "models", "torch"],
+    "titanlite/config": ["torch", "titanlite.job", "titanlite.parallelize", "titanlite.training"],
+    "titanlite/schedule": ["torch"],
+    "titanlite/simulate": ["torch"],
+    "titanlite/parallelize": ["titanlite.training", "titanlite.data", "titanlite.observe"],
+    "titanlite/training": ["titanlite.parallelize", "titanlite.data", "titanlite.observe"],
+    "titanlite/data": ["titanlite.parallelize", "titanlite.training", "titanlite.observe"],
+    "titanlite/observe": ["titanlite.parallelize", "titanlite.training", "titanlite.data"],
+    "titanlite/lab": ["titanlite.parallelize", "titanlite.job"],
+    "models/__init__.py": ["torch", "titanlite"],
+}
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def is_below(module: str, prefix: str) -> bool:
+    return f"{module}.".startswith(f"{prefix}.")
+
+
+def rules(name: str) -> list[str]:
+    starts = [start for start in MUST_NOT_IMPORT if name.startswith(start)]
+    is_sizes = name.startswith("models/") and name.endswith("/config.py")
+    return sum((MUST_NOT_IMPORT[start] for start in starts), ["torch"] if is_sizes else [])
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports(path: Path) -> None:
+    name = path.relative_to(ROOT).as_posix()
+    for module in imports(path):
+        assert not any(is_below(module, bad) for bad in rules(name)), f"{name} imports {module}"
+        if name.startswith("models/") and path.parent.name != "models":
+            own = f"models.{path.parent.name}"
+            assert not is_below(module, "models") or is_below(module, own), f"{name}: {module}"
+        if name.startswith("models/") and name.endswith("/model.py"):
+            allowed = ("titanlite.attention",)
+            assert not is_below(module, "titanlite") or module.startswith(allowed), module
+
+
+def test_the_rules_can_fail(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text("def f():\n    import torch.nn\n    from titanlite.data import catalog\n")
+    assert list(imports(source)) == ["torch.nn", "titanlite.data.catalog"]
+    assert is_below("torch.nn", "torch")
+    assert not is_below("torchvision", "torch")
+    assert "torch" in rules("models/image_transformer/config.py")
+    assert "torch" in rules("titanlite/config/load.py")
+    assert "torch" not in rules("models/image_transformer/model.py")

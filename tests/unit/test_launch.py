@@ -1,0 +1,91 @@
+"""Local ranks: results in order, and no failure of a rank that hangs or leaves anything behind."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from titanlite.errors import ConfigError, RankError
+from titanlite.mesh.launch import Place, choose_device, run_ranks
+
+
+def test_ranks_meet_and_return_in_order():
+    def total(place: Place, offset: int):
+        import torch
+        import torch.distributed as dist
+
+        from titanlite.mesh.world import open_world
+
+        with open_world(place) as world:
+            tensor = torch.arange(4) + world.rank + offset
+            dist.all_reduce(tensor)
+            return world.rank, tensor.tolist()
+
+    assert run_ranks(total, 4, 0) == [(rank, [6, 10, 14, 18]) for rank in range(4)]
+
+
+def test_the_rank_that_raised_is_named_not_its_peers():
+    def fail_on_two(place: Place):
+        import torch
+        import torch.distributed as dist
+
+        from titanlite.mesh.world import open_world
+
+        with open_world(place):
+            if place.rank == 2:
+                raise ValueError("no such shard")
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankError, match="rank 2: ValueError: no such shard") as raised:
+        run_ranks(fail_on_two, 4)
+    assert raised.value.rank == 2
+    assert "fail_on_two" in raised.value.rank_traceback
+
+
+def test_a_killed_rank_is_named():
+    def die_on_one(place: Place):
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+
+    with pytest.raises(RankError, match="rank 1: was ended by SIGKILL"):
+        run_ranks(die_on_one, 2)
+
+
+def test_ranks_that_do_not_end_are_named_and_ended():
+    def stay(place: Place):
+        if place.rank == 1:
+            threading.Event().wait()
+        return os.getpid()
+
+    with pytest.raises(RankError, match="rank 1 not done after 1 s; all ranks were ended"):
+        run_ranks(stay, 2, timeout_seconds=1)
+
+
+def test_ranks_are_gone_after_an_error(tmp_path):
+    def note_pid(place: Place):
+        (tmp_path / str(place.rank)).write_text(str(os.getpid()))
+        if place.rank == 0:
+            while len(list(tmp_path.iterdir())) < 3:
+                pass
+            raise RuntimeError("stop")
+        threading.Event().wait()
+
+    with pytest.raises(RankError, match="rank 0: RuntimeError: stop"):
+        run_ranks(note_pid, 3)
+    for path in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+
+
+def test_cuda_without_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr("titanlite.mesh.launch.count_gpus", lambda: 2)
+    assert choose_device("auto", 2) == "cuda"
+    assert choose_device("auto", 4) == "cpu"
+    assert choose_device("cpu", 1) == "cpu"
+    with pytest.raises(
+        ConfigError,
+        match=r'job\.device: "cuda" needs a GPU for each rank, 4 here, and there are 2;',
+    ):
+        choose_device("cuda", 4)

@@ -1,0 +1,205 @@
+"""The metrics file and its writers: one JSON object a step, and figures that are right."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.errors import ConfigError
+from titanlite.observe.metrics import (
+    MetricsLog,
+    StepRecord,
+    bits_per_dim,
+    check_extras,
+    mfu,
+    peak_flops_per_second,
+    peak_memory_bytes,
+    read_metrics,
+)
+
+
+def make_record(step: int, **changes: Any) -> StepRecord:
+    figures = {
+        "loss": 2.5 / step,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens_per_second": 1000.0,
+        "seconds": 0.25,
+        "memory_bytes": 2**20,
+        **changes,
+    }
+    return StepRecord(step=step, **figures)
+
+
+def test_one_json_object_a_step_with_exactly_the_keys(tmp_path: Path) -> None:
+    plain = ["step", "loss", "grad_norm", "lr", "tokens_per_second", "seconds", "memory_bytes"]
+    with MetricsLog(tmp_path / "out") as log:
+        log.log(make_record(1))
+        # Flushed at once: a run that is killed now has this step.
+        assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 1
+        log.log(make_record(2, validation_loss=1.4, bits_per_dim=2.02, flops_per_second=3e9))
+    rows = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert list(rows[0]) == plain
+    assert list(rows[1]) == [*plain, "validation_loss", "bits_per_dim", "flops_per_second"]
+    assert rows[1]["loss"] == 1.25
+
+
+def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
+    records = [make_record(i, loss=math.pi / i, mfu=0.1 * i) for i in range(1, 5)]
+    with MetricsLog(tmp_path) as log:
+        for record in records:
+            log.log(record)
+    assert read_metrics(tmp_path) == read_metrics(log.path) == records
+
+
+def test_a_loss_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.log(make_record(1, loss=math.nan, grad_norm=math.inf))
+    text = log.path.read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    (record,) = read_metrics(tmp_path)
+    assert math.isnan(record.loss)
+    assert math.isnan(record.grad_norm)
+
+
+def test_a_new_run_starts_clean_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    for first_step, expected in ((1, [1, 2, 3]), (3, [1, 2, 3, 4, 5]), (1, [1, 2, 3])):
+        with MetricsLog(tmp_path, first_step=first_step) as log:
+            for step in range(first_step, first_step + 3):
+                log.log(make_record(step))
+        assert [record.step for record in read_metrics(tmp_path)] == expected
+
+
+def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.log(make_record(1))
+        log.log(make_record(2))
+    log.path.write_text(log.path.read_text()[:-20])
+    assert [record.step for record in read_metrics(tmp_path)] == [1]
+    with MetricsLog(tmp_path, first_step=2) as log:
+        log.log(make_record(2))
+    assert [record.step for record in read_metrics(tmp_path)] == [1, 2]
+    log.path.write_text("not json\n" + log.path.read_text())
+    with pytest.raises(json.JSONDecodeError):
+        read_metrics(tmp_path)
+
+
+def test_only_the_enabled_rank_writes(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "none", enabled=False, enable_tensorboard=True) as log:
+        log.log(make_record(1))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(tmp_path, enable_tensorboard=True, save_tb_folder="events") as log:
+        log.log(make_record(1))
+        log.log(make_record(2, validation_loss=1.5))
+    (folder,) = (tmp_path / "events").iterdir()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5), (2, 1.25)]
+    assert [(e.step, e.value) for e in events.Scalars("validation_loss")] == [(2, 1.5)]
+    assert "step" not in events.Tags()["scalars"]
+
+
+def test_wandb_gets_every_figure_and_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple] = []
+
+    class Run:
+        def log(self, figures: dict, step: int) -> None:
+            calls.append(("log", figures, step))
+
+        def finish(self) -> None:
+            calls.append(("finish",))
+
+    def init(**arguments: Any) -> Run:
+        calls.append(("init", arguments))
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with MetricsLog(tmp_path, enable_wandb=True, job_config={"training": {"steps": 3}}) as log:
+        log.log(make_record(1))
+    log.close()
+    assert calls[0] == ("init", {"dir": str(tmp_path), "config": {"training": {"steps": 3}}})
+    assert calls[1][2] == 1
+    assert calls[1][1]["loss"] == 2.5
+    assert calls[2:] == [("finish",)]
+
+
+def test_a_missing_writer_is_refused_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for package in ("tensorboard", "wandb"):
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    check_extras(enable_tensorboard=False, enable_wandb=False)
+    with pytest.raises(ConfigError) as caught:
+        check_extras(enable_tensorboard=True, enable_wandb=True)
+    assert caught.value.problems == (
+        "metrics.enable_tensorboard: the package tensorboard is not installed; "
+        "pip install 'titanlite[tensorboard]' or set it to false",
+        "metrics.enable_wandb: the package wandb is not installed; "
+        "pip install 'titanlite[wandb]' or set it to false",
+    )
+    with pytest.raises(ConfigError, match=r"^metrics.enable_wandb"):
+        MetricsLog(tmp_path / "out", enable_wandb=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("", None),
+    ],
+)
+def test_peaks_are_those_of_the_data_sheets(name: str, teraflops: float | None) -> None:
+    assert peak_flops_per_second(name) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_mfu_is_a_fraction_of_all_gpus_peak_and_none_where_unknown() -> None:
+    assert mfu(989e12, "NVIDIA H100 80GB HBM3", 2) == pytest.approx(0.5)
+    assert mfu(1e12, "cpu", 1) is None
+
+
+def test_bits_per_dim_of_a_uniform_guess_is_log2_of_the_vocabulary() -> None:
+    assert bits_per_dim(math.log(256)) == pytest.approx(8.0, rel=1e-15)
+
+
+def test_peak_memory_on_cpu_is_bytes_of_this_process() -> None:
+    before = peak_memory_bytes("cpu")
+    block = bytearray(64 * 2**20)
+    block[::4096] = b"x" * len(block[::4096])
+    after = peak_memory_bytes("cpu")
+    # Between 10 MB and 64 GB only if the unit is right: a Python with torch takes a few 100 MB.
+    assert 10e6 < before < 64e9
+    assert after >= before
+    assert after >= len(block)

@@ -1,0 +1,270 @@
+"""What a person sees: the progress bar and the plan table, in a pseudo-terminal and in a pipe."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import termios
+import threading
+from collections.abc import Callable
+from typing import TextIO
+
+import pytest
+
+from titanlite.observe.effective_plan import PlanRow, render_plan
+from titanlite.observe.metrics import StepRecord
+from titanlite.observe.progress import Progress
+from titanlite.observe.quantities import format_bytes, format_count, format_duration
+
+ROWS = [
+    PlanRow("tensor parallel", "degree 2", "degree 2", "9 modules in 4 blocks"),
+    PlanRow("CPU offload", "pinned", "unpinned", "pinning needs CUDA"),
+]
+
+
+def make_record(step: int, **changes: float) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=2.5 / step,
+        grad_norm=0.5,
+        lr=1e-3,
+        tokens_per_second=12345.0,
+        seconds=0.5,
+        memory_bytes=512 * 2**20,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that moves on by half a second each time it is read."""
+    times = iter(range(10**6))
+    return lambda: next(times) / 2
+
+
+def see_on_terminal(show: Callable[[TextIO], None], columns: int = 90) -> str:
+    """All that `show` writes to a terminal, as raw characters."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    seen: list[bytes] = []
+
+    def read() -> None:
+        while True:
+            try:
+                chunk = os.read(leader, 65536)
+            except OSError:  # how Linux says that the last writer has closed
+                return
+            if not chunk:
+                return
+            seen.append(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        with os.fdopen(follower, "w", encoding="utf-8") as stream:
+            show(stream)
+    finally:
+        reader.join()
+        os.close(leader)
+    return b"".join(seen).decode()
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def final_screen(raw: str) -> list[str]:
+    """The lines left on the screen, for the few control sequences that the bar uses."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", raw):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row, column = row + 1, 0
+            if row == len(lines):
+                lines.append("")
+        elif token.startswith("\x1b["):
+            kind, count = token[-1], token[2:-1]
+            if kind == "A":
+                row -= int(count or 1)
+            elif kind == "K":
+                assert count == "2"
+                lines[row] = ""
+            else:
+                assert kind in "mhl", token
+        else:
+            lines[row] = (
+                lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            )
+            column += len(token)
+    return [line.rstrip() for line in lines]
+
+
+def run_steps(stream: TextIO, color: bool = True, fail: BaseException | None = None) -> None:
+    with Progress(20, stream=stream, color=color, log_freq=5, clock=ticking()) as progress:
+        for step in range(1, 21):
+            if step == 12 and fail is not None:
+                raise fail
+            extra = {"validation_loss": 1.5, "bits_per_dim": 2.164} if step == 8 else {}
+            progress.update(make_record(step, flops_per_second=3.4e12, mfu=0.41, **extra))
+            if step == 9:
+                progress.print("a word in between")
+
+
+def test_a_pipe_gets_plain_lines() -> None:
+    out = io.StringIO()
+    run_steps(out)
+    lines = out.getvalue().splitlines()
+    steps = [line.split("/")[0] for line in lines if line.startswith("step")]
+    assert steps == ["step  1", "step  5", "step  8", "step 10", "step 15", "step 20"]
+    assert lines[1] == (
+        "step  5/20  loss 0.5000  grad norm 0.5  lr 1.00e-03  12.3k tokens/s  3.40 TFLOP/s  "
+        "MFU 41.0%  512 MiB a rank  0:00:08 left"
+    )
+    assert "validation loss 1.5000  2.164 bits/dim" in lines[2]
+    assert lines[3] == "a word in between"
+    assert lines[-1].endswith(" in all")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out.getvalue())
+    assert out.getvalue().isascii()
+
+
+def test_a_terminal_gets_one_bar_that_ends_clean() -> None:
+    raw = see_on_terminal(run_steps)
+    screen = final_screen(raw)
+    assert screen[:2] == ["step 8: validation loss 1.5000  2.164 bits/dim", "a word in between"]
+    assert re.fullmatch(r"step 20/20 \u2501+ 0:00:\d\d in all", screen[2])
+    assert screen[3].startswith("loss 0.1250  grad norm 0.5  lr 1.00e-03  12.3k tokens/s")
+    assert screen[4:] == ["512 MiB a rank", ""]
+    assert cursor_is_shown(raw)
+
+
+def cursor_is_shown(raw: str) -> bool:
+    return raw.rfind("\x1b[?25h") > raw.rfind("\x1b[?25l")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
+def test_the_terminal_is_clean_after_an_error_and_ctrl_c(error: BaseException) -> None:
+    def show(stream: TextIO) -> None:
+        with pytest.raises(type(error)):
+            run_steps(stream, fail=error)
+        stream.write("the shell again")
+
+    raw = see_on_terminal(show)
+    screen = final_screen(raw)
+    assert screen[2].startswith("step 11/20 ")
+    assert screen[-1] == "the shell again"
+    assert cursor_is_shown(raw)
+    # No mode, such as the alternate screen or a hidden cursor, is left on.
+    assert set(re.findall(r"\x1b\[\?(\d+)h", raw)) == {"25"}
+
+
+def test_the_cursor_is_shown_during_the_run() -> None:
+    # A rank that is killed has no time to bring it back.
+    def show(stream: TextIO) -> None:
+        with Progress(20, stream=stream, clock=ticking()) as progress:
+            progress.update(make_record(1))
+            stream.write("<killed here>")
+
+    before, _ = see_on_terminal(show).split("<killed here>")
+    assert cursor_is_shown(before)
+
+
+def test_without_color_a_terminal_gets_no_color() -> None:
+    colored, plain = (see_on_terminal(lambda s, c=c: run_steps(s, color=c)) for c in (True, False))
+    assert re.search(r"\x1b\[[0-9;]+m", colored)
+    assert not re.search(r"\x1b\[[0-9;]*m", plain)
+    assert final_screen(plain) == final_screen(colored)
+
+
+def test_no_line_is_wider_than_a_narrow_terminal() -> None:
+    screen = final_screen(see_on_terminal(run_steps, columns=40))
+    assert max(map(len, screen[2:])) <= 40
+    assert "512 MiB a rank" in "\n".join(screen)
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in see_on_terminal(run_steps)
+
+
+def test_other_ranks_show_nothing() -> None:
+    out = io.StringIO()
+    with Progress(3, enabled=False, stream=out) as progress:
+        progress.update(make_record(1))
+        progress.print("not this either")
+    assert out.getvalue() == ""
+
+
+def test_a_resumed_run_goes_on_from_its_step() -> None:
+    out = io.StringIO()
+    with Progress(110, first_step=101, stream=out, clock=ticking()) as progress:
+        for step in range(101, 111):
+            progress.update(make_record(step))
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
+        "step 101/110",
+        "step 110/110",
+    ]
+
+
+def test_time_left_leaves_the_slow_first_step_out() -> None:
+    times = iter([0.0, 0.0, 100.0, 101.0, 102.0])
+    out = io.StringIO()
+    with Progress(11, stream=out, log_freq=1, clock=lambda: next(times)) as progress:
+        for step in range(1, 4):
+            progress.update(make_record(step))
+    first, second, third = out.getvalue().splitlines()
+    assert not first.endswith("left")
+    assert second.endswith("0:00:09 left")
+    assert third.endswith("0:00:08 left")
+
+
+def test_the_plan_is_plain_aligned_text_elsewhere() -> None:
+    assert render_plan(ROWS) == (
+        "  feature          requested  active    note\n"
+        "  tensor parallel  degree 2   degree 2  9 modules in 4 blocks\n"
+        "! CPU offload      pinned     unpinned  pinning needs CUDA"
+    )
+    assert render_plan(ROWS, stream=io.StringIO()) == render_plan(ROWS)
+
+
+def test_the_plan_is_a_ruled_table_on_a_terminal() -> None:
+    def show(color: bool) -> Callable[[TextIO], None]:
+        return lambda stream: print(render_plan(ROWS, stream=stream, color=color), file=stream)
+
+    raw = see_on_terminal(show(True), columns=70)
+    screen = final_screen(raw)
+    (marked,) = [line for line in screen if "! CPU offload" in line]
+    assert re.search(r"! CPU offload\s+.\s+pinned\s+.\s+unpinned\s+.\s+pinning needs CUDA", marked)
+    assert any("  tensor parallel" in line for line in screen)
+    assert max(map(len, screen)) <= 70
+    assert "\x1b[33m" in raw
+    assert "\x1b[" not in see_on_terminal(show(False), columns=70)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (format_count(0), "0"),
+        (format_count(7), "7"),
+        (format_count(12345), "12.3k"),
+        (format_count(999.6), "1.00k"),
+        (format_count(0.25), "0.25"),
+        (format_count(3.4e12, spaced=True), "3.40 T"),
+        (format_count(float("nan")), "nan"),
+        (format_bytes(0), "0 B"),
+        (format_bytes(512 * 2**20), "512 MiB"),
+        (format_bytes(1.5 * 2**30), "1.50 GiB"),
+        (format_bytes(1023.9 * 2**20), "1.00 GiB"),
+        (format_bytes(141 * 2**30), "141 GiB"),
+        (format_duration(59.6), "0:01:00"),
+        (format_duration(3 * 86400 + 3661), "3d 1:01:01"),
+    ],
+)
+def test_quantities_have_three_figures(text: str, expected: str) -> None:
+    assert text == expected

@@ -1,0 +1,83 @@
+"""Drawing images: with a cache as without, and within a time limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from models.image_transformer.config import FLAVORS
+from models.image_transformer.model import ImageTransformer
+from titanlite.sample import Pace, generate
+from titanlite.training.initialize import generator_for
+
+NUM_TOKENS = 3 * 16 * 8
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    # One pixel at a time is too little work to share out.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def model() -> ImageTransformer:
+    sizes = {"image_height": 16, "image_width": 8, "image_channels": 3, "zero_init_output": False}
+    torch.manual_seed(0)
+    return ImageTransformer(dataclasses.replace(FLAVORS["debug"], **sizes))
+
+
+class WithoutCache(torch.nn.Module):
+    def __init__(self, model: ImageTransformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BT: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens_BT, positions_T)
+
+
+class Clock:
+    """Time that goes on by `seconds` at each look."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def draw(model: torch.nn.Module, num_tokens: int, pace: Pace | None = None, **options):
+    generators = [generator_for(0, f"sample {index}") for index in range(8)]
+    start = torch.arange(8)[:, None]
+    return generate(model, start, num_tokens, generators, pace=pace, **options)
+
+
+def test_a_model_without_a_cache_draws_the_same_images(model):
+    assert torch.equal(draw(model, 40), draw(WithoutCache(model), 40))
+
+
+def test_images_are_given_up_where_time_is_short_and_the_others_are_the_same(model):
+    seen: list[int] = []
+    all_images = draw(model, NUM_TOKENS, on_pixels=seen.append)
+    assert seen == [128, 256]
+    assert all_images.shape == (8, NUM_TOKENS)
+    # Two looks, 10 s after 128 pixels and 20 s after 256: 30 s in all.
+    assert torch.equal(draw(model, NUM_TOKENS, Pace(30, Clock(10))), all_images)
+    assert torch.equal(draw(model, NUM_TOKENS, Pace(29, Clock(10))), all_images[:2])
+
+
+def test_one_image_is_drawn_however_long_it_takes(model):
+    start = torch.zeros(1, 1, dtype=torch.long)
+    image = generate(model, start, NUM_TOKENS, [generator_for(0, "x")], pace=Pace(1, Clock(10)))
+    assert image.shape == (1, NUM_TOKENS)
+
+
+def test_another_batch_is_begun_only_while_half_the_time_is_left():
+    assert Pace(100, Clock(10)).allows_another()
+    assert not Pace(10, Clock(10)).allows_another()

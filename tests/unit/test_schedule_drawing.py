@@ -1,0 +1,137 @@
+"""Every renderer draws every span, from computed and from measured times."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from titanlite.schedule import Span, Timeline, make_schedule, walk
+from titanlite.schedule.draw_html import draw_html
+from titanlite.schedule.draw_png import draw_png
+from titanlite.schedule.draw_svg import draw_svg
+from titanlite.schedule.draw_text import draw_text
+from titanlite.schedule.trace import make_trace
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def measured() -> Timeline:
+    """As a real run gives it: seconds on a clock that doesn't start at zero."""
+    spans = [
+        Span(0, 100.25, 100.5, "F", 0, 0),
+        Span(1, 100.625, 100.875, "F", 1, 0),
+        Span(1, 100.875, 101.25, "B", 1, 0),
+        Span(0, 101.5, 102.25, "B", 0, 0),
+    ]
+    return Timeline("run <1>", ["rank 0", "rank 1"], spans, unit="s")
+
+
+def test_svg_has_a_cell_for_each_action():
+    timeline = walk(make_schedule("ZBV", 3, 6))
+    root = ET.fromstring(draw_svg(timeline))
+    titles = [e.text for e in root.iter(f"{SVG}title") if e.text.startswith("rank 1:")]
+    assert len(titles) == 6 * 2 * 3
+    assert "rank 1: forward, stage 1, microbatch 0; 1 to 2 steps" in titles
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    assert {"F0", "B5", "W3", "rank 2", "idle"} <= set(texts)
+
+
+def test_cells_are_where_their_times_are(measured):
+    root = ET.fromstring(draw_svg(measured))
+    cells = {
+        cell.find(f"{SVG}title").text: cell
+        for cell in root.iter(f"{SVG}rect")
+        if cell.find(f"{SVG}title") is not None
+    }
+    assert len(cells) == 4
+    first, second, third, fourth = (float(cell.get("x")) for cell in cells.values())
+    assert (second - first) / (fourth - first) == pytest.approx(0.375 / 1.25, abs=1e-3)
+    assert (third - first) / (fourth - first) == pytest.approx(0.625 / 1.25, abs=1e-3)
+    assert any(name.endswith("100.25 to 100.5 s") for name in cells)
+
+
+def test_bubble_of_measured_times(measured):
+    assert measured.bubbles() == pytest.approx([0.5, 1 - 0.625 / 2])
+
+
+def test_large_picture_stays_small_and_whole():
+    timeline = walk(make_schedule("1F1B", 32, 96))
+    picture = draw_svg(timeline)
+    assert len(picture) < 500_000
+    root = ET.fromstring(picture)
+    cells = sum(
+        len(re.findall("M", path.get("d")))
+        for path in root.iter(f"{SVG}path")
+        if path.get("fill", "none") != "none"
+    )
+    assert cells == 32 * 96 * 2
+
+
+def test_pictures_under_each_other_share_their_scale():
+    short, long = walk(make_schedule("GPipe", 2, 2)), walk(make_schedule("GPipe", 2, 8))
+    root = ET.fromstring(draw_svg(short, long))
+    widths = []
+    for picture in root.findall(f"{SVG}svg"):
+        first = next(r for r in picture.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None)
+        widths.append(first.get("width"))
+    assert len(widths) == 2
+    assert widths[0] == widths[1]
+
+
+def test_html_page_needs_nothing_else(measured):
+    page = draw_html(measured)
+    assert "run &lt;1&gt;" in page
+    assert not re.search(r"(src|href)=", page)
+    data = json.loads(re.search(r"const DATA = (.*);\n", page)[1])
+    assert [len(row) for row in data[0]["rows"]] == [2, 2]
+    assert data[0]["rows"][1][1][2].startswith("rank 1: backward, stage 1, microbatch 0")
+
+
+def test_trace_has_threads_spans_and_counters():
+    timeline = walk(make_schedule("1F1B", 2, 4))
+    events = json.loads(make_trace(timeline))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 2 * 4 * 2
+    assert {event["tid"] for event in spans} == {0, 1}
+    assert sum(event["dur"] for event in spans) == 2 * 4 * 3 * 1000
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["rank 0", "rank 1"]
+    assert any(event["ph"] == "C" for event in events)
+
+
+def test_trace_of_seconds_is_in_microseconds(measured):
+    spans = [e for e in json.loads(make_trace(measured))["traceEvents"] if e["ph"] == "X"]
+    assert spans[0]["ts"] == 100.25e6
+    assert spans[0]["dur"] == 0.25e6
+
+
+def test_text_tells_the_microbatch_where_there_is_room():
+    timeline = walk(make_schedule("1F1B", 2, 2))
+    lines = draw_text(timeline, width=120, color=False).splitlines()
+    assert lines[1].split()[2:4] == ["F0.0", "F0.1"]
+    assert lines[2].startswith("rank 1 .....F1.0 B1.0")
+    assert lines[-1].split() == ["0", "9", "steps", "idle"]
+
+
+def test_text_fits_the_width():
+    timeline = walk(make_schedule("Interleaved1F1B", 8, 32))
+    for width in (60, 100, 160):
+        lines = draw_text(timeline, width=width, color=False).splitlines()
+        assert max(map(len, lines[1:-1])) <= width
+        assert all("F" in line and "B" in line for line in lines[1:-1])
+
+
+def test_coloured_text_paints_each_cell(measured):
+    text = draw_text(measured, width=80, color=True)
+    assert text.count("\033[0m") >= 4
+    assert re.sub(r"\033\[[\d;]*m", "", text).splitlines()[1].startswith("rank 0 F")
+
+
+def test_png_is_a_picture(measured, tmp_path):
+    pytest.importorskip("matplotlib")
+    for name, timeline in {"a": measured, "b": walk(make_schedule("DualPipeV", 2, 6))}.items():
+        path = tmp_path / f"{name}.png"
+        draw_png(timeline, path)
+        assert path.read_bytes().startswith(b"\x89PNG")

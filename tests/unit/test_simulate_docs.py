@@ -1,0 +1,49 @@
+"""The pages show what the commands on them make today."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from titanlite.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ["simulate.md", "ladder.md"]
+picture_commands = runpy.run_path(str(DOCS / "make_pictures.py"))["picture_commands"]
+
+
+def commands():
+    return [command for page in PAGES for command in picture_commands(DOCS / page)]
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda command: Path(command[-1]).stem)
+def test_picture_is_what_its_command_makes(command, tmp_path):
+    shown = DOCS.parent / command[-1]
+    assert command[-2] == "--svg"
+    assert main([*command[:-1], str(tmp_path / shown.name), "--quiet"]) == 0
+    assert (tmp_path / shown.name).read_text() == shown.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_picture_shown_has_its_command(page):
+    shown = set(re.findall(r"\((images/\S+\.svg)\)", (DOCS / page).read_text()))
+    made = {command[-1].removeprefix("docs/") for command in picture_commands(DOCS / page)}
+    assert shown == made
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("ladder.md", "ladder"),
+        ("ladder.md", "ladder --workers-per-node 4"),
+        (
+            "simulate.md",
+            "1F1B --workers 4 --batches 8 --quiet "
+            "--compare Interleaved1F1B ZB-H1 ZB-H2 ZBV DualPipeV",
+        ),
+    ],
+)
+def test_table_is_what_its_command_prints(page, command, capsys):
+    assert main(["simulate", *command.split()]) == 0
+    assert capsys.readouterr().out.strip() in (DOCS / page).read_text()

@@ -1,0 +1,285 @@
+"""The ladder: the published times of 0D and 1D, right values on every rung, and its parts."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlite.simulate import Link, Network, SimulationError
+from titanlite.simulate import gpu as gpu_module
+from titanlite.simulate.cluster import Cluster
+from titanlite.simulate.collectives import all_to_all, ring_all_gather, ring_all_reduce, share
+from titanlite.simulate.gpu import GPU
+from titanlite.simulate.grid import Grid
+from titanlite.simulate.ladder import (
+    RUNGS,
+    Rung,
+    check_outcomes,
+    ladder_table,
+    run_ladder,
+    run_rung,
+)
+from titanlite.simulate.train_step import Outcome, Workload, make_train_step
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "latency_ladder.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return {row.rung.name: row for row in run_ladder()}
+
+
+def test_constants_and_workload():
+    workload = Workload()
+    assert GOLDEN["seconds_per_compute_unit"] == gpu_module.SECONDS_PER_COMPUTE_UNIT
+    assert GOLDEN["network_base_latency_seconds"] == gpu_module.NETWORK_BASE_LATENCY_SECONDS
+    assert GOLDEN["seconds_per_data_unit"] == gpu_module.SECONDS_PER_DATA_UNIT
+    assert workload.items == GOLDEN["items"]
+    assert workload.layers == GOLDEN["layers"]
+    assert workload.compute_units_per_item == GOLDEN["compute_units_per_item"]
+    assert workload.gradient_units == GOLDEN["gradient_size_units"]
+    assert workload.activation_units == GOLDEN["activation_units_at_a_layer_boundary_per_item"]
+    assert workload.key_value_units == GOLDEN["key_value_units_per_item_and_layer"]
+    assert workload.experts == GOLDEN["experts_per_layer"]
+
+
+@pytest.mark.parametrize(
+    ("rung", "key"),
+    [
+        ("0D", "0d_seconds"),
+        ("1D DP, relay", "1d_relay_total_seconds"),
+        ("1D DP, ring", "1d_ring_total_seconds"),
+    ],
+)
+def test_published_times(measured, rung, key):
+    assert measured[rung].seconds == pytest.approx(GOLDEN[key], abs=1e-9)
+
+
+def test_relay_and_ring_alone():
+    workers, size = GOLDEN["workers"], GOLDEN["gradient_size_units"]
+    ranks = list(range(workers))
+    cluster = Cluster(workers)
+    sums = cluster.run(lambda gpu: ring_all_reduce(gpu, ranks, "gradients", size, gpu.global_rank))
+    assert sums == [6] * 4
+    assert cluster.seconds == pytest.approx(GOLDEN["1d_ring_sync_seconds"])
+
+
+def test_pipeline_times_by_hand(measured):
+    """2 stages, 8 items, 1F1B: on the last rank 8 works, on the first also what surrounds them."""
+    forward, backward = 10 * 0.1 / 3, 20 * 0.1 / 3
+    send, receive = 0.05 + 8 * 0.01, 0.05
+    first_input = forward + send
+    last_stage = first_input + 8 * (receive + forward + backward + send)
+    own_backward = last_stage + receive + backward
+    ring = 2 * (0.05 + 250 / 2 * 0.01)
+    assert measured["2D DP x PP"].seconds == pytest.approx(own_backward + ring)
+
+
+def test_tensor_parallel_times_by_hand(measured):
+    all_reduce = 2 * (0.05 + 8 / 2 * 0.01)
+    item_and_layer = 5 / 2 * 0.1 + 4 * all_reduce
+    ring = 2 * (0.05 + 250 / 2 * 0.01)
+    assert measured["2D DP x TP"].seconds == pytest.approx(8 * 4 * item_and_layer + ring)
+
+
+def test_memory_by_hand(measured):
+    states = 4 * GOLDEN["gradient_size_units"]
+    assert measured["0D"].memory_units == states + 8 * 4
+    assert measured["2D DP x PP"].memory_units == states / 2 + 2 * 8 * 2
+    assert measured["3D DP x PP x TP"].memory_units == states / 4 + 2 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"dp": 8},
+        {"pp": 4},
+        {"tp": 3},
+        {"cp": 3},
+        {"ep": 4},
+        {"dp": 2, "ep": 2, "cp": 2},
+        {"pp": 4, "tp": 3, "cp": 2, "dp": 2},
+        {"pp": 2, "dp": 2, "ep": 2, "cp": 2, "tp": 2},
+    ],
+    ids=str,
+)
+def test_every_arrangement_computes_what_one_process_does(degrees):
+    measured, cluster = run_rung(Rung("any", degrees))
+    assert measured.num_ranks == Grid(**degrees).num_ranks == len(cluster.gpus)
+    assert measured.seconds > 0
+
+
+def test_wrong_values_are_found():
+    rung = Rung("any", {"dp": 2})
+    right = Outcome({i: i * i for i in range(16)}, 1240)
+    check_outcomes(rung, Workload(), [right, Outcome({}, 1240)])
+    with pytest.raises(SimulationError, match="rank 1 has the gradient 1239, not 1240"):
+        check_outcomes(rung, Workload(), [right, Outcome({}, 1239)])
+    with pytest.raises(SimulationError, match="not the items' squares"):
+        check_outcomes(rung, Workload(), [right, Outcome({3: 1}, 1240)])
+
+
+def test_results_do_not_depend_on_which_thread_runs_first():
+    rung = RUNGS[-1]
+    runs = [run_rung(rung)[1] for _ in range(3)]
+    clocks = [[gpu.seconds for gpu in cluster.gpus] for cluster in runs]
+    assert clocks[0] == clocks[1] == clocks[2]
+
+
+def test_table_compares_each_rung_with_the_one_below(measured):
+    lines = ladder_table(list(measured.values())).splitlines()
+    assert len(lines) == 2 + len(RUNGS)
+    ring = next(line for line in lines if line.startswith("1D DP, ring"))
+    assert "15.8" in ring
+    assert "16.2 s" in ring
+    assert "7.8 s network" in ring
+
+
+def test_fast_links_inside_a_node_make_tensor_parallelism_pay():
+    slow = Network(Link(0.05, 0.01))
+    fast = Network(Link(0.05, 0.01), Link(0.005, 0.001), workers_per_node=2)
+    rung = next(rung for rung in RUNGS if rung.name == "2D DP x TP")
+    assert run_rung(rung, network=fast)[0].seconds < 0.5 * run_rung(rung, network=slow)[0].seconds
+
+
+def test_gpu_alone_charges_time():
+    gpu = GPU(0)
+    gpu.compute("item", 20)
+    assert gpu.seconds == pytest.approx(2.0)
+    gpu.send(1, "gradients", 500)
+    gpu.receive(3, "gradients", 500)
+    assert gpu.seconds == pytest.approx(2.0 + 5.05 + 0.05)
+    assert [event.kind for event in gpu.events] == ["compute", "send", "receive"]
+
+
+def test_memory_traffic_bounds_a_computation_with_little_arithmetic():
+    gpu = GPU(0)
+    gpu.compute("lookup", 1, memory_units=5000)
+    assert gpu.seconds == pytest.approx(0.5)
+
+
+def test_memory_is_counted_and_can_run_out():
+    gpu = GPU(2, memory_units=10)
+    gpu.allocate("weights", 6)
+    gpu.allocate("activations", 3)
+    gpu.free("activations")
+    assert gpu.peak_memory_units == 9
+    with pytest.raises(SimulationError, match="GPU 2 is out of memory: cache makes it hold 11"):
+        gpu.allocate("cache", 5)
+    with pytest.raises(SimulationError, match="holds no activations"):
+        gpu.free("activations")
+
+
+def test_barrier_lets_nobody_go_before_the_last():
+    def program(gpu):
+        gpu.compute("work", 10 * gpu.global_rank)
+        gpu.barrier([0, 1, 2])
+        return gpu.seconds
+
+    assert Cluster(3).run(program) == pytest.approx([2.05] * 3)
+
+
+def test_deadlock_names_what_each_rank_waits_for():
+    def program(gpu):
+        gpu.receive(1 - gpu.global_rank, "a token", 1)
+
+    with pytest.raises(SimulationError) as error:
+        Cluster(2).run(program)
+    assert "rank 0 waits for a token from rank 1; rank 1 waits for a token from rank 0" in str(
+        error.value
+    )
+
+
+def test_message_that_is_never_sent_is_a_deadlock_too():
+    def program(gpu):
+        if gpu.global_rank == 0:
+            gpu.receive(1, "a token", 1)
+
+    with pytest.raises(SimulationError, match="rank 0 waits for a token from rank 1"):
+        Cluster(2).run(program)
+
+
+def test_error_on_one_rank_stops_the_others():
+    def program(gpu):
+        if gpu.global_rank == 1:
+            raise RuntimeError("rank 1 is broken")
+        gpu.receive(1, "a token", 1)
+
+    with pytest.raises(RuntimeError, match="rank 1 is broken"):
+        Cluster(3).run(program)
+
+
+def test_rank_out_of_range_is_named():
+    with pytest.raises(SimulationError, match="GPU 0 sends to rank 2; ranks are 0 to 1"):
+        Cluster(2).run(lambda gpu: gpu.send(2, "x", 1) if gpu.global_rank == 0 else None)
+
+
+def test_real_sleeping_takes_the_virtual_time():
+    def program(gpu):
+        gpu.compute("work", 0.3)
+        gpu.exchange(1 - gpu.global_rank, 1 - gpu.global_rank, "x", 1, gpu.global_rank)
+
+    cluster = Cluster(2, Network(Link(0.01, 0.01)), sleep=True)
+    before = time.perf_counter()
+    cluster.run(program)
+    assert time.perf_counter() - before >= cluster.seconds == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_collectives(ranks):
+    group = list(range(ranks))
+    gathered = Cluster(ranks).run(lambda g: ring_all_gather(g, group, "x", 1, g.global_rank * 10))
+    assert gathered == [[10 * rank for rank in group]] * ranks
+    reduced = Cluster(ranks).run(lambda g: ring_all_reduce(g, group, "x", 1, g.global_rank + 7))
+    assert reduced == [sum(rank + 7 for rank in group)] * ranks
+
+    def exchange(gpu):
+        return all_to_all(gpu, group, "x", 1, [[(gpu.global_rank, to)] for to in group])
+
+    assert Cluster(ranks).run(exchange) == [
+        [[(source, rank)] for source in group] for rank in group
+    ]
+
+
+def test_shares_add_up():
+    for value in (0, 1, 7, 100):
+        assert sum(share(value, part, 3) for part in range(3)) == value
+
+
+def test_grid_maps_ranks_and_coordinates_both_ways():
+    grid = Grid(pp=2, dp=3, tp=4)
+    assert grid.num_ranks == 24
+    for rank in range(24):
+        assert grid.rank(**grid.coordinates(rank)) == rank
+    assert grid.coordinates(17) == {"pp": 1, "dp": 1, "tp": 1}
+    assert grid.group(17, "tp") == [16, 17, 18, 19]
+    assert grid.group(17, "dp") == [13, 17, 21]
+    assert grid.group(17, "pp", "dp") == [1, 5, 9, 13, 17, 21]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: Grid(dp=0), "degree of dp is 0"),
+        (lambda: Grid(dp=2).coordinates(2), "no rank 2"),
+        (lambda: Grid(dp=2).rank(tp=0), "coordinates are needed for dp"),
+        (lambda: Grid(dp=2).rank(dp=2), "dp is 2; it goes from 0 to 1"),
+        (lambda: run_rung(Rung("any", {"dp": 3})), "16 items do not divide over dp x ep = 3"),
+        (lambda: run_rung(Rung("any", {"pp": 3})), "4 layers do not divide over pp = 3"),
+        (lambda: Cluster(0), "at least one rank"),
+    ],
+)
+def test_bad_input_is_named(call, said):
+    with pytest.raises(SimulationError, match=said):
+        call()
+
+
+def test_timeline_of_a_rung_shows_every_pass():
+    _, cluster = run_rung(Rung("any", {"pp": 2}))
+    spans = cluster.timeline("2 stages").spans
+    assert sum(span.kind == "F" for span in spans) == 16 * 4 * 2
+    assert sum(span.kind == "B" for span in spans) == 16 * 4 * 2
+    assert make_train_step(Grid(pp=1, dp=1, ep=1, cp=1, tp=1), Workload(items=1))(
+        GPU(0)
+    ).results == {0: 0}

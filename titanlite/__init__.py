@@ -1,0 +1,1 @@
+"""N-dimensional parallel training: developed, proved and planned on a laptop, run on GPUs."""

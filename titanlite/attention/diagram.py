@@ -1,0 +1,198 @@
+"""Drawings of the sequence layouts and of the ring, made from the layout objects themselves.
+
+    python -m titanlite.attention.diagram docs/images/context_parallel
+
+writes layouts.svg (who computes which part of the score matrix) and, for each layout,
+ring_<layout>.svg (who holds what at each step). What the code does is what the picture shows.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from titanlite.attention.layout import LAYOUTS, Layout, Tile, make_layout
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
+INK, FAINT, PAPER = "#222222", "#c8c8c8", "#ffffff"
+NUM_RANKS = len(COLOURS)
+
+
+def draw_layouts(num_tokens: int = 32) -> str:
+    """SVG: the causal score matrix under each layout, coloured by the rank that computes it."""
+    cell, gap, top, left = 7, 46, 66, 60
+    side = num_tokens * cell
+    drawing = _Drawing(
+        left + len(LAYOUTS) * (side + gap), top + side + 62, "Who computes what under each layout"
+    )
+    drawing.text(left, 18, "Each row is a query, each column a key; a pair has the colour of the")
+    drawing.text(left, 34, "rank that holds its query. Below: pairs each rank computes.")
+    for index, name in enumerate(LAYOUTS):
+        layout = make_layout(name, NUM_RANKS)
+        x = left + index * (side + gap)
+        drawing.text(x + side / 2, top - 12, name, "middle", bold=True)
+        if index == 0:
+            drawing.text(x - 8, top + side / 2, "queries", "end")
+        for rank, colour in enumerate(COLOURS):
+            for position in layout.positions(rank, num_tokens).tolist():
+                y = top + position * cell
+                drawing.rectangle(x, y, (position + 1) * cell, cell, colour, stroke=PAPER)
+        drawing.rectangle(x, top, side, side, "none", stroke=FAINT)
+        n = num_tokens // NUM_RANKS
+        pairs = [layout.num_pairs(rank, n, causal=True) for rank in range(NUM_RANKS)]
+        for rank, count in enumerate(pairs):
+            y = top + side + 8 + rank * 13
+            drawing.rectangle(x, y, side * count / sum(pairs), 10, COLOURS[rank])
+            share = f"rank {rank}: {100 * count / sum(pairs):.0f}%"
+            drawing.text(x + side * count / sum(pairs) + 5, y + 9, share, size=10)
+    return drawing.svg()
+
+
+def draw_ring(layout: Layout, n: int = 8) -> str:
+    """SVG: which keys each rank holds at each step of the ring, and what it computes with them.
+
+    Rows are ranks, columns steps. A square is one block's score matrix, its filled part what is
+    computed; the bar above it is the keys held, as much of them as has travelled this far.
+    """
+    side, step_width, row_height, left, top = 64, 150, 112, 84, 74
+    drawing = _Drawing(
+        left + NUM_RANKS * step_width - 40,
+        top + NUM_RANKS * row_height - 6,
+        f"Ring attention, {layout.name} layout, {layout.num_ranks} ranks",
+    )
+    drawing.text(12, 20, f"{layout.name}: the causal ring on {layout.num_ranks} ranks", bold=True)
+    drawing.text(
+        left + NUM_RANKS * step_width - 52,
+        20,
+        "left bar: queries; top bar: keys held; filled: computed; arrow: keys that travel on",
+        "end",
+        size=10,
+    )
+    for step in range(layout.num_ranks):
+        x = left + step * step_width
+        drawing.text(x + side / 2, 46, f"step {step}", "middle", bold=True)
+        for rank in range(layout.num_ranks):
+            y = top + rank * row_height
+            owner = layout.holder(rank, -step)
+            held = layout.num_keys_carried(owner, step, n, True) if step else n
+            if step == 0:
+                drawing.text(12, y + side / 2 + 4, f"rank {rank}", bold=True)
+            if step + 1 < layout.num_ranks:
+                carried = layout.num_keys_carried(owner, step + 1, n, True)
+                rows_on = layout.holder(rank, 1) - rank
+                start = (x + side + 6, y + side / 2)
+                end = (x + step_width - 16, y + side / 2 + rows_on * row_height)
+                drawing.arrow(start, end, COLOURS[owner], 3 * carried / n)
+            if held:
+                _draw_block(drawing, x, y, side, n, rank, owner, held, layout)
+            else:
+                drawing.text(x + side / 2, y + side / 2 + 4, "idle", "middle", FAINT)
+    return drawing.svg()
+
+
+def _draw_block(
+    drawing: _Drawing,
+    x: float,
+    y: float,
+    side: float,
+    n: int,
+    rank: int,
+    owner: int,
+    held: int,
+    layout: Layout,
+) -> None:
+    unit = side / n
+    drawing.rectangle(x, y, side, side, PAPER, stroke=FAINT)
+    drawing.rectangle(x, y - 9, held * unit, 6, COLOURS[owner])
+    drawing.rectangle(x - 9, y, 6, side, COLOURS[rank])
+    for tile in layout.tiles(rank, owner, n, causal=True):
+        drawing.polygon(_outline(tile, x, y, unit), COLOURS[owner])
+    part = "" if held == n else f", first {held} of {n}"
+    drawing.text(x + side / 2, y + side + 14, f"keys of {owner}{part}", "middle", size=10)
+
+
+def _outline(tile: Tile, x: float, y: float, unit: float) -> list[tuple[float, float]]:
+    """A tile's corners; a causal tile is a staircase, one stair a token."""
+    rows, keys = tile.queries, tile.keys
+    left, right = x + keys.start * unit, x + keys.stop * unit
+    top, bottom = y + rows.start * unit, y + rows.stop * unit
+    if not tile.causal:
+        return [(left, top), (right, top), (right, bottom), (left, bottom)]
+    stairs = [(left, top)]
+    for index in range(rows.stop - rows.start):
+        over = left + (index + 1) * unit
+        stairs += [(over, top + index * unit), (over, top + (index + 1) * unit)]
+    return [*stairs, (left, bottom)]
+
+
+class _Drawing:
+    """An SVG of a given size, element by element."""
+
+    def __init__(self, width: float, height: float, title: str) -> None:
+        self.width, self.height = width, height
+        self.elements = [f"<title>{title}</title>"]
+        self.rectangle(0, 0, width, height, PAPER)
+
+    def rectangle(
+        self, x: float, y: float, width: float, height: float, fill: str, stroke: str = "none"
+    ) -> None:
+        self.elements.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
+            f'fill="{fill}" stroke="{stroke}"/>'
+        )
+
+    def polygon(self, corners: list[tuple[float, float]], fill: str) -> None:
+        points = " ".join(f"{x:g},{y:g}" for x, y in corners)
+        self.elements.append(f'<polygon points="{points}" fill="{fill}"/>')
+
+    def arrow(
+        self, start: tuple[float, float], end: tuple[float, float], colour: str, width: float
+    ) -> None:
+        """A curve that leaves and arrives level; none where nothing is carried."""
+        if not width:
+            return
+        (x0, y0), (x1, y1) = start, end
+        middle = (x0 + x1) / 2
+        self.elements.append(
+            f'<path d="M{x0:g},{y0:g} C{middle:g},{y0:g} {middle:g},{y1:g} {x1:g},{y1:g}" '
+            f'fill="none" stroke="{colour}" stroke-width="{width:g}" stroke-opacity="0.55"/>'
+        )
+        tip = [(x1 + 6, y1), (x1 - 2, y1 - 4), (x1 - 2, y1 + 4)]
+        self.polygon(tip, colour)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        anchor: str = "start",
+        colour: str = INK,
+        size: int = 12,
+        bold: bool = False,
+    ) -> None:
+        weight = ' font-weight="bold"' if bold else ""
+        self.elements.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}" '
+            f'font-size="{size}"{weight}>{words}</text>'
+        )
+
+    def svg(self) -> str:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
+            f'width="{self.width:g}" height="{self.height:g}" font-family="sans-serif">'
+        )
+        return "\n".join([head, *self.elements, "</svg>", ""])
+
+
+def draw_all() -> dict[str, str]:
+    """Every drawing of this module, by file name."""
+    rings = {f"ring_{name}.svg": draw_ring(make_layout(name, NUM_RANKS)) for name in LAYOUTS}
+    return {"layouts.svg": draw_layouts(), **rings}
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for file_name, svg in draw_all().items():
+        (folder / file_name).write_text(svg)

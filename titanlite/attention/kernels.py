@@ -1,0 +1,278 @@
+"""Attention kernels for one block, each giving the log-sum-exp that blocks are merged by.
+
+PyTorch's fused kernels are called below `scaled_dot_product_attention`, which hides the log-sum-exp
+and knows no backward pass for a part of the keys. `choose_kernel` names the kernel that serves a
+device, dtype and head size; `explain_choice` says in words why not a faster one.
+
+Letters: B batch, H query heads, K key/value heads (H a multiple of K), T queries, S keys, E head
+size; lse is [B, H, T] in the accumulator's dtype.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def choose_kernel(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The fastest kernel that serves these inputs; the plain one serves all."""
+    return next(
+        kernel for kernel in KERNELS if not kernel.refusal(torch.device(device), dtype, head_dim)
+    )
+
+
+def explain_choice(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> str:
+    """One line: the kernel `choose_kernel` takes, and why those before it on its device cannot."""
+    chosen = choose_kernel(device, dtype, head_dim)
+    device = torch.device(device)
+    refusals = [
+        f"not {kernel.name}, which {kernel.refusal(device, dtype, head_dim)}"
+        for kernel in KERNELS[: KERNELS.index(chosen)]
+        if kernel.device_type == device.type
+    ]
+    if not refusals and isinstance(chosen, Plain):
+        refusals = [f"no fused kernel is used on {device.type}"]
+    return f"{chosen.name} ({'; '.join(refusals)})" if refusals else chosen.name
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Kernel(ABC):
+    """Attention of T queries to S keys, forward and backward, without dropout.
+
+    `smallest_triangle` is the number of keys down to which it pays to cut a causal square into two
+    triangles and the square between them; None where the kernel skips the masked half by itself.
+    """
+
+    name: ClassVar[str]
+    device_type: ClassVar[str | None] = None
+    smallest_triangle: ClassVar[int | None] = None
+
+    @abstractmethod
+    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        """Why this kernel cannot serve these inputs; empty where it can."""
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(out [B, H, T, E], lse [B, H, T]) of q [B, H, T, E], k and v [B, K, S, E].
+
+        `causal` (T = S) lets each query see the keys up to its own index.
+        """
+
+    @abstractmethod
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What these keys add to (dq, dk, dv), where out and lse are those over all keys.
+
+        With the final lse the weights exp(score - lse) are those of the whole softmax, and with the
+        final out so is the correction rowsum(grad_out * out): the results of the blocks just add.
+        """
+
+
+class CpuFlash(Kernel):
+    """PyTorch's tiled CPU kernel; takes grouped heads as they are."""
+
+    name = "CPU flash"
+    device_type = "cpu"
+    # It computes keys in stretches of 512, so that a causal square of that size saves nothing.
+    smallest_triangle = 256
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        if device.type != "cpu":
+            return "runs on cpu"
+        return "" if dtype in self.dtypes else "takes float16, bfloat16, float32 or float64"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+
+
+class CudaFlash(Kernel):
+    """FlashAttention-2 as PyTorch ships it; takes grouped heads as they are."""
+
+    name = "CUDA flash"
+    device_type = "cuda"
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        if device.type != "cuda":
+            return "runs on cuda"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return "takes float16 or bfloat16"
+        if head_dim % 8 or head_dim > 256:
+            return "takes head sizes that are a multiple of 8, up to 256"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "needs compute capability 8.0"
+        return ""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Without dropout the random state is not read, but its shape is checked.
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.zeros((), dtype=torch.uint64, device=q.device)
+        lengths = (None, None, q.size(2), k.size(2))
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad_out, q, k, v, out, lse.contiguous(),
+            *lengths, 0.0, causal, rng_state, unused, scale=scale,
+        )  # fmt: skip
+
+
+class CudaEfficient(Kernel):
+    """The memory-efficient kernel (from xFormers): float32 too, and older GPUs."""
+
+    name = "CUDA memory-efficient"
+    device_type = "cuda"
+    # The kernel reads the log-sum-exp in stretches of this many rows.
+    lse_alignment = 32
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        if device.type != "cuda":
+            return "runs on cuda"
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return "takes float16, bfloat16 or float32"
+        multiple = 16 // dtype.itemsize
+        return f"takes head sizes that are a multiple of {multiple}" if head_dim % multiple else ""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
+        return out, lse.narrow(2, 0, q.size(2))
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_kv_heads = k.size(1)
+        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+        # Rows past the end get lse = inf, so that exp(score - lse) is 0 there.
+        lse = F.pad(lse, (0, -lse.size(2) % self.lse_alignment), value=torch.inf)
+        no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad_out, q, k, v, None, out, lse, no_seed, no_seed,
+            0.0, [True, True, True, False], causal, scale=scale,
+        )  # fmt: skip
+        return dq, _sum_heads(dk, num_kv_heads), _sum_heads(dv, num_kv_heads)
+
+
+class Plain(Kernel):
+    """Matrix products and a softmax, any device and dtype; keeps one block's scores in memory."""
+
+    name = "plain"
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        return ""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k, causal, scale)
+        lse = scores.logsumexp(-1)
+        weights = torch.exp(scores - lse.unsqueeze(-1))
+        return (weights @ _repeat_heads(v, q).to(weights.dtype)).to(q.dtype), lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = torch.exp(self._scores(q, k, causal, scale) - lse.unsqueeze(-1))
+        grad_out = grad_out.to(weights.dtype)
+        correction = (grad_out * out.to(weights.dtype)).sum(-1, keepdim=True)
+        grad_weights = grad_out @ _repeat_heads(v, q).to(weights.dtype).mT
+        grad_scores = weights * (grad_weights - correction) * scale
+        dq = grad_scores @ _repeat_heads(k, q).to(weights.dtype)
+        dk = _sum_heads(grad_scores.mT @ q.to(weights.dtype), k.size(1))
+        dv = _sum_heads(weights.mT @ grad_out, v.size(1))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+        dtype = accumulator_dtype(q.dtype)
+        scores = q.to(dtype) @ _repeat_heads(k, q).to(dtype).mT * scale
+        if causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores.masked_fill_(future, -torch.inf)
+        return scores
+
+
+def _repeat_heads(kv: Tensor, q: Tensor) -> Tensor:
+    """[B, K, S, E] -> [B, H, S, E]: each key/value head once for every query head it serves."""
+    return kv.repeat_interleave(q.size(1) // kv.size(1), dim=1) if kv.size(1) < q.size(1) else kv
+
+
+def _sum_heads(grad: Tensor, num_kv_heads: int) -> Tensor:
+    """Undo `_repeat_heads` for a gradient: [B, H, S, E] -> [B, K, S, E]."""
+    if grad.size(1) == num_kv_heads:
+        return grad
+    dtype = accumulator_dtype(grad.dtype)
+    return grad.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=dtype).to(grad.dtype)
+
+
+KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), CudaEfficient(), Plain())

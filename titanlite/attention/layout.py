@@ -1,0 +1,229 @@
+"""Sequence layouts: which tokens of the sequence each context-parallel rank holds.
+
+A layout permutes tokens, targets and positions once, where the batch enters, and undoes itself.
+Because it knows the true position of every token it also knows, for the queries of one rank
+against the keys of another, which part of the score matrix the causal mask leaves: a few
+rectangles and triangles (`tiles`), so that no kernel ever needs a mask tensor.
+
+Letters: c ranks, T tokens of the whole sequence, n = T / c tokens of one rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from titanlite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of a block's score matrix, in local indices; if causal its lower triangle.
+
+    `queries` and `keys` are half-open ranges of rows and columns. A causal tile is square and keeps
+    its diagonal, so it means the same to a kernel that aligns causal masks at either corner.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+    @property
+    def num_pairs(self) -> int:
+        """Query-key pairs that count."""
+        rows = self.queries.stop - self.queries.start
+        columns = self.keys.stop - self.keys.start
+        return rows * (rows + 1) // 2 if self.causal else rows * columns
+
+    def split(self, smallest: int) -> list[Tile]:
+        """The same pairs with every triangle above `smallest` rows cut into two and a rectangle."""
+        start, stop = self.queries.start, self.queries.stop
+        if not self.causal or stop - start <= smallest:
+            return [self]
+        offset = self.keys.start - start
+        middle = (start + stop) // 2
+        head, tail = slice(start, middle), slice(middle, stop)
+        head_keys, tail_keys = (
+            slice(part.start + offset, part.stop + offset) for part in (head, tail)
+        )
+        return [
+            *Tile(head, head_keys, True).split(smallest),
+            *Tile(tail, tail_keys, True).split(smallest),
+            Tile(tail, head_keys, False),
+        ]
+
+
+@dataclass(frozen=True)
+class Layout(ABC):
+    """How `num_ranks` ranks share the tokens of a sequence; every rank gets as many as the others.
+
+    Subclasses say who holds what (`positions`), what is left of a causal block (`_causal_tiles`),
+    and which way keys travel round the ring (`direction`): the way on which the ranks that need
+    most of a rank's keys come first, so that what no later rank needs is dropped on the way.
+    """
+
+    num_ranks: int
+
+    name: ClassVar[str]
+    direction: ClassVar[int]
+    chunks_per_rank: ClassVar[int] = 1
+
+    def num_local(self, num_tokens: int) -> int:
+        """Tokens of one rank; ConfigError where the sequence cannot be shared out evenly."""
+        num_chunks = self.chunks_per_rank * self.num_ranks
+        if num_tokens <= 0 or num_tokens % num_chunks:
+            lower = num_tokens // num_chunks * num_chunks
+            nearest = f"{lower} or {lower + num_chunks}" if lower else f"{num_chunks}"
+            raise ConfigError(
+                f"sequence length: {num_tokens} tokens cannot be cut into the {num_chunks} equal "
+                f"chunks that the {self.name} layout needs on {self.num_ranks} ranks; "
+                f"use {nearest} tokens, or fewer ranks"
+            )
+        return num_tokens // self.num_ranks
+
+    @abstractmethod
+    def positions(self, rank: int, num_tokens: int) -> Tensor:
+        """The true positions of a rank's tokens, ascending: int64 [n]."""
+
+    @abstractmethod
+    def _causal_tiles(self, query_rank: int, key_rank: int, n: int) -> list[Tile]:
+        """`tiles` for two different ranks under the causal mask."""
+
+    def tiles(self, query_rank: int, key_rank: int, n: int, causal: bool) -> list[Tile]:
+        """What one rank's `n` queries attend to among another's `n` keys; [] where all is masked.
+
+        The tiles of a block do not overlap. A rank's own block comes out as one tile.
+        """
+        everything = slice(0, n)
+        if not causal or query_rank == key_rank:
+            return [Tile(everything, everything, causal)]
+        tiles = self._causal_tiles(query_rank, key_rank, n)
+        return [tile for tile in tiles if tile.num_pairs > 0]
+
+    def shard(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
+        """The part of a whole sequence's tensor that `rank` holds, cut along `dim` (length T)."""
+        index = self.positions(rank, tensor.size(dim)).to(tensor.device)
+        return tensor.index_select(dim, index)
+
+    def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole sequence's tensor from every rank's part, in rank order: undoes `shard`."""
+        shuffled = torch.cat(tuple(shards), dim)
+        num_tokens = shuffled.size(dim)
+        held = [self.positions(rank, num_tokens) for rank in range(self.num_ranks)]
+        return shuffled.index_select(dim, torch.cat(held).argsort().to(shuffled.device))
+
+    def holder(self, key_rank: int, hop: int) -> int:
+        """The rank that holds `key_rank`'s keys after `hop` hops round the ring."""
+        return (key_rank + self.direction * hop) % self.num_ranks
+
+    def num_keys_carried(self, key_rank: int, hop: int, n: int, causal: bool) -> int:
+        """How many of `key_rank`'s keys, counted from its first, make hop `hop` (1 to c - 1).
+
+        As many as any rank on the rest of the way needs; 0 past the end of the way.
+        """
+        holders = [self.holder(key_rank, later) for later in range(hop, self.num_ranks)]
+        tiles = (tile for rank in holders for tile in self.tiles(rank, key_rank, n, causal))
+        return max((tile.keys.stop for tile in tiles), default=0)
+
+    def num_keys_sent(self, rank: int, n: int, causal: bool) -> int:
+        """Keys, and as many values, that `rank` sends in the forward pass: (c - 1) n at most."""
+        return self._num_keys_moved(rank, 1, n, causal)
+
+    def num_keys_received(self, rank: int, n: int, causal: bool) -> int:
+        """Keys, and as many values, that `rank` receives in the forward pass.
+
+        The backward pass brings and sends the same, and sends on, or home, the gradients of these.
+        """
+        return self._num_keys_moved(rank, 0, n, causal)
+
+    def _num_keys_moved(self, rank: int, hops_to_go: int, n: int, causal: bool) -> int:
+        return sum(
+            self.num_keys_carried(self.holder(rank, hops_to_go - hop), hop, n, causal)
+            for hop in range(1, self.num_ranks)
+        )
+
+    def num_pairs(self, rank: int, n: int, causal: bool) -> int:
+        """Query-key pairs that `rank` computes: its share of the attention's work."""
+        return sum(
+            tile.num_pairs
+            for key_rank in range(self.num_ranks)
+            for tile in self.tiles(rank, key_rank, n, causal)
+        )
+
+
+class HeadTail(Layout):
+    """2c chunks; rank i holds chunk i, counted from the head, and chunk i counted from the tail.
+
+    A rank sees all its queries against the first half of a lower rank's keys, and its second half
+    of queries against all keys of a higher rank: half a block either way, so work is equal. Keys
+    travel down: the lower ranks need all of them, those above the owner only the first half.
+    Source: the zigzag layout of ring-flash-attention, and Llama 3 (arXiv 2407.21783, 3.3.2).
+    """
+
+    name = "headtail"
+    direction = -1
+    chunks_per_rank = 2
+
+    def positions(self, rank: int, num_tokens: int) -> Tensor:
+        half = self.num_local(num_tokens) // 2
+        tail = 2 * self.num_ranks - 1 - rank
+        return torch.cat([torch.arange(half) + chunk * half for chunk in (rank, tail)])
+
+    def _causal_tiles(self, query_rank: int, key_rank: int, n: int) -> list[Tile]:
+        if key_rank < query_rank:
+            return [Tile(slice(0, n), slice(0, n // 2), False)]
+        return [Tile(slice(n // 2, n), slice(0, n), False)]
+
+
+class Striped(Layout):
+    """Rank i holds every c-th token from token i on, so that each block is nearly a triangle.
+
+    Work is equal but for the diagonal, which a rank misses in the blocks of higher ranks.
+    Source: Striped Attention, arXiv 2311.09431.
+    """
+
+    name = "striped"
+    direction = 1
+
+    def positions(self, rank: int, num_tokens: int) -> Tensor:
+        self.num_local(num_tokens)
+        return torch.arange(rank, num_tokens, self.num_ranks)
+
+    def _causal_tiles(self, query_rank: int, key_rank: int, n: int) -> list[Tile]:
+        if key_rank < query_rank:
+            return [Tile(slice(0, n), slice(0, n), True)]
+        # Below the diagonal only: the first query sees nothing, and nothing sees the last key.
+        return [Tile(slice(1, n), slice(0, n - 1), True)]
+
+
+class Contiguous(Layout):
+    """Rank i holds the i-th stretch: nothing moves, but under a causal mask it has i + 1 blocks.
+
+    Keys travel up and end at the last rank, since no rank needs those of a higher one.
+    """
+
+    name = "none"
+    direction = 1
+
+    def positions(self, rank: int, num_tokens: int) -> Tensor:
+        n = self.num_local(num_tokens)
+        return torch.arange(rank * n, (rank + 1) * n)
+
+    def _causal_tiles(self, query_rank: int, key_rank: int, n: int) -> list[Tile]:
+        return [Tile(slice(0, n), slice(0, n), False)] if key_rank < query_rank else []
+
+
+LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (HeadTail, Striped, Contiguous)}
+
+
+def make_layout(name: str, num_ranks: int) -> Layout:
+    """The layout of that name, one of `LAYOUTS`; ConfigError for any other."""
+    if name not in LAYOUTS:
+        known = ", ".join(f'"{known}"' for known in LAYOUTS)
+        raise ConfigError(f'layout: "{name}" is not a sequence layout; use one of {known}')
+    return LAYOUTS[name](num_ranks)

@@ -1,0 +1,284 @@
+"""Ring attention: exact attention over a sequence that is shared out over ranks.
+
+Each rank keeps its queries; keys and values visit (pass-KV). Every visit gives a part of the
+softmax, and parts are merged by their log-sum-exp. It is one custom operator with its own backward
+pass, so that autograd saves q, k, v, out and lse only, the compiler sees one opaque call, and a
+selective checkpoint policy can name it: `torch.ops.titanlite.ring_attention.default`.
+
+Sources: Ring Attention (arXiv 2310.01889), pass-KV (arXiv 2411.01783).
+Letters: B batch, H query heads, K key/value heads, T local tokens, E head size; kv [2, B, S, K, E].
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.flop_counter import register_flop_formula
+
+from titanlite.attention.kernels import Kernel, accumulator_dtype, choose_kernel
+from titanlite.attention.layout import Layout, Tile, make_layout
+from titanlite.attention.rotation import Rotation, find_rotation
+from titanlite.errors import ConfigError
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    causal: bool = True,
+    layout: str | Layout = "headtail",
+    rotate_method: str = "alltoall",
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks: its part of full attention.
+
+    q is [B, H, T, E], k and v are [B, K, T, E] with H a multiple of K: what `layout.shard` gives
+    this rank of the whole tensors, and so is the result [B, H, T, E]. All ranks of the
+    one-dimensional `mesh` have to call it, with the same shapes and settings; one rank alone gets
+    plain attention. `scale` is 1 / sqrt(E) unless given.
+
+    Raises ConfigError for an unknown layout or rotate method, for one made for another number of
+    ranks, and for local tokens that the layout cannot halve; ValueError for shapes that don't fit.
+    """
+    return RingAttention(mesh, layout, rotate_method)(q, k, v, causal, scale)
+
+
+class RingAttention(nn.Module):
+    """`ring_attention` as a module, to stand where a model calls its inner attention.
+
+    Settings are checked, and the process group is looked up, once; `forward` can be compiled.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | dist.ProcessGroup,
+        layout: str | Layout = "headtail",
+        rotate_method: str = "alltoall",
+    ) -> None:
+        super().__init__()
+        if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+            raise ConfigError(
+                f"mesh: ring attention needs one axis, this mesh has {mesh.ndim}; "
+                'take one of them, as in mesh["cp"]'
+            )
+        group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+        if isinstance(layout, str):
+            layout = make_layout(layout, group.size())
+        if layout.num_ranks != group.size():
+            raise ConfigError(
+                f"layout: made for {layout.num_ranks} ranks, but the mesh has {group.size()}; "
+                "make it for as many"
+            )
+        find_rotation(rotate_method)
+        self.layout = layout
+        self.rotate_method = rotate_method
+        self.group_name = group.group_name
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None
+    ) -> Tensor:
+        _check_shapes(q, k, v)
+        if self.layout.num_ranks == 1:
+            grouped = q.size(1) != k.size(1)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
+            )
+        if q.size(2) % self.layout.chunks_per_rank:
+            raise ConfigError(
+                f"sequence length: {q.size(2)} tokens on a rank cannot be halved for the "
+                f"{self.layout.name} layout; cut the sequence with layout.shard"
+            )
+        scale = q.size(3) ** -0.5 if scale is None else scale
+        out, _ = torch.ops.titanlite.ring_attention(
+            q, k, v, self.group_name, self.layout.name, self.rotate_method, causal, scale
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_ranks={self.layout.num_ranks}, layout={self.layout.name}, "
+            f"rotate_method={self.rotate_method}"
+        )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    expected = (q.size(0), k.size(1), q.size(2), q.size(3)) if q.dim() == k.dim() == 4 else None
+    if expected is None or k.shape != expected or v.shape != expected or q.size(1) % k.size(1):
+        raise ValueError(
+            "ring attention takes q [B, H, T, E] and k, v [B, K, T, E] with H a multiple of K, "
+            f"not q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+
+
+@torch.library.custom_op("titanlite::ring_attention", mutates_args=())
+def _ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group_name: str,
+    layout: str,
+    rotate_method: str,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, H, T, E], lse [B, H, T] in the accumulator's dtype)."""
+    rotation = _make_rotation(group_name, layout, rotate_method, causal)
+    kernel = choose_kernel(q.device, q.dtype, q.size(3))
+    q = _with_unit_stride(q)
+    dtype = accumulator_dtype(q.dtype)
+    out = _empty_heads_inside(q, dtype).zero_()
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+
+    def visit(key_rank: int, kv: Tensor) -> None:
+        k, v = kv.transpose(2, 3)
+        for tile in _tiles(rotation, key_rank, q, kernel):
+            rows, keys = tile.queries, tile.keys
+            merge(
+                out[:, :, rows],
+                lse[:, :, rows],
+                *kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], tile.causal, scale),
+            )
+
+    rotation.forward(_pack(k, v), visit)
+    return out.to(q.dtype), lse
+
+
+@torch.library.custom_op("titanlite::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group_name: str,
+    layout: str,
+    rotate_method: str,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rotation = _make_rotation(group_name, layout, rotate_method, causal)
+    kernel = choose_kernel(q.device, q.dtype, q.size(3))
+    q, grad_out = _with_unit_stride(q), _with_unit_stride(grad_out)
+    dtype = accumulator_dtype(q.dtype)
+    dq = _empty_heads_inside(q, dtype).zero_()
+
+    def visit(key_rank: int, kv: Tensor) -> Tensor:
+        k, v = kv.transpose(2, 3)
+        dkv = torch.zeros_like(kv, dtype=dtype)
+        dk, dv = dkv.transpose(2, 3)
+        for tile in _tiles(rotation, key_rank, q, kernel):
+            rows, keys = tile.queries, tile.keys
+            tile_dq, tile_dk, tile_dv = kernel.backward(
+                grad_out[:, :, rows],
+                q[:, :, rows],
+                k[:, :, keys],
+                v[:, :, keys],
+                out[:, :, rows],
+                lse[:, :, rows],
+                tile.causal,
+                scale,
+            )
+            dq[:, :, rows] += tile_dq
+            dk[:, :, keys] += tile_dk
+            dv[:, :, keys] += tile_dv
+        return dkv
+
+    dk, dv = rotation.backward(_pack(k, v), visit, dtype).transpose(2, 3)
+    # An operator's results may not share memory, as dk and dv do here.
+    return dq.to(q.dtype), _empty_heads_inside(k).copy_(dk), _empty_heads_inside(v).copy_(dv)
+
+
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge attention over more keys into `out` [B, H, T, E] and `lse` [B, H, T], in place.
+
+    Both are in the accumulator's dtype. Each part counts by its share of the whole softmax's
+    denominator: exp(block_lse) / (exp(lse) + exp(block_lse)), which is a sigmoid and so overflows
+    nowhere. A row that saw no key has lse = -inf: it leaves the other part as it is.
+    Source: https://github.com/zhuzilin/ring-flash-attention/pull/34
+    """
+    share = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -torch.inf, 0)
+    out.lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, block_lse))
+
+
+def _make_rotation(group_name: str, layout: str, rotate_method: str, causal: bool) -> Rotation:
+    group = _find_group(group_name)
+    return find_rotation(rotate_method)(group, make_layout(layout, group.size()), causal)
+
+
+def _find_group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _tiles(rotation: Rotation, key_rank: int, q: Tensor, kernel: Kernel) -> list[Tile]:
+    """This rank's block with `key_rank`, its triangles cut up as far as the kernel gains by it."""
+    tiles = rotation.layout.tiles(rotation.group.rank(), key_rank, q.size(2), rotation.causal)
+    if kernel.smallest_triangle is None:
+        return tiles
+    return [part for tile in tiles for part in tile.split(kernel.smallest_triangle)]
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Two tensors [B, K, S, E] as one message [2, B, S, K, E]."""
+    return torch.stack([k.transpose(1, 2), v.transpose(1, 2)])
+
+
+def _with_unit_stride(tensor: Tensor) -> Tensor:
+    """Kernels read each head's elements as neighbours, and some don't check that they are."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _empty_heads_inside(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[B, H, T, E] stored as [B, T, H, E], the order in which projections take and give it."""
+    b, h, t, e = like.shape
+    return like.new_empty((b, t, h, e), dtype=dtype).transpose(1, 2)
+
+
+@_ring_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *settings: object) -> tuple[Tensor, Tensor]:
+    return _empty_heads_inside(q), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+
+
+@_ring_attention_backward.register_fake
+def _(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_heads_inside(q), _empty_heads_inside(k), _empty_heads_inside(v)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx, grad_out: Tensor, _) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.titanlite.ring_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
+    return *grads, *(None for _ in ctx.settings)
+
+
+@register_flop_formula(torch.ops.titanlite.ring_attention)
+def _count_flops(q: torch.Size, k: torch.Size, v: torch.Size, group_name: str, *_, **__) -> int:
+    """This rank's queries with all ranks' keys, masked or not, as PyTorch counts attention."""
+    num_keys = q[2] * _find_group(group_name).size()
+    num_products = 2
+    return num_products * 2 * math.prod(q) * num_keys
+
+
+@register_flop_formula(torch.ops.titanlite.ring_attention_backward)
+def _count_flops_backward(
+    grad_out: torch.Size, q: torch.Size, k, v, out, lse, *settings, **_
+) -> int:
+    """Five products in place of two: the scores once more, and the gradients of four factors."""
+    return _count_flops(q, k, v, *settings) * 5 // 2
+
+
+_ring_attention.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,465 @@
+"""What has to fit together: degrees and ranks, model and data, batch, schedule, features.
+
+A check names the keys it reads, so that it stays silent while one of them is wrong by itself, or
+not known yet: before the ranks are counted, a shard degree of -1 is unknown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.keys import one_of
+from titanlite.config.model import load_model_spec, make_model_config
+from titanlite.config.pipeline import make_pipeline_plan
+from titanlite.config.schema import JobConfig
+from titanlite.config.toml import quote
+from titanlite.data.catalog import CATALOG
+from titanlite.errors import ConfigError, nearest
+from titanlite.mesh.parallel_dims import ParallelDims, divisors
+
+DEGREES = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+"""Mesh axis -> its key in [parallelism]."""
+
+
+def make_parallel_dims(
+    config: JobConfig, world_size: int | None, num_gpus: int = 0
+) -> ParallelDims:
+    """The degree of every axis for a world of `world_size` ranks, with no -1 left.
+
+    `world_size` None means that the job starts its own ranks, as many as the degrees need; a
+    `data_parallel_shard_degree` of -1 then is 1 on CPU, and on CUDA the GPUs of this machine
+    (`num_gpus`, 0 for none) that the other degrees leave. Raises ConfigError, with the nearest
+    legal values, where the degrees do not make up the world.
+    """
+    degrees = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
+    rest = degrees["dp_shard"] == -1
+    if rest:
+        others = math.prod(degree for axis, degree in degrees.items() if axis != "dp_shard")
+        gpus = 0 if config.job.device == "cpu" else num_gpus
+        degrees["dp_shard"] = max(1, (gpus if world_size is None else world_size) // others)
+    dims = ParallelDims(**degrees)
+    if world_size not in (None, dims.world_size):
+        fixed = dataclasses.replace(dims, dp_shard=1) if rest else dims
+        raise ConfigError(_misfit(config, fixed, world_size, rest))
+    return dims
+
+
+def check_job(config: JobConfig, dims: ParallelDims) -> None:
+    """Raises ConfigError with everything in `config` that does not fit together over `dims`."""
+    problems = list(_run_checks(config, dims, make_model_config(config), ()))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def check_machine(config: JobConfig, device_type: str) -> None:
+    """Raises ConfigError where this machine lacks what `config` asks for on that device."""
+    compiled = config.compile
+    if compiled.enable and compiled.backend == "inductor" and device_type == "cpu":
+        # As PyTorch's inductor chooses it.
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(compiler) is None:
+            raise ConfigError(
+                f'compile.backend: "inductor" needs a C++ compiler on CPU, and there is no '
+                f"{compiler} on the PATH; install it, or set compile.enable = false"
+            )
+
+
+def find_problems(config: JobConfig, wrong: Collection[str]) -> list[str]:
+    """What can be said before the number of ranks is known; `wrong` names keys already refused."""
+    model, found = None, []
+    if not {"model", "model.name", "model.flavor", "experimental.custom_import"} & set(wrong):
+        try:
+            model = make_model_config(config)
+        except ConfigError as error:
+            found = list(error.problems)
+    unknown = set(wrong)
+    if config.parallelism.data_parallel_shard_degree == -1:
+        unknown.add("parallelism.data_parallel_shard_degree")
+    return found + list(_run_checks(config, make_parallel_dims(config, None), model, unknown))
+
+
+Check = Callable[[JobConfig, ParallelDims, Any], Iterator[str]]
+CHECKS: list[tuple[Check, tuple[str, ...]]] = []
+MODEL = "the model"  # what `reads` calls the resolved configuration of the model
+
+
+def reads(*names: str) -> Callable[[Check], Check]:
+    """Registers a check with the keys and sections it reads."""
+
+    def enter(check: Check) -> Check:
+        CHECKS.append((check, names))
+        return check
+
+    return enter
+
+
+def _run_checks(
+    config: JobConfig, dims: ParallelDims, model: Any, unknown: Collection[str]
+) -> Iterator[str]:
+    missing = {MODEL, *unknown} if model is None else set(unknown)
+    for check, names in CHECKS:
+        if not any(_overlap(name, read) for name in missing for read in names):
+            yield from check(config, dims, model)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two keys or sections are the same, or one holds the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest: bool) -> str:
+    """The line about degrees that do not make up `world_size`; `rest`: dp_shard is -1."""
+    assert world_size is not None
+    needed = dims.world_size
+    wrong = f"{dims.describe()} needs {'a multiple of ' if rest else ''}{needed} ranks"
+    multiples = range(needed, (world_size + needed if rest else needed) + 1, needed)
+    start = f"start {nearest(world_size, multiples)} ranks"
+    axes = [a for a in ("dp_shard", "tp", "dp_replicate", "cp", "pp") if dims.degrees[a] > 1]
+    for axis in axes if rest else ["dp_shard", *axes]:
+        room, remainder = divmod(world_size, needed // dims.degrees[axis])
+        legal = divisors(room) if rest else [room]
+        if axis == "tp":
+            model = make_model_config(config)
+            legal = [tp for tp in legal if not model.problems(dataclasses.replace(dims, tp=tp))]
+        if remainder == 0 and legal:
+            give = nearest(dims.degrees[axis], legal)
+            if axis == "dp_shard":
+                give += " (or -1, the rest)"
+            key = f"parallelism.{DEGREES[axis]}"
+            return f"{key}: {wrong}, and there are {world_size}; give {give}, or {start}"
+    return (
+        f"parallelism: {wrong}, and there are {world_size}; "
+        f"give degrees that multiply to {world_size}, or {start}"
+    )
+
+
+@reads(MODEL, "parallelism.tensor_parallel_degree")
+def _split(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """The model's own sizes, and the degrees that split them: tensor parallelism divides heads,
+    key and value heads, the SwiGLU's hidden width and the tokens, and is at most the vocabulary."""
+    for key, message in model.problems(dims):
+        yield f"{key}: {message}"
+
+
+@reads("training.dataset", "training.dataset_path")
+def _source(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """The data set exists; one that is read from disk has its folder, and no other has one."""
+    yield from _missing("training", config.training.dataset, config.training.dataset_path)
+
+
+@reads("validation", "training.dataset", "training.dataset_path")
+def _validation_source(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """The same for a data set of [validation]'s own."""
+    own = config.validation.dataset or config.validation.dataset_path
+    if config.validation.enable and own:
+        dataset, path = config.validation_dataset, config.validation_dataset_path
+        yield from _missing("validation", dataset, path)
+
+
+def _missing(section: str, dataset: str, path: str | None) -> Iterator[str]:
+    info = CATALOG.get(dataset)
+    name = quote(dataset)
+    if info is None:
+        match = difflib.get_close_matches(dataset, CATALOG, n=1)
+        advice = (
+            f"did you mean {quote(match[0])}?" if match else f"give {one_of(map(quote, CATALOG))}"
+        )
+        yield f"{section}.dataset: there is no data set {name}; {advice}"
+    elif info.needs_path and path is None:
+        yield f"{section}.dataset_path: not set, and {name} is read from disk; give its folder"
+    elif info.needs_path and path is not None and not Path(path).expanduser().is_dir():
+        yield f"{section}.dataset_path: {quote(path)} is not a folder; give the folder of {name}"
+    elif not info.needs_path and path is not None:
+        yield f"{section}.dataset_path: {name} is not read from a folder; leave this key out"
+
+
+@reads(MODEL, "training.dataset")
+def _data(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """The images and pixel values of the data set are those the model takes."""
+    yield from _unlike("training", config.training.dataset, config, model)
+
+
+@reads(MODEL, "validation", "training.dataset")
+def _validation_data(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """The same for the validation data."""
+    if config.validation.enable and config.validation_dataset != config.training.dataset:
+        yield from _unlike("validation", config.validation_dataset, config, model)
+
+
+def _unlike(section: str, dataset: str, config: JobConfig, model: Any) -> Iterator[str]:
+    changes = _changes_for(dataset, model)
+    if not changes:
+        return
+    info = CATALOG[dataset]
+    fitting = [quote(name) for name in CATALOG if not _changes_for(name, model)]
+    ways = [f"{section}.dataset to {one_of(fitting)}"] if fitting else []
+    if section == "training":
+        flavors = load_model_spec(config).load_flavors()
+        whole = [quote(name) for name in flavors if not _changes_for(dataset, flavors[name])]
+        if whole and not config.model.overrides:
+            ways.append(f"model.flavor to {one_of(whole)}")
+        else:
+            ways.append(", ".join(changes))
+    yield (
+        f"{section}.dataset: {quote(dataset)} has images of {info.size} and {info.vocab_size} "
+        f"values, the model takes {_shape(model)} and {model.vocab_size}; "
+        f"set {', or '.join(ways)}"
+    )
+
+
+def _changes_for(dataset: str, model: Any) -> list[str]:
+    """What the sizes of `model` would have to be for `dataset`, where they are not."""
+    info = CATALOG.get(dataset)
+    if info is None:
+        return []
+    needed = (
+        ("image_height", info.height),
+        ("image_width", info.width),
+        ("image_channels", info.channels),
+    )
+    changes = [
+        f"model.{field} to {size}"
+        for field, size in needed
+        if size not in (None, getattr(model, field))
+    ]
+    changes += [
+        f"model.{field} to at most {limit}"
+        for field, limit in (("image_height", info.max_height), ("image_width", info.max_width))
+        if limit is not None and getattr(model, field) > limit
+    ]
+    if info.vocab_size is not None and model.vocab_size < info.vocab_size:
+        changes.append(f"model.vocab_size to {info.vocab_size}")
+    return changes
+
+
+def _shape(model: Any) -> str:
+    return f"{model.image_height} x {model.image_width} x {model.image_channels}"
+
+
+@reads(MODEL, "training.seq_len", "validation.enable", "validation.seq_len")
+def _sequence(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """A sequence, where its length is given, is one image."""
+    lengths = {"training": config.training.seq_len}
+    if config.validation.enable:
+        lengths["validation"] = config.validation.seq_len
+    for section, given in lengths.items():
+        if given not in (None, model.num_tokens):
+            yield (
+                f"{section}.seq_len: {given} is not the pixel count of {_shape(model)} images; "
+                f"leave it out or give {model.num_tokens}"
+            )
+
+
+@reads(
+    MODEL,
+    "parallelism.context_parallel_degree",
+    "parallelism.context_parallel_load_balancer",
+    "parallelism.tensor_parallel_degree",
+)
+def _context_parallel(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """The sequence is cut evenly: by CP, in twice as many chunks for "headtail", then by TP."""
+    if not dims.cp_enabled:
+        return
+    layout = config.parallelism.context_parallel_load_balancer
+    chunks = 2 if layout == "headtail" else 1
+    if model.num_tokens % (dims.cp * chunks * dims.tp):
+        # TP alone is checked with the model's other sizes.
+        legal = [
+            degree
+            for degree in divisors(model.num_tokens)
+            if model.num_tokens % (degree * chunks * dims.tp) == 0
+        ]
+        factors = " x ".join(
+            [f"context_parallel_degree {dims.cp}"]
+            + (['2 ("headtail")'] if chunks == 2 else [])
+            + ([f"tensor_parallel_degree {dims.tp}"] if dims.tp > 1 else [])
+        )
+        advice = f"give {nearest(dims.cp, legal)}" if legal else "use fewer ranks"
+        yield (
+            f"parallelism.context_parallel_degree: the {model.num_tokens} tokens of an image "
+            f"are not a multiple of {factors}; {advice}"
+        )
+
+
+PIPELINE_KEYS = (
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.pipeline_parallel_schedule",
+    "parallelism.pipeline_parallel_schedule_csv",
+    "parallelism.pipeline_parallel_microbatch_size",
+    "parallelism.pipeline_parallel_layers_per_stage",
+    "parallelism.pipeline_parallel_first_stage_less_layers",
+    "parallelism.pipeline_parallel_last_stage_less_layers",
+    "parallelism.module_fqns_per_model_part",
+    "training.local_batch_size",
+)
+
+
+@reads(MODEL, *PIPELINE_KEYS)
+def _pipeline(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """Blocks make up the stages, microbatches the batch, and the schedule runs with them."""
+    if dims.pp_enabled:
+        try:
+            make_pipeline_plan(config, dims, model)
+        except ConfigError as error:
+            yield from error.problems
+
+
+@reads(MODEL, "compile", "activation_checkpoint", *PIPELINE_KEYS)
+def _split_backward(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """A backward pass in two parts goes neither with compile nor with "op": PyTorch cannot."""
+    if not dims.pp_enabled:
+        return
+    with contextlib.suppress(ConfigError):
+        schedule = make_pipeline_plan(config, dims, model).schedule
+        ac, compiled = config.activation_checkpoint, config.compile
+        if schedule.splits_backward and ac.mode == "selective" and ac.selective_ac_option == "op":
+            yield (
+                f'activation_checkpoint.selective_ac_option: "op" does not go with '
+                f"{schedule.name}, which runs input and weight gradients apart, since what it "
+                'saves is there once; give "1" or another number, or mode "none"'
+            )
+        if schedule.splits_backward and compiled.enable and "model" in compiled.components:
+            yield (
+                f'compile.components: "model" does not go with {schedule.name}, which runs input '
+                'and weight gradients apart; take "model" out, or set '
+                'parallelism.pipeline_parallel_schedule to "1F1B" or "Interleaved1F1B"'
+            )
+
+
+@reads(
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree",
+    "training.local_batch_size",
+    "training.global_batch_size",
+)
+def _batch(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """global_batch_size is a multiple of local_batch_size times the data-parallel degree."""
+    local, batch = config.training.local_batch_size, config.training.global_batch_size
+    at_once = local * dims.dp
+    if batch != -1 and batch % at_once:
+        legal = nearest(batch, range(at_once, batch + at_once + 1, at_once))
+        yield (
+            f"training.global_batch_size: {batch} is not a multiple of {at_once} "
+            f"(local_batch_size {local} x data-parallel degree {dims.dp}); give {legal}"
+        )
+
+
+@reads("lr_scheduler", "training.steps")
+def _schedule(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """Warm-up and decay fit into the schedule, and the run does not outlast it."""
+    total, steps = config.schedule_steps, config.training.steps
+    warmup, decay = config.warmup_steps, config.decay_steps
+    if total < steps:
+        yield (
+            f"lr_scheduler.total_steps: {total} is less than training.steps {steps}; "
+            f"give at least {steps}"
+        )
+    elif warmup > total:
+        yield (
+            f"lr_scheduler.warmup_steps: {warmup} is more than the {total} steps of the schedule; "
+            f"give at most {total}, or set lr_scheduler.total_steps"
+        )
+    elif warmup + decay > total:
+        most = math.floor((total - warmup) / total * 1000) / 1000
+        yield (
+            f"lr_scheduler.decay_ratio: {decay} steps of decay after {warmup} of warm-up are more "
+            f"than the {total} of the schedule; give at most {most}"
+        )
+
+
+@reads("activation_checkpoint", "compile")
+def _recomputation(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """Memory budgets come with compile; recording recomputation goes without "op"."""
+    ac, compiled = config.activation_checkpoint, config.compile
+    if ac.mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
+        yield (
+            'activation_checkpoint.mode: "memory_budget" is carried out by the compiler; '
+            'set compile.enable = true with "model" in compile.components, or give another mode'
+        )
+    if ac.debug and ac.mode == "selective" and ac.selective_ac_option == "op":
+        yield (
+            'activation_checkpoint.debug: PyTorch cannot record under selective_ac_option "op"; '
+            'set it to false, or selective_ac_option to "1"'
+        )
+
+
+@reads("compile")
+def _compilation(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """What is enabled compiles something."""
+    if config.compile.enable and not config.compile.components:
+        yield (
+            'compile.components: is empty, so nothing would be compiled; add "model" or "loss", '
+            "or set compile.enable = false"
+        )
+
+
+@reads("optimizer")
+def _momentum(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """Only SGD takes a momentum."""
+    optimizer = config.optimizer
+    if optimizer.momentum and optimizer.name != "SGD":
+        yield (
+            f"optimizer.momentum: {optimizer.momentum} is for SGD, and optimizer.name is "
+            f"{quote(optimizer.name)}; leave it out"
+        )
+
+
+@reads("job.dump_folder")
+def _dump_folder(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """The output can be written."""
+    name = f"job.dump_folder: {quote(config.job.dump_folder)}"
+    folder = Path(config.job.dump_folder).absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        yield f"{name} cannot be made, as {quote(str(folder))} is not a folder; give another"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield f"{name} cannot be written, for lack of permission in {quote(str(folder))}"
+
+
+@reads("profiling", "parallelism.pipeline_parallel_degree")
+def _profiling(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """A trace and its warm-up fit between two traces; a timeline needs a pipeline."""
+    profiling = config.profiling
+    if profiling.enable_pipeline_timeline and not dims.pp_enabled:
+        yield (
+            "profiling.enable_pipeline_timeline: there is no pipeline to draw; set it to false, "
+            "or parallelism.pipeline_parallel_degree to 2 or more"
+        )
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < cycle:
+        yield (
+            f"profiling.profile_freq: {profiling.profile_freq} is less than profiler_warmup "
+            f"{profiling.profiler_warmup} + profiler_active {profiling.profiler_active}; "
+            f"give at least {cycle}"
+        )
+
+
+@reads("metrics")
+def _loggers(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """The packages that [metrics] asks for are installed."""
+    for asked, package in (
+        (config.metrics.enable_tensorboard, "tensorboard"),
+        (config.metrics.enable_wandb, "wandb"),
+    ):
+        if asked and importlib.util.find_spec(package) is None:
+            yield (
+                f"metrics.enable_{package}: the package {package} is not installed; "
+                f'pip install "titanlite[{package}]"'
+            )

@@ -1,0 +1,218 @@
+"""The schema as people read it: --help, docs/configuration.md, and a whole configuration as TOML.
+
+`python -m titanlite.config.document > docs/configuration.md` writes the document.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import models
+from titanlite.config.checks import CHECKS
+from titanlite.config.fields import OWN
+from titanlite.config.keys import Key, job_keys, job_sections, model_keys
+from titanlite.config.model import make_model_config
+from titanlite.config.schema import JobConfig
+from titanlite.config.toml import show
+
+USAGE = """\
+usage: torchrun train.py [--job.config_file=FILE] [--section.key=VALUE ...]
+
+A job is a TOML file and, on top of it, the command line: --training.steps=100 or
+--training.steps 100; --compile.enable, or =true, or =false; --compile.components=model,loss;
+=none leaves a key unset. Below, each key with its default, its purpose and its type.
+"""
+
+ABSENT = "Keys of TorchTitan's that titanlite does not have; each is accepted at this value alone:"
+
+LEFT_WIDTH = 36  # of the column with key and default
+GLUE = "\0"  # a space at which no line breaks
+
+
+def help_text(own_keys: Mapping[str, Key]) -> str:
+    """What --help prints; `own_keys` are those of the model's own configuration."""
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, 72), 120)
+    lines = [USAGE]
+    for section, keys in _by_section(key for key in job_keys().values() if not key.not_yet):
+        lines.append(f"[{section}]  {job_sections()[section].__doc__}")
+        for key in keys + (list(own_keys.values()) if section == "model" else []):
+            lines += _help_lines(key, width, is_own=key.name in own_keys)
+        lines.append("")
+    lines += [ABSENT, ""]
+    for section, keys in _by_section(key for key in job_keys().values() if key.not_yet):
+        lines.append(f"[{section}]")
+        for key in keys:
+            lines += _help_lines(key, width)
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _help_lines(key: Key, width: int, is_own: bool = False) -> Iterator[str]:
+    if is_own:
+        left = f"  {key.leaf}  (the flavor's)"
+    elif key.default is None:
+        left = f"  {key.leaf}  (not set)"
+    else:
+        left = f"  {key.leaf} = {show(key.default)}"
+    if len(left) >= LEFT_WIDTH:
+        yield left
+        left = ""
+    kind = f"({key.type_name()})"
+    if len(kind) < 24:
+        kind = kind.replace(" ", GLUE)
+    for line in textwrap.wrap(f"{key.text} {kind}", width - LEFT_WIDTH - 1):
+        yield f"{left:<{LEFT_WIDTH}} {line.replace(GLUE, ' ')}"
+        left = ""
+
+
+def _by_section(keys: Iterable[Key]) -> list[tuple[str, list[Key]]]:
+    groups: dict[str, list[Key]] = {}
+    for key in keys:
+        groups.setdefault(key.section, []).append(key)
+    return list(groups.items())
+
+
+def format_config(config: JobConfig) -> str:
+    """The whole configuration as TOML that can be a job file again.
+
+    Sizes of the model and the length of the warm-up stand as they came out; keys that are not
+    set, and those of features titanlite lacks, are left out.
+    """
+    model = make_model_config(config)
+    sizes = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    lines = []
+    for section, keys in _by_section(key for key in job_keys().values() if not key.not_yet):
+        part: Any = config
+        for name in section.split("."):
+            part = getattr(part, name)
+        values = {key.leaf: getattr(part, key.leaf) for key in keys}
+        if section == "model":
+            values |= sizes
+        if section == "lr_scheduler":
+            values["warmup_steps"] = config.warmup_steps
+        lines.append(f"[{section}]")
+        lines += [f"{leaf} = {show(value)}" for leaf, value in values.items() if value is not None]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def markdown() -> str:
+    """docs/configuration.md."""
+    keys = list(job_keys().values())
+    live = [key for key in keys if not key.not_yet]
+    parts = [HEAD]
+    for section, members in _by_section(live):
+        parts.append(f"### [{section}]\n\n{job_sections()[section].__doc__}.\n")
+        parts.append(_table(("key", "default", "type", "what it does"), map(_row, members)))
+        if section == "model":
+            parts.append(_models())
+    parts.append("## What has to fit together\n")
+    parts.append(CHECKED)
+    parts.append("\n".join(f"- {_sentence(check.__doc__)}" for check, _ in CHECKS) + "\n")
+    parts.append("## Where titanlite differs from TorchTitan\n\n### Defaults\n")
+    differ = [key for key in live if key.torchtitan not in (..., OWN)]
+    rows = ((f"`{k.name}`", _default(k.default), _default(k.torchtitan), k.text) for k in differ)
+    parts.append(_table(("key", "titanlite", "TorchTitan", "what it does"), rows))
+    parts.append("### Keys of titanlite's own\n")
+    own = [f"- `{key.name}`: {key.text}" for key in live if key.torchtitan is OWN]
+    parts.append("\n".join(own) + "\n")
+    parts.append(f"### Keys that titanlite does not have\n\n{LACKS}")
+    lacking = (
+        (f"`{k.name}`", " or ".join(map(_default, _accepted(k))), k.text) for k in keys if k.not_yet
+    )
+    parts.append(_table(("key", "accepted at", "what it does in TorchTitan"), lacking))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+HEAD = """\
+# Configuration
+
+<!-- Made from titanlite/config by: python -m titanlite.config.document > docs/configuration.md -->
+
+A job is one TOML file. The command line goes on top of it, and what neither sets has the default
+below, so that both can be short:
+
+```
+torchrun train.py --job.config_file=configs/tp2_fsdp2.toml --training.steps=100
+```
+
+- `--section.key=value` and `--section.key value` are the same. A boolean takes `=true` or
+  `=false`; named alone it is true. A list is `=model,loss` or `='["model", "loss"]'`. `=none`
+  leaves a key unset. The last of several values for one key holds.
+- Sections, keys and meanings are TorchTitan's (v0.2.2), so that its job files carry over.
+- Values are taken as they are typed: `steps = "10"`, `steps = 10.0` and `steps = true` are
+  refused. An integer may stand for a number.
+- Everything wrong with a job is reported at once, before torch is imported and before any process
+  starts, one line each: `section.key: what is wrong; what to do`. The exit status is 2.
+- `--help` prints the same keys. `--job.print_config=true` prints all values of a job as TOML, and
+  `--job.save_config_file=job.toml` writes them into `job.dump_folder`.
+
+## Keys
+"""
+
+CHECKED = """\
+The degrees of [parallelism] multiply to the number of ranks, and `data_parallel_shard_degree = -1`
+takes what the others leave. A world of one whose degrees need more starts that many ranks itself;
+-1 is then 1 on CPU, and on CUDA the GPUs that the other degrees leave.
+
+Beyond that, and each key's own type and range, these are checked together: what needs the number
+of ranks as soon as it is known, all else on reading the job.
+"""
+
+LACKS = """\
+TorchTitan files may name these keys. Each is accepted at TorchTitan's default, where it asks for
+nothing, and refused by name at any other value.
+"""
+
+
+def _models() -> str:
+    parts = []
+    for spec in models.MODELS.values():
+        flavors = spec.load_flavors()
+        keys = model_keys(spec.load_config_class())
+        parts.append(
+            f"Keys of the model `{spec.name}`, and what its flavors set them to; a model of your "
+            "own, named by `experimental.custom_import`, brings keys of its own.\n"
+        )
+        rows = (
+            (
+                f"`{key.leaf}`",
+                *(_default(getattr(flavor, key.leaf)) for flavor in flavors.values()),
+                key.type_name(),
+                key.text,
+            )
+            for key in keys.values()
+        )
+        heads = ("key", *(f"`{name}`" for name in flavors), "type", "what it is")
+        parts.append(_table(heads, rows))
+    return "\n".join(parts)
+
+
+def _row(key: Key) -> tuple[str, ...]:
+    return f"`{key.leaf}`", _default(key.default), key.type_name(), key.text
+
+
+def _accepted(key: Key) -> list[object]:
+    return [key.default] if key.torchtitan is ... else [key.default, key.torchtitan]
+
+
+def _default(value: object) -> str:
+    return "not set" if value is None else f"`{show(value)}`"
+
+
+def _sentence(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads = list(heads)
+    lines = [heads, ["---"] * len(heads), *([cell.replace("|", "\\|") for cell in r] for r in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,88 @@
+"""What keys are made of: their types, their line of text, and the mark of a missing feature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+T = TypeVar("T")
+
+
+class NotYetMark:
+    """Metadata of a key whose feature titanlite lacks."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Metadata that words what a key takes, where its type alone does not say it."""
+
+    text: str
+    brief: str
+
+
+def _count_or_minus_one(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError
+    return value
+
+
+def _block_interval_or_op(value: str) -> str:
+    if value != "op" and not (value.isascii() and value.isdecimal() and int(value) > 0):
+        raise ValueError
+    return value
+
+
+NOT_YET = NotYetMark()
+NotYet = Annotated[T, NOT_YET]
+Name = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "float64", "bfloat16"]
+Values = Annotated[tuple[T, ...], Strict(False)]  # from a TOML list; a tuple, to stay frozen
+CountOrMinusOne = Annotated[
+    int,
+    AfterValidator(_count_or_minus_one),
+    Wanted("an integer of at least 1, or -1", brief="int >= 1, or -1"),
+]
+BlockIntervalOrOp = Annotated[
+    str,
+    AfterValidator(_block_interval_or_op),
+    Wanted('"op", or a positive integer as a string such as "2"', brief='"op" | "1" | "2" | ...'),
+]
+
+OWN = "titanlite's own"
+
+
+def key(default: Any, text: str, *, torchtitan: Any = ..., **limits: Any) -> Any:
+    """A key with its default, one line of text, and the limits that pydantic's Field takes.
+
+    `torchtitan` is TorchTitan's default where it is another, OWN where it has no such key.
+    """
+    return Field(default, description=text, json_schema_extra={"torchtitan": torchtitan}, **limits)
+
+
+class Section(BaseModel):
+    """One table of the job file: immutable, of exactly these keys, nothing converted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _refuse_what_titanlite_lacks(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        if NOT_YET in field.metadata:
+            extra = field.json_schema_extra
+            theirs = extra["torchtitan"] if isinstance(extra, dict) else ...
+            if value not in (field.default, theirs):
+                raise PydanticCustomError("not_yet", "titanlite does not have this feature")
+        return value

@@ -1,0 +1,259 @@
+"""The schema's keys one by one: what each takes, in words, and how its value is read from text.
+
+Error lines, the command line, --help and the document all see the schema through `Key`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from titanlite.config.fields import NOT_YET, Section, Wanted
+from titanlite.config.schema import JobConfig
+from titanlite.config.toml import TOML_ERRORS, parse_toml, quote
+
+KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", tuple: "list"}
+
+# Names of earlier TorchTitan releases that are too unlike today's to be found by spelling.
+RENAMED = {
+    "training.compile": "compile.enable",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "job.print_args": "job.print_config",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: its full name ("training.steps"), its type and limits, and what it is for."""
+
+    name: str
+    text: str
+    default: Any
+    type: type  # one of KINDS, or object where a user's own model has a type beyond them
+    choices: tuple[str, ...] = ()
+    limits: tuple[Any, ...] = ()
+    wanted: Wanted | None = None
+    optional: bool = False  # may be left unset
+    not_yet: bool = False
+    torchtitan: Any = ...  # TorchTitan's default where it is another, OWN where it has no such key
+    item: Key | None = None  # what a list holds
+
+    @property
+    def section(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    def type_name(self) -> str:
+        """The type and its limits in brief, such as "int >= 1"."""
+        if self.choices:
+            return " | ".join(map(quote, self.choices))
+        if self.item is not None:
+            return f"list of {self.item.type_name()}"
+        if self.wanted:
+            return self.wanted.brief
+        names = {bool: "bool", int: "int", float: "float", str: "string", object: "value"}
+        limits = []
+        for limit in self.limits:
+            bound: Any
+            if isinstance(limit, annotated_types.Gt):
+                bound = limit.gt
+                limits.append(f">= {bound + 1}" if self.type is int else f"> {bound}")
+            elif isinstance(limit, annotated_types.Ge):
+                limits.append(f">= {limit.ge}")
+            elif isinstance(limit, annotated_types.Lt):
+                limits.append(f"< {limit.lt}")
+            elif isinstance(limit, annotated_types.Le) and limit.le != 2**63 - 1:
+                limits.append(f"<= {limit.le}")
+        return f"{names[self.type]} {', '.join(limits)}".rstrip()
+
+    def describe(self) -> str:
+        """What the key takes, such as "an integer of at least 1"."""
+        if self.wanted:
+            return self.wanted.text
+        if self.choices:
+            return one_of(map(quote, self.choices))
+        if self.item is not None:
+            return f"a list of {self.item.describe_many()}"
+        words = {
+            bool: "true or false",
+            int: "an integer",
+            float: "a number",
+            str: "a string",
+            object: "a value of its type",
+        }
+        low, high = self._bounds()
+        if self.type is str and low:
+            return "a string that is not empty"
+        bounds = " and ".join(bound for bound in (low, high) if bound)
+        return f"{words[self.type]} {bounds}".rstrip()
+
+    def describe_many(self) -> str:
+        """The same for the items of a list: "integers", "strings"."""
+        if self.choices:
+            return " and ".join(map(quote, self.choices))
+        if self.item is not None:
+            return f"lists of {self.item.describe_many()}"
+        return f"{KINDS.get(self.type, 'value')}s"
+
+    def _bounds(self) -> tuple[str, str]:
+        low = high = ""
+        for limit in self.limits:
+            if isinstance(limit, annotated_types.Ge):
+                low = f"of at least {limit.ge}"
+            elif isinstance(limit, annotated_types.Gt):
+                bound: Any = limit.gt
+                low = f"of at least {bound + 1}" if self.type is int else f"above {bound}"
+            elif isinstance(limit, annotated_types.MinLen):
+                low = f"of at least {limit.min_length}"
+            elif isinstance(limit, annotated_types.Le):
+                high = f"at most {limit.le}"
+            elif isinstance(limit, annotated_types.Lt):
+                high = f"below {limit.lt}"
+        return low, high
+
+    def read(self, text: str) -> Any:
+        """The value that `text` on a command line stands for.
+
+        Text that is no such value comes back as a string, for the schema to refuse.
+        """
+        if self.optional and text == "none":
+            return None
+        if self.type is bool:
+            return {"true": True, "false": False}.get(text.lower(), text)
+        if self.item is not None:
+            if text.lstrip().startswith("["):
+                try:
+                    return parse_toml(f"list = {text}")["list"]
+                except TOML_ERRORS:  # an unquoted word; shells eat quotes
+                    text = text.strip().removeprefix("[").removesuffix("]")
+            parts = [part.strip().strip("\"'") for part in text.split(",")]
+            return [self.item.read(part) for part in parts if part]
+        if self.type in (int, float):
+            for convert in (int, float):
+                try:
+                    return convert(text)
+                except ValueError:
+                    continue
+        return text
+
+
+def make_key(name: str, field: FieldInfo) -> Key:
+    """The key that a field of a pydantic model, or of a model's own dataclass, stands for."""
+    marks = list(field.metadata)
+    base, optional = _unwrap(field.annotation, marks)
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    choices: tuple[str, ...] = ()
+    item = None
+    if typing.get_origin(base) is Literal:
+        choices, base = typing.get_args(base), str
+    elif typing.get_origin(base) in (tuple, list):
+        item = make_key(name, FieldInfo.from_annotation(typing.get_args(base)[0]))
+        base = tuple
+    return Key(
+        name=name,
+        text=field.description or "",
+        default=field.default,
+        type=base if base in KINDS else object,
+        choices=choices,
+        limits=tuple(marks),
+        wanted=next((mark for mark in marks if isinstance(mark, Wanted)), None),
+        optional=optional,
+        not_yet=NOT_YET in marks,
+        torchtitan=extra.get("torchtitan", ...),
+        item=item,
+    )
+
+
+def _unwrap(annotation: Any, marks: list[Any]) -> tuple[Any, bool]:
+    """The bare type under Annotated and `| None`, whose metadata joins `marks`; may it be None."""
+    optional = False
+    while True:
+        origin = typing.get_origin(annotation)
+        if origin is Annotated:
+            annotation, *more = typing.get_args(annotation)
+            for mark in more:
+                marks += mark.metadata if isinstance(mark, FieldInfo) else [mark]
+        elif origin in (typing.Union, types.UnionType):
+            some = [a for a in typing.get_args(annotation) if a is not types.NoneType]
+            if len(some) > 1:
+                return object, optional
+            annotation, optional = some[0], True
+        else:
+            return annotation, optional
+
+
+def _walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}", field
+        if _is_section(field.annotation):
+            yield from _walk(field.annotation, f"{prefix}{name}.")
+
+
+def _is_section(annotation: Any) -> typing.TypeGuard[type[Section]]:
+    # Python 3.10 calls tuple[str, ...] a type as well.
+    is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
+    return is_class and issubclass(annotation, Section)
+
+
+@functools.cache
+def job_sections() -> dict[str, type[Section]]:
+    """Full name -> section, nested ones too, in the schema's order."""
+    return {name: f.annotation for name, f in _walk(JobConfig) if _is_section(f.annotation)}
+
+
+@functools.cache
+def job_keys() -> dict[str, Key]:
+    """Full name -> key, in the schema's order."""
+    return {n: make_key(n, f) for n, f in _walk(JobConfig) if not _is_section(f.annotation)}
+
+
+def model_keys(config_class: Any) -> dict[str, Key]:
+    """Full name -> key for the fields of a model's own configuration class."""
+    hints = typing.get_type_hints(config_class, include_extras=True)
+    names = [field.name for field in dataclasses.fields(config_class) if field.init]
+    keys = [make_key(f"model.{name}", FieldInfo.from_annotation(hints[name])) for name in names]
+    return {key.name: key for key in keys}
+
+
+def nearest_key(name: str, known: Mapping[str, Key]) -> str | None:
+    """The live key a person most likely meant by `name`.
+
+    Alike in the same section first, then the same word in another one, then anything alike.
+    """
+    if name in RENAMED:
+        return RENAMED[name]
+    section, _, leaf = name.rpartition(".")
+    live = [key for key in known.values() if not key.not_yet]
+    siblings = {key.leaf: key.name for key in live if key.section == section}
+    if match := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.76):
+        return siblings[match[0]]
+    if len(leaf) > 3 and (match := [siblings[other] for other in siblings if leaf in other]):
+        return match[0]
+    elsewhere = [key.name for key in live if key.leaf == leaf]
+    if elsewhere:
+        return difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.0)[0]
+    if not siblings and (match := difflib.get_close_matches(name, known, n=1, cutoff=0.75)):
+        return match[0]
+    leaves = {key.leaf: key.name for key in live}
+    match = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)
+    return leaves[match[0]] if match else None
+
+
+def one_of(words: Iterable[str]) -> str:
+    """ "a", "a or b", "a, b or c"."""
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,246 @@
+"""Reads a job: a TOML file, then the command line on top, everything wrong with it at once."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from titanlite.config.checks import find_problems
+from titanlite.config.keys import Key, job_keys, job_sections, model_keys, nearest_key
+from titanlite.config.model import load_config_class, load_model_spec
+from titanlite.config.problems import explain
+from titanlite.config.schema import JobConfig
+from titanlite.config.toml import TOML_ERRORS, parse_toml, quote, show, show_name
+from titanlite.errors import ConfigError
+
+CONFIG_FILE = "job.config_file"
+
+
+def load_config(argv: Sequence[str]) -> JobConfig:
+    """The job that the command line `argv` (without the program's name) describes.
+
+    `--job.config_file=F` names a TOML file; every other `--section.key=value` or
+    `--section.key value` overrides it. `--help` prints every key and exits. Raises ConfigError
+    with one line for each thing that is wrong.
+    """
+    if "--help" in argv or "-h" in argv:
+        from titanlite.config.document import help_text
+
+        print(help_text(_own_keys(_values_for_help(argv))))
+        raise SystemExit(0)
+    problems: list[str] = []
+    texts = _read_arguments(argv, problems)
+    files = [text for name, text in texts if name == CONFIG_FILE and text is not None]
+    values: dict[str, Any] = {}
+    try:
+        if len(files) > 1:
+            raise ConfigError(f"{CONFIG_FILE}: given {len(files)} times; give one file")
+        if files:
+            values = _read_file(files[0])
+    except ConfigError as error:
+        # Checking the rest against defaults would blame keys that the file may set right.
+        raise ConfigError(*problems, *error.problems) from None
+    return _build(values, texts, problems)
+
+
+def make_config(values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
+    """The job with these values, section -> key -> value, typed as TOML types them.
+
+    Checked as a file is: raises ConfigError with one line for each thing that is wrong.
+    """
+    return _build(copy.deepcopy(dict(values)), [], [])
+
+
+def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
+    """`config` with other values for some keys ("section.key" -> value), checked again."""
+    values = config.model_dump(exclude_unset=True)
+    for name, value in changes.items():
+        _put(values, name, value)
+    return _build(values, [], [])
+
+
+def _build(
+    values: dict[str, Any], texts: Sequence[tuple[str, str | None]], problems: list[str]
+) -> JobConfig:
+    wrong: set[str] = set()  # keys, or whole sections, that have a problem already
+    keys = job_keys()
+    for name, text in texts:
+        if name in keys:
+            _put_text(values, keys[name], text, problems)
+        elif not name.startswith("model."):
+            problems.append(_unknown(name, keys))
+    own_keys = _own_keys(values)
+    for name, text in texts:
+        if name in own_keys:
+            _put_text(values, own_keys[name], text, problems)
+        elif name.startswith("model.") and name not in keys:
+            _put(values, name, text)  # for the model to refuse by name
+    try:
+        config = JobConfig.model_validate(values)
+    except ValidationError as error:
+        for found in error.errors():
+            name, depth = _locate(found)
+            if name not in wrong:
+                problems.append(_line(name, found, values, depth))
+            wrong.add(name)
+        for name in wrong:
+            _drop(values, name)
+        config = JobConfig.model_validate(values)
+    problems += find_problems(config, wrong)
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    return config
+
+
+def _own_keys(values: Mapping[str, Any]) -> dict[str, Key]:
+    """The keys of the model's own configuration; none if the model cannot be found."""
+    asked = {
+        section: {key: found for key in names if isinstance(found := given.get(key), str)}
+        for section, names in (("model", ("name",)), ("experimental", ("custom_import",)))
+        if isinstance(given := values.get(section, {}), dict)
+    }
+    try:
+        return model_keys(load_config_class(load_model_spec(JobConfig.model_validate(asked))))
+    except ConfigError:
+        return {}
+
+
+def _values_for_help(argv: Sequence[str]) -> dict[str, Any]:
+    """File and command line as far as they can be read: they may name a model of the user's."""
+    values: dict[str, Any] = {}
+    texts = _read_arguments([word for word in argv if word not in ("--help", "-h")], [])
+    for name, text in texts:
+        if name == CONFIG_FILE and text is not None:
+            with contextlib.suppress(ConfigError):
+                values = _read_file(text)
+    for name, text in texts:
+        _put(values, name, text)
+    return values
+
+
+def _read_arguments(argv: Sequence[str], problems: list[str]) -> list[tuple[str, str | None]]:
+    """(key, text) for each override, in order; None where a key stands alone."""
+    found: list[tuple[str, str | None]] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not word.startswith("--") or not name:
+            option = f"--{CONFIG_FILE}={word}" if word.endswith(".toml") else "--section.key=value"
+            problems.append(f"{quote(word)}: is no option; write {option}")
+        elif equals:
+            found.append((name, text))
+        elif rest and not rest[0].startswith("--"):
+            found.append((name, rest.pop(0)))
+        else:
+            found.append((name, None))
+    return found
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    text = ""
+    try:
+        if not path:
+            raise FileNotFoundError
+        text = Path(path).read_bytes().decode("utf-8-sig")
+        return parse_toml(text)
+    except UnicodeDecodeError as error:
+        wrong = f"is not UTF-8 text (byte {error.start}); save it as UTF-8"
+    except IsADirectoryError:
+        wrong = "is a folder; give a TOML file"
+    except FileNotFoundError:
+        wrong = "does not exist; give a TOML file"
+    except PermissionError:
+        wrong = "may not be read; change its permissions"
+    except OSError as error:
+        wrong = f"cannot be read ({error.strerror}); give a TOML file"
+    except TOML_ERRORS as error:
+        wrong = _toml_error(error, text)
+    raise ConfigError(f"{CONFIG_FILE}: {quote(path)} {wrong}")
+
+
+def _toml_error(error: Exception, text: str) -> str:
+    """What is wrong and in which line: the parser's, or the last one where text ends too early."""
+    if isinstance(error, RecursionError):
+        return "is nested too deeply; give a flat TOML file"
+    what, _, place = str(error).partition(" (at ")
+    lines = text.split("\n")
+    match = re.match(r"line (\d+)", place)
+    number = int(match[1]) if match else text.rstrip().count("\n") + 1
+    what = what[:1].lower() + what[1:]
+    hint = ", with text in quotes" if what == "invalid value" else ""
+    return f"line {number} is not TOML: {what}; correct {quote(lines[number - 1].strip())}{hint}"
+
+
+def _locate(error: Any) -> tuple[str, int]:
+    """The key or section that pydantic's `error` is about, and how deep in its list."""
+    known = job_keys().keys() | job_sections().keys()
+    path = [str(part) for part in error["loc"]]
+    depth = 0
+    while error["type"] != "extra_forbidden" and ".".join(path) not in known:
+        path.pop()
+        depth += 1
+    return ".".join(path), depth
+
+
+def _line(name: str, error: Any, values: Mapping[str, Any], depth: int) -> str:
+    if name in job_keys():
+        return explain(job_keys()[name], error, _get(values, name), depth)
+    if name in job_sections():
+        shown = show(error["input"])
+        return f"{name}: {shown} is not a section; write [{name}] above its keys"
+    return _unknown(name, job_keys(), error["input"])
+
+
+def _unknown(name: str, keys: Mapping[str, Key], value: Any = None) -> str:
+    sections = job_sections()
+    shown = show_name(name)
+    if isinstance(value, dict):
+        match = difflib.get_close_matches(name, sections, n=1) or [
+            section for section in sections if section.rpartition(".")[2] == name
+        ]
+        advice = f"did you mean [{match[0]}]?" if match else "see --help for the sections"
+        return f"{shown}: there is no such section; {advice}"
+    meant = nearest_key(name, keys)
+    section = name.rpartition(".")[0]
+    place = f"[{section}] in --help" if section in sections else "--help"
+    return f"{shown}: there is no such key; {f'did you mean {meant}?' if meant else f'see {place}'}"
+
+
+def _put_text(values: dict[str, Any], key: Key, text: str | None, problems: list[str]) -> None:
+    if text is not None:
+        _put(values, key.name, key.read(text))
+    elif key.type is bool:
+        _put(values, key.name, True)
+    else:
+        problems.append(f"{key.name}: has no value; write --{key.name}=value")
+
+
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    *sections, leaf = name.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            return  # a problem of its own, found when the file's values are checked
+    values[leaf] = value
+
+
+def _get(values: Any, name: str) -> Any:
+    for part in name.split("."):
+        values = values[part]
+    return values
+
+
+def _drop(values: Any, name: str) -> None:
+    *sections, leaf = name.split(".")
+    for section in sections:
+        values = values.get(section, {})
+    values.pop(leaf, None)

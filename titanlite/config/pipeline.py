@@ -1,0 +1,307 @@
+"""What a job's pipeline keys ask for: stages of modules, microbatches and a schedule; torch-free.
+
+    JobConfig + ParallelDims + the model's sizes -> make_pipeline_plan -> PipelinePlan
+
+The checks refuse a job for which no plan can be made; the job is built from the same plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.config.keys import one_of
+from titanlite.config.schema import JobConfig
+from titanlite.config.toml import quote
+from titanlite.errors import ConfigError, nearest
+from titanlite.mesh.parallel_dims import ParallelDims, divisors
+from titanlite.schedule import (
+    SCHEDULES,
+    Schedule,
+    ScheduleError,
+    check,
+    make_schedule,
+    read_csv,
+    schedule_name,
+)
+from titanlite.schedule.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE_KINDS,
+    FORWARD,
+    FULL_BACKWARD,
+    REDUCE_GRAD,
+    UNSHARD,
+)
+
+KEY = "parallelism.pipeline_parallel_"
+BACKWARDS = (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How a model is cut into stages, where each stage is, and what runs when.
+
+    `stages` holds the names of each stage's modules. A batch of local_batch_size images is cut
+    into `schedule.num_microbatches` microbatches of `microbatch_size`. `is_from_file` says that
+    the schedule was read from a CSV file.
+    """
+
+    schedule: Schedule
+    stages: tuple[tuple[str, ...], ...]
+    microbatch_size: int
+    is_from_file: bool = False
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that the rank at this place of the pp axis holds, ascending."""
+        return [stage for stage, place in enumerate(self.schedule.stage_to_rank) if place == rank]
+
+
+def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> PipelinePlan:
+    """The plan of a job whose pipeline degree is above 1; `model` holds the model's sizes.
+
+    Raises ConfigError where stages, microbatches and schedule do not fit together.
+    """
+    num_microbatches = _count_microbatches(config)
+    names: tuple[str, ...] = getattr(model, "module_names", ())
+    if not names:
+        raise ConfigError(
+            f"{KEY}degree: {config.model.name} does not say what can be cut; give its "
+            "configuration class module_names, its modules in the order of the forward pass"
+        )
+    path = config.parallelism.pipeline_parallel_schedule_csv
+    if path:
+        schedule = _load_schedule(config, dims, num_microbatches)
+        num_stages = schedule.num_stages
+    else:
+        num_stages = _count_stages(config, dims, names)
+        schedule = _make_schedule(config, dims, num_microbatches, num_stages)
+    given = config.parallelism.module_fqns_per_model_part
+    if given is None:
+        stages = _share_out(config, names, num_stages)
+    else:
+        stages = tuple(map(tuple, given))
+        _check_given(stages, names, num_stages)
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    return PipelinePlan(schedule, stages, size, bool(path))
+
+
+def _count_microbatches(config: JobConfig) -> int:
+    batch = config.training.local_batch_size
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    if batch % size:
+        raise ConfigError(
+            f"{KEY}microbatch_size: {size} does not divide training.local_batch_size {batch}; "
+            f"give {nearest(size, divisors(batch))}"
+        )
+    return batch // size
+
+
+def _load_schedule(config: JobConfig, dims: ParallelDims, num_microbatches: int) -> Schedule:
+    path = config.parallelism.pipeline_parallel_schedule_csv
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    try:
+        schedule = read_csv(path)
+        check(schedule)
+    except ScheduleError as error:
+        raise ConfigError(f"{KEY}schedule_csv: {error}; give a file that runs") from error
+    if schedule.num_ranks != dims.pp:
+        raise ConfigError(
+            f"{KEY}schedule_csv: {path} is a schedule of {schedule.num_ranks} ranks; "
+            f"set pipeline_parallel_degree to {schedule.num_ranks}, or give a file of "
+            f"{dims.pp} rows"
+        )
+    if schedule.num_microbatches != num_microbatches:
+        raise ConfigError(
+            f"{KEY}schedule_csv: {path} runs {schedule.num_microbatches} microbatches, and "
+            f"the job has {num_microbatches}: "
+            f"training.local_batch_size {config.training.local_batch_size} by "
+            f"pipeline_parallel_microbatch_size {size}; set one of them so that there are "
+            f"{schedule.num_microbatches}"
+        )
+    if idle := set(range(dims.pp)) - set(schedule.stage_to_rank):
+        raise ConfigError(
+            f"{KEY}schedule_csv: {path} has no stage on rank {min(idle)}; give every rank one"
+        )
+    for stage in range(schedule.num_stages):
+        _check_lowered(path, schedule, stage)
+    last = schedule.num_stages - 1
+    losses = [
+        part.microbatch
+        for action in schedule.actions[schedule.stage_to_rank[last]]
+        if action.kind in COMPUTE_KINDS
+        for part in action.parts
+        if part.stage == last and part.kind == FORWARD
+    ]
+    if losses != sorted(losses, key=lambda microbatch: microbatch or 0):
+        # PyTorch's runtime finds a microbatch's loss by the order in which losses came.
+        raise ConfigError(
+            f"{KEY}schedule_csv: {path} runs the forwards of stage {last}, the last one, out of "
+            "order; run them by microbatch, from 0 up"
+        )
+    return schedule
+
+
+def _check_lowered(path: str, schedule: Schedule, stage: int) -> None:
+    """In a table that says more than what is computed, FSDP needs its part said too."""
+    if all(action.kind in COMPUTE_KINDS for row in schedule.actions for action in row):
+        return
+    row = [
+        part.kind
+        for action in schedule.actions[schedule.stage_to_rank[stage]]
+        for part in action.parts
+        if part.stage == stage
+    ]
+    kinds = [kind for kind in row if kind in (UNSHARD, FORWARD, REDUCE_GRAD, *BACKWARDS)]
+    if kinds[0] != UNSHARD or kinds[-1] != REDUCE_GRAD:
+        raise ConfigError(
+            f"{KEY}schedule_csv: {path} has sends and receives, but not {stage}{UNSHARD} before "
+            f"stage {stage} computes and {stage}{REDUCE_GRAD} after it; add them, or leave the "
+            "computing actions alone"
+        )
+
+
+def _count_stages(config: JobConfig, dims: ParallelDims, names: Sequence[str]) -> int:
+    parallelism = config.parallelism
+    try:
+        name = schedule_name(parallelism.pipeline_parallel_schedule)
+    except ScheduleError as error:
+        raise ConfigError(f"{KEY}schedule: {error}") from error
+    kind = SCHEDULES[name]
+
+    def is_legal(num_stages: int) -> bool:
+        chunks, rest = divmod(num_stages, dims.pp)
+        return rest == 0 and kind.min_chunks <= chunks <= (kind.max_chunks or chunks)
+
+    takes = f"{name} takes {kind.min_chunks}{'' if kind.max_chunks else ' or more'} a rank"
+    fewest = kind.min_chunks * dims.pp
+    given = parallelism.module_fqns_per_model_part
+    if given is not None:
+        if not is_legal(len(given)):
+            wanted = f"{fewest}" if kind.max_chunks else f"a multiple of {dims.pp} from {fewest} up"
+            raise ConfigError(
+                f"parallelism.module_fqns_per_model_part: {len(given)} parts for {dims.pp} ranks, "
+                f"and {takes}; give {wanted}"
+            )
+        return len(given)
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
+    if per_stage is None:
+        return fewest
+    weight = sum(_weigh(config, names))
+    if not is_legal(-(-weight // per_stage)):
+        legal = [n for n in range(1, weight + 1) if is_legal(-(-weight // n))]
+        advice = f"give {nearest(per_stage, legal)}" if legal else "leave it out"
+        raise ConfigError(
+            f"{KEY}layers_per_stage: {per_stage} cuts {weight} blocks, embeddings and output "
+            f"counted in, into {-(-weight // per_stage)} stages for {dims.pp} ranks, and {takes}; "
+            f"{advice}"
+        )
+    return -(-weight // per_stage)
+
+
+def _make_schedule(
+    config: JobConfig, dims: ParallelDims, num_microbatches: int, num_stages: int
+) -> Schedule:
+    def make(num_microbatches: int) -> Schedule:
+        name = config.parallelism.pipeline_parallel_schedule
+        schedule = make_schedule(name, dims.pp, num_microbatches, num_stages // dims.pp)
+        # PyTorch's 1F1B does not run with a pipeline that is never full.
+        if schedule.name == "1F1B" and num_microbatches < num_stages:
+            raise ScheduleError(
+                f"1F1B needs at least as many microbatches as stages ({num_stages}), "
+                f"not {num_microbatches}"
+            )
+        return schedule
+
+    def is_legal(num_microbatches: int) -> bool:
+        with contextlib.suppress(ScheduleError):
+            return bool(make(num_microbatches))
+        return False
+
+    try:
+        return make(num_microbatches)
+    except ScheduleError as error:
+        batch = config.training.local_batch_size
+        size = config.parallelism.pipeline_parallel_microbatch_size
+        most = 2 * max(num_microbatches, num_stages)
+        batches = [size * count for count in range(1, most + 1) if is_legal(count)]
+        sizes = [size for size in divisors(batch) if is_legal(batch // size)]
+        ways = [f"training.local_batch_size to {nearest(batch, batches)}"] if batches else []
+        if sizes:
+            ways.insert(0, f"it to {nearest(size, sizes)}")
+        raise ConfigError(
+            f"{KEY}microbatch_size: {size} cuts training.local_batch_size {batch} into "
+            f"{num_microbatches}, and {str(error).split(';')[0]}; set {', or '.join(ways)}"
+        ) from error
+
+
+def _weigh(config: JobConfig, names: Sequence[str]) -> tuple[int, int, int]:
+    """The number of blocks, and what embeddings and head count for, in blocks."""
+    return (
+        sum("." in name for name in names),
+        config.parallelism.pipeline_parallel_first_stage_less_layers,
+        config.parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+
+
+def _share_out(
+    config: JobConfig, names: Sequence[str], num_stages: int
+) -> tuple[tuple[str, ...], ...]:
+    """Blocks in equal numbers, the first stages one more, but for what embeddings and head weigh.
+
+    TorchTitan's rule: `first_stage_less_layers` and `last_stage_less_layers` count as blocks.
+    """
+    blocks, first_less, last_less = _weigh(config, names)
+    first_block = next(i for i, name in enumerate(names) if "." in name)
+    per_stage, extra = divmod(blocks + first_less + last_less, num_stages)
+    counts = [per_stage + (stage < extra) for stage in range(num_stages)]
+    counts[0] -= first_less
+    counts[-1] -= last_less
+    if per_stage == 0:
+        raise ConfigError(
+            f"{KEY}degree: {num_stages} stages for {blocks} blocks, embeddings counted as "
+            f"{first_less} and output as {last_less}; give fewer ranks, or a model of at least "
+            f"{num_stages - first_less - last_less} blocks"
+        )
+    for end, less, count in (("first", first_less, counts[0]), ("last", last_less, counts[-1])):
+        if count < 0:
+            raise ConfigError(
+                f"{KEY}{end}_stage_less_layers: {less} is more than the {count + less} blocks of "
+                f"a stage; give at most {count + less}"
+            )
+    cuts = [first_block + sum(counts[:stage]) for stage in range(num_stages + 1)]
+    cuts[0], cuts[-1] = 0, len(names)
+    return tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts))
+
+
+def _check_given(
+    stages: tuple[tuple[str, ...], ...], names: Sequence[str], num_stages: int
+) -> None:
+    key = "parallelism.module_fqns_per_model_part"
+    if len(stages) != num_stages:
+        raise ConfigError(
+            f"{key}: {len(stages)} parts, and the schedule has {num_stages} stages; "
+            f"give {num_stages} parts"
+        )
+    flat = [name for stage in stages for name in stage]
+    for name in flat:
+        if name not in names:
+            match = difflib.get_close_matches(name, names, n=1)
+            advice = f"did you mean {quote(match[0])}?" if match else f"give {one_of(names)}"
+            raise ConfigError(f"{key}: the model has no module {quote(name)}; {advice}")
+    if missing := [name for name in names if name not in flat]:
+        raise ConfigError(f"{key}: no part has {quote(missing[0])}; add it to one")
+    if [] in map(list, stages):
+        raise ConfigError(f"{key}: a part is empty; give each at least one module")
+    for name, expected in zip(flat, names, strict=False):
+        if name != expected:
+            raise ConfigError(
+                f"{key}: {quote(name)} stands where {quote(expected)} comes in the forward pass; "
+                "list modules in that order, each once"
+            )
+    if len(flat) > len(names):
+        raise ConfigError(f"{key}: {quote(flat[len(names)])} stands in it twice; list it once")

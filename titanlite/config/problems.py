@@ -1,0 +1,78 @@
+"""What pydantic found wrong with a value, as `section.key: what is wrong; what to do`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from titanlite.config.keys import KINDS, Key, one_of
+from titanlite.config.toml import show
+
+
+def explain(key: Key, error: Mapping[str, Any], value: Any, depth: int = 0) -> str:
+    """One line about `value` of `key`, which pydantic refused with `error`.
+
+    `depth` is how far inside a list the refused item, `error["input"]`, lies.
+    """
+    if key.not_yet:
+        legal = [key.default] if key.torchtitan is ... else [key.default, key.torchtitan]
+        keep = [f"at {show(value)}" if value is not None else "unset" for value in legal]
+        return (
+            f"{key.name}: {show(value)} asks for a TorchTitan feature that titanlite does not "
+            f"have; leave it {one_of(keep)}"
+        )
+    target, item = key, value
+    if depth:
+        item = error["input"]
+        for _ in range(depth):
+            assert target.item is not None
+            target = target.item
+    return f"{key.name}: {show(item)} {_wrong(target, item, error)}; {_advice(key, target, item)}"
+
+
+def _wrong(key: Key, value: Any, error: Mapping[str, Any]) -> str:
+    if key.type is object:
+        return f"does not fit: {error['msg'][:1].lower()}{error['msg'][1:]}"
+    kind, wanted = _kind(value), KINDS[key.type]
+    if kind != wanted and not (kind == "integer" and key.type is float):
+        return f"is {_a(kind)}, not {_a(wanted)}"
+    if value == "":
+        return "is empty"
+    if error["type"] == "finite_number":
+        return "is not a finite number"
+    return "is not one of its values" if key.choices or key.type is str else "is out of range"
+
+
+def _advice(key: Key, target: Key, value: Any) -> str:
+    """How to write what was probably meant; else what the key takes."""
+    meant: Any = None
+    if isinstance(value, str) and target.type in (bool, int, float):
+        try:
+            meant = json.loads(value.lower())
+        except ValueError:
+            meant = None
+        if type(meant) is target.type or (type(meant) is int and target.type is float):
+            return f"write {show(meant)}, without quotes"
+    if isinstance(value, float) and target.type is int and value.is_integer():
+        return f"write {int(value)}"
+    if type(value) in (int, float) and target.type is str and not target.choices:
+        return f"write {show(str(value))}, with quotes"
+    if target.item is not None and type(value) is target.item.type:
+        return f"write {show([value])}"
+    return f"give {key.describe()}"
+
+
+def _kind(value: Any) -> str:
+    for kind, name in KINDS.items():
+        if isinstance(value, kind):
+            return name
+    if value is None:
+        return "unset value"
+    if isinstance(value, (list, dict)):
+        return "list" if isinstance(value, list) else "table"
+    return "date or time"
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"

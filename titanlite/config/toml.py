@@ -1,0 +1,59 @@
+"""TOML in and out: parsing on every supported Python, and values as they would be written."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Numbers of thousands of digits raise ValueError, deep nesting RecursionError.
+TOML_ERRORS = (tomllib.TOMLDecodeError, ValueError, RecursionError)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text; raises one of TOML_ERRORS."""
+    return tomllib.loads(text)
+
+
+def show(value: Any) -> str:
+    """`value` as it would stand in TOML, on one line; "none" for a key that is not set."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return quote(value)
+        case float():
+            return repr(value).replace("e-0", "e-")
+        case list() | tuple():
+            return "[" + ", ".join(map(show, value)) + "]"
+        case dict():
+            pairs = (f"{show_name(name)} = {show(item)}" for name, item in value.items())
+            return "{" + ", ".join(pairs) + "}"
+    return str(value)
+
+
+def show_name(name: str) -> str:
+    """The name of a key or section, in quotes where TOML would need them."""
+    return name if re.fullmatch(r"[A-Za-z0-9_.-]+", name) else quote(name)
+
+
+def quote(text: str) -> str:
+    """`text` as a TOML string on one line."""
+    return '"' + "".join(map(_escape, text)) + '"'
+
+
+def _escape(character: str) -> str:
+    named = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    if character in named:
+        return named[character]
+    if character.isprintable():
+        return character
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

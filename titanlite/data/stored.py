@@ -1,0 +1,39 @@
+"""A finite set of images held in memory, read in epochs: digits, CIFAR-10, validation crops."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from titanlite.data.keyed_random import permutation
+
+
+class StoredImages:
+    """N images; sample `i` is number `i mod N` of epoch `i // N`'s order.
+
+    `images` [N, channels, height, width] uint8 tokens. `shuffle_seed` orders each epoch anew by
+    (seed, epoch); None keeps the order of the array in every epoch.
+    """
+
+    def __init__(self, images: np.ndarray, *, shuffle_seed: int | None = None) -> None:
+        self._sequences = images.reshape(len(images), -1)
+        self._shuffle_seed = shuffle_seed
+        # A memo of the last two orders, not state: a global batch can straddle two epochs.
+        self._orders: dict[int, np.ndarray] = {}
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._sequences)
+
+    def sample(self, index: int) -> torch.Tensor:
+        epoch, position = divmod(index, self.num_samples)
+        if self._shuffle_seed is not None:
+            position = int(self._order(epoch, self._shuffle_seed)[position])
+        return torch.from_numpy(self._sequences[position].astype(np.int64))
+
+    def _order(self, epoch: int, seed: int) -> np.ndarray:
+        if epoch not in self._orders:
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = permutation(seed, epoch, self.num_samples)
+        return self._orders[epoch]

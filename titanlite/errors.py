@@ -1,0 +1,41 @@
+"""The errors titanlite raises on purpose: each message is one line a user can act on."""
+
+import bisect
+from collections.abc import Sequence
+
+
+class TitanliteError(Exception):
+    """Root of every error titanlite raises on purpose."""
+
+
+class ConfigError(TitanliteError):
+    """A mistake in a file or on the command line: `section.key: what is wrong; what to do`.
+
+    `problems` holds one such line each; all problems of one job are reported together.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class RankError(TitanliteError):
+    """A rank failed, died or did not finish: its number, what happened, and its traceback."""
+
+    def __init__(self, rank: int, message: str, rank_traceback: str = "") -> None:
+        super().__init__(rank, message, rank_traceback)
+        self.rank = rank
+        self.message = message
+        self.rank_traceback = rank_traceback
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.message}"
+
+
+def nearest(value: int, legal: Sequence[int]) -> str:
+    """The legal values next to `value`, such as "2 or 4"; `legal` is ascending and not empty."""
+    place = bisect.bisect_right(legal, value)
+    return " or ".join(map(str, [*legal[max(0, place - 1) : place], *legal[place : place + 1]]))

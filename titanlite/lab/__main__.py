@@ -1,0 +1,63 @@
+"""`python -m titanlite.lab` lists the experiments; with names, it runs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import rich
+from rich import box
+from rich.table import Table as RichTable
+
+from titanlite.errors import TitanliteError
+from titanlite.lab.experiments import EXPERIMENTS, Table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the experiments named; 0, or 2 for a name that is none."""
+    parser = argparse.ArgumentParser(
+        prog="python -m titanlite.lab",
+        description="Distributed training from scratch, on real processes of this machine.",
+    )
+    parser.add_argument(
+        "experiments", nargs="*", metavar="experiment", help="what to run; none: list them; or all"
+    )
+    names = parser.parse_args(arguments).experiments
+    names = list(EXPERIMENTS) if names == ["all"] else names
+    for name in names:
+        if name not in EXPERIMENTS:
+            print(
+                f"experiment: there is no {name!r}; use one of {', '.join(EXPERIMENTS)}, or all",
+                file=sys.stderr,
+            )
+            return 2
+    if not names:
+        for name, run in EXPERIMENTS.items():
+            print(f"{name:14}{run.__doc__}")
+        print("\npython -m titanlite.lab NAME runs one, all runs all; docs/lab/ explains them.")
+    for name in names:
+        try:
+            show(name, EXPERIMENTS[name]())
+        except TitanliteError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def show(name: str, table: Table) -> None:
+    rich.print(f"\n[bold]{name}[/bold]: {EXPERIMENTS[name].__doc__}\n")
+    # Not through rich: its markup would read brackets.
+    print(table.caption + "\n")
+    rows = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for number, column in enumerate(table.columns):
+        # On a narrow terminal only wide columns give way.
+        widest = max(len(line) for row in table.rows for line in row[number].splitlines())
+        rows.add_column(column, no_wrap=widest <= 20)
+    for row in table.rows:
+        rows.add_row(*(cell.replace("[", "\\[") for cell in row))
+    rich.print(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""What a run cost: floating-point operations, messages, bytes and the collectives it was made of.
+
+Counting happens below autograd and below torch.distributed, in a dispatch mode, so that whatever a
+device runs is counted, whoever wrote it: its matrix products, its sends, and torch's collectives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: its kind, the tensor's name if it was given one, and the axes it ran over."""
+
+    kind: str
+    label: str
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = f"over {' and '.join(self.axes)}" if self.axes else ""
+        return " ".join(part for part in (self.kind, self.label, where) if part)
+
+
+@dataclass
+class Counts:
+    """What one device, or with `+` several, did in one run.
+
+    `flops` counts a multiplication and an addition as two and covers matrix products, convolutions
+    and attention. `d2d` is device to device, each message counted where it is sent; `h2d` host to
+    device and `d2h` back. `collectives` are the virtual device's own in their order (their messages
+    are in `d2d`); `torch_collectives` counts calls of torch.distributed's, whose messages the
+    backend keeps to itself, and `torch_collective_bytes` their payload (the full tensor, not the
+    shard: what goes into an all-reduce or a reduce-scatter, what comes out of an all-gather).
+    """
+
+    flops: int = 0
+    d2d_messages: int = 0
+    d2d_bytes: int = 0
+    h2d_messages: int = 0
+    h2d_bytes: int = 0
+    d2h_messages: int = 0
+    d2h_bytes: int = 0
+    collectives: list[Collective] = field(default_factory=list)
+    torch_collectives: Counter[str] = field(default_factory=Counter)
+    torch_collective_bytes: Counter[str] = field(default_factory=Counter)
+
+    def __add__(self, other: Counts) -> Counts:
+        """The sum; of the collectives the first's, for every device of a group takes part."""
+        return Counts(
+            **{
+                name: getattr(self, name) + getattr(other, name)
+                for name in COUNTED
+                if name != "collectives"
+            },
+            collectives=self.collectives or other.collectives,
+        )
+
+    def count_send(self, tensor: torch.Tensor) -> None:
+        self.d2d_messages += 1
+        self.d2d_bytes += tensor.nbytes
+
+    def count_h2d(self, value: Any) -> None:
+        """Count every tensor in `value` as come from the host."""
+        tensors = tensors_in(value)
+        self.h2d_messages += len(tensors)
+        self.h2d_bytes += sum(tensor.nbytes for tensor in tensors)
+
+    def count_d2h(self, value: Any) -> None:
+        """Count every tensor in `value` as gone to the host."""
+        tensors = tensors_in(value)
+        self.d2h_messages += len(tensors)
+        self.d2h_bytes += sum(tensor.nbytes for tensor in tensors)
+
+
+COUNTED = tuple(Counts.__dataclass_fields__)
+
+
+def total(counts: Iterable[Counts]) -> Counts:
+    """The counts of all devices together."""
+    return sum(counts, Counts())
+
+
+class CountingMode(TorchDispatchMode):
+    """Adds to a Counts what runs inside its `with` block.
+
+    Point-to-point messages appear here as torch dispatches them (`CommDebugMode` leaves them out);
+    sends of a tensor on the meta device never reach torch and are counted by the channel.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.counts.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            self._count_communication(func._opname.strip("_"), args, result)
+        return result
+
+    def _count_communication(self, name: str, args: Any, result: Any) -> None:
+        if name == "send":
+            self.counts.count_send(args[0][0])
+        elif name in KINDS:
+            kind = KINDS[name]
+            self.counts.torch_collectives[kind] += 1
+            # The output is an argument of some forms and the result of others.
+            self.counts.torch_collective_bytes[kind] += max(map(_nbytes, (*args[:2], result)))
+
+
+# The names under which torch dispatches its collectives: list, tensor and functional forms.
+KINDS = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "scatter": "scatter",
+    "gather": "gather",
+    "reduce": "reduce",
+    "barrier": "barrier",
+}
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif is_dataclass(value):
+        value = vars(value).values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for part in value for tensor in tensors_in(part)]
+
+
+def _nbytes(value: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(value))

@@ -1,0 +1,193 @@
+"""One device of a virtual cluster: what a function that runs on the cluster is given.
+
+It knows where it stands on the mesh, holds the channels to its peers and to the host, and runs
+every collective over any axes of the mesh, from send and receive alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from titanlite.lab import naive_collectives, ring_collectives
+from titanlite.lab.channel import DeviceChannel, HostChannel, Transfer
+from titanlite.lab.counts import Collective, Counts
+from titanlite.lab.group import Group
+from titanlite.lab.mesh import Mesh, MeshIndex
+from titanlite.lab.naive_collectives import Combine
+
+ALGORITHMS: dict[str, ModuleType] = {"naive": naive_collectives, "ring": ring_collectives}
+
+
+class VirtualDevice:
+    """A device: its `rank` and `index` on the `mesh`, its channels, its counts, its collectives.
+
+    A collective runs among the devices that differ from this one along `axes` only (None: all axes,
+    so the whole mesh); all of them must call it. `dim` is the dimension along which a tensor is cut
+    into equal parts, or parts are joined, in the order of `mesh.group(index, axes)`. `root` is a
+    position in that order. `label` names the tensor in `counts.collectives`.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        device: torch.device,
+        host: HostChannel,
+        algorithm: str,
+        counts: Counts,
+    ) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.index: MeshIndex = mesh.index(rank)
+        self.device = device
+        self.host = host
+        self.algorithm = algorithm
+        self.counts = counts
+        self._channels = [DeviceChannel(peer, counts) for peer in range(mesh.size)]
+
+    def channel(self, peer: int | MeshIndex) -> DeviceChannel:
+        """The link to another device, by its rank or its index."""
+        return self._channels[peer if isinstance(peer, int) else self.mesh.rank(peer)]
+
+    def group(self, axes: Sequence[str] | None = None) -> Group:
+        """The devices along these axes, this one among them, with channels to each."""
+        ranks = self.mesh.group(self.index, axes)
+        return Group(ranks.index(self.rank), [self._channels[rank] for rank in ranks])
+
+    def traffic(self) -> list[tuple[int, int]]:
+        """For each device: how many messages this one has sent to it, and taken from it."""
+        return [(channel.num_sent, channel.num_received) for channel in self._channels]
+
+    def broadcast(
+        self,
+        tensor: torch.Tensor,
+        axes: Sequence[str] | None = None,
+        root: int = 0,
+        label: str = "",
+    ) -> torch.Tensor:
+        """The root's tensor; the others pass one of the same shape."""
+        group, algorithm = self._begin("broadcast", axes, label)
+        return algorithm.broadcast(group, tensor, root)
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        axes: Sequence[str] | None = None,
+        dim: int = 0,
+        root: int = 0,
+        label: str = "",
+    ) -> torch.Tensor:
+        """This device's part of the root's tensor; the others pass one of the same shape."""
+        group, algorithm = self._begin("scatter", axes, label)
+        return algorithm.scatter(group, cut(tensor, group.size, dim), root)
+
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        axes: Sequence[str] | None = None,
+        dim: int = 0,
+        root: int = 0,
+        label: str = "",
+    ) -> torch.Tensor | None:
+        """Every device's tensor joined along `dim` on the root; None elsewhere."""
+        group, algorithm = self._begin("gather", axes, label)
+        parts = algorithm.gather(group, tensor, root)
+        return None if parts is None else torch.cat(parts, dim)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        axes: Sequence[str] | None = None,
+        root: int = 0,
+        label: str = "",
+        combine: Combine = torch.add,
+    ) -> torch.Tensor | None:
+        """The sum of every device's tensor on the root; None elsewhere."""
+        group, algorithm = self._begin("reduce", axes, label)
+        return algorithm.reduce(group, tensor, root, combine)
+
+    def all_scatter(
+        self, tensor: torch.Tensor, axes: Sequence[str] | None = None, label: str = ""
+    ) -> list[Transfer]:
+        """Start sending this device's tensor to every peer, which takes it from its channel.
+
+        The sending half of the naive all-gather; wait for the transfers after receiving.
+        """
+        group, _ = self._begin("all_scatter", axes, label)
+        return naive_collectives.all_scatter(group, tensor)
+
+    def all_gather(
+        self,
+        tensor: torch.Tensor,
+        axes: Sequence[str] | None = None,
+        dim: int = 0,
+        label: str = "",
+    ) -> torch.Tensor:
+        """Every device's tensor joined along `dim`."""
+        return torch.cat(self.all_gather_parts(tensor, axes, label), dim)
+
+    def all_gather_parts(
+        self, tensor: torch.Tensor, axes: Sequence[str] | None = None, label: str = ""
+    ) -> list[torch.Tensor]:
+        """Every device's tensor, in group order."""
+        group, algorithm = self._begin("all_gather", axes, label)
+        return algorithm.all_gather(group, tensor)
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        axes: Sequence[str] | None = None,
+        label: str = "",
+        combine: Combine = torch.add,
+    ) -> torch.Tensor:
+        """The sum of every device's tensor."""
+        group, algorithm = self._begin("all_reduce", axes, label)
+        return algorithm.all_reduce(group, tensor, combine)
+
+    def reduce_scatter(
+        self,
+        tensor: torch.Tensor,
+        axes: Sequence[str] | None = None,
+        dim: int = 0,
+        label: str = "",
+        combine: Combine = torch.add,
+    ) -> torch.Tensor:
+        """This device's part of the sum of every device's tensor."""
+        group, algorithm = self._begin("reduce_scatter", axes, label)
+        return algorithm.reduce_scatter(group, cut(tensor, group.size, dim), combine)
+
+    def all_to_all(
+        self,
+        tensor: torch.Tensor,
+        axes: Sequence[str] | None = None,
+        cut_dim: int = 0,
+        join_dim: int = 0,
+        label: str = "",
+    ) -> torch.Tensor:
+        """This device's part along `cut_dim` of every device's tensor, joined along `join_dim`."""
+        group, algorithm = self._begin("all_to_all", axes, label)
+        return torch.cat(algorithm.all_to_all(group, cut(tensor, group.size, cut_dim)), join_dim)
+
+    def barrier(self, axes: Sequence[str] | None = None) -> None:
+        """Return when every device of the group has called it."""
+        group, algorithm = self._begin("barrier", axes, "")
+        algorithm.barrier(group)
+
+    def _begin(self, kind: str, axes: Sequence[str] | None, label: str) -> tuple[Group, ModuleType]:
+        axes = self.mesh.axes if axes is None else tuple(axes)
+        group = self.group(axes)
+        self.counts.collectives.append(Collective(kind, label, axes))
+        return group, ALGORITHMS[self.algorithm]
+
+
+def cut(tensor: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
+    """Equal parts along `dim`; ValueError where they cannot be equal."""
+    size = tensor.shape[dim]
+    if size % num_parts:
+        raise ValueError(
+            f"dimension {dim} of size {size} cannot be cut into {num_parts} equal parts"
+        )
+    return list(tensor.chunk(num_parts, dim))

@@ -1,0 +1,195 @@
+"""What the functions that build each parallelism by hand share: a model, a data set, a setting.
+
+Function names follow "Parallelism 2", lecture 8 of Stanford's CS336. The model is a chain of square
+layers, x <- gelu(x W), the loss the mean square of what comes out. Weights depend on the layer
+alone, never on the rank or on how the layer is cut, so that every parallelism starts from the
+weights of one process and must end at its results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.lab.cluster import VirtualCluster
+from titanlite.lab.device import VirtualDevice
+from titanlite.lab.mesh import Mesh
+from titanlite.mesh.launch import Place, torchrun_place
+from titanlite.mesh.world import open_world
+
+LEARNING_RATE = 1e-3
+RENDEZVOUS = "tcp://127.0.0.1:15623"
+
+# A world that `setup` opened is `cleanup`'s to close; one it found open is not.
+_opened = contextlib.ExitStack()
+
+
+@dataclass
+class TrainingRecord:
+    """What one rank saw: the loss of each step (of its own data), and its part of the model.
+
+    `gradients` are those of the first step, as they went into the optimizer; `params` those after
+    the last step; both by layer, and only what this rank holds. `seconds` is the time of all steps
+    but the first, `waited_seconds` the part of it in which this rank waited for communication and
+    computed nothing. `peak_micro_batches` is how many microbatches a pipeline stage held at most,
+    `held_bytes` what a data-parallel rank held of each kind when the optimizer stepped.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    params: dict[int, torch.Tensor] = field(default_factory=dict)
+    num_steps: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+    peak_micro_batches: int = 0
+    held_bytes: dict[str, int] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting."""
+        start = time.perf_counter()
+        yield
+        self.waited_seconds += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Count the time inside as a step. The first one, which warms up, is dropped."""
+        start = time.perf_counter()
+        yield
+        self.num_steps += 1
+        if self.num_steps == 1:
+            self.waited_seconds = 0.0
+        else:
+            self.seconds += time.perf_counter() - start
+
+
+def spawn(
+    main: Callable[..., Any], world: int | VirtualCluster, *args: Any, **options: Any
+) -> list[Any]:
+    """Call `main(rank, world_size, *args, **options)` on every rank; return what each returned.
+
+    `world` is the number of ranks, or a running cluster. Errors are VirtualCluster.run's.
+    """
+    if isinstance(world, int):
+        with VirtualCluster(Mesh(rank=world)) as cluster:
+            return spawn(main, cluster, *args, **options)
+
+    def on_device(device: VirtualDevice, *args: Any) -> Any:
+        return main(device.rank, device.mesh.size, *args, **options)
+
+    return world.run(on_device, *args)
+
+
+def setup(rank: int, world_size: int) -> None:
+    """Join the process group: the one that is open already, torchrun's, or a local one."""
+    if not dist.is_initialized():
+        place = torchrun_place() or Place(rank, world_size, rank, world_size, RENDEZVOUS)
+        has_gpus = torch.cuda.device_count() >= place.local_world_size
+        _opened.enter_context(open_world(place, "cuda" if has_gpus else "cpu"))
+    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+        raise ValueError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, "
+            f"not rank {rank} of {world_size}"
+        )
+
+
+def cleanup() -> None:
+    """Leave the process group, if `setup` opened it."""
+    dist.barrier()
+    _opened.close()
+
+
+def get_device(rank: int) -> torch.device:
+    """Where this rank computes: a GPU of its own where the process group runs on GPUs."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def int_divide(a: int, b: int) -> int:
+    """a / b; ValueError where that is not an integer."""
+    if a % b:
+        raise ValueError(f"{a} does not divide into {b} equal parts")
+    return a // b
+
+
+def get_init_params(
+    num_inputs: int,
+    num_outputs: int,
+    rank: int,
+    *,
+    layer: int = 0,
+    shard: int = 0,
+    num_shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Parameter:
+    """Columns of a layer's weight: shard number `shard` of `num_shards`, (num_inputs, num_outputs).
+
+    The whole weight is drawn from the layer's own generator and then cut. Seeding every rank alike
+    and drawing only its shard, as is often seen, gives all shards and layers the same numbers, and
+    a model in which every shard computes the same thing.
+    """
+    generator = torch.Generator().manual_seed(layer)
+    num_columns = num_outputs * num_shards
+    full = torch.randn(num_inputs, num_columns, generator=generator, dtype=torch.float64)
+    columns = full[:, shard * num_outputs : (shard + 1) * num_outputs] / math.sqrt(num_columns)
+    return nn.Parameter(columns.to(get_device(rank), dtype).contiguous())
+
+
+def summarize_tensor(tensor: torch.Tensor) -> str:
+    """Shape and first values: "2x3[0.10, -0.52, 1.30...]"."""
+    first = ", ".join(f"{value:.4g}" for value in tensor.detach().flatten()[:3].tolist())
+    more = "..." if tensor.numel() > 3 else ""
+    return "x".join(map(str, tensor.shape)) + f"[{first}{more}]"
+
+
+def single_process_main(data: torch.Tensor, num_layers: int, num_steps: int) -> TrainingRecord:
+    """The run that every parallelism must equal: the whole model on all of the data."""
+    num_dim = data.size(1)
+    params = [
+        get_init_params(num_dim, num_dim, 0, layer=i, dtype=data.dtype) for i in range(num_layers)
+    ]
+    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
+    record = TrainingRecord()
+    for step in range(num_steps):
+        with record.step():
+            optimizer.zero_grad()
+            x = functools.reduce(lambda x, param: F.gelu(x @ param), params, data)
+            loss = x.square().mean()
+            loss.backward()
+            if step == 0:
+                record.gradients = gradients_of(enumerate(params))
+            optimizer.step()
+        record.losses.append(loss.item())
+    record.params = values_of(enumerate(params))
+    return record
+
+
+def gradients_of(params: Any) -> dict[int, torch.Tensor]:
+    """Copies of the gradients, by layer, of (layer, parameter) pairs."""
+    return {layer: param.grad.clone() for layer, param in params}
+
+
+def values_of(params: Any) -> dict[int, torch.Tensor]:
+    """Copies of the values, by layer, of (layer, parameter) pairs."""
+    return {layer: param.detach().clone() for layer, param in params}
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The optimizer's tensors that grow with the model: two moments for AdamW."""
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.ndim
+    )

@@ -1,0 +1,117 @@
+"""The shape of a cluster: devices on an N-dimensional grid whose axes have names.
+
+A device has a rank (its place in row-major order) and a MeshIndex (its coordinate on each axis).
+The devices that differ only along some axes form a group, within which a collective runs. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from titanlite.errors import TitanliteError
+
+
+class MeshError(TitanliteError, ValueError):
+    """A mesh, an axis or a coordinate that cannot be."""
+
+
+@dataclass(frozen=True)
+class MeshIndex:
+    """Where a device stands on its mesh: one coordinate for each axis, `index["x"]`."""
+
+    axes: tuple[str, ...]
+    coordinates: tuple[int, ...]
+
+    def __getitem__(self, axis: str) -> int:
+        return self.coordinates[self.axes.index(axis)]
+
+    def __str__(self) -> str:
+        pairs = zip(self.axes, self.coordinates, strict=True)
+        return ", ".join(f"{axis}={coordinate}" for axis, coordinate in pairs)
+
+
+class Mesh:
+    """An N-dimensional grid of devices with named axes, outermost first: `Mesh(x=2, y=4)`.
+
+    Raises MeshError for an axis of no devices.
+    """
+
+    def __init__(self, **sizes: int) -> None:
+        for axis, size in sizes.items():
+            if size < 1:
+                raise MeshError(f"mesh axis {axis}: size {size}; give at least 1")
+        self.sizes = dict(sizes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.sizes.values())
+
+    def __iter__(self) -> Iterator[MeshIndex]:
+        """Every index in mesh order: row-major, the last axis fastest."""
+        for coordinates in itertools.product(*map(range, self.sizes.values())):
+            yield MeshIndex(self.axes, coordinates)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and list(self.sizes.items()) == list(other.sizes.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.sizes.items()))
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
+
+    def index(self, rank: int) -> MeshIndex:
+        """The index of a rank."""
+        if not 0 <= rank < self.size:
+            raise MeshError(f"rank {rank} is not on {self}, which has {self.size} devices")
+        coordinates = []
+        for size in reversed(self.sizes.values()):
+            rank, coordinate = divmod(rank, size)
+            coordinates.append(coordinate)
+        return MeshIndex(self.axes, tuple(reversed(coordinates)))
+
+    def rank(self, index: MeshIndex) -> int:
+        """The rank at an index."""
+        rank = 0
+        for axis, size in self.sizes.items():
+            rank = rank * size + index[axis]
+        return rank
+
+    def degree(self, axes: Sequence[str]) -> int:
+        """Into how many groups' worth of devices these axes together divide: their product."""
+        self.check_axes(axes)
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def group(self, index: MeshIndex, axes: Sequence[str] | None = None) -> tuple[int, ...]:
+        """The ranks that differ from `index` along `axes` only (None: every axis).
+
+        Their order is row-major over the axes as given, so that the position of a rank in the group
+        is the number of the shard it holds of a dimension split over these axes.
+        """
+        axes = self.axes if axes is None else tuple(axes)
+        self.check_axes(axes)
+        ranks = []
+        for coordinates in itertools.product(*(range(self.sizes[axis]) for axis in axes)):
+            moved = dict(zip(axes, coordinates, strict=True))
+            ranks.append(
+                self.rank(
+                    MeshIndex(self.axes, tuple(moved.get(axis, index[axis]) for axis in self.axes))
+                )
+            )
+        return tuple(ranks)
+
+    def check_axes(self, axes: Sequence[str]) -> None:
+        """Raise MeshError for an axis that the mesh lacks or that is named twice."""
+        for axis in axes:
+            if axis not in self.sizes:
+                raise MeshError(f"{self} has no axis {axis!r}; it has {', '.join(self.axes)}")
+        if len(set(axes)) < len(axes):
+            raise MeshError(f"axes {', '.join(axes)}: an axis can be used only once")

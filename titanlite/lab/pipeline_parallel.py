@@ -1,0 +1,177 @@
+"""Pipeline parallelism by hand: every rank has some of the layers, microbatches pass through.
+
+A rank's work is a list of actions, forward or backward of a microbatch. GPipe (Huang et al. 2019,
+https://arxiv.org/abs/1811.06965) does all forwards and then all backwards; 1F1B (PipeDream-Flush,
+Narayanan et al. 2021, https://arxiv.org/abs/2006.09503) starts the backwards as early as it can, in
+the same time, but a stage then holds at most as many microbatches as there are stages after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from titanlite.lab.lecture import (
+    LEARNING_RATE,
+    TrainingRecord,
+    cleanup,
+    get_device,
+    get_init_params,
+    gradients_of,
+    int_divide,
+    setup,
+    values_of,
+)
+
+FORWARD, BACKWARD = "forward", "backward"
+Action = tuple[str, int]
+
+
+def pipeline_parallelism_main(
+    rank: int,
+    world_size: int,
+    data: torch.Tensor,
+    num_layers: int,
+    num_micro_batches: int,
+    *,
+    num_steps: int = 1,
+    schedule: str = "1f1b",
+    overlap: bool = False,
+) -> TrainingRecord:
+    """Train on all of `data` (batch, num_dim) with this rank's num_layers / world_size layers.
+
+    (W-1) M sends forward and as many backward. With `overlap` the receive of the next action's
+    input is posted before the present one computes. Only the last rank's record has losses.
+    ValueError where layers or batch do not divide, KeyError for a schedule other than "gpipe"
+    and "1f1b".
+    """
+    setup(rank, world_size)
+    data = data.to(get_device(rank))
+    num_dim = data.size(1)
+    local_num_layers = int_divide(num_layers, world_size)
+    int_divide(data.size(0), num_micro_batches)
+    layers = range(rank * local_num_layers, (rank + 1) * local_num_layers)
+    params = [get_init_params(num_dim, num_dim, rank, layer=i, dtype=data.dtype) for i in layers]
+    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for param in params:
+            x = F.gelu(x @ param)
+        return x
+
+    actions = SCHEDULES[schedule](rank, world_size, num_micro_batches)
+    record = TrainingRecord()
+    for step in range(num_steps):
+        with record.step():
+            optimizer.zero_grad()
+            loss = run_stage(
+                actions,
+                forward,
+                # Only the first stage reads the data, the others only its shape.
+                data.chunk(num_micro_batches),
+                previous_rank=rank - 1 if rank > 0 else None,
+                next_rank=rank + 1 if rank + 1 < world_size else None,
+                record=record,
+                overlap=overlap,
+            )
+            if step == 0:
+                record.gradients = gradients_of(zip(layers, params, strict=True))
+            optimizer.step()
+        if rank + 1 == world_size:
+            record.losses.append(loss)
+    record.params = values_of(zip(layers, params, strict=True))
+    cleanup()
+    return record
+
+
+def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """All forwards, then all backwards."""
+    order = range(num_micro_batches)
+    return [(FORWARD, m) for m in order] + [(BACKWARD, m) for m in order]
+
+
+def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """As many forwards as there are stages after this one, then one and one, then the rest."""
+    num_ahead = min(num_stages - 1 - stage, num_micro_batches)
+    actions = [(FORWARD, m) for m in range(num_ahead)]
+    for m in range(num_micro_batches - num_ahead):
+        actions += [(FORWARD, m + num_ahead), (BACKWARD, m)]
+    return actions + [
+        (BACKWARD, m) for m in range(num_micro_batches - num_ahead, num_micro_batches)
+    ]
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+
+
+def run_stage(
+    actions: Sequence[Action],
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    micro_batches: Sequence[torch.Tensor],
+    *,
+    previous_rank: int | None,
+    next_rank: int | None,
+    record: TrainingRecord,
+    overlap: bool,
+) -> float:
+    """Do one stage's actions: receive, compute, send; return the loss (zero but on the last stage).
+
+    The gradients of all microbatches add up on the parameters; dividing each loss by their number
+    makes that the gradient of the mean over the whole batch.
+    """
+    receiving: dict[Action, tuple[torch.Tensor, Any]] = {}
+    sending: list[Any] = []
+    live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    total_loss = 0.0
+
+    def post_receive(action: Action) -> None:
+        kind, m = action
+        source = previous_rank if kind == FORWARD else next_rank
+        if source is not None and action not in receiving:
+            buffer = torch.empty_like(micro_batches[m])
+            receiving[action] = (buffer, dist.irecv(buffer, source))
+
+    def received(action: Action) -> torch.Tensor:
+        post_receive(action)
+        buffer, work = receiving.pop(action)
+        with record.waiting():
+            work.wait()
+        return buffer
+
+    def send(tensor: torch.Tensor, target: int) -> None:
+        # Not waited for here: two neighbours that both send first would wait for each other.
+        tensor = tensor.detach()
+        sending.append((dist.isend(tensor, target), tensor))
+
+    for position, action in enumerate(actions):
+        kind, m = action
+        if overlap:
+            # In the order in which they are needed: messages between two ranks keep theirs.
+            for needed in actions[position : position + 2]:
+                post_receive(needed)
+        if kind == FORWARD:
+            x = micro_batches[m] if previous_rank is None else received(action).requires_grad_()
+            y = forward(x)
+            live[m] = (x, y)
+            record.peak_micro_batches = max(record.peak_micro_batches, len(live))
+            if next_rank is not None:
+                send(y, next_rank)
+        else:
+            x, y = live.pop(m)
+            if next_rank is None:
+                loss = y.square().mean() / len(micro_batches)
+                total_loss += loss.item()
+                loss.backward()
+            else:
+                y.backward(received(action))
+            if previous_rank is not None:
+                assert x.grad is not None
+                send(x.grad, previous_rank)
+    with record.waiting():
+        for work, _ in sending:
+            work.wait()
+    return total_loss

@@ -1,0 +1,141 @@
+"""Tensor parallelism by hand: every rank has a slice of every layer and all of the data.
+
+Layer i is cut by columns: a rank computes its columns of gelu(x W), and an all-gather puts them
+together for the next layer. The backward pass needs one collective a layer too, for a different
+reason: every rank's columns contribute to the gradient of x, so the contributions are summed. The
+pair of conjugate operators is Megatron-LM's g and f (https://arxiv.org/abs/1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from titanlite.lab.lecture import (
+    LEARNING_RATE,
+    TrainingRecord,
+    cleanup,
+    get_device,
+    get_init_params,
+    gradients_of,
+    int_divide,
+    setup,
+    values_of,
+)
+
+
+def tensor_parallelism_main(
+    rank: int,
+    world_size: int,
+    data: torch.Tensor,
+    num_layers: int,
+    *,
+    num_steps: int = 1,
+    overlap: bool = False,
+) -> TrainingRecord:
+    """Train on all of `data` (batch, num_dim) with columns `rank` of `world_size` of every layer.
+
+    L all-gathers forward and L-1 all-reduces backward: the data needs no gradient. With `overlap`
+    each all-reduce runs while the same layer's weight gradient is computed. ValueError where
+    num_dim does not divide.
+    """
+    setup(rank, world_size)
+    data = data.to(get_device(rank))
+    num_dim = data.size(1)
+    local_num_dim = int_divide(num_dim, world_size)
+    params = [
+        get_init_params(
+            num_dim,
+            local_num_dim,
+            rank,
+            layer=i,
+            shard=rank,
+            num_shards=world_size,
+            dtype=data.dtype,
+        )
+        for i in range(num_layers)
+    ]
+    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
+    record = TrainingRecord()
+    for step in range(num_steps):
+        with record.step():
+            optimizer.zero_grad()
+            x = data
+            for param in params:
+                x = tensor_parallel_layer(x, param, record, overlap=overlap)
+            # Every rank has all of x, and so the same loss.
+            loss = x.square().mean()
+            loss.backward()
+            if step == 0:
+                record.gradients = gradients_of(enumerate(params))
+            optimizer.step()
+        record.losses.append(loss.item())
+    record.params = values_of(enumerate(params))
+    cleanup()
+    return record
+
+
+def tensor_parallel_layer(
+    x: torch.Tensor,
+    param: torch.Tensor,
+    record: TrainingRecord,
+    *,
+    group: dist.ProcessGroup | None = None,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """gelu(x W) in full on every rank of `group`, from each rank's columns of W."""
+    columns = F.gelu(ColumnParallel.apply(x, param, group, record, overlap))
+    return AllGatherColumns.apply(columns, group, record)
+
+
+class ColumnParallel(torch.autograd.Function):
+    """x times this rank's columns of W. Backward, the ranks' parts of dx are summed (f)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, param: torch.Tensor, group: Any, record: Any, overlap: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, param)
+        ctx.group, ctx.record, ctx.overlap = group, record, overlap
+        return x @ param
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, param = ctx.saved_tensors
+        (dy,) = gradients
+        work, dx = None, None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ param.T
+            work = dist.all_reduce(dx, group=ctx.group, async_op=True)
+            if not ctx.overlap:
+                with ctx.record.waiting():
+                    work.wait()
+        dparam = x.T @ dy
+        if work is not None and ctx.overlap:
+            with ctx.record.waiting():
+                work.wait()
+        return dx, dparam, None, None, None
+
+
+class AllGatherColumns(torch.autograd.Function):
+    """All ranks' columns side by side. Backward, a rank keeps the gradient of its own (g).
+
+    No communication backward: every rank computes the same from the gathered tensor on, and so has
+    the whole gradient already.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, columns: torch.Tensor, group: Any, record: Any) -> torch.Tensor:
+        ctx.group = group
+        activations = [torch.empty_like(columns) for _ in range(dist.get_world_size(group))]
+        with record.waiting():
+            dist.all_gather(activations, columns.contiguous(), group=group)
+        return torch.cat(activations, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        mine = gradients[0].chunk(dist.get_world_size(ctx.group), dim=1)
+        return mine[dist.get_rank(ctx.group)].contiguous(), None, None

@@ -1,0 +1,220 @@
+"""ZeRO by hand: data parallelism that does not keep on every rank what one rank can keep for all.
+
+Stage 1 cuts the optimizer's state, stage 2 the gradients as well, stage 3 the parameters too
+(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). Stages 1 and 2 move what data
+parallelism moves: an all-reduce is a reduce-scatter and an all-gather, and the optimizer steps
+between the two. Stage 3 gathers every layer twice, half as much again. FSDP is stage 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.lab.lecture import (
+    LEARNING_RATE,
+    TrainingRecord,
+    cleanup,
+    get_device,
+    get_init_params,
+    int_divide,
+    setup,
+    state_bytes,
+)
+
+
+def zero_parallelism_main(
+    rank: int,
+    world_size: int,
+    data: torch.Tensor,
+    num_layers: int,
+    num_steps: int,
+    *,
+    stage: int,
+    overlap: bool = False,
+) -> TrainingRecord:
+    """Train on rows `rank` of `world_size` of `data` (batch, num_dim) with ZeRO stage 1, 2 or 3.
+
+    The record's gradients and params are this rank's flat shards; `held_bytes` is what the rank
+    holds of parameters, gradients and optimizer state when the optimizer steps, and of gathered
+    layers at most. With `overlap` layers are gathered one ahead and gradients leave while the next
+    are computed (stages 2 and 3). ValueError where the batch does not divide or for another stage.
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"ZeRO stage {stage}; use 1, 2 or 3")
+    setup(rank, world_size)
+    local_batch_size = int_divide(data.size(0), world_size)
+    num_dim = data.size(1)
+    num_global = data.numel()
+    data = data[rank * local_batch_size : (rank + 1) * local_batch_size].to(get_device(rank))
+
+    record = TrainingRecord()
+    layers = [
+        ShardedLayer(
+            get_init_params(num_dim, num_dim, rank, layer=i, dtype=data.dtype).detach(),
+            rank,
+            world_size,
+            record,
+            stage=stage,
+            overlap=overlap,
+        )
+        for i in range(num_layers)
+    ]
+    optimizer = torch.optim.AdamW([layer.shard for layer in layers], lr=LEARNING_RATE)
+    for step in range(num_steps):
+        with record.step():
+            optimizer.zero_grad()
+            inputs, products = [], []
+            x = data
+            for i, layer in enumerate(layers):
+                weight = layer.gather()
+                if overlap and i + 1 < num_layers:
+                    layers[i + 1].start_gather()
+                inputs.append(x)
+                products.append(x @ weight)
+                x = F.gelu(products[-1])
+                layer.free()
+            loss = x.square().sum() / num_global
+
+            # d loss / d x; every rank's part of one global mean, so that gradients are summed.
+            dx = 2 * x / num_global
+            for i in reversed(range(num_layers)):
+                weight = layers[i].gather()
+                if overlap and i > 0:
+                    layers[i - 1].start_gather()
+                dproduct = torch.ops.aten.gelu_backward(dx, products.pop())
+                layers[i].reduce_gradient(inputs.pop().T @ dproduct)
+                if i > 0:
+                    dx = dproduct @ weight.T
+                layers[i].free()
+            for layer in layers:
+                layer.finish_gradient()
+            if step == 0:
+                record.gradients = {
+                    i: layer.shard.grad.clone()
+                    for i, layer in enumerate(layers)
+                    if layer.shard.grad is not None
+                }
+            record.held_bytes["parameters"] = sum(layer.parameter_bytes for layer in layers)
+            record.held_bytes["gradients"] = sum(layer.gradient_bytes for layer in layers)
+            for layer in layers:
+                layer.full_gradient = None
+            optimizer.step()
+            record.held_bytes["optimizer"] = state_bytes(optimizer)
+            for layer in layers:
+                layer.publish()
+        # The sum over ranks is the loss of the whole batch.
+        record.losses.append(loss.item())
+    record.params = {i: layer.shard.detach().clone() for i, layer in enumerate(layers)}
+    cleanup()
+    return record
+
+
+class ShardedLayer:
+    """One layer's weight, of which this rank updates a flat shard: the unit of every collective.
+
+    `shard` is a parameter of ceil(n / W) elements, the last rank's padded with zeros. In stages 1
+    and 2 it is a part of the whole weight; in stage 3 that is gathered when needed and let go.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        rank: int,
+        world_size: int,
+        record: TrainingRecord,
+        *,
+        stage: int,
+        overlap: bool,
+    ) -> None:
+        self.shape = weight.shape
+        self.world_size = world_size
+        self.record = record
+        self.stage = stage
+        self.overlap = overlap
+        self.full_gradient: torch.Tensor | None = None
+        self._gathering: Any = None
+        self._reducing: Any = None
+        self._flat: torch.Tensor | None = self._padded(weight)
+        shard = self._flat.chunk(world_size)[rank]
+        if stage == 3:
+            shard, self._flat = shard.clone(), None
+        self.shard = nn.Parameter(shard)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return (self.shard if self._flat is None else self._flat).nbytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        gradient = self.shard.grad if self.full_gradient is None else self.full_gradient
+        return 0 if gradient is None else gradient.nbytes
+
+    def start_gather(self) -> None:
+        """Start to gather the weight, where it is neither here nor on its way."""
+        if self._flat is None:
+            self._flat = self.shard.new_empty(self.world_size * self.shard.numel())
+            self._all_gather(self._flat)
+            key = "gathered layer"
+            self.record.held_bytes[key] = self._flat.nbytes
+
+    def gather(self) -> torch.Tensor:
+        """The whole weight."""
+        self.start_gather()
+        if self._gathering is not None:
+            with self.record.waiting():
+                self._gathering.wait()
+            self._gathering = None
+        assert self._flat is not None
+        return self._flat[: self.shape.numel()].view(self.shape)
+
+    def free(self) -> None:
+        """Let a gathered weight go."""
+        if self.stage == 3:
+            self._flat = None
+
+    def publish(self) -> None:
+        """Have every rank take the others' updated shards, where the whole weight is kept."""
+        if self._flat is not None:
+            self._all_gather(self._flat)
+            self.gather()
+
+    def reduce_gradient(self, gradient: torch.Tensor) -> None:
+        """Take this rank's gradient of the whole weight: keep it (stage 1), or sum and cut it."""
+        if self.stage == 1:
+            self.full_gradient = gradient
+        else:
+            self._start_reduce(gradient)
+            if not self.overlap:
+                self._wait_reduce()
+
+    def finish_gradient(self) -> None:
+        """Leave the summed gradient of the shard on it."""
+        if self.stage == 1:
+            assert self.full_gradient is not None
+            self._start_reduce(self.full_gradient)
+        self._wait_reduce()
+
+    def _all_gather(self, flat: torch.Tensor) -> None:
+        parts = list(flat.chunk(self.world_size))
+        self._gathering = dist.all_gather(parts, self.shard.detach().clone(), async_op=True)
+
+    def _start_reduce(self, gradient: torch.Tensor) -> None:
+        self.shard.grad = torch.empty_like(self.shard)
+        parts = list(self._padded(gradient).chunk(self.world_size))
+        self._reducing = dist.reduce_scatter(self.shard.grad, parts, async_op=True)
+
+    def _wait_reduce(self) -> None:
+        if self._reducing is not None:
+            with self.record.waiting():
+                self._reducing.wait()
+            self._reducing = None
+
+    def _padded(self, whole: torch.Tensor) -> torch.Tensor:
+        """`whole`, flat, with zeros at its end so that it divides into equal parts."""
+        size = -(-whole.numel() // self.world_size) * self.world_size
+        return F.pad(whole.flatten(), (0, size - whole.numel()))

@@ -1,0 +1,1 @@
+"""Ranks and axes: degrees, coordinates, process groups, device meshes, and starting local ranks."""

@@ -1,0 +1,52 @@
+"""The device mesh of a plan: one process group an axis, and the sub-meshes that the steps take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titanlite.mesh.parallel_dims import AXES, ParallelDims
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The world as axes, and the parts of it that each parallelism uses.
+
+    `pp`, `tp` and `cp` are None where that axis has one rank. `dp` is what FSDP2 takes: 1-D
+    (dp_shard), or 2-D (dp_replicate, dp_shard) to replicate over the first axis and shard over the
+    second.
+    Ranks of the cp axis hold the same parameters and different tokens, as those of dp_shard do, so
+    FSDP2 shards over both together: the axis is then dp_shard_cp.
+    """
+
+    world: DeviceMesh
+    pp: DeviceMesh | None
+    tp: DeviceMesh | None
+    cp: DeviceMesh | None
+    dp: DeviceMesh
+
+
+def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
+    """Make the process groups of `dims`; every rank of the world must call this.
+
+    Axes of degree 1 have no group, but for dp_shard, whose mesh of one rank carries mixed precision
+    where nothing is sharded.
+    """
+    axes = [axis for axis in AXES if dims.degrees[axis] > 1 or axis == "dp_shard"]
+    world = init_device_mesh(
+        device_type,
+        tuple(dims.degrees[axis] for axis in axes),
+        mesh_dim_names=tuple(axes),
+    )
+    shard_axis = "dp_shard"
+    if "cp" in axes:
+        shard_axis = "dp_shard_cp"
+        world["dp_shard", "cp"]._flatten(shard_axis)
+    return Meshes(
+        world=world,
+        pp=world["pp"] if "pp" in axes else None,
+        tp=world["tp"] if "tp" in axes else None,
+        cp=world["cp"] if "cp" in axes else None,
+        dp=world["dp_replicate", shard_axis] if "dp_replicate" in axes else world[shard_axis],
+    )

@@ -1,0 +1,369 @@
+"""Start local ranks: one process each on this machine, results in rank order, nothing left behind.
+
+Importing this is torch-free, so that the launcher stays a thin process: torch is imported once, by
+a fork server that never runs an operation (so that forking it is always safe), and every rank is
+forked from there. Functions travel by cloudpickle, so that one defined in a notebook works too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from titanlite.errors import ConfigError, RankError, TitanliteError
+
+# How long the other ranks of a failed run may take to say what they saw, and then to end.
+REPORT_SECONDS = 2.0
+END_SECONDS = 5.0
+
+PRELOAD = [
+    "torch",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.replicate",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.optim",
+    "torch._dynamo",  # which optimizers and dispatch modes import at their first call
+    "titanlite.job",
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in its world, and the URL at which the world meets."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    rendezvous: str
+
+    @property
+    def is_one_node(self) -> bool:
+        return self.local_world_size == self.world_size
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_seconds: float | None = None,
+) -> list[Any]:
+    """Call `function(place, *args)` in `num_ranks` new local processes; return their results.
+
+    The results are in rank order. The processes have no process group yet: `open_world(place)`
+    makes one. When a rank raises or dies the others are ended and RankError is raised with the
+    rank and its traceback; likewise after `timeout_seconds`. A TitanliteError is raised as it is.
+    No process outlives the call, nor the caller: if the caller is killed, the ranks are too.
+    """
+
+    def send_result(place: Place, connection: Connection) -> None:
+        _send(connection, ("message", cloudpickle.dumps(function(place, *args))))
+
+    results: dict[int, bytes] = {}
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    with Ranks(send_result, num_ranks) as ranks:
+        while pending := set(range(num_ranks)) - set(results):
+            received = ranks.receive(pending, deadline)
+            if not received:
+                raise not_done(pending, timeout_seconds)
+            results.update(received)
+    return [cloudpickle.loads(results[rank]) for rank in range(num_ranks)]
+
+
+class Ranks:
+    """Local processes that each run `serve(place, connection)` and exchange bytes with the caller.
+
+    `serve` takes what `send` gave it with `connection.recv_bytes()`, answers with
+    `connection.send(("message", answer_bytes))`, and returns when the connection is closed
+    (EOFError). A context manager; at the end, by whatever way, the processes are ended.
+    """
+
+    def __init__(self, serve: Callable[[Place, Connection], None], num_ranks: int) -> None:
+        prepare_environment()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        with _ignoring_interrupts():
+            multiprocessing.forkserver.ensure_running()
+        self._folder = tempfile.TemporaryDirectory(prefix="titanlite-")
+        self._ranks: list[_Rank] = []
+        # Held open by this process alone, until it is done or dead.
+        lifeline, held = context.Pipe(duplex=False)
+        # Before multiprocessing joins its children at exit, which would wait for these.
+        self.close = Finalize(self, _end, (self._ranks, self._folder, held), exitpriority=1)
+        call = cloudpickle.dumps(serve)
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            place = Place(rank, num_ranks, rank, num_ranks, f"file://{self._folder.name}/meet")
+            process = context.Process(
+                target=_run_rank,
+                args=(place, call, theirs, lifeline, sys.path),
+                name=f"rank {rank}",
+            )
+            with _hidden_main():
+                process.start()
+            theirs.close()
+            self._ranks.append(_Rank(process, ours))
+        lifeline.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is not None:
+            self.terminate()
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def terminate(self) -> None:
+        """Have the processes end now, whatever they are doing; `close` waits for that."""
+        for rank in self._ranks:
+            rank.process.terminate()
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Give a rank a message; that a rank is gone is for `receive` to say."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._ranks[rank].connection.send_bytes(message)
+
+    def receive(self, pending: Collection[int], deadline: float | None) -> dict[int, bytes]:
+        """The next message of each pending rank that has sent one; empty at the deadline.
+
+        `deadline` is in the seconds of time.monotonic(). Raises RankError when a rank has failed.
+        """
+        outcomes = self._take(pending, deadline)
+        if any(kind != "message" for kind, _ in outcomes.values()):
+            # A rank that fails takes its peers down with it, and a peer may say so first.
+            report_deadline = time.monotonic() + REPORT_SECONDS
+            waiting = set(pending) - set(outcomes)
+            while waiting and time.monotonic() < report_deadline:
+                late = self._take(waiting, report_deadline)
+                outcomes.update(late)
+                waiting -= set(late)
+            _raise_first_cause(outcomes)
+        return {rank: what for rank, (_, what) in outcomes.items()}
+
+    def _take(self, pending: Collection[int], deadline: float | None) -> dict[int, tuple[str, Any]]:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        by_connection = {self._ranks[rank].connection: rank for rank in pending}
+        outcomes: dict[int, tuple[str, Any]] = {}
+        for connection in wait(list(by_connection), timeout):
+            rank = by_connection[connection]  # type: ignore[index]
+            try:
+                outcomes[rank] = self._ranks[rank].connection.recv()
+            except (EOFError, ConnectionResetError):
+                self._ranks[rank].process.join(END_SECONDS)
+                outcomes[rank] = ("death", self._ranks[rank].process.exitcode)
+        return outcomes
+
+
+def not_done(pending: Collection[int], timeout_seconds: float | None) -> RankError:
+    """The error for ranks that have not answered in time."""
+    numbers = ", ".join(str(rank) for rank in sorted(pending))
+    return RankError(
+        min(pending),
+        f"{'rank' if len(pending) == 1 else 'ranks'} {numbers} not done after "
+        f"{timeout_seconds:g} s; all ranks were ended",
+    )
+
+
+@dataclass
+class _Rank:
+    process: multiprocessing.process.BaseProcess
+    connection: Connection
+
+
+def _raise_first_cause(outcomes: dict[int, tuple[str, Any]]) -> None:
+    failed = [(rank, *outcome) for rank, outcome in sorted(outcomes.items())]
+    deaths = [(index, what) for index, kind, what in failed if kind == "death"]
+    errors = [(index, what) for index, kind, what in failed if kind == "error"]
+    mistakes = [what["mistake"] for _, what in errors if what["mistake"] is not None]
+    if mistakes:
+        raise mistakes[0]
+    # A lost connection is what the peers of the culprit see.
+    errors.sort(key=lambda error: error[1]["lost_peer"])
+    if errors and not (deaths and errors[0][1]["lost_peer"]):
+        index, what = errors[0]
+        raise RankError(index, what["message"], what["traceback"])
+    index, exit_code = deaths[0]
+    if exit_code is not None and exit_code < 0:
+        raise RankError(index, f"was ended by {signal.Signals(-exit_code).name}")
+    raise RankError(index, f"ended with exit status {exit_code} and no result")
+
+
+def _end(ranks: list[_Rank], folder: tempfile.TemporaryDirectory[str], held: Connection) -> None:
+    """Leave no rank running: each ends when its connection closes, or is made to."""
+    for rank in ranks:
+        rank.connection.close()
+    deadline = time.monotonic() + END_SECONDS
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.process.close()
+    held.close()
+    folder.cleanup()
+
+
+def _run_rank(
+    place: Place, call: bytes, connection: Connection, lifeline: Connection, path: list[str]
+) -> None:
+    sys.path[:] = path
+    _end_with(lifeline)
+    try:
+        cloudpickle.loads(call)(place, connection)
+    except BaseException as error:
+        _send(connection, ("error", _describe(error)))
+    connection.close()
+
+
+def _send(connection: Connection, message: tuple[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        connection.send(message)
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    message = f"{type(error).__name__}: {error}"
+    lost = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "remote process",
+    )
+    return {
+        "mistake": error if isinstance(error, TitanliteError) else None,
+        "message": message,
+        "traceback": "".join(traceback.format_exception(error)),
+        "lost_peer": any(phrase in message for phrase in lost),
+    }
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the caller's script anew in every rank.
+
+    Its functions travel by value, and a script without an `if __name__ == "__main__"` would start
+    ranks of its own there.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def prepare_environment() -> None:
+    """Set what libraries read from the environment when torch is imported, unless it is set."""
+    # Threads that wait by spinning take the cores from those that work wherever there are more
+    # runnable threads than cores: on a machine that is doing something else, twenty-fold.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # The profiler writes lines of its own to stderr, on every rank.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+@contextlib.contextmanager
+def unwinding_at_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM raises KeyboardInterrupt(SIGTERM): everything is closed on the way out."""
+
+    def unwind(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """What starts inside ignores Ctrl-C, as do ranks forked from it: the caller ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_with(lifeline: Connection) -> None:
+    """End this process as soon as nobody holds the other end of `lifeline`.
+
+    A rank's parent, the fork server, lives as long as any rank: its end says nothing.
+    """
+
+    def watch() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            lifeline.recv_bytes()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[Place]:
+    """The place of this process as a world of its own, meeting nobody."""
+    with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
+        yield Place(0, 1, 0, 1, f"file://{folder}/rendezvous")
+
+
+def torchrun_place() -> Place | None:
+    """The place that torchrun gave this process by its environment variables; None without it."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    given = [name in os.environ for name in names]
+    if not any(given[:2]):
+        return None
+    if not all(given) or not all(os.environ[name].isdecimal() for name in names):
+        shown = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+        raise ConfigError(f"environment: {shown} is not a place in a world; start with torchrun")
+    rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
+    return Place(rank, world_size, local_rank, local_world_size, rendezvous="env://")
+
+
+def choose_device(requested: str, num_local_ranks: int) -> str:
+    """'cuda' where there is a GPU for each local rank, else 'cpu'; `requested` may fix it.
+
+    Raises ConfigError when CUDA is requested and there are fewer GPUs than ranks.
+    """
+    if requested == "cpu":
+        return "cpu"
+    available = count_gpus()
+    if available >= num_local_ranks:
+        return "cuda"
+    if requested == "cuda":
+        raise ConfigError(
+            f'job.device: "cuda" needs a GPU for each rank, {num_local_ranks} here, and there are '
+            f'{available}; use "auto" or "cpu", or fewer ranks'
+        )
+    return "cpu"
+
+
+def count_gpus() -> int:
+    """The CUDA devices of this machine; imports torch only where there is a driver to ask."""
+    if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,148 @@
+"""The mesh as a drawing: which rank sits where on which axis, in plain ASCII."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+_MAX_WIDTH = 80
+_MAX_ROWS = 8
+_MAX_GROUP = 8
+# A place in a truncated axis where coordinates are left out.
+_GAP = None
+Place = tuple[int | None, ...]  # a coordinate on each axis
+
+
+class Mesh(Protocol):
+    """What `draw_mesh` needs to know: axes outermost first, and each rank's place on them."""
+
+    @property
+    def degrees(self) -> Mapping[str, int]: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def coordinates(self, rank: int) -> Mapping[str, int]: ...
+
+
+def draw_mesh(dims: Mesh) -> str:
+    """A cell a rank: the innermost axis across, the others down; axes of degree 1 are left out.
+
+    At most 80 columns and some 30 lines: of an axis too long for that the first coordinates and
+    the last are shown. Below the drawing stands each axis's group that rank 0 is in.
+    """
+    axes = [(axis, size) for axis, size in dims.degrees.items() if size > 1]
+    if not axes:
+        return "mesh: 1 rank, nothing is split"
+    names = [axis for axis, _ in axes]
+    rank_at: dict[Place, int] = {
+        tuple(coordinates[axis] for axis in names): rank
+        for rank in range(dims.world_size)
+        for coordinates in [dims.coordinates(rank)]
+    }
+    title = " x ".join(f"{axis} {size}" for axis, size in axes)
+    lines = [f"mesh: {title} = {dims.world_size} ranks", ""]
+    lines += _grid(axes, rank_at)
+    if len(axes) > 1:
+        lines += ["", "rank 0 is grouped"]
+        widest = max(len(axis) for axis in names)
+        for position, (axis, size) in enumerate(axes):
+            group = [
+                rank_at[tuple(i if k == position else 0 for k in range(len(axes)))]
+                for i in range(size)
+            ]
+            lines.append(f"  over {axis.ljust(widest)} with {_shortened(group)}")
+    return "\n".join(lines)
+
+
+def _grid(axes: Sequence[tuple[str, int]], rank_at: Mapping[Place, int]) -> list[str]:
+    *outer, (across, num_columns) = axes
+    names = [axis for axis, _ in outer]
+    digits = len(str(len(rank_at) - 1))
+    places = _rows(outer)
+    label_widths = [len(_label(axis, size - 1)) for axis, size in outer]
+    label_width = max(sum(label_widths) + 2 * max(len(outer) - 1, 0), len(across), len("rank"))
+    room = _MAX_WIDTH - label_width - 2
+    # A row of ranks that only fits without a blank behind each number is still better whole.
+    tight = num_columns * (digits + 2) <= room < num_columns * (digits + 3)
+    cell = digits + (1 if tight else 2)
+    fitting = room // (cell + 1)
+    columns = _shown(num_columns, num_columns if num_columns <= fitting else max(fitting - 1, 2))
+
+    def row(label: str, cells: Sequence[str], bar: str = "|") -> str:
+        body = bar.join(f"{text:>{digits + 1}}".ljust(cell) for text in cells)
+        return f"{label.rjust(label_width)} {bar}{body}{bar}".rstrip()
+
+    rule = f"{' ' * label_width} +" + "+".join("-" * cell for _ in columns) + "+"
+    dots = "..."[: digits + 1]
+    lines = [row(across, [dots if c is _GAP else str(c) for c in columns], bar=" "), rule]
+    previous: Place = ()
+    for place in places:
+        if previous and place[:-1] != previous[:-1]:
+            lines.append(rule)
+        label = "  ".join(
+            (_label(name, at) if is_new else "").ljust(width)
+            for name, at, is_new, width in zip(
+                names, place, _new(place, previous), label_widths, strict=True
+            )
+        )
+        if _GAP in place:
+            lines.append(label.rstrip())
+        else:
+            cells = [(*place, column) for column in columns]
+            ranks = [dots if at[-1] is _GAP else str(rank_at[at]) for at in cells]
+            lines.append(row(label if outer else "rank", ranks))
+        previous = place
+    return lines if _GAP in previous else [*lines, rule]
+
+
+def _label(axis: str, at: int | None) -> str:
+    return f"{axis} {'...' if at is _GAP else at}"
+
+
+def _rows(outer: Sequence[tuple[str, int]]) -> list[Place]:
+    """The places on the outer axes to draw; a gap on one axis stands for all places inside it."""
+    limits = [size for _, size in outer]
+    while _product(limits) > _MAX_ROWS and max(limits) > 1:
+        limits[limits.index(max(limits))] -= 1
+    shown = [_shown(size, limit) for (_, size), limit in zip(outer, limits, strict=True)]
+    rows: list[Place] = []
+    for place in itertools.product(*shown):
+        if _GAP in place:
+            first = place.index(_GAP)
+            place = place[:first] + (_GAP,) * (len(place) - first)
+        if not rows or rows[-1] != place:
+            rows.append(place)
+    return rows
+
+
+def _new(place: Place, previous: Place) -> list[bool]:
+    """Which coordinates of a row need their label: those from the first change to a gap."""
+    shown = []
+    for i in range(len(place)):
+        inside_gap = _GAP in place[:i]
+        shown.append(place[: i + 1] != previous[: i + 1] and not inside_gap)
+    return shown
+
+
+def _shown(size: int, limit: int) -> list[int | None]:
+    """Coordinates 0 .. size - 1, or the first of them, a gap, and the last: `limit` and the gap."""
+    if size <= limit:
+        return list(range(size))
+    if limit == 1:
+        return [0, _GAP]
+    return [*range(limit - 1), _GAP, size - 1]
+
+
+def _product(numbers: Sequence[int]) -> int:
+    result = 1
+    for number in numbers:
+        result *= number
+    return result
+
+
+def _shortened(group: Sequence[int]) -> str:
+    if len(group) <= _MAX_GROUP:
+        return ", ".join(map(str, group))
+    return ", ".join(map(str, group[:3])) + f", ... {group[-1]} ({len(group)} ranks)"

@@ -1,0 +1,149 @@
+"""Traces of what a rank does: Kineto timelines for Perfetto, and CUDA memory snapshots.
+
+Both write {folder}/iteration_N/ with one file a rank, so the ranks of a step lie side by side.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from titanlite.errors import ConfigError
+
+_MAX_MEMORY_EVENTS = 100_000
+
+
+class StepCounter:
+    """What the profiling contexts give: call `step()` after each training step."""
+
+    def __init__(self, on_step: Callable[[], None] = lambda: None) -> None:
+        self._on_step = on_step
+
+    def step(self) -> None:
+        """Tell the profiler that a training step has ended."""
+        self._on_step()
+
+
+@contextmanager
+def profile_steps(
+    enabled: bool,
+    folder: str | Path,
+    rank: int,
+    profile_freq: int = 10,
+    profiler_active: int = 1,
+    profiler_warmup: int = 3,
+    *,
+    first_step: int = 1,
+) -> Iterator[StepCounter]:
+    """Trace the last `profiler_active` steps of every `profile_freq`, with torch.profiler.
+
+    Writes {folder}/iteration_N/rankR_trace.json, N the step the trace ends with. The
+    `profiler_warmup` steps before them run with the profiler on but its events dropped, since its
+    start distorts times. A cycle that the run ends in leaves no file. Where there is CUDA its
+    kernels are traced too. Open the files at https://ui.perfetto.dev. Raises ConfigError where
+    the warmup and the active steps do not fit into `profile_freq`.
+    """
+    if not enabled:
+        yield StepCounter()
+        return
+    check_profile_schedule(profile_freq, profiler_active, profiler_warmup)
+
+    running = True
+
+    def save_trace(profiler: profile) -> None:
+        # Leaving the block ends an unfinished cycle too; its trace would be of a part of a step.
+        if not running:
+            return
+        iteration = Path(folder) / f"iteration_{first_step - 1 + profiler.step_num}"
+        iteration.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(iteration / f"rank{rank}_trace.json"))
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(
+        activities=activities,
+        schedule=schedule(
+            wait=profile_freq - profiler_warmup - profiler_active,
+            warmup=profiler_warmup,
+            active=profiler_active,
+        ),
+        on_trace_ready=save_trace,
+        record_shapes=True,
+    ) as profiler:
+
+        def step() -> None:
+            with warnings.catch_warnings():
+                # Each cycle has its own file, so nothing is lost when the next one begins.
+                warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+                profiler.step()
+
+        try:
+            yield StepCounter(step)
+        finally:
+            running = False
+
+
+def check_profile_schedule(profile_freq: int, profiler_active: int, profiler_warmup: int) -> None:
+    """Refuse a cycle too short for its parts, with a ConfigError."""
+    needed = profiler_active + profiler_warmup
+    if needed > profile_freq:
+        raise ConfigError(
+            f"profiling.profile_freq: {profile_freq} steps are fewer than profiler_warmup "
+            f"{profiler_warmup} + profiler_active {profiler_active}; use at least {needed}"
+        )
+
+
+@contextmanager
+def snapshot_memory(
+    enabled: bool,
+    folder: str | Path,
+    rank: int,
+    device: torch.device | str,
+    profile_freq: int = 10,
+    *,
+    first_step: int = 1,
+    on_note: Callable[[str], None] = print,
+) -> Iterator[StepCounter]:
+    """Save CUDA's memory history every `profile_freq` steps.
+
+    Writes {folder}/iteration_N/rankR_memory_snapshot.pickle; a run that ends out of memory saves
+    a last one in iteration_N_exit. Open the files at
+    https://pytorch.org/memory_viz. There is no such history on CPU: `on_note` gets one line that
+    says so and nothing is written.
+    """
+    if enabled and torch.device(device).type != "cuda":
+        on_note(
+            "profiling.enable_memory_snapshot: memory is only recorded on CUDA; "
+            "the run goes on without snapshots"
+        )
+        enabled = False
+    if not enabled:
+        yield StepCounter()
+        return
+    step = first_step - 1
+
+    def save(name: str) -> None:
+        iteration = Path(folder) / name
+        iteration.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(iteration / f"rank{rank}_memory_snapshot.pickle"))
+
+    def count() -> None:
+        nonlocal step
+        step += 1
+        if step % profile_freq == 0:
+            save(f"iteration_{step}")
+
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+    try:
+        yield StepCounter(count)
+    except torch.OutOfMemoryError:
+        save(f"iteration_{step}_exit")
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

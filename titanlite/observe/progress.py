@@ -1,0 +1,204 @@
+"""A run's progress: one live bar on a terminal, plain lines everywhere else.
+
+Both say the same: step, loss, gradient norm, learning rate, tokens/s, FLOP/s, MFU on a known GPU,
+memory a rank, time left. Only one rank shows it: the others pass enabled=False.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from titanlite.observe.metrics import StepRecord
+from titanlite.observe.quantities import format_bytes, format_count, format_duration
+from titanlite.observe.terminal import is_terminal, terminal_width
+
+_REDRAW_SECONDS = 0.1
+# A step's weight in the running mean of seconds a step.
+_NEW_WEIGHT = 0.1
+_NUMBER = r"(?<!\S)-?\d\S*"
+
+
+class Progress:
+    """Shows the steps of a run as they end: `with Progress(steps) as p: ... p.update(record)`.
+
+    On a terminal one bar stays at the bottom and `print` writes above it; elsewhere the first
+    step, the last and every `log_freq`-th give a line each, as do all validated ones, without
+    any control character. `color` False takes colors away, on a terminal too. However the block
+    ends, Ctrl-C included, the bar stands as it was last and the terminal is as before.
+    A resumed run passes its `first_step`.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int = 1,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        color: bool = True,
+        log_freq: int = 10,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_steps, self._first_step = total_steps, first_step
+        self._stream = sys.stdout if stream is None else stream
+        self._log_freq = log_freq
+        self._clock = clock
+        self._enabled = enabled
+        self._last: StepRecord | None = None
+        self._start_time = self._last_time = clock()
+        self._seconds_per_step = 0.0
+        self._num_timed = 0
+        self._drawn_at = float("-inf")
+        self._live: Live | None = None
+        if enabled and is_terminal(self._stream):
+            console = Console(
+                file=self._stream,
+                force_terminal=True,
+                color_system="auto" if color else None,
+                width=terminal_width(self._stream),
+            )
+            # No thread redraws: a rank that forks or compiles has no need of another one.
+            self._live = Live(
+                get_renderable=self._screen, console=console, auto_refresh=False, transient=False
+            )
+
+    def __enter__(self) -> Progress:
+        self._start_time = self._last_time = self._clock()
+        if self._live is not None:
+            self._live.start(refresh=True)
+            # A rank may be killed at any time, and a killed one would leave the cursor hidden.
+            self._live.console.show_cursor(True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, record: StepRecord) -> None:
+        """Show a step that has ended."""
+        if not self._enabled:
+            return
+        now = self._clock()
+        self._count_time(now)
+        self._last = record
+        is_last = record.step >= self._total_steps
+        if self._live is not None:
+            if record.validation_loss is not None:
+                self.print(f"step {record.step}: " + "  ".join(_validation(record)))
+            if is_last or now - self._drawn_at >= _REDRAW_SECONDS:
+                self._drawn_at = now
+                self._live.console.width = terminal_width(self._stream)
+                self._live.refresh()
+        elif (
+            is_last
+            or record.step == self._first_step
+            or record.step % self._log_freq == 0
+            or record.validation_loss is not None
+        ):
+            parts = [self._count(), *_figures(record), *_validation(record), self._time_left()]
+            self.print("  ".join(part for part in parts if part))
+
+    def print(self, line: str) -> None:
+        """Write a line: above the bar on a terminal, in its turn elsewhere."""
+        if not self._enabled:
+            return
+        if self._live is not None:
+            self._live.console.print(Text.from_ansi(line), soft_wrap=True)
+        else:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def _count_time(self, now: float) -> None:
+        elapsed, self._last_time = now - self._last_time, now
+        self._num_timed += 1
+        if self._num_timed <= 2:
+            # The first step also sets up and compiles: it says nothing of those to come.
+            self._seconds_per_step = elapsed
+        else:
+            self._seconds_per_step += _NEW_WEIGHT * (elapsed - self._seconds_per_step)
+
+    def _step(self) -> int:
+        return self._first_step - 1 if self._last is None else self._last.step
+
+    def _count(self) -> str:
+        return f"step {self._step():>{len(str(self._total_steps))}}/{self._total_steps}"
+
+    def _time_left(self) -> str:
+        if self._step() >= self._total_steps:
+            return f"{format_duration(self._last_time - self._start_time)} in all"
+        if self._num_timed < 2:
+            return ""
+        seconds = (self._total_steps - self._step()) * self._seconds_per_step
+        return f"{format_duration(seconds)} left"
+
+    def _screen(self) -> Group:
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column()
+        bar.add_column(ratio=1)
+        bar.add_column(justify="right")
+        bar.add_row(
+            Text(self._count(), style="bold"),
+            ProgressBar(
+                total=max(self._total_steps, 1),
+                completed=self._step(),
+                complete_style="blue",
+                finished_style="green",
+            ),
+            Text(self._time_left(), style="cyan"),
+        )
+        figures = _figures(self._last) if self._last else ["waiting for the first step"]
+        width = 0 if self._live is None else self._live.console.width
+        lines = [Text(line, no_wrap=True) for line in _packed(figures, width)]
+        for line in lines:
+            line.highlight_regex(_NUMBER, "bold")
+        return Group(bar, *lines)
+
+
+def _packed(parts: list[str], width: int) -> list[str]:
+    """The parts in lines of at most `width` columns, none of them broken."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]}  {part}" if lines[-1] else part
+        if len(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
+
+
+def _figures(record: StepRecord) -> list[str]:
+    figures = [
+        f"loss {record.loss:.4f}",
+        f"grad norm {record.grad_norm:.3g}",
+        f"lr {record.lr:.2e}",
+        f"{format_count(record.tokens_per_second)} tokens/s",
+    ]
+    if record.flops_per_second is not None:
+        figures.append(f"{format_count(record.flops_per_second, spaced=True)}FLOP/s")
+    if record.mfu is not None:
+        figures.append(f"MFU {record.mfu:.1%}")
+    figures.append(f"{format_bytes(record.memory_bytes)} a rank")
+    return figures
+
+
+def _validation(record: StepRecord) -> list[str]:
+    if record.validation_loss is None:
+        return []
+    figures = [f"validation loss {record.validation_loss:.4f}"]
+    if record.bits_per_dim is not None:
+        figures.append(f"{record.bits_per_dim:.3f} bits/dim")
+    return figures

@@ -1,0 +1,168 @@
+"""apply_ac: keep less of the forward pass, and compute it again when the backward pass needs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+
+from titanlite.parallelize.plan import ParallelPlan, find_plan, match_modules
+
+aten = torch.ops.aten
+
+# The outputs of these are saved: matrix multiplications and attention cost the most to repeat, a
+# collective would be sent twice, and max is the absolute maximum that scales low-precision casts.
+SAVED_OPERATORS = (
+    aten.mm.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_attention_math.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
+    torch.ops.titanlite.ring_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    aten.max.default,
+)
+CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass
+class OperatorTally:
+    """How often a block's forward pass met each listed operator, and what became of its output."""
+
+    saved: Counter[str] = field(default_factory=Counter)
+    recomputed: Counter[str] = field(default_factory=Counter)
+
+    def describe(self) -> str:
+        """One line: what is saved and what is recomputed, with counts per block."""
+        if not self.saved and not self.recomputed:
+            return "nothing counted yet"
+        parts = []
+        for verb, counts in (("saves", self.saved), ("recomputes", self.recomputed)):
+            if counts:
+                listed = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+                parts.append(f"{verb} {listed}")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What apply_ac did: the blocks it wrapped, and the operators of the first of them."""
+
+    wrapped: tuple[str, ...]
+    tally: OperatorTally | None = None
+
+
+def apply_ac(
+    model: nn.Module,
+    mode: str = "selective",
+    *,
+    selective_option: str = "op",
+    recompute_mm_of: tuple[str, ...] = (),
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    early_stop: bool = False,
+    debug: bool = False,
+    save_cpu_attention: bool = False,
+    memory_budget: float = 0.5,
+    plan: ParallelPlan | None = None,
+) -> CheckpointReport:
+    """Checkpoint the blocks of `model` in place.
+
+    mode "none" saves everything. "full" saves only each block's input and computes the block again
+    in the backward pass. "selective" with `selective_option` "n", a number, does so to every n-th
+    block; with "op" it does so to every block, but the outputs of SAVED_OPERATORS are saved, all
+    but every second matrix multiplication. The matrix multiplications of the linear layers named
+    in `recompute_mm_of` (suffixes of their names) are always computed again. "memory_budget" hands
+    the choice to the compiler: 0 is as "full", 1 as "none".
+
+    `save_cpu_attention` also saves the output of the CPU's attention operator under "full" and
+    "n": AOTAutograd mistakes its recomputation for one that needs a random state, and then fails
+    on tensor-parallel graphs.
+
+    Sources: arXiv 2205.05198 (selective recomputation);
+    https://pytorch.org/blog/activation-checkpointing-techniques/
+    """
+    plan = plan or find_plan(model)
+    if mode == "none":
+        return CheckpointReport(())
+    if mode == "memory_budget":
+        import torch._functorch.config
+
+        torch._functorch.config.activation_memory_budget = memory_budget
+        return CheckpointReport(())
+    options: dict[str, Any] = {
+        "preserve_rng_state": preserve_rng_state,
+        "determinism_check": determinism_check,
+        "early_stop": early_stop,
+        "debug": debug,
+    }
+    tally = None
+    every = 1
+    if mode == "selective" and selective_option == "op":
+        tally = OperatorTally()
+        shapes = _transposed_weight_shapes(model, recompute_mm_of)
+        options["context_fn"] = partial(_selective_contexts, shapes, tally)
+    else:
+        every = int(selective_option) if mode == "selective" else 1
+        if save_cpu_attention:
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, [CPU_ATTENTION])
+    container = match_modules(model, plan.blocks).get(plan.blocks)
+    wrapped = []
+    if container is not None:
+        for index, (key, block) in enumerate(list(container.named_children())):
+            # A part of a split model has its blocks under the keys of the whole.
+            place = int(key) if key.isdigit() else index
+            if (place + 1) % every == 0:
+                container.register_module(key, checkpoint_wrapper(block, **options))
+                wrapped.append(f"{plan.blocks}.{key}")
+    return CheckpointReport(tuple(wrapped), tally)
+
+
+def _selective_contexts(recomputed_shapes: frozenset[torch.Size], tally: OperatorTally) -> Any:
+    """The two contexts of one checkpointed call, with a policy that counts for this call alone."""
+    tally.saved.clear()
+    tally.recomputed.clear()
+    # One counter for the forward pass and one for its recomputation. With a shared one, a block
+    # with an odd number of matrix multiplications would look for outputs that were never saved.
+    num_mm = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = operator in SAVED_OPERATORS
+        if operator is aten.mm.default:
+            if args[1].shape in recomputed_shapes:
+                saved = False
+            else:
+                num_mm[context.is_recompute] += 1
+                saved = num_mm[context.is_recompute] % 2 == 1
+        if operator in SAVED_OPERATORS and not context.is_recompute:
+            counts = tally.saved if saved else tally.recomputed
+            counts[str(operator).removeprefix("aten.").removesuffix(".default")] += 1
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _transposed_weight_shapes(model: nn.Module, suffixes: tuple[str, ...]) -> frozenset[torch.Size]:
+    """Shapes of the second operand in the products of the linear layers whose names end so."""
+    shapes = set()
+    for name, module in model.named_modules():
+        named = any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes)
+        if named and isinstance(module, nn.Linear):
+            # A TP style multiplies either the DTensor or its local shard.
+            weight = module.weight
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            shapes |= {weight.shape[::-1], local.shape[::-1]}
+    return frozenset(shapes)

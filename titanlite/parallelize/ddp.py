@@ -1,0 +1,32 @@
+"""apply_ddp: one whole replica a rank, gradients summed in buckets while the backward pass runs."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+
+BUCKET_CAP_MB = 100
+
+
+def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False) -> int:
+    """Replicate `model` over the 1-D `replicate_mesh`; return the bucket size in MB.
+
+    Where blocks are `compiled`, Dynamo's DDP optimizer is turned on: it splits graphs at bucket
+    boundaries, so that reductions overlap with the backward pass of compiled code.
+
+    Gradients are summed, not averaged: the loss is already divided by the tokens of the whole step.
+    Parameters on the "meta" device must have been given storage and values first.
+    """
+    if compiled:
+        torch._dynamo.config.optimize_ddp = "ddp_optimizer"
+    replica: Any = replicate(model, device_mesh=replicate_mesh, bucket_cap_mb=BUCKET_CAP_MB)
+    replica.register_comm_hook(replicate_mesh.get_group(), _sum_bucket)
+    return BUCKET_CAP_MB
+
+
+def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])

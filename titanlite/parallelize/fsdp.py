@@ -1,0 +1,92 @@
+"""apply_fsdp: shard parameters, gradients and optimizer state with FSDP2, over one or two axes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from titanlite.parallelize.plan import ParallelPlan, find_blocks, find_plan
+
+
+def apply_fsdp(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reshard_after_forward: str = "default",
+    pipelined: bool = False,
+    cpu_offload: bool = False,
+    pin_memory: bool = True,
+    plan: ParallelPlan | None = None,
+) -> int:
+    """Shard `model` in place with FSDP2; return the number of units it was cut into.
+
+    A unit (the embeddings, each block, the head, and whatever is left) is gathered before it
+    computes and its gradients are reduced after: a 1-D `dp_mesh` shards over it, a 2-D one
+    replicates over its first axis and shards over its second (HSDP). Parameters compute in
+    `param_dtype` and gradients are reduced in `reduce_dtype`, each the parameter's own if None.
+
+    `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the
+    backward pass, "default" is "always", but "never" when `pipelined`, where each microbatch would
+    gather it again. The head is needed again at once and stays gathered but under "always".
+
+    Gradients are summed, not averaged: the loss is already divided by the tokens of the whole
+    step. Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+    plan = plan or find_plan(model)
+    reshard = {"always": True, "never": False, "default": not pipelined}[reshard_after_forward]
+    offload = (
+        # Pinning needs an accelerator's driver: https://github.com/pytorch/pytorch/issues/150240
+        CPUOffloadPolicy(pin_memory=pin_memory and torch.cuda.is_available())
+        if cpu_offload
+        else OffloadPolicy()
+    )
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+    def shard(module: nn.Module | list[nn.Module], reshard_unit: bool) -> None:
+        fully_shard(
+            module,
+            mesh=dp_mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard_unit,
+        )
+
+    modules = dict(model.named_modules())
+    units = 0
+    for names, reshard_unit in (
+        (plan.embeddings, reshard),
+        (plan.head, reshard_after_forward == "always"),
+    ):
+        group = [modules[name] for name in names if name in modules]
+        if group:
+            shard(group[0] if len(group) == 1 else group, reshard_unit)
+            units += 1
+    for block in find_blocks(model, plan).values():
+        shard(block, reshard)
+        units += 1
+    # The root takes what is left; often there is nothing.
+    units += any(not _is_sharded_over(parameter, dp_mesh) for parameter in model.parameters())
+    shard(model, reshard)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Dividing by one is a PREMUL_SUM to FSDP2, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+    return units
+
+
+def _is_sharded_over(parameter: nn.Parameter, dp_mesh: DeviceMesh) -> bool:
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return set(dp_mesh.mesh_dim_names or ()) <= set(names or ())

@@ -1,0 +1,241 @@
+"""Pipeline parallelism: a model cut into stages, and the schedule that runs them.
+
+    split_model         the model's parts, one a stage, each with its modules under their own names
+    Pipeline            the stages of one rank: a step by schedule, and a forward pass alone
+
+The engine is torch.distributed.pipelining. Between the two each part goes through the same
+parallelize steps as a whole model does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from titanlite.errors import TitanliteError
+from titanlite.schedule import Schedule
+from titanlite.schedule.actions import COMPUTE_KINDS
+
+
+def split_model(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
+    """Copies of `model`, one for each of `stages`, with the modules that stage names.
+
+    A module keeps its name in every part: one that a part lacks is taken out of its ModuleDict, or
+    is None where it is an attribute. `stages` together name each such module once. Raises
+    TitanliteError for a name that the model does not have.
+    """
+    names = [name for stage in stages for name in stage]
+    for name in names:
+        try:
+            model.get_submodule(name)
+        except AttributeError:
+            raise TitanliteError(
+                f"{type(model).__name__} has no module '{name}' to cut into stages"
+            ) from None
+    parts = []
+    for stage in stages:
+        part = copy.deepcopy(model)
+        for name in set(names) - set(stage):
+            parent_name, _, leaf = name.rpartition(".")
+            parent = part.get_submodule(parent_name)
+            if isinstance(parent, nn.ModuleDict):
+                del parent[leaf]
+            else:
+                setattr(parent, leaf, None)
+        parts.append(part)
+    return parts
+
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class Pipeline:
+    """The stages that one rank of the 1-D `pp_mesh` holds, run by a schedule.
+
+    `parts` are this rank's, by stage, parallelized; `plain_parts` those of all stages as
+    split_model made them on the "meta" device, from which the shapes between stages come. Such
+    activations have dtype `dtype` and are sharded `num_shards` ways along `sequence_dim`. Each
+    batch has the same number of images, cut into `schedule.num_microbatches`, and `num_tokens`
+    tokens an image on this rank. The schedule is PyTorch's of that name; where it has none, or
+    `from_table` asks for it, PyTorch's runtime executes the table.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        parts: Mapping[int, nn.Module],
+        plain_parts: Sequence[nn.Module],
+        pp_mesh: DeviceMesh,
+        *,
+        microbatch_size: int,
+        num_tokens: int,
+        dtype: torch.dtype,
+        num_shards: int = 1,
+        sequence_dim: int = 0,
+        from_table: bool = False,
+    ) -> None:
+        self.table = schedule
+        self._parts = dict(sorted(parts.items()))
+        self._plain_parts = plain_parts
+        self.group = pp_mesh.get_group()
+        self._device = torch.device(pp_mesh.device_type)
+        if self._device.type == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._num_tokens, self._dtype = num_tokens, dtype
+        self._num_shards, self._sequence_dim = num_shards, sequence_dim
+        self._known_shapes: dict[int, list[torch.Size]] = {}
+        self._loss_function: LossFunction | None = None
+        self.on_loss: Callable[[], None] | None = None
+        """Called after each microbatch's loss, as part of the last stage's forward pass."""
+        self.stages = [self._make_stage(stage, microbatch_size) for stage in self._parts]
+        self._schedule = self._make_schedule(from_table)
+
+    @property
+    def has_first(self) -> bool:
+        return 0 in self._parts
+
+    @property
+    def has_last(self) -> bool:
+        return self.table.num_stages - 1 in self._parts
+
+    def step(
+        self, tokens: Tensor, positions: Tensor, targets: Tensor, loss_function: LossFunction
+    ) -> None:
+        """Run the schedule on a batch, and leave the gradients on the parameters.
+
+        Tokens and targets [B, T], positions [T]. `loss_function(logits, targets)` is called for
+        each microbatch, on the rank that has the last stage; the gradients are those of its sum.
+        """
+        self._loss_function = loss_function
+        inputs = (tokens, positions) if self.has_first else ()
+        target = targets if self.has_last else None
+        self._schedule.step(*inputs, target=target, return_outputs=False)
+        self._loss_function = None
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+        """The logits of tokens [B, T] at positions [T] on the rank of the last stage, else None.
+
+        PyTorch's schedules cannot run forwards alone where they are V-shaped.
+        """
+        shapes = self._shapes(tokens.size(0))
+        place = self.table.stage_to_rank
+        rank = dist.get_rank(self.group)
+        sends = []
+        x: Any = None
+        for stage, part in self._parts.items():
+            if stage == 0:
+                x = part(tokens, positions)
+            else:
+                if place[stage - 1] != rank:
+                    x = torch.empty(shapes[stage - 1], dtype=self._dtype, device=self._device)
+                    dist.recv(x, group=self.group, group_src=place[stage - 1])
+                x = part(x)
+            if stage < self.table.num_stages - 1 and place[stage + 1] != rank:
+                sent = x.contiguous()
+                sends.append((dist.isend(sent, group=self.group, group_dst=place[stage + 1]), sent))
+        for work, _ in sends:
+            assert work is not None
+            work.wait()
+        for part in self._parts.values():
+            # A schedule expects its stages as a step leaves them.
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return x if self.has_last else None
+
+    def parameters(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Each parameter of each stage: its name, its rank on the pp axis, and a "meta" tensor."""
+        for place, part in zip(self.table.stage_to_rank, self._plain_parts, strict=True):
+            for name, parameter in part.named_parameters():
+                yield name, place, parameter
+
+    def _shapes(self, batch_size: int) -> list[torch.Size]:
+        """The shape that each stage hands to the next, as this rank holds it."""
+        if batch_size in self._known_shapes:
+            return self._known_shapes[batch_size]
+        x: Any = torch.empty(batch_size, self._num_tokens, dtype=torch.long, device="meta")
+        shapes = []
+        with torch.no_grad():
+            for index, part in enumerate(self._plain_parts[:-1]):
+                x = (
+                    part(x, torch.arange(self._num_tokens, device="meta"))
+                    if index == 0
+                    else part(x)
+                )
+                shape = list(x.shape)
+                shape[self._sequence_dim] //= self._num_shards
+                shapes.append(torch.Size(shape))
+        self._known_shapes[batch_size] = shapes
+        return shapes
+
+    def _make_stage(self, stage: int, microbatch_size: int) -> PipelineStage:
+        """With all shapes given, PyTorch need not run the model once to learn them."""
+
+        def activation(index: int) -> Tensor:
+            shape = self._shapes(microbatch_size)[index]
+            return torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
+
+        tokens = torch.empty(microbatch_size, self._num_tokens, dtype=torch.long, device="meta")
+        last = self.table.num_stages - 1
+        return PipelineStage(
+            self._parts[stage],
+            stage,
+            self.table.num_stages,
+            self._device,
+            input_args=(tokens, tokens[0]) if stage == 0 else (activation(stage - 1),),
+            # Nobody receives what the last stage puts out.
+            output_args=(activation(min(stage, last - 1)),),
+            group=self.group,
+        )
+
+    def _make_schedule(self, from_table: bool) -> Any:
+        def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
+            assert self._loss_function is not None
+            loss = self._loss_function(logits, targets)
+            if self.on_loss is not None:
+                self.on_loss()
+            return loss
+
+        # The loss is a sum, divided by what it is to be divided by: gradients are not scaled.
+        options: dict[str, Any] = {
+            "n_microbatches": self.table.num_microbatches,
+            "loss_fn": loss_function,
+            "scale_grads": False,
+        }
+        schedule: Any
+        try:
+            cls: Any = None if from_table else get_schedule_class(self.table.name)
+        except ValueError:
+            cls = None
+        if cls is None:
+            schedule = _PipelineScheduleRuntime(self.stages, **options)
+            rows = {
+                rank: [_Action.from_str(str(action)) for action in row]
+                for rank, row in enumerate(self.table.actions)
+            }
+            compute_only = all(a.kind in COMPUTE_KINDS for row in self.table.actions for a in row)
+            form = "compute_only" if compute_only else "compute_comms"
+            schedule._prepare_schedule_with_comms(rows, format=form)
+        elif issubclass(cls, PipelineScheduleSingle):
+            schedule = cls(self.stages[0], **options)
+        else:
+            schedule = cls(self.stages, **options)
+        # Not every class takes it as an argument: tokens are cut into microbatches, positions not.
+        schedule._args_chunk_spec = (TensorChunkSpec(0), _Replicate())
+        return schedule

@@ -1,0 +1,75 @@
+"""What a model says about how it can be cut: a ParallelPlan, data beside the model (plan.py)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+from titanlite.errors import TitanliteError
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a model class is cut.
+
+    `tensor_parallel` maps module names, as the plain model has them, to TP styles; `*` stands for
+    one part of a name. `loss_parallel` replaces entries of it where the loss is computed on logits
+    that are sharded over the vocabulary. `blocks` names the container of the repeated blocks:
+    activation checkpointing, compile and FSDP work block by block. `embeddings` and `head` are the
+    modules before and after the blocks; each group is one FSDP unit. `attention` is the name,
+    within a block, of the module that takes q, k and v. `sequence_dim` is the dimension along
+    which tensor parallelism shards what passes from block to block.
+    """
+
+    tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    loss_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    blocks: str = "layers"
+    embeddings: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+    attention: str = "attention.inner"
+    sequence_dim: int = 0
+
+
+def find_plan(model: nn.Module) -> ParallelPlan:
+    """The plan registered for the model's class: `PLANS[class]` in plan.py beside its module.
+
+    Raises TitanliteError where there is none.
+    """
+    # FSDP2 and replicate put a class of their own before the model's.
+    for cls in type(model).__mro__:
+        package = getattr(sys.modules.get(cls.__module__), "__package__", None)
+        if package and find_spec(package) and find_spec(f"{package}.plan"):
+            plans = getattr(import_module(f"{package}.plan"), "PLANS", {})
+            if cls in plans:
+                return plans[cls]
+    raise TitanliteError(
+        f"{type(model).__name__} has no parallelize plan; give one, or add it to PLANS in the "
+        "plan.py beside its module"
+    )
+
+
+def match_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """The submodules whose names match `pattern`, in which `*` stands for one part of a name."""
+    parts = pattern.split(".")
+    matches = {}
+    for name, module in model.named_modules():
+        name_parts = name.split(".")
+        if len(name_parts) == len(parts) and all(map(fnmatchcase, name_parts, parts)):
+            matches[name] = module
+    return matches
+
+
+def find_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
+    """The repeated blocks of `model` by their key in the container; empty where it has none."""
+    containers = match_modules(model, plan.blocks)
+    return dict(containers[plan.blocks].named_children()) if containers else {}

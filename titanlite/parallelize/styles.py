@@ -1,0 +1,174 @@
+"""TP styles that compute on local shards.
+
+They say the same as PyTorch's ColwiseParallel, RowwiseParallel and SequenceParallel: parameters
+are DTensors and collectives are DTensor's. But what lies between two collectives runs on plain
+tensors, because DTensor's dispatch costs some 100 microseconds an operator and rank, which on CPU
+adds up to a tenth of a small model's step. Either kind may stand in a plan, and both in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from titanlite.errors import TitanliteError
+
+
+class GatherColwise(ParallelStyle):
+    """Gather a module's input once for the linear layers in it that read it, cut by their outputs.
+
+    `layers` names those children; the module must hand its first argument to them and use it for
+    nothing else. That argument: the local shard along `dim`, all-gathered in the forward pass; its
+    gradient is reduce-scattered in the backward pass, once for all layers. Output of each layer:
+    the local shard of its last dimension. The layers are one matrix product, because cutting them
+    leaves each too narrow to be a fast one. The module's other arguments pass unchanged.
+    """
+
+    def __init__(self, dim: int, *layers: str) -> None:
+        super().__init__()
+        self.dim = dim
+        self.layers = layers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layers: dict[str, Any] = {name: module.get_submodule(name) for name in self.layers}
+        for name, layer in layers.items():
+            _require(layer, nn.Linear, self)
+            placements = {"weight": Shard(0), "bias": Shard(0)}
+            _distribute(layer, device_mesh, placements, self.src_data_rank)
+            # The module hands each layer all outputs in place of the input they share.
+            _replace_forward(layer, lambda _, outputs, name=name: outputs[name])
+
+        def gather_and_multiply(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            shard = DTensor.from_local(inputs[0], device_mesh, [Shard(self.dim)], run_check=False)
+            whole = shard.redistribute(placements=[Replicate()])
+            x = whole.to_local(grad_placements=[Partial()])
+            weights = [_local(layer.weight) for layer in layers.values()]
+            products = F.linear(x, torch.cat(weights)).split([w.size(0) for w in weights], dim=-1)
+            outputs = {
+                name: product if layer.bias is None else product + _local(layer.bias)
+                for (name, layer), product in zip(layers.items(), products, strict=True)
+            }
+            return (outputs, *inputs[1:])
+
+        module.register_forward_pre_hook(gather_and_multiply)
+        return module
+
+
+class RowwiseLocal(ParallelStyle):
+    """A linear layer cut by its input features, its output's sum scattered along `scatter_dim`.
+
+    Input: the local shard of the last dimension. Output: the local shard along `scatter_dim`.
+    Reduce-scatters in the forward pass and all-gathers in the backward pass.
+    """
+
+    def __init__(self, scatter_dim: int) -> None:
+        super().__init__()
+        self.scatter_dim = scatter_dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require(module, nn.Linear, self)
+        _distribute(
+            module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank
+        )
+
+        def forward(module: nn.Linear, x: Tensor) -> Tensor:
+            partial = F.linear(x, _local(module.weight))
+            total = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)
+            output = total.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
+            return output if module.bias is None else output + _local(module.bias, Partial())
+
+        return _replace_forward(module, forward)
+
+
+class NormLocal(ParallelStyle):
+    """An RMSNorm or LayerNorm, whole on every rank, over sequence shards.
+
+    Input and output: the local shard. The gradients of its parameters stay pending sums over the
+    ranks, made by FSDP2 or before the gradient norm is taken.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require(module, (nn.RMSNorm, nn.LayerNorm), self)
+        _distribute(
+            module, device_mesh, {"weight": Replicate(), "bias": Replicate()}, self.src_data_rank
+        )
+
+        def rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
+            weight = _local(module.weight, Partial())
+            return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+
+        def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
+            weight, bias = _local(module.weight, Partial()), _local(module.bias, Partial())
+            return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+
+        return _replace_forward(module, rms_norm if isinstance(module, nn.RMSNorm) else layer_norm)
+
+
+class EmbeddingLocal(ParallelStyle):
+    """An embedding table, whole on every rank, looked up for this rank's part of the output.
+
+    Input: indices, the same on every rank. Output: the local shard along `dim` of the embeddings,
+    all of them where `dim` is None. No collective; the gradient of the table stays a pending sum
+    over the ranks. Cheaper than cutting the table by rows where it is smaller than the activations.
+    """
+
+    def __init__(self, dim: int | None) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require(module, nn.Embedding, self)
+        _distribute(module, device_mesh, {"weight": Replicate()}, self.src_data_rank)
+
+        def forward(module: nn.Embedding, indices: Tensor) -> Tensor:
+            if self.dim is None:
+                return F.embedding(indices, _local(module.weight), module.padding_idx)
+            own = indices.chunk(device_mesh.size(), dim=self.dim)[device_mesh.get_local_rank()]
+            return F.embedding(own, _local(module.weight, Partial()), module.padding_idx)
+
+        return _replace_forward(module, forward)
+
+
+def _local(parameter: Tensor | None, grad_placement: Placement | None = None) -> Any:
+    """The local shard of a parameter; its gradient has the parameter's placement or the given."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=None if grad_placement is None else [grad_placement])
+
+
+def _distribute(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Mapping[str, Placement],
+    src_data_rank: int | None,
+) -> None:
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        distributed = distribute_tensor(
+            parameter, mesh, [placements[key]], src_data_rank=src_data_rank
+        )
+        module.register_parameter(key, nn.Parameter(distributed, parameter.requires_grad))
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> nn.Module:
+    module.forward = MethodType(forward, module)
+    return module
+
+
+def _require(
+    module: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...], style: ParallelStyle
+) -> None:
+    if not isinstance(module, kind):
+        names = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
+        raise TitanliteError(
+            f"{type(style).__name__} in a tensor-parallel plan cuts {names}, "
+            f"not {type(module).__name__}"
+        )

@@ -1,0 +1,80 @@
+"""apply_tp: cut a model's modules over the tensor axis as its plan says."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
+
+from titanlite.parallelize.plan import ParallelPlan, find_plan, match_modules
+from titanlite.parallelize.styles import EmbeddingLocal
+
+
+@dataclass(frozen=True)
+class TensorParallelReport:
+    """What apply_tp did: modules cut, tables kept whole, and plan keys that matched nothing."""
+
+    parallelized: tuple[str, ...]
+    replicated: tuple[str, ...]
+    unmatched: tuple[str, ...]
+
+
+def apply_tp(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    plan: ParallelPlan | dict[str, ParallelStyle] | None = None,
+    *,
+    loss_parallel: bool = False,
+    known_unmatched: frozenset[str] = frozenset(),
+) -> TensorParallelReport:
+    """Cut `model` in place over the 1-D mesh `tp_mesh`, each module by the style its plan gives.
+
+    The plan is the one registered for the model's class, or the one given: a ParallelPlan, or a
+    plain dictionary of module name to style. A key that matches no module is warned about and
+    skipped, as by `parallelize_module`, unless it is among `known_unmatched`.
+
+    An embedding table with fewer rows than there are ranks stays whole on each: a rank without a
+    row would break FSDP2, which refuses empty shards.
+    """
+    if plan is None:
+        plan = find_plan(model)
+    if isinstance(plan, ParallelPlan):
+        styles = dict(plan.tensor_parallel)
+        if loss_parallel:
+            styles.update(plan.loss_parallel)
+    else:
+        styles = dict(plan)
+    parallelized: list[str] = []
+    replicated: list[str] = []
+    unmatched: list[str] = []
+    for pattern, style in styles.items():
+        matches = match_modules(model, pattern)
+        if not matches:
+            unmatched.append(pattern)
+            if pattern not in known_unmatched:
+                warnings.warn(
+                    f"tensor-parallel plan key '{pattern}' matches no module of "
+                    f"{type(model).__name__}; skipped",
+                    stacklevel=2,
+                )
+        for name, module in matches.items():
+            whole = _style_of_short_table(module, style, tp_mesh.size())
+            parallelize_module(module, tp_mesh, whole or style)
+            (replicated if whole else parallelized).append(name)
+    return TensorParallelReport(tuple(parallelized), tuple(replicated), tuple(unmatched))
+
+
+def _style_of_short_table(
+    module: nn.Module, style: ParallelStyle, num_ranks: int
+) -> EmbeddingLocal | None:
+    """What replaces a cut by rows where there are fewer rows than ranks."""
+    if not isinstance(module, nn.Embedding) or not isinstance(style, RowwiseParallel):
+        return None
+    if module.num_embeddings >= num_ranks:
+        return None
+    (layout,) = style.output_layouts
+    return EmbeddingLocal(layout.dim if isinstance(layout, Shard) else None)

@@ -1,0 +1,270 @@
+"""What a person sees of a run: the plan it starts with, its progress, and the pictures at its end.
+
+Every rank calls the same methods, since some of what is shown is gathered from all; the first one
+prints and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.document import format_config
+from titanlite.errors import ConfigError
+from titanlite.job import Job
+from titanlite.observe.effective_plan import PlanRow, draw_mesh, render_plan
+from titanlite.observe.metrics import (
+    MetricsLog,
+    StepRecord,
+    bits_per_dim,
+    mfu,
+    peak_memory_bytes,
+    read_metrics,
+)
+from titanlite.observe.pipeline_timeline import (
+    PipelineRecorder,
+    gather_timeline,
+    save_timeline,
+)
+from titanlite.observe.profiling import profile_steps, snapshot_memory
+from titanlite.observe.progress import Progress
+from titanlite.sample import sample_images
+from titanlite.training.step import StepResult
+
+# Pixels from one line about sampling to the next; a multiple of how often sampling looks up.
+SAMPLED_A_LINE = 768
+
+
+class Reporter:
+    """Shows and records a run: `with Reporter(job) as reporter: ... reporter.record(...)`."""
+
+    def __init__(self, job: Job) -> None:
+        config, world = job.config, job.world
+        self._job = job
+        self._folder = Path(config.job.dump_folder)
+        self._color = not config.metrics.disable_color_printing
+        self._progress = Progress(
+            config.training.steps,
+            enabled=world.is_first,
+            color=self._color,
+            log_freq=config.metrics.log_freq,
+        )
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> Reporter:
+        with self._writing():
+            return self._enter()
+
+    def _enter(self) -> Reporter:
+        config, world = self._job.config, self._job.world
+        if world.is_first:
+            self._introduce()
+            if config.job.save_config_file:
+                written = self._folder / config.job.save_config_file
+                written.parent.mkdir(parents=True, exist_ok=True)
+                written.write_text(format_config(config), encoding="utf-8")
+        self._log = self._exits.enter_context(
+            MetricsLog(
+                self._folder,
+                enable_tensorboard=config.metrics.enable_tensorboard,
+                save_tb_folder=config.metrics.save_tb_folder,
+                enable_wandb=config.metrics.enable_wandb,
+                job_config=config.model_dump(mode="json"),
+                enabled=world.is_first,
+            )
+        )
+        profiling = config.profiling
+        self._profiler = self._exits.enter_context(
+            profile_steps(
+                profiling.enable_profiling,
+                self._folder / profiling.save_traces_folder,
+                world.rank,
+                profiling.profile_freq,
+                profiling.profiler_active,
+                profiling.profiler_warmup,
+            )
+        )
+        self._snapshots = self._exits.enter_context(
+            snapshot_memory(
+                profiling.enable_memory_snapshot,
+                self._folder / profiling.save_memory_snapshot_folder,
+                world.rank,
+                world.device,
+                profiling.profile_freq,
+                on_note=self._progress.print,
+            )
+        )
+        self._exits.enter_context(self._progress)
+        self._recorder = self._record_pipeline()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._exits.close()
+
+    def record(self, step: int, result: StepResult, validation_loss: float | None = None) -> None:
+        """Record and show a step that has ended, with its validation loss where there is one."""
+        job = self._job
+        num_tokens = job.global_batch_size * job.model_config.num_tokens
+        tokens_per_second = num_tokens / result.seconds
+        flops_per_second = tokens_per_second * job.model_config.flops_per_token(
+            job.model_config.num_tokens
+        )
+        memory = torch.tensor(peak_memory_bytes(job.world.device), device=job.world.device)
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens_per_second=tokens_per_second,
+            seconds=result.seconds,
+            memory_bytes=int(memory),
+            validation_loss=validation_loss,
+            bits_per_dim=None if validation_loss is None else bits_per_dim(validation_loss),
+            flops_per_second=flops_per_second,
+            mfu=_mfu(flops_per_second, job),
+        )
+        with self._writing():
+            self._log.log(record)
+        if step == 1 and job.checkpointing.tally is not None:
+            self._progress.print(f"each block {job.checkpointing.tally.describe()}")
+        self._progress.update(record)
+        with self._writing():
+            self._profiler.step()
+            self._snapshots.step()
+            self._draw_pipeline(step)
+
+    def note_collected(self, num_objects: int) -> None:
+        """Say how much a garbage collection found, where `training.gc_debug` asks for it."""
+        if self._job.config.training.gc_debug:
+            self._progress.print(f"garbage collection: {num_objects} unreachable objects")
+
+    def finish(self) -> None:
+        """Draw the loss curve, and images from the trained model beside real ones."""
+        with self._writing():
+            self._finish()
+
+    def _finish(self) -> None:
+        job, sampling = self._job, self._job.config.sampling
+        if job.world.is_first:
+            # matplotlib takes its time to import: on this rank alone, and not before it is needed.
+            from titanlite.observe.pictures import save_loss_curve
+
+            curve = self._folder / "loss.png"
+            save_loss_curve(
+                curve,
+                read_metrics(self._folder),
+                vocab_size=job.model_config.vocab_size,
+                title=job.config.job.description,
+            )
+            self._progress.print(f"loss curve: {curve}")
+        wanted, num_tokens = sampling.num_images, job.model_config.num_tokens
+        if wanted == 0:
+            return
+        self._progress.print(
+            f"sampling {wanted} {_plural('image', wanted)}, {num_tokens:,} pixels each"
+        )
+        images = sample_images(
+            job, wanted, temperature=sampling.temperature, on_pixels=self._show_sampling
+        )
+        if not job.world.is_first:
+            return
+        if images is None:
+            self._progress.print("no images sampled: the whole model does not fit on one rank")
+            return
+        from titanlite.observe.pictures import save_image_grid
+
+        if len(images) < wanted:
+            self._progress.print(
+                f"{len(images)} of {wanted} images are drawn: all would take over a minute"
+            )
+        grid = self._folder / "samples.png"
+        save_image_grid(
+            grid,
+            images,
+            torch.stack([job.dataset.sample(i) for i in range(len(images))]),
+            height=job.model_config.image_height,
+            width=job.model_config.image_width,
+            channels=job.model_config.image_channels,
+            vocab_size=job.model_config.vocab_size,
+            title=job.config.job.description,
+        )
+        self._progress.print(f"sampled images: {grid}")
+
+    def _show_sampling(self, num_drawn: int) -> None:
+        num_tokens = self._job.model_config.num_tokens
+        if num_drawn % SAMPLED_A_LINE == 0:
+            self._progress.print(f"  pixel {num_drawn:,} of {num_tokens:,}")
+
+    def _record_pipeline(self) -> PipelineRecorder | None:
+        pipeline, profiling = self._job.pipeline, self._job.config.profiling
+        if pipeline is None or not profiling.enable_pipeline_timeline:
+            return None
+        place = self._job.dims.coordinates(self._job.world.rank)["pp"]
+        recorder = PipelineRecorder(pipeline.stages, place, self._job.world.device)
+        pipeline.on_loss = recorder.count_in
+        return recorder
+
+    def _draw_pipeline(self, step: int) -> None:
+        job, profiling = self._job, self._job.config.profiling
+        if self._recorder is None or job.pipeline is None:
+            return
+        spans = self._recorder.take()
+        if step % profiling.profile_freq and step != job.config.training.steps:
+            return
+        # With accumulation, a step is several runs of the schedule: the last one is drawn.
+        per_run = len(job.pipeline.table.compute(job.dims.coordinates(job.world.rank)["pp"]))
+        timeline = gather_timeline(
+            spans[-per_run:],
+            job.pipeline.group,
+            f"{job.pipeline.table.name}, step {step}",
+            one_machine=job.world.local_size == job.world.size,
+        )
+        if timeline is not None and job.world.is_first:
+            folder = self._folder / profiling.save_traces_folder
+            diagram = save_timeline(timeline, folder, f"pipeline_step_{step}")
+            self._progress.print(f"pipeline timeline: {diagram}; {timeline.caption}")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What fails to be written inside ends the run with one line."""
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"job.dump_folder: writing {error.filename or self._folder} failed with "
+                f"{error.strerror or error}; make room, or give another folder"
+            ) from error
+
+    def _introduce(self) -> None:
+        job, say = self._job, self._progress.print
+        if job.config.job.print_config:
+            say(format_config(job.config))
+        say(job.config.job.description)
+        say("")
+        say(draw_mesh(job.dims))
+        say("")
+        rows = [PlanRow(a.feature, a.requested, a.active, a.note) for a in job.applied]
+        say(render_plan(rows, stream=sys.stdout, color=self._color))
+        say("")
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"
+
+
+def _mfu(flops_per_second: float, job: Job) -> float | None:
+    if job.world.device.type != "cuda":
+        return None
+    return mfu(flops_per_second, torch.cuda.get_device_name(job.world.device), job.world.size)

@@ -1,0 +1,174 @@
+"""Draw images from a trained job: one pixel after the other, with a key/value cache.
+
+The weights are gathered from whatever plan trained them into the plain model, and the images are
+shared out over the ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.config import load_model_spec
+from titanlite.job import Job
+from titanlite.mesh.world import free_memory_bytes, set_timeout
+from titanlite.names import canonical_name
+from titanlite.parallelize import DTYPES
+from titanlite.training.initialize import generator_for
+from titanlite.training.shards import whole_tensor
+
+# Images of so many tokens in all are drawn side by side, which bounds their keys and values.
+TOKENS_AT_ONCE = 16 * 3072
+# Pixels from one look at the clock to the next.
+PIXELS_A_LOOK = 128
+WAIT_SECONDS = 3600
+
+
+def sample_images(
+    job: Job,
+    num_images: int,
+    *,
+    temperature: float = 1.0,
+    limit_seconds: float = 60,
+    on_pixels: Callable[[int], None] = lambda num_drawn: None,
+) -> Tensor | None:
+    """Up to `num_images` sampled images as tokens [N, T]; every rank must call this.
+
+    The first pixel of each is that of a training image, the data's own distribution; each other
+    is drawn from the model's logits over `temperature`. The same images come from every plan with
+    the same weights, up to rounding. Where all would take longer than `limit_seconds`, a rank
+    gives up as many as it has to, but for one. `on_pixels` hears now and then how many pixels of
+    each image this rank has drawn. None where the whole model does not fit beside its shards.
+    """
+    if not _fits(job):
+        return None
+    # A rank that draws none, or is quicker, waits for the others at the end.
+    set_timeout(WAIT_SECONDS)
+    model, num_tokens = whole_model(job), job.model_config.num_tokens
+    # An image and whether it is there, both zero on all ranks but the one that drew it.
+    images = torch.zeros(num_images, num_tokens + 1, dtype=torch.long)
+    left = list(range(job.world.rank, num_images, job.world.size))
+    at_once = max(1, TOKENS_AT_ONCE // num_tokens)
+    pace = Pace(limit_seconds)
+    while left and pace.allows_another():
+        drawn, left = left[:at_once], left[at_once:]
+        first_pixels = torch.stack([job.dataset.sample(index)[:1] for index in drawn])
+        generators = [generator_for(job.config.debug.seed, f"sample {index}") for index in drawn]
+        tokens = generate(
+            model,
+            first_pixels.to(job.world.device),
+            num_tokens,
+            generators,
+            temperature,
+            pace=pace,
+            on_pixels=on_pixels,
+        )
+        images[drawn[: len(tokens)], :-1] = tokens.cpu()
+        images[drawn[: len(tokens)], -1] = 1
+    images = images.to(job.world.device)
+    dist.all_reduce(images)
+    return images[images[:, -1] == 1, :-1].cpu()
+
+
+class Pace:
+    """Whether drawing keeps within `limit_seconds`, which run from when it is made."""
+
+    def __init__(self, limit_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._limit_seconds = limit_seconds
+        self._start = self._last = clock()
+        self._was_kept = True
+
+    def keeps(self, num_drawn: int, num_left: int) -> bool:
+        """Whether `num_left` pixels fit in, at the pace of the last `num_drawn`."""
+        now = self._clock()
+        seconds_each, self._last = (now - self._last) / num_drawn, now
+        self._was_kept = now - self._start + num_left * seconds_each <= self._limit_seconds
+        return self._was_kept
+
+    def allows_another(self) -> bool:
+        """Whether to begin a batch of images: the first, and while at least half is left."""
+        self._last = self._clock()
+        return self._was_kept and 2 * (self._last - self._start) <= self._limit_seconds
+
+
+@torch.inference_mode()
+def generate(
+    model: Any,
+    tokens_BT: Tensor,
+    num_tokens: int,
+    generators: list[torch.Generator],
+    temperature: float = 1.0,
+    *,
+    pace: Pace | None = None,
+    on_pixels: Callable[[int], None] = lambda num_drawn: None,
+) -> Tensor:
+    """Continue `tokens_BT` to `num_tokens` pixels; the image of each row has its own generator.
+
+    Rows from the last on are given up where `pace` is not kept. A model without `make_cache` reads
+    all pixels so far for each new one.
+    """
+    model.eval()
+    cache = model.make_cache(num_tokens) if hasattr(model, "make_cache") else None
+    new = tokens_BT
+    for drawn in range(tokens_BT.size(1), num_tokens):
+        if cache is None:
+            positions_T = torch.arange(drawn, device=tokens_BT.device)
+            logits_BTV = model(tokens_BT, positions_T)
+        else:
+            logits_BTV = model(new, cache=cache)
+        logits_BV = logits_BTV[:, -1].float() / temperature
+        # Gumbel-max: the noise is drawn on the CPU, so that every device draws the same images.
+        uniform = torch.stack([torch.rand(logits_BV.size(1), generator=g) for g in generators])
+        gumbel_BV = -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
+        new = (logits_BV + gumbel_BV.to(logits_BV.device)).argmax(-1, keepdim=True)
+        tokens_BT = torch.cat([tokens_BT, new], dim=1)
+        if drawn % PIXELS_A_LOOK == 0:
+            on_pixels(drawn)
+            if pace and not pace.keeps(PIXELS_A_LOOK, num_tokens - drawn) and len(generators) > 1:
+                rows = len(generators) // 2
+                generators, tokens_BT, new = generators[:rows], tokens_BT[:rows], new[:rows]
+                if cache is not None:
+                    cache.keep_images(rows)
+    return tokens_BT
+
+
+@torch.no_grad()
+def whole_model(job: Job) -> nn.Module:
+    """The plain model with the job's weights, whole on every rank; every rank must call this.
+
+    bfloat16 weights become float32 on CPU, where attention to one query is faster in that.
+    """
+    spec = load_model_spec(job.config)
+    dtype = DTYPES[job.config.training.dtype]
+    if job.world.device.type == "cpu" and dtype == torch.bfloat16:
+        dtype = torch.float32
+    with torch.device("meta"):
+        model = spec.load_model_class()(job.model_config).to(dtype)
+    model.to_empty(device=job.world.device)
+    own = dict(model.named_parameters())
+    for name, whole in job.whole_parameters():
+        own[name].copy_(whole)
+    if any(True for _ in model.buffers()):
+        plain: Any = model
+        plain.init_buffers()
+        buffers = dict(model.named_buffers())
+        for part in job.parts:
+            for name, buffer in part.named_buffers():
+                buffers[canonical_name(name)].copy_(whole_tensor(buffer))
+    return model
+
+
+def _fits(job: Job) -> bool:
+    """Whether the whole weights take at most half of what each rank has free."""
+    free = free_memory_bytes(job.world.device)
+    if job.world.device.type == "cpu":
+        free //= job.world.local_size
+    enough = torch.tensor(int(2 * job.model_bytes <= free), device=job.world.device)
+    dist.all_reduce(enough, op=dist.ReduceOp.MIN)
+    return bool(enough)

@@ -1,0 +1,34 @@
+"""Pipeline schedules as data, torch-free: made, read and written, checked, lowered and drawn.
+
+actions.py      Action and Schedule, and their text form
+generators.py   make_schedule: GPipe, 1F1B, the interleaved and the zero-bubble families
+v_shaped.py     ZBV and DualPipeV
+table.py        CSV in and out, in the format of torch.distributed.pipelining
+walk.py         does a schedule run? which action of each rank is stuck, what is missing
+lower.py        sends and receives, unshard and reshard, gradient reduction put in
+timeline.py     what ran when, measured or computed; the draw_*.py render it
+"""
+
+from titanlite.schedule.actions import Action, Schedule, ScheduleError, parse_action
+from titanlite.schedule.generators import SCHEDULES, make_schedule, schedule_name
+from titanlite.schedule.lower import add_communication
+from titanlite.schedule.table import read_csv, write_csv
+from titanlite.schedule.timeline import Span, Timeline
+from titanlite.schedule.walk import check, walk
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "add_communication",
+    "check",
+    "make_schedule",
+    "parse_action",
+    "read_csv",
+    "schedule_name",
+    "walk",
+    "write_csv",
+]

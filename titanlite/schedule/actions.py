@@ -1,0 +1,121 @@
+"""What one rank of a pipeline does, in order: the vocabulary every other module here speaks.
+
+An `Action` is one cell of a schedule table ("stage 3, forward, microbatch 5", written `3F5`), a
+`Schedule` is the whole table with the place of each stage. The text form is that of
+`torch.distributed.pipelining`, so a table can be handed to its runtime and back.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from titanlite.errors import TitanliteError
+
+FORWARD = "F"
+FULL_BACKWARD = "B"
+BACKWARD_INPUT = "I"
+BACKWARD_WEIGHT = "W"
+OVERLAP_F_B = "OVERLAP_F_B"
+SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
+UNSHARD, RESHARD, REDUCE_GRAD = "UNSHARD", "RESHARD", "REDUCE_GRAD"
+
+COMPUTE_KINDS = frozenset({FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OVERLAP_F_B})
+COMMUNICATION_KINDS = frozenset({SEND_F, RECV_F, SEND_B, RECV_B})
+STAGE_KINDS = frozenset({UNSHARD, RESHARD, REDUCE_GRAD})
+
+
+class ScheduleError(TitanliteError):
+    """A schedule that does not exist, cannot be read, or cannot run."""
+
+
+class Action(NamedTuple):
+    """One thing a rank does: `kind` of `stage` for `microbatch`.
+
+    `kind` is one of the constants of this module. UNSHARD, RESHARD and REDUCE_GRAD concern a whole
+    stage and have no microbatch. OVERLAP_F_B runs its `sub_actions`, a forward and a backward,
+    as one; its own stage is -1.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int | None = None
+    sub_actions: tuple[Action, ...] = ()
+
+    def __str__(self) -> str:
+        if self.sub_actions:
+            return f"({';'.join(map(str, self.sub_actions))}){self.kind}"
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The sub-actions of an overlapped pair, otherwise the action itself."""
+        return self.sub_actions or (self,)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A table of actions, one list a rank, with `stage_to_rank[stage]` the place of each stage."""
+
+    name: str
+    num_microbatches: int
+    stage_to_rank: tuple[int, ...]
+    actions: list[list[Action]]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_to_rank)
+
+    def compute(self, rank: int) -> list[Action]:
+        """The compute actions of `rank` in order, overlapped pairs taken apart."""
+        return [
+            part
+            for action in self.actions[rank]
+            if action.kind in COMPUTE_KINDS
+            for part in action.parts
+        ]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward pass is cut into input and weight gradients."""
+        return any(
+            part.kind == BACKWARD_INPUT
+            for row in self.actions
+            for action in row
+            for part in action.parts
+        )
+
+
+_SIMPLE = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d*)")
+_OVERLAPPED = re.compile(r"\((.*)\)\s*OVERLAP_F_B")
+
+
+def parse_action(text: str) -> Action | None:
+    """The action written as `text`, None for an idle (empty) cell.
+
+    Raises ScheduleError when `text` is neither `[stage][kind][microbatch]` nor
+    `([action];[action])OVERLAP_F_B`.
+    """
+    text = text.strip()
+    if not text:
+        return None
+    if match := _OVERLAPPED.fullmatch(text):
+        parts = tuple(parse_action(part) for part in match[1].split(";"))
+        if [part.kind for part in parts if part] != [FORWARD, FULL_BACKWARD]:
+            raise ScheduleError(f"{text!r}: an overlapped pair is a forward and a full backward")
+        return Action(-1, OVERLAP_F_B, None, tuple(part for part in parts if part))
+    match = _SIMPLE.fullmatch(text)
+    if not match:
+        raise ScheduleError(
+            f"{text!r} is not an action; write [stage][kind][microbatch], such as 2F0 or 1SEND_F3"
+        )
+    stage, kind, microbatch = int(match[1]), match[2], match[3]
+    if (kind in STAGE_KINDS) == bool(microbatch):
+        expected = "no microbatch" if kind in STAGE_KINDS else "a microbatch"
+        raise ScheduleError(f"{text!r}: {kind} takes {expected}")
+    return Action(stage, kind, int(microbatch) if microbatch else None)

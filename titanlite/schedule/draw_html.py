@@ -1,0 +1,100 @@
+"""A timeline as one self-contained HTML page: the SVG, with hover and zoom at any size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+
+from titanlite.schedule.draw_svg import Layout, draw_layout, layouts_of
+from titanlite.schedule.timeline import Timeline
+
+
+def draw_html(timelines: Sequence[Timeline] | Timeline, table: str = "") -> str:
+    """A page with one picture under the other, and `table` (HTML) above them.
+
+    Hovering shows a cell's work, row, start and end; the buttons zoom.
+    """
+    if isinstance(timelines, Timeline):
+        timelines = [timelines]
+    title = ", ".join(timeline.title for timeline in timelines)
+    layouts = layouts_of(timelines)
+    figures = "\n".join(f"<figure>{draw_layout(layout)}</figure>" for layout in layouts)
+    data = json.dumps([_hover_data(layout) for layout in layouts], separators=(",", ":"))
+    return _PAGE.format(
+        title=escape(title),
+        table=table,
+        figures=figures,
+        data=data.replace("</", "<\\/"),
+        script=_SCRIPT,
+    )
+
+
+def _hover_data(layout: Layout) -> dict[str, object]:
+    timeline = layout.timeline
+    rows: list[list[list[object]]] = [[] for _ in timeline.rows]
+    for span in sorted(timeline.spans, key=lambda span: span.start):
+        rows[span.row].append([span.start, span.end, timeline.describe(span)])
+    return {
+        "left": layout.left,
+        "top": layout.top,
+        "rowHeight": layout.row_height,
+        "scale": layout.scale,
+        "start": timeline.start,
+        "rows": rows,
+    }
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+  body {{ font: 14px 'DejaVu Sans', Verdana, sans-serif; margin: 16px; color: #1c1c1c; }}
+  figure {{ margin: 0 0 24px; overflow-x: auto; }}
+  table {{ border-collapse: collapse; margin-bottom: 20px; }}
+  th, td {{ padding: 3px 12px; text-align: right; border-bottom: 1px solid #dddddd; }}
+  th:first-child, td:first-child {{ text-align: left; }}
+  #tip {{ position: fixed; display: none; pointer-events: none; background: #1c1c1c;
+    color: #ffffff; padding: 4px 8px; border-radius: 4px; font-size: 12px; white-space: nowrap; }}
+  button {{ font: inherit; padding: 0 10px; }}
+</style>
+</head>
+<body>
+<p><button id="out">&minus;</button> <button id="in">+</button> zoom; hover a cell for its work</p>
+{table}
+{figures}
+<div id="tip"></div>
+<script>const DATA = {data};
+{script}</script>
+</body>
+</html>
+"""
+
+_SCRIPT = """
+const tip = document.getElementById('tip');
+const pictures = [...document.querySelectorAll('figure > svg')];
+pictures.forEach((svg, i) => {
+  const d = DATA[i];
+  svg.querySelectorAll('title').forEach(title => title.remove());
+  svg.addEventListener('mousemove', event => {
+    const at = new DOMPoint(event.clientX, event.clientY)
+      .matrixTransform(svg.getScreenCTM().inverse());
+    const row = d.rows[Math.floor((at.y - d.top) / d.rowHeight)];
+    const time = d.start + (at.x - d.left) / d.scale;
+    const cell = row && row.findLast(([start, end]) => start <= time && time < end);
+    tip.style.display = cell ? 'block' : 'none';
+    if (!cell) return;
+    tip.textContent = cell[2];
+    const room = window.innerWidth - tip.offsetWidth - 8;
+    tip.style.left = Math.min(event.clientX + 12, room) + 'px';
+    tip.style.top = (event.clientY + 14) + 'px';
+  });
+  svg.addEventListener('mouseleave', () => { tip.style.display = 'none'; });
+});
+const zoom = factor => pictures.forEach(svg => ['width', 'height'].forEach(side =>
+  svg.setAttribute(side, svg.getAttribute(side) * factor)));
+document.getElementById('in').onclick = () => zoom(1.5);
+document.getElementById('out').onclick = () => zoom(1 / 1.5);
+"""

@@ -1,0 +1,271 @@
+"""A timeline as SVG: a row a rank, columns time, colour by microbatch, curves below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+
+from titanlite.schedule import palette
+from titanlite.schedule.timeline import NAMES, WORK, Timeline
+
+_FONT = "font-family='DejaVu Sans, Verdana, sans-serif'"
+_CURVES_HEIGHT = 90
+_MOST_CELLS_WITH_HOVER = 4000  # beyond that, cells of one colour are drawn as one path
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things are, in pixels; `x(time)` and `y(row)` are upper left corners."""
+
+    timeline: Timeline
+    left: float
+    top: float
+    row_height: float
+    scale: float
+    with_hover: bool = True
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Layout:
+        rows = len(timeline.rows)
+        row_height = 24 if rows <= 12 else 18 if rows <= 24 else 12 if rows <= 48 else 9
+        left = 14 + 6.2 * max((len(row) for row in timeline.rows), default=0)
+        duration = timeline.drawn_end - timeline.start or 1
+        longest = max((len(timeline.label(span)) for span in timeline.spans[:1000]), default=2)
+        shortest = min((s.end - s.start for s in timeline.spans if s.kind in WORK), default=1)
+        # Wide enough for the labels if that stays below 1,500 pixels, and never less than 700.
+        wanted = (8 * longest + 6) / shortest * duration if shortest else 1500
+        return cls(timeline, left, 64, row_height, min(1500, max(700, wanted)) / duration)
+
+    def x(self, time: float) -> float:
+        return self.left + (time - self.timeline.start) * self.scale
+
+    def y(self, row: int) -> float:
+        return self.top + row * self.row_height
+
+    @property
+    def right(self) -> float:
+        return self.x(self.timeline.drawn_end)
+
+    @property
+    def bottom(self) -> float:
+        return self.y(len(self.timeline.rows))
+
+    @property
+    def width(self) -> float:
+        return max(self.right + 46, 820)
+
+    @property
+    def height(self) -> float:
+        return self.bottom + 34 + (_CURVES_HEIGHT + 46 if self.timeline.curves else 0)
+
+
+def draw_svg(*timelines: Timeline) -> str:
+    """One SVG element that needs nothing else, several timelines one under the other.
+
+    Cells have a hover text unless there are thousands of them.
+    """
+    layouts = layouts_of(timelines)
+    pictures = [draw_layout(layout) for layout in layouts]
+    if len(pictures) == 1:
+        return pictures[0]
+    height = sum(layout.height for layout in layouts)
+    y, parts = 0.0, [_opening(max(layout.width for layout in layouts), height)]
+    for picture, layout in zip(pictures, layouts, strict=True):
+        parts.append(picture.replace("<svg ", f"<svg y='{y:.0f}' ", 1))
+        y += layout.height
+    return "\n".join([*parts, "</svg>"])
+
+
+def layouts_of(timelines: Sequence[Timeline]) -> list[Layout]:
+    """A layout each, with one scale and one time axis for all, so that they can be compared."""
+    until = max(timeline.drawn_end for timeline in timelines)
+    layouts = [Layout.of(replace(timeline, until=until)) for timeline in timelines]
+    scale, left = max(o.scale for o in layouts), max(o.left for o in layouts)
+    hover = sum(len(timeline.spans) for timeline in timelines) <= _MOST_CELLS_WITH_HOVER
+    return [replace(o, scale=scale, left=left, with_hover=hover) for o in layouts]
+
+
+def draw_layout(layout: Layout) -> str:
+    """The SVG element of one timeline."""
+    timeline = layout.timeline
+    parts = [
+        _opening(layout.width, layout.height),
+        "<rect width='100%' height='100%' fill='#ffffff'/>",
+        _text(10, 20, timeline.title, 14, weight="bold"),
+        _text(10, 38, timeline.caption, 11, "#444444"),
+        *_legend(layout),
+        *_frame(layout),
+        *_cells(layout),
+        *_time_axis(layout),
+        *_curves(layout),
+        "</svg>",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _opening(width: float, height: float) -> str:
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height:.0f}' "
+        f"viewBox='0 0 {width:.0f} {height:.0f}' {_FONT}>"
+    )
+
+
+def _frame(layout: Layout) -> Iterator[str]:
+    rows = layout.timeline.rows
+    every = 1 if layout.row_height >= 12 else 4
+    width = layout.right - layout.left
+    yield (
+        f"<rect x='{layout.left:g}' y='{layout.top:g}' width='{width:.2f}' "
+        f"height='{layout.bottom - layout.top:g}' fill='#f1f1f1'/>"
+    )
+    bubbles = layout.timeline.bubbles()
+    yield _text(layout.right + 40, layout.top - 6, "idle", 10, "#777777", "end")
+    for row, name in enumerate(rows):
+        if row % every == 0:
+            y = layout.y(row) + layout.row_height / 2 + 3.5
+            yield _text(layout.left - 6, y, name, 10, anchor="end")
+            yield _text(layout.right + 40, y, f"{bubbles[row]:.0%}", 10, "#777777", "end")
+
+
+def _cells(layout: Layout) -> Iterator[str]:
+    timeline = layout.timeline
+    gap = 0.6 if layout.row_height >= 12 else 0.3
+    paths: dict[str, list[str]] = {}
+    for span in timeline.spans:
+        x, width = layout.x(span.start), (span.end - span.start) * layout.scale
+        y, height = layout.y(span.row) + gap, layout.row_height - 2 * gap
+        if span.kind not in WORK and span.kind != "SEND":
+            # Fetches and reductions go on beside the work: a strip along the foot of the row.
+            y, height = y + 0.72 * height, 0.28 * height
+        width = max(0.4, width - min(0.6, 0.15 * width))
+        color = palette.fill(span.kind, span.microbatch, timeline.num_microbatches)
+        if layout.with_hover:
+            yield (
+                f"<rect x='{x:.2f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' "
+                f"fill='{color}'><title>{escape(timeline.describe(span))}</title></rect>"
+            )
+        else:
+            corner = f"M{x:.2f} {y:.2f}h{width:.2f}v{height:.2f}h-{width:.2f}z"
+            paths.setdefault(color, []).append(corner)
+    for color, corners in paths.items():
+        yield f"<path fill='{color}' d='{''.join(corners)}'/>"
+    yield from _labels(layout)
+
+
+def _labels(layout: Layout) -> Iterator[str]:
+    size = min(11, layout.row_height - 4)
+    if size < 7:
+        return
+    yield f"<g font-size='{size:g}' text-anchor='middle' pointer-events='none'>"
+    for span in layout.timeline.spans:
+        label = layout.timeline.label(span)
+        width = (span.end - span.start) * layout.scale
+        if label and span.kind in WORK and width >= 0.66 * size * len(label):
+            x = layout.x(span.start) + width / 2
+            y = layout.y(span.row) + layout.row_height / 2 + 0.36 * size
+            yield f"<text x='{x:.1f}' y='{y:.1f}' fill='{palette.ink(span.kind)}'>{label}</text>"
+    yield "</g>"
+
+
+def _time_axis(layout: Layout) -> Iterator[str]:
+    timeline = layout.timeline
+    for tick in _ticks(timeline.drawn_end - timeline.start):
+        x = layout.x(timeline.start + tick)
+        yield f"<path d='M{x:.1f} {layout.bottom:g}v4' stroke='#999999'/>"
+        yield _text(x, layout.bottom + 15, f"{tick:g}", 10, "#555555", "middle")
+    yield _text(layout.left - 6, layout.bottom + 15, timeline.unit, 10, "#555555", "end")
+
+
+def _legend(layout: Layout) -> Iterator[str]:
+    timeline = layout.timeline
+    kinds = dict.fromkeys(span.kind for span in timeline.spans)
+    x = layout.left
+    for kind in [kind for kind in NAMES if kind in kinds]:
+        color = palette.fill(kind, 0, timeline.num_microbatches)
+        yield f"<rect x='{x:.0f}' y='48' width='10' height='10' fill='{color}'/>"
+        yield _text(x + 14, 57, NAMES[kind], 10, "#444444")
+        x += 32 + 6.0 * len(NAMES[kind])
+    count = timeline.num_microbatches
+    each = min(12, 160 / count)
+    yield _text(x, 57, f"{timeline.batches_are} 0", 10, "#444444")
+    x += 6.2 * len(timeline.batches_are) + 12
+    for microbatch in range(count):
+        color = palette.fill("F", microbatch, count)
+        yield (
+            f"<rect x='{x + microbatch * each:.2f}' y='48' width='{each:.2f}' height='10' "
+            f"fill='{color}'/>"
+        )
+    yield _text(x + count * each + 4, 57, f"{count - 1}", 10, "#444444")
+
+
+def _curves(layout: Layout) -> Iterator[str]:
+    timeline = layout.timeline
+    if not timeline.curves:
+        return
+    top, height = layout.bottom + 46, _CURVES_HEIGHT
+    most = max((value for curve in timeline.curves.values() for _, value in curve), default=0) or 1
+    yield _text(layout.left, top - 8, timeline.curves_label, 10, "#444444")
+    for tick in _ticks(most, 4):
+        y = top + height * (1 - tick / most)
+        yield f"<path d='M{layout.left:g} {y:.1f}H{layout.right:.1f}' stroke='#e4e4e4'/>"
+        yield _text(layout.left - 6, y + 3.5, f"{tick:g}", 10, "#555555", "end")
+    for row, (name, curve) in enumerate(timeline.curves.items()):
+        path: list[str] = []
+        for time, value in curve:
+            y = top + height * (1 - value / most)
+            path.append(
+                f"H{layout.x(time):.1f}V{y:.1f}" if path else f"M{layout.x(time):.1f} {y:.1f}"
+            )
+        color = palette.line(row, len(timeline.curves))
+        yield (
+            f"<path d='{''.join(path)}H{layout.right:.1f}' fill='none' stroke='{color}' "
+            f"stroke-width='1.3' stroke-opacity='0.85'><title>{escape(name)}</title></path>"
+        )
+    yield from _curve_key(layout, top - 8)
+
+
+def _curve_key(layout: Layout, y: float) -> Iterator[str]:
+    """Which colour is which row: all by name if they are few, otherwise the first and the last."""
+    names = list(layout.timeline.curves)
+    shown = (
+        list(enumerate(names)) if len(names) <= 8 else [(0, names[0]), (len(names) - 1, names[-1])]
+    )
+    x = layout.left + 6.2 * len(layout.timeline.curves_label) + 16
+    for row, name in shown:
+        color = palette.line(row, len(names))
+        yield f"<path d='M{x:.0f} {y - 3.5:.1f}h14' stroke='{color}' stroke-width='2.5'/>"
+        yield _text(x + 18, y, name, 10, "#444444")
+        x += 34 + 6.2 * len(name)
+
+
+def _ticks(length: float, about: int = 12) -> list[float]:
+    """Round numbers from 0 up to `length`, about so many."""
+    if length <= 0:
+        return [0]
+    power = 10.0 ** (
+        len(f"{length / about:.0f}") - 1 if length / about >= 1 else -_leading(length / about)
+    )
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * about >= length)
+    return [i * step for i in range(int(length / step + 1e-9) + 1)]
+
+
+def _leading(fraction: float) -> int:
+    """Places after the point to the first digit of a number below one."""
+    places = 0
+    while fraction < 1:
+        fraction *= 10
+        places += 1
+    return places
+
+
+def _text(
+    x: float, y: float, text: str, size: float, color: str = "#1c1c1c", anchor: str = "start",
+    weight: str = "normal",
+) -> str:  # fmt: skip
+    if not text:
+        return ""
+    return (
+        f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size:g}' fill='{color}' "
+        f"text-anchor='{anchor}' font-weight='{weight}'>{escape(text)}</text>"
+    )

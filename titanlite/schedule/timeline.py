@@ -1,0 +1,137 @@
+"""What ran when: the one structure that every picture is drawn from.
+
+A `Timeline` is made from a schedule (`walk`), from a simulation, or from clocks read in a real
+run; the draw_*.py modules render it as text, SVG, HTML, PNG or a trace without asking which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """`kind` ran on `row` from `start` to `end`, for `stage` and `microbatch` where it has them."""
+
+    row: int
+    start: float
+    end: float
+    kind: str
+    stage: int | None = None
+    microbatch: int | None = None
+
+
+WORK = frozenset("FBIW")  # the kinds that compute; the others move data
+
+# What a cell shows for each kind of action; a kind that is not here is drawn without text.
+SCHEDULE_LETTERS = {"F": "F", "B": "B", "I": "B", "W": "W"}
+
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, input gradient",
+    "W": "backward, weight gradient",
+    "FETCH": "weight fetch",
+    "REDUCE_GRAD": "gradient reduction",
+    "SEND": "transfer",
+}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans on named rows, in `unit` ("steps", "s"), and curves to draw below them.
+
+    `curves` maps a row's name to (time, value) corners of a step function, such as the
+    activations a rank holds; `curves_label` says what they count. `caption` is one line of
+    figures to put under the title. Pictures go on to `until` where that is later than the end, so
+    that several can have one scale.
+    """
+
+    title: str
+    rows: list[str]
+    spans: list[Span]
+    unit: str = "steps"
+    caption: str = ""
+    batches_are: str = "microbatch"
+    letters: Mapping[str, str] = field(default_factory=lambda: SCHEDULE_LETTERS)
+    curves: Mapping[str, list[tuple[float, float]]] = field(default_factory=dict)
+    curves_label: str = ""
+    until: float = 0
+
+    @cached_property
+    def start(self) -> float:
+        return min((span.start for span in self.spans), default=0)
+
+    @cached_property
+    def end(self) -> float:
+        return max((span.end for span in self.spans), default=0)
+
+    @property
+    def drawn_end(self) -> float:
+        return max(self.end, self.until)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        return 1 + max((span.microbatch or 0 for span in self.spans), default=0)
+
+    def label(self, span: Span) -> str:
+        """The text of a cell: a letter for what runs, and the stage."""
+        letter = self.letters.get(span.kind)
+        return "" if letter is None or span.stage is None else f"{letter}{span.stage}"
+
+    def describe(self, span: Span) -> str:
+        """One line for a hover: work, row, start and end."""
+        what = NAMES.get(span.kind, span.kind)
+        if span.stage is not None:
+            what += f", stage {span.stage}"
+        if span.microbatch is not None:
+            what += f", {self.batches_are} {span.microbatch}"
+        return f"{self.rows[span.row]}: {what}; {span.start:g} to {span.end:g} {self.unit}"
+
+    def bubbles(self) -> list[float]:
+        """For each row, the part of the time from `start` to `end` in which no work ran on it."""
+        whole = self.end - self.start
+        busy = [0.0] * len(self.rows)
+        reached = [self.start] * len(self.rows)
+        for span in sorted(self.spans, key=lambda span: span.start):
+            if span.kind in WORK:
+                busy[span.row] += max(0, span.end - max(reached[span.row], span.start))
+                reached[span.row] = max(reached[span.row], span.end)
+        return [1 - time / whole if whole else 0.0 for time in busy]
+
+
+def activation_curves(
+    rows: Iterable[str], spans: Iterable[Span]
+) -> dict[str, list[tuple[float, float]]]:
+    """Stage inputs held by each row over time, as corners of step functions.
+
+    An input is held where its backward runs, from the start of its forward to the end of its
+    backward (of the weight gradient, where the backward is split).
+    """
+    names = list(rows)
+    started: dict[tuple[int | None, int | None], float] = {}
+    released: dict[tuple[int | None, int | None], tuple[float, int]] = {}
+    for span in spans:
+        work = span.stage, span.microbatch
+        if span.kind == "F":
+            started[work] = span.start
+        elif span.kind in ("B", "I", "W"):
+            end = max(span.end, released[work][0]) if work in released else span.end
+            released[work] = end, span.row
+    changes: list[list[tuple[float, int]]] = [[] for _ in names]
+    for work, (end, row) in released.items():
+        if work in started:
+            changes[row] += ((started[work], 1), (end, -1))
+    curves = {}
+    for name, row_changes in zip(names, changes, strict=True):
+        held, corners = 0, [(0.0, 0.0)]
+        for time, change in sorted(row_changes):
+            held += change
+            if corners[-1][0] == time:
+                corners[-1] = (time, held)
+            else:
+                corners.append((time, held))
+        curves[name] = corners
+    return curves

@@ -1,0 +1,57 @@
+"""A timeline as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+
+from titanlite.schedule.timeline import NAMES, Timeline
+
+
+def make_trace(timeline: Timeline) -> str:
+    """`timeline` as trace-event JSON, a thread a row and a counter a curve.
+
+    Times there are microseconds: seconds become what they are, any other unit a millisecond.
+    Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+    """
+    factor = 1e6 if timeline.unit == "s" else 1e3
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": timeline.title}}
+    ]
+    for row, name in enumerate(timeline.rows):
+        events.append(
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
+        )
+        events.append(
+            {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": 0,
+                "tid": row,
+                "args": {"sort_index": row},
+            }
+        )
+    for span in timeline.spans:
+        events.append(
+            {
+                "ph": "X",
+                "name": timeline.label(span) or NAMES.get(span.kind, span.kind),
+                "cat": NAMES.get(span.kind, span.kind),
+                "pid": 0,
+                "tid": span.row,
+                "ts": span.start * factor,
+                "dur": (span.end - span.start) * factor,
+                "args": {"stage": span.stage, "microbatch": span.microbatch},
+            }
+        )
+    for name, curve in timeline.curves.items():
+        for time, value in curve:
+            events.append(
+                {
+                    "ph": "C",
+                    "name": f"{timeline.curves_label}: {name}",
+                    "pid": 0,
+                    "ts": time * factor,
+                    "args": {"held": value},
+                }
+            )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -1,0 +1,34 @@
+"""Distributed training in virtual time, torch-free: any strategy, exact diagrams, no waiting.
+
+work.py         Work and the two workers a strategy gives it
+simulation.py   simulate(): placement, priority or order -> Simulation
+engine.py       greedy list scheduling, event by event
+costs.py network.py reduction.py   durations, links, sums of gradients
+result.py       when each work ran, and what it cost
+schemes.py      the strategies of the notebook and the pipeline schedules by name
+gpu.py cluster.py collectives.py ladder.py   0D to 4D on simulated GPUs that pass messages
+"""
+
+from titanlite.simulate.costs import Costs
+from titanlite.simulate.network import Link, Network
+from titanlite.simulate.priority import BackwardFirst, OldestBatchFirst, OldestStageFirst
+from titanlite.simulate.result import Cell, Simulation
+from titanlite.simulate.simulation import simulate, simulate_schedule
+from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
+
+__all__ = [
+    "BackwardFirst",
+    "Cell",
+    "ComputeAndWeightWorkers",
+    "Costs",
+    "Direction",
+    "Link",
+    "Network",
+    "OldestBatchFirst",
+    "OldestStageFirst",
+    "Simulation",
+    "SimulationError",
+    "Work",
+    "simulate",
+    "simulate_schedule",
+]

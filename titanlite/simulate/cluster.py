@@ -1,0 +1,141 @@
+"""Many simulated GPUs that run one program, a thread each, and exchange messages.
+
+Every receive names its source and messages between two ranks keep their order, so that the result
+and all clocks are the same whichever thread runs first (a Kahn process network).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from titanlite.schedule.timeline import Span, Timeline
+from titanlite.simulate.gpu import ETHERNET, GPU
+from titanlite.simulate.network import Network
+from titanlite.simulate.work import SimulationError
+
+Result = TypeVar("Result")
+
+
+class Cluster:
+    """`num_ranks` GPUs on one network, in virtual time unless `sleep`.
+
+    `memory_units` is what each has room for.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        network: Network = ETHERNET,
+        *,
+        memory_units: float = float("inf"),
+        sleep: bool = False,
+    ) -> None:
+        if num_ranks < 1:
+            raise SimulationError(f"a cluster needs at least one rank, not {num_ranks}")
+        self.gpus = [
+            GPU(rank, self, network=network, memory_units=memory_units, sleep=sleep)
+            for rank in range(num_ranks)
+        ]
+        self._lock = threading.Lock()
+        self._arrived = [threading.Condition(self._lock) for _ in self.gpus]
+        self._mail: dict[tuple[int, int], deque[tuple[float, Any]]] = {}
+        self._waiting: dict[int, tuple[int, str]] = {}
+        self._running: set[int] = set()
+        self._failure: BaseException | None = None
+
+    @property
+    def seconds(self) -> float:
+        """When the last of the GPUs was done."""
+        return max(gpu.seconds for gpu in self.gpus)
+
+    def run(self, program: Callable[[GPU], Result]) -> list[Result]:
+        """Run `program(gpu)` on every rank and return what each returned.
+
+        Raises what the first rank that failed raised, and SimulationError if ranks wait for
+        messages that nobody will send, naming what each waits for.
+        """
+        results: list[Any] = [None] * len(self.gpus)
+        self._running = set(range(len(self.gpus)))
+        self._waiting, self._mail, self._failure = {}, {}, None
+
+        def run_rank(gpu: GPU) -> None:
+            try:
+                results[gpu.global_rank] = program(gpu)
+            except BaseException as error:
+                with self._lock:
+                    self._fail(error)
+            with self._lock:
+                self._running.discard(gpu.global_rank)
+                self._check_progress()
+
+        threads = [threading.Thread(target=run_rank, args=(gpu,), daemon=True) for gpu in self.gpus]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return results
+
+    def put(self, source: int, target: int, arrival_seconds: float, value: Any) -> None:
+        """Leave `value` for `target`, to be there at `arrival_seconds`."""
+        if not 0 <= target < len(self.gpus):
+            raise SimulationError(
+                f"GPU {source} sends to rank {target}; ranks are 0 to {len(self.gpus) - 1}"
+            )
+        with self._lock:
+            self._mail.setdefault((source, target), deque()).append((arrival_seconds, value))
+            if self._waiting.get(target, (None,))[0] == source:
+                del self._waiting[target]
+                self._arrived[target].notify()
+
+    def take(self, source: int, target: int, description: str) -> tuple[float, Any]:
+        """Arrival time and value of the next message from `source`, once it has been sent."""
+        if not 0 <= source < len(self.gpus):
+            raise SimulationError(
+                f"GPU {target} receives from rank {source}; ranks are 0 to {len(self.gpus) - 1}"
+            )
+        with self._lock:
+            mail = self._mail.setdefault((source, target), deque())
+            while not mail:
+                if self._failure is None:
+                    self._waiting[target] = source, description
+                    self._check_progress()
+                if self._failure is not None:
+                    raise _Stopped
+                self._arrived[target].wait()
+            return mail.popleft()
+
+    def timeline(self, title: str) -> Timeline:
+        """What every GPU did: passes by layer and item, messages in grey."""
+        spans = []
+        for gpu in self.gpus:
+            for event in gpu.events:
+                if event.kind == "compute" and event.work is not None:
+                    kind, layer, item = event.work
+                    spans.append(Span(gpu.global_rank, event.start, event.end, kind, layer, item))
+                elif event.kind in ("send", "receive"):
+                    spans.append(Span(gpu.global_rank, event.start, event.end, "SEND"))
+        rows = [f"GPU {gpu.global_rank}" for gpu in self.gpus]
+        return Timeline(title, rows, spans, unit="s", batches_are="item")
+
+    def _check_progress(self) -> None:
+        if self._running and self._failure is None and self._running <= self._waiting.keys():
+            told = "; ".join(
+                f"rank {rank} waits for {description} from rank {source}"
+                for rank, (source, description) in sorted(self._waiting.items())
+            )
+            self._fail(SimulationError(f"the ranks wait for each other: {told}"))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+        for condition in self._arrived:
+            condition.notify()
+
+
+class _Stopped(Exception):
+    """Unwinds the ranks that wait when another one has failed."""

@@ -1,0 +1,258 @@
+"""`titanlite simulate`: schemes from the command line, as text, pictures and tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from titanlite.simulate.costs import Costs
+from titanlite.simulate.network import Link, Network
+from titanlite.simulate.priority import PRIORITIES
+from titanlite.simulate.result import Simulation
+from titanlite.simulate.schemes import STRATEGIES, Job, run_scheme
+from titanlite.simulate.table import format_table, html_table
+from titanlite.simulate.work import SimulationError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; TitanliteError for what cannot be simulated."""
+    options = _parser().parse_args(arguments)
+    if options.compare and options.scheme is None:
+        options.scheme = options.compare.pop(0)
+    if options.scheme is None:
+        raise SimulationError("name a scheme, or `ladder`; --help lists them")
+    if options.scheme == "ladder":
+        return _ladder(options)
+    simulations = [
+        run_scheme(scheme, _job(options)) for scheme in (options.scheme, *options.compare)
+    ]
+    _show(simulations, options)
+    return 0
+
+
+def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> None:
+    from titanlite.schedule.draw_text import draw_text
+
+    longest = max(simulation.makespan for simulation in simulations)
+    timelines = [replace(simulation.timeline(), until=longest) for simulation in simulations]
+    rows = [_figures(simulation) for simulation in simulations]
+    if not options.quiet:
+        for timeline in timelines:
+            print(draw_text(timeline, options.width, options.color), end="\n\n")
+    print(format_table(HEADER, rows, left=("scheme",)))
+    if options.svg:
+        from titanlite.schedule.draw_svg import draw_svg
+
+        _write(options.svg, draw_svg(*timelines))
+    if options.html:
+        from titanlite.schedule.draw_html import draw_html
+
+        _write(options.html, draw_html(timelines, html_table(HEADER, rows)))
+    for option, extension in (("png", ".png"), ("trace", ".json")):
+        path = getattr(options, option)
+        for timeline in timelines if path else ():
+            # A file holds one picture: with several, each has its scheme's name in its own.
+            name = "".join(c if c.isalnum() else "_" for c in timeline.title)
+            stem = f"{Path(path).stem}_{name}" if len(timelines) > 1 else Path(path).stem
+            target = Path(path).with_name(stem + (Path(path).suffix or extension))
+            if option == "png":
+                from titanlite.schedule.draw_png import draw_png
+
+                target.parent.mkdir(parents=True, exist_ok=True)
+                draw_png(timeline, target)
+                print(f"wrote {target}")
+            else:
+                from titanlite.schedule.trace import make_trace
+
+                _write(target, make_trace(timeline))
+
+
+HEADER = (
+    "scheme",
+    "stages",
+    "makespan",
+    "at least",
+    "bubble",
+    "batches/time",
+    "peak held",
+    "sent",
+    "fetched",
+    "stored",
+)
+
+
+def _figures(simulation: Simulation) -> list[str]:
+    return [
+        simulation.title,
+        str(simulation.num_stages),
+        f"{simulation.makespan:g}",
+        f"{simulation.lower_bound:g}",
+        f"{simulation.bubble_fraction:.1%}",
+        f"{simulation.throughput:.3g}",
+        str(max(simulation.peak_activations)),
+        str(max(simulation.activation_transmissions)),
+        str(max(simulation.weight_transmissions)),
+        str(max(simulation.weight_storage)),
+    ]
+
+
+def _ladder(options: argparse.Namespace) -> int:
+    from titanlite.simulate.gpu import ETHERNET
+    from titanlite.simulate.ladder import RUNGS, ladder_table, run_rung
+
+    network = ETHERNET
+    if options.workers_per_node > 1:
+        between = network.between
+        inside = Link(
+            between.latency_seconds / options.inside_speedup,
+            between.seconds_per_unit / options.inside_speedup,
+        )
+        network = Network(between, inside, options.workers_per_node)
+    runs = [run_rung(rung, network=network, sleep=options.sleep) for rung in RUNGS]
+    print("16 items, every result and gradient equal to one process's; times in virtual seconds:")
+    print(ladder_table([measured for measured, _ in runs]))
+    if options.svg or options.html:
+        timelines = [
+            replace(cluster.timeline(measured.rung.name), caption=f"{measured.seconds:.1f} s")
+            for measured, cluster in runs
+        ]
+        if options.svg:
+            from titanlite.schedule.draw_svg import draw_svg
+
+            _write(options.svg, draw_svg(*timelines))
+        if options.html:
+            from titanlite.schedule.draw_html import draw_html
+
+            _write(options.html, draw_html(timelines))
+    return 0
+
+
+def _job(options: argparse.Namespace) -> Job:
+    network = None
+    sends = (options.latency, options.time_per_unit, options.inside_latency)
+    if any(sends) or options.inside_time_per_unit or options.reduce_gradients:
+        between = Link(options.latency, options.time_per_unit)
+        inside = None
+        if options.inside_latency is not None or options.inside_time_per_unit is not None:
+            inside = Link(options.inside_latency or 0.0, options.inside_time_per_unit or 0.0)
+        network = Network(between, inside, options.workers_per_node)
+    costs = Costs(
+        forward=_per_stage(options.forward),
+        backward=_per_stage(options.backward),
+        weight_gradient=_per_stage(options.weight_gradient) if options.weight_gradient else None,
+        activation_units=options.activation_units,
+        weight_units=options.weight_units,
+        network=network,
+        overlap_transfers=options.overlap,
+        prefetch=options.prefetch,
+        reduce_gradients=options.reduce_gradients,
+    )
+    return Job(
+        workers=options.workers,
+        batches=options.batches,
+        stages=options.stages,
+        group_size=options.group_size,
+        priority=options.priority,
+        max_in_flight=_in_flight(options.max_in_flight, options.workers),
+        split_backward=options.split_backward,
+        costs=costs,
+    )
+
+
+def _per_stage(values: list[float]) -> float | list[float]:
+    return values[0] if len(values) == 1 else values
+
+
+def _in_flight(values: list[int] | None, workers: int) -> int | list[int] | None:
+    if values is None or len(values) == 1:
+        return values and values[0]
+    return values
+
+
+def _write(path: str | Path, text: str) -> None:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SimulationError(f"{path}: cannot be written: {error.strerror}") from error
+    print(f"wrote {path}")
+
+
+def _number(text: str) -> float:
+    """A whole number where it is one, so that whole steps stay whole."""
+    value = float(text)
+    return int(value) if value == int(value) else value
+
+
+def _parser() -> argparse.ArgumentParser:
+    from titanlite.schedule import SCHEDULES
+
+    parser = argparse.ArgumentParser(
+        prog="titanlite simulate",
+        usage="titanlite simulate SCHEME [--compare SCHEME ...] [options]\n"
+        "       titanlite simulate ladder [options]",
+        description="Run a training scheme in virtual time, draw it, and say what it costs.",
+        epilog=f"strategies: {', '.join(STRATEGIES)}. schedules: {', '.join(SCHEDULES)}. "
+        "Your own: FILE.py with strategy(work) -> ComputeAndWeightWorkers(compute, weight), "
+        "FILE.py:FUNCTION, or a schedule as FILE.csv. `ladder` climbs from 0D to 4D on simulated "
+        "GPUs.",
+    )
+    parser.add_argument("scheme", nargs="?", metavar="SCHEME")
+    parser.add_argument("--compare", nargs="+", default=[], metavar="SCHEME", help="and these")
+
+    size = parser.add_argument_group("size")
+    size.add_argument("--workers", type=int, default=4, metavar="N")
+    size.add_argument("--batches", type=int, default=8, metavar="N", help="(micro)batches")
+    size.add_argument(
+        "--stages", type=int, metavar="N", help="default: as few as the scheme allows"
+    )
+    size.add_argument("--group-size", type=int, metavar="N", help="workers of a looped pipeline")
+
+    order = parser.add_argument_group("order of a strategy")
+    order.add_argument("--priority", choices=list(PRIORITIES))
+    order.add_argument(
+        "--max-in-flight", type=int, nargs="+", metavar="N", help="one value, or one a worker"
+    )
+    order.add_argument(
+        "--split-backward", action="store_true", help="weight gradients as works of their own"
+    )
+
+    costs = parser.add_argument_group("costs (one value, or one a stage)")
+    costs.add_argument("--forward", type=_number, nargs="+", default=[1], metavar="TIME")
+    costs.add_argument("--backward", type=_number, nargs="+", default=[2], metavar="TIME")
+    costs.add_argument(
+        "--weight-gradient", type=_number, nargs="+", metavar="TIME", help="of the backward pass"
+    )
+    costs.add_argument("--activation-units", type=_number, default=0, metavar="SIZE")
+    costs.add_argument("--weight-units", type=_number, default=0, metavar="SIZE", help="of a stage")
+
+    network = parser.add_argument_group("network")
+    network.add_argument("--latency", type=_number, default=0, metavar="TIME")
+    network.add_argument("--time-per-unit", type=_number, default=0, metavar="TIME")
+    network.add_argument("--workers-per-node", type=int, default=1, metavar="N")
+    network.add_argument("--inside-latency", type=_number, metavar="TIME", help="inside a node")
+    network.add_argument("--inside-time-per-unit", type=_number, metavar="TIME")
+    network.add_argument(
+        "--inside-speedup", type=_number, default=10, metavar="FACTOR", help="for the ladder"
+    )
+    network.add_argument(
+        "--no-overlap",
+        dest="overlap",
+        action="store_false",
+        help="a worker that sends does nothing else",
+    )
+    network.add_argument("--prefetch", type=int, default=1, metavar="N", help="works ahead")
+    network.add_argument("--reduce-gradients", action="store_true")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--svg", metavar="FILE")
+    output.add_argument("--html", metavar="FILE", help="a page with hover and zoom")
+    output.add_argument("--png", metavar="FILE", help="needs matplotlib")
+    output.add_argument("--trace", metavar="FILE", help="for https://ui.perfetto.dev")
+    output.add_argument("--width", type=int, metavar="CHARACTERS")
+    output.add_argument("--color", action=argparse.BooleanOptionalAction, default=None)
+    output.add_argument("--quiet", action="store_true", help="the table alone")
+    output.add_argument("--sleep", action="store_true", help="the ladder in real time")
+    return parser

@@ -1,0 +1,335 @@
+"""What a simulation found: when every work ran, what that cost, and how far from the best it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from titanlite.schedule.timeline import Span, Timeline, activation_curves
+from titanlite.simulate.engine import Extra, Plan
+from titanlite.simulate.placement import way_of_a_batch
+from titanlite.simulate.reduction import Reduction
+from titanlite.simulate.work import Direction
+
+LETTERS = {"F": "f", "B": "b", "I": "b", "W": "w"}
+
+
+class Cell(NamedTuple):
+    """One work as it ran: a cell of the diagram."""
+
+    worker: int
+    start: float
+    end: float
+    stage: int
+    batch: int
+    direction: Direction
+
+
+class Simulation:
+    """The outcome of `simulate`. Lists have one value a worker, worker 0 first.
+
+    Times are in the unit of the costs (1 and 2 steps for a forward and a backward by default).
+    Everything beyond `makespan` is computed when it is asked for.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        starts: list[float],
+        extras: list[Extra],
+        reductions: list[Reduction],
+        title: str,
+    ) -> None:
+        self.num_workers = plan.num_workers
+        self.num_stages = plan.num_stages
+        self.num_batches = plan.num_batches
+        self.title = title
+        self.reductions = reductions
+        self._plan = plan
+        self._starts = starts
+        self._extras = extras
+
+    @cached_property
+    def makespan(self) -> float:
+        """When all works, and the reduction of their gradients, have ended."""
+        return max(
+            *(cell_end for _, cell_end in self.span),
+            *(reduction.end for reduction in self.reductions),
+            0,
+        )
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """Every work as (worker, start, end, stage, batch, direction), by worker and time."""
+        plan = self._plan
+        way = way_of_a_batch(plan.num_stages)
+        cells = []
+        number = 0
+        for batch in range(plan.num_batches):
+            for stage, direction in way:
+                start = self._starts[number]
+                end = start + plan.duration(number)
+                cells.append(Cell(plan.compute[number], start, end, stage, batch, direction))
+                number += 1
+        for number in range(plan.num_chained, len(self._starts)):
+            start = self._starts[number]
+            if start is not None:
+                batch, stage = divmod(number - plan.num_chained, plan.num_stages)
+                end = start + plan.duration(number)
+                cells.append(Cell(plan.worker(number), start, end, stage, batch, Direction.WEIGHT))
+        cells.sort()
+        return cells
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Time in which a worker computed."""
+        return self._totals[0]
+
+    @property
+    def span(self) -> list[tuple[float, float]]:
+        """Start of a worker's first and end of its last work, (0, 0) for one without any."""
+        return self._totals[1]
+
+    @property
+    def longest_span(self) -> float:
+        """The longest time from a worker's first start to its last end."""
+        return max(end - start for start, end in self.span)
+
+    @property
+    def span_bubble_fraction(self) -> float:
+        """1 - busy / longest span: the bubble rate of the zero-bubble papers."""
+        return 1 - max(self.busy) / self.longest_span
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """The part of all workers' time, up to the makespan, in which they did not compute."""
+        whole = self.num_workers * self.makespan
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Batches per unit of time."""
+        return self.num_batches / self.makespan if self.makespan else float("inf")
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """No order of these works on these workers can have a smaller makespan.
+
+        The largest, over workers, of the least time before any of its works can start, all its
+        works one after the other, and the least time that any of them leaves to be done.
+        """
+        plan = self._plan
+        stages, network = plan.num_stages, plan.costs.network
+        head = [float("inf")] * plan.num_workers
+        tail = [float("inf")] * plan.num_workers
+        for route, split in self._routes:
+            lengths = list(plan.durations)
+            for stage in range(stages):
+                if split[stage]:
+                    lengths[2 * stages - 1 - stage] -= plan.weight_durations[stage]
+            gaps: list[float] = [0] * (2 * stages)
+            if network is not None:
+                for k, (source, target) in enumerate(pairwise(route), 1):
+                    if source != target:
+                        gaps[k] = network.link(source, target).seconds(plan.costs.activation_units)
+            before: float = 0
+            for worker, length, gap in zip(route, lengths, gaps, strict=True):
+                before += gap
+                head[worker] = min(head[worker], before)
+                before += length
+            after: float = 0
+            for k in reversed(range(2 * stages)):
+                stage = 2 * stages - 1 - k
+                if stage < stages and split[stage]:
+                    tail[route[k]] = 0
+                    after = max(after, plan.weight_durations[stage])
+                tail[route[k]] = min(tail[route[k]], after)
+                after += lengths[k] + gaps[k]
+        return max(
+            head[worker] + busy + tail[worker]
+            for worker, busy in enumerate(self.busy)
+            if tail[worker] < float("inf")
+        )
+
+    @cached_property
+    def peak_activations(self) -> list[int]:
+        """Most stage inputs held at once.
+
+        An input is held where its backward runs, from the start of its forward to the end of its
+        backward (of its weight gradient, where the backward is split).
+        """
+        plan, starts = self._plan, self._starts
+        chain, any_split = 2 * plan.num_stages, any(plan.is_split)
+        started: list[list[float]] = [[] for _ in range(plan.num_workers)]
+        released: list[list[float]] = [[] for _ in range(plan.num_workers)]
+        for stage in range(plan.num_stages):
+            k = chain - 1 - stage
+            length = plan.durations[k]
+            for batch, (worker, start, end) in enumerate(
+                zip(
+                    plan.compute[k::chain],
+                    starts[stage : plan.num_chained : chain],
+                    starts[k : plan.num_chained : chain],
+                    strict=True,
+                )
+            ):
+                started[worker].append(start)
+                if any_split and plan.is_split[batch * plan.num_stages + stage]:
+                    end = starts[plan.num_chained + batch * plan.num_stages + stage]
+                    released[worker].append(end + plan.weight_durations[stage])
+                else:
+                    released[worker].append(end + length)
+        return [_most_at_once(*times) for times in zip(started, released, strict=True)]
+
+    @cached_property
+    def activation_transmissions(self) -> list[int]:
+        """Stage inputs sent to a worker or kept for another one.
+
+        The works whose predecessor ran elsewhere, the forwards whose backward runs elsewhere, and
+        the first-stage forwards of batches that more than one worker has a part in.
+        """
+        count = [0] * self.num_workers
+        for (route, _), batches in self._routes.items():
+            for before, worker in pairwise(route):
+                if before != worker:
+                    count[worker] += batches
+            for k in range(self.num_stages):
+                if route[k] != route[-1 - k]:
+                    count[route[k]] += batches
+            if len(set(route)) > 1:
+                count[route[0]] += batches
+        return count
+
+    @cached_property
+    def weight_transmissions(self) -> list[int]:
+        """Works computed where the weights of their stage are not kept."""
+        count = [0] * self.num_workers
+        for compute, weight in zip(self._plan.compute, self._plan.weight, strict=True):
+            if compute != weight:
+                count[compute] += 1
+        return count
+
+    @cached_property
+    def weight_storage(self) -> list[int]:
+        """Stages whose weights are kept on a worker."""
+        way = way_of_a_batch(self.num_stages)
+        kept: set[tuple[int, int]] = set()
+        for k, (stage, _) in enumerate(way):
+            kept |= {(worker, stage) for worker in set(self._plan.weight[k :: len(way)])}
+        count = [0] * self.num_workers
+        for worker, _ in kept:
+            count[worker] += 1
+        return count
+
+    @cached_property
+    def _routes(self) -> Counter[tuple[tuple[int, ...], bytes]]:
+        """The compute workers along the way of a batch, and which backwards are split, counted.
+
+        Most strategies send batches along few routes, whatever their number.
+        """
+        plan, chain = self._plan, 2 * self.num_stages
+        return Counter(
+            (
+                tuple(plan.compute[batch * chain : (batch + 1) * chain]),
+                bytes(plan.is_split[batch * self.num_stages : (batch + 1) * self.num_stages]),
+            )
+            for batch in range(self.num_batches)
+        )
+
+    @cached_property
+    def _totals(self) -> tuple[list[float], list[tuple[float, float]]]:
+        plan = self._plan
+        busy: list[float] = [0] * plan.num_workers
+        first: list[float | None] = [None] * plan.num_workers
+        last: list[float] = [0] * plan.num_workers
+        chain = 2 * plan.num_stages
+        any_split = any(plan.is_split)
+        for k in range(chain):
+            length = plan.durations[k]
+            starts = self._starts[k : plan.num_chained : chain]
+            for batch, (worker, start) in enumerate(
+                zip(plan.compute[k::chain], starts, strict=True)
+            ):
+                if any_split and k >= plan.num_stages:
+                    length = plan.duration(batch * chain + k)
+                busy[worker] += length
+                if start + length > last[worker]:
+                    last[worker] = start + length
+                earliest = first[worker]
+                if earliest is None or start < earliest:
+                    first[worker] = start
+        for number in range(plan.num_chained, len(self._starts)):
+            start = self._starts[number]
+            if start is not None:
+                worker, length = plan.worker(number), plan.duration(number)
+                busy[worker] += length
+                last[worker] = max(last[worker], start + length)
+        return busy, [(begin or 0, end) for begin, end in zip(first, last, strict=True)]
+
+    def timeline(self) -> Timeline:
+        """The diagram's data: a row a worker, works, transfers and reductions, and memory below."""
+        plan = self._plan
+        rows = [f"worker {worker}" for worker in range(self.num_workers)]
+        split = plan.is_split
+        spans = []
+        for worker, start, end, stage, batch, direction in self.cells:
+            kind = "FBW"[direction]
+            if kind == "B" and split[batch * plan.num_stages + stage]:
+                kind = "I"
+            # As floats, which everything can format: the costs may have been fractions.
+            spans.append(Span(worker, float(start), float(end), kind, stage, batch))
+        curves = activation_curves(rows, spans)
+        spans += [Span(e.worker, float(e.start), float(e.end), e.kind) for e in self._extras]
+        spans += [
+            Span(
+                worker, float(reduction.start), float(reduction.end), "REDUCE_GRAD", reduction.stage
+            )
+            for reduction in self.reductions
+            for worker in reduction.workers
+        ]
+        return Timeline(
+            self.title,
+            rows,
+            spans,
+            caption=self.summary(),
+            batches_are="batch",
+            letters=LETTERS,
+            curves=curves,
+            curves_label="stage inputs held, by worker",
+        )
+
+    def summary(self) -> str:
+        """One line of figures."""
+        return (
+            f"{self.num_workers} workers, {self.num_stages} stages, {self.num_batches} batches; "
+            f"makespan {float(self.makespan):g} (at least {float(self.lower_bound):g}), "
+            f"bubble {float(self.bubble_fraction):.1%}, "
+            f"peak activations {max(self.peak_activations)}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.title}: {self.summary()}>"
+
+    def __str__(self) -> str:
+        from titanlite.schedule.draw_text import draw_text
+
+        return draw_text(self.timeline())
+
+    def _repr_html_(self) -> str:
+        from titanlite.schedule.draw_svg import draw_svg
+
+        return draw_svg(self.timeline())
+
+
+def _most_at_once(starts: list[float], ends: list[float]) -> int:
+    """Most intervals open at any time; one that ends as another starts is not counted with it."""
+    starts.sort()
+    ends.sort()
+    most = ended = 0
+    for begun, start in enumerate(starts, 1):
+        while ends[ended] <= start:
+            ended += 1
+        most = max(most, begun - ended)
+    return most

@@ -1,0 +1,210 @@
+"""Training schemes by name: the notebook's strategies, every pipeline schedule, your own file.
+
+`run_scheme("1F1B", Job(workers=4, batches=8))` is what the command line does. A scheme is a name
+of `STRATEGIES` or of `titanlite.schedule.SCHEDULES`, a schedule in a CSV file, or `file.py` with a
+function `strategy(work)` (or `file.py:another_name`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from titanlite.schedule import SCHEDULES, Schedule, ScheduleError, make_schedule, read_csv
+from titanlite.schedule import check as check_schedule
+from titanlite.schedule.generators import schedule_name
+from titanlite.simulate.costs import Costs
+from titanlite.simulate.placement import Strategy
+from titanlite.simulate.priority import PRIORITIES
+from titanlite.simulate.result import Simulation
+from titanlite.simulate.simulation import MaxInFlight, simulate, simulate_schedule
+from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run a scheme on. Without `stages` there are as few as the scheme allows.
+
+    The model is the same whatever the scheme: where a worker has several stages by default, each
+    takes its part of `costs`. `group_size` is the number of workers a batch loops over.
+    """
+
+    workers: int = 4
+    batches: int = 8
+    stages: int | None = None
+    group_size: int | None = None
+    priority: str | None = None
+    max_in_flight: MaxInFlight | None = None
+    split_backward: bool = False
+    costs: Costs = field(default_factory=Costs)
+
+
+def run_scheme(scheme: str, job: Job) -> Simulation:
+    """Simulate `scheme`. Raises SimulationError or ScheduleError for what cannot be."""
+    if scheme.endswith(".csv"):
+        schedule = read_csv(scheme)
+        check_schedule(schedule)
+        return _run_schedule(schedule, job)
+    path, _, function = scheme.partition(":")
+    if path.endswith(".py"):
+        return _run_strategy(_load_strategy(path, function or "strategy"), job, title=scheme)
+    for name, make in STRATEGIES.items():
+        if scheme.lower() in (name.lower(), make.__name__.lower()):
+            return _run_strategy(make(job), job, title=name)
+    return _run_schedule(_make_schedule(scheme, job), job)
+
+
+def distributed_data_parallelism(job: Job) -> Strategy:
+    """Every worker has the whole model and takes whole batches."""
+    return lambda work: ComputeAndWeightWorkers(work.batch % job.workers, work.batch % job.workers)
+
+
+def fully_sharded_data_parallelism(job: Job) -> Strategy:
+    """The same, with each stage's weights kept on one worker and fetched by all."""
+    return lambda work: ComputeAndWeightWorkers(work.batch % job.workers, work.stage % job.workers)
+
+
+def pipeline_parallelism(job: Job) -> Strategy:
+    """A stage a worker; every batch passes through all of them."""
+    return lambda work: ComputeAndWeightWorkers(work.stage % job.workers, work.stage % job.workers)
+
+
+def cuckoo_parallelism(job: Job) -> Strategy:
+    """A pipeline in which the first batches go back through the other end's idle workers."""
+    stages = job.stages or job.workers
+
+    def strategy(work: Work) -> ComputeAndWeightWorkers:
+        early = work.stage < stages // 2 + 2 and work.batch < job.batches // 2 - 2
+        if work.direction == Direction.BACKWARD and early:
+            return ComputeAndWeightWorkers(job.workers - work.stage - 1, work.stage)
+        return ComputeAndWeightWorkers(work.stage, work.stage)
+
+    return strategy
+
+
+def looped_pipeline_parallelism(job: Job) -> Strategy:
+    """Batches go round groups of fewer workers than there are stages."""
+    group = _group_size(job)
+
+    def strategy(work: Work) -> ComputeAndWeightWorkers:
+        worker = group * work.batch % job.workers + work.stage % group
+        return ComputeAndWeightWorkers(worker, worker)
+
+    return strategy
+
+
+def fully_sharded_looped_pipeline_parallelism(job: Job) -> Strategy:
+    """The same, with each stage's weights kept on one worker and fetched by the other groups."""
+    group = _group_size(job)
+
+    def worker(stage: int, index: int) -> int:
+        return group * index % job.workers + stage % group
+
+    return lambda work: ComputeAndWeightWorkers(
+        worker(work.stage, work.batch), worker(work.stage, work.stage)
+    )
+
+
+STRATEGIES: dict[str, Callable[[Job], Strategy]] = {
+    "DDP": distributed_data_parallelism,
+    "FSDP": fully_sharded_data_parallelism,
+    "Pipeline": pipeline_parallelism,
+    "Cuckoo": cuckoo_parallelism,
+    "LoopedPipeline": looped_pipeline_parallelism,
+    "FSDPLoopedPipeline": fully_sharded_looped_pipeline_parallelism,
+}
+
+
+def _group_size(job: Job) -> int:
+    group = max(1, job.workers // 2) if job.group_size is None else job.group_size
+    if group < 1 or job.workers % group:
+        raise SimulationError(
+            f"a group of {group} workers does not divide {job.workers} workers; "
+            "choose a group size that does"
+        )
+    return group
+
+
+def _run_strategy(strategy: Strategy, job: Job, title: str) -> Simulation:
+    stages = job.workers if job.stages is None else job.stages
+    priority = None
+    if job.priority is not None:
+        if job.priority not in PRIORITIES:
+            raise SimulationError(
+                f"there is no priority {job.priority!r}; choose from {', '.join(PRIORITIES)}"
+            )
+        priority = PRIORITIES[job.priority](stages, job.batches)
+    return simulate(
+        job.workers,
+        stages,
+        job.batches,
+        strategy,
+        priority,
+        max_in_flight=job.max_in_flight,
+        split_backward=job.split_backward,
+        costs=job.costs,
+        title=title,
+    )
+
+
+def _run_schedule(schedule: Schedule, job: Job) -> Simulation:
+    if job.priority or job.max_in_flight is not None or job.split_backward:
+        raise SimulationError(
+            f"{schedule.name} says what runs when: a priority, a cap on works in flight and a "
+            f"split of the backward pass are for strategies ({', '.join(STRATEGIES)})"
+        )
+    chunks = schedule.num_stages // schedule.num_ranks
+    costs = job.costs if job.stages is not None else _cut_finer(job.costs, chunks)
+    return simulate_schedule(schedule, costs)
+
+
+def _make_schedule(scheme: str, job: Job) -> Schedule:
+    try:
+        name = schedule_name(scheme)
+    except ScheduleError:
+        known = {name.lower(): name for name in (*STRATEGIES, *SCHEDULES)}
+        near = difflib.get_close_matches(scheme.lower(), known, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(known[n] for n in near)}? " if near else ""
+        raise SimulationError(
+            f"there is no scheme {scheme!r}; {hint}choose from {', '.join(known.values())}, "
+            "or give a .py or .csv file"
+        ) from None
+    if job.stages is None:
+        return make_schedule(name, job.workers, job.batches)
+    if job.stages % job.workers:
+        raise SimulationError(
+            f"{name} gives every worker as many stages; {job.stages} do not divide over "
+            f"{job.workers} workers"
+        )
+    return make_schedule(name, job.workers, job.batches, job.stages // job.workers)
+
+
+def _cut_finer(costs: Costs, pieces: int) -> Costs:
+    """The costs of stages that are each one of `pieces` of what a worker has."""
+    if pieces == 1:
+        return costs
+    names = ("forward", "backward", "weight_gradient", "weight_units")
+    values = {name: getattr(costs, name) for name in names}
+    if not all(value is None or isinstance(value, int | float) for value in values.values()):
+        raise SimulationError("costs that differ by stage need the number of stages; give it")
+    finer = {name: value and value / pieces for name, value in values.items()}
+    return replace(costs, **finer)
+
+
+def _load_strategy(path: str, function: str) -> Strategy:
+    if not Path(path).is_file():
+        raise SimulationError(f"{path}: there is no such file")
+    try:
+        names = runpy.run_path(path)
+    except Exception as error:
+        raise SimulationError(f"{path}: raises {type(error).__name__}: {error}") from error
+    strategy = names.get(function)
+    if not callable(strategy):
+        raise SimulationError(
+            f"{path}: has no function {function!r}; define {function}(work) -> "
+            "ComputeAndWeightWorkers, or name another one as file.py:name"
+        )
+    return strategy

@@ -1,0 +1,260 @@
+"""`simulate`: any training strategy as two placement functions and an order, in virtual time.
+
+A strategy maps each work to the worker that computes it and the one that keeps its weights; who
+goes first is decided by a priority, by a cap on works in flight, or by a fixed order. Data
+parallelism, FSDP, pipelines, looped pipelines and new schemes differ in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+from titanlite.schedule.actions import BACKWARD_WEIGHT, FORWARD, Action, Schedule
+from titanlite.simulate.costs import Costs
+from titanlite.simulate.engine import Plan, run
+from titanlite.simulate.placement import Strategy, place, way_of_a_batch
+from titanlite.simulate.priority import Lexicographic, OldestBatchFirst
+from titanlite.simulate.reduction import reduce_gradients
+from titanlite.simulate.result import Simulation
+from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
+
+Priority: TypeAlias = Callable[[Work], Any]
+Order: TypeAlias = Callable[[int], "Iterable[Work | Action]"]
+MaxInFlight: TypeAlias = "int | Sequence[int] | Callable[[int], int]"
+
+
+def simulate(
+    num_workers: int,
+    num_stages: int,
+    num_batches: int,
+    strategy: Strategy,
+    priority_order: Priority | None = None,
+    *,
+    order: Order | None = None,
+    max_in_flight: MaxInFlight | None = None,
+    split_backward: bool = False,
+    costs: Costs | None = None,
+    title: str | None = None,
+) -> Simulation:
+    """Run `num_batches` through `num_stages` and back on `num_workers`, as soon as can be.
+
+    `strategy(work)` gives ComputeAndWeightWorkers. Of all works whose predecessor has ended, the
+    one that can start first is taken, on a tie the one whose frontier work, the one just ended,
+    `priority_order` puts first (default `OldestBatchFirst`). A batch that has not begun has no
+    frontier work: your own priority is then asked about its first work, which goes first on a tie.
+    `max_in_flight` (of a worker) caps the batches whose forward it has started and whose backward
+    has not ended. `split_backward` makes the weight gradients works of their own, that run when
+    nothing else can. `order(worker)` replaces all three: the works of that worker, as Work or as
+    schedule `Action`, in the order to run; a backward is split where its weight gradient is listed.
+
+    Raises SimulationError for counts below one, a strategy, order or priority that gives something
+    else, and an order or cap under which workers wait for each other for ever.
+    Scheme after "Unifying Distributed Training Strategies Under one Scheme" (parallelsim notebook).
+    """
+    for name, count in (
+        ("num_workers", num_workers),
+        ("num_stages", num_stages),
+        ("num_batches", num_batches),
+    ):
+        if not isinstance(count, int) or count < 1:
+            raise SimulationError(f"{name} is {count!r}; it must be a whole number, at least 1")
+    if order is not None and (priority_order or max_in_flight is not None or split_backward):
+        raise SimulationError(
+            "an order already says what runs when; leave out priority_order, max_in_flight and "
+            "split_backward"
+        )
+    title = title or str(getattr(strategy, "__name__", type(strategy).__name__))
+    compute, weight = place(num_workers, num_stages, num_batches, strategy, title)
+    plan = Plan(
+        num_workers,
+        num_stages,
+        num_batches,
+        compute,
+        weight,
+        costs or Costs(),
+        bytearray([split_backward]) * (num_stages * num_batches),
+    )
+    if order is not None:
+        plan.orders = _read_orders(plan, order)
+    else:
+        plan.priority_key = _priority_key(plan, priority_order)
+        plan.max_in_flight = _read_caps(num_workers, max_in_flight)
+    starts, extras = run(plan)
+    _check_all_ran(plan, starts)
+    reductions = reduce_gradients(plan, starts) if plan.costs.reduce_gradients else []
+    return Simulation(
+        plan,
+        starts,  # type: ignore[arg-type]
+        extras,
+        reductions,
+        title,
+    )
+
+
+def simulate_schedule(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Run a pipeline schedule: its stages are the strategy, its actions the order.
+
+    An overlapped forward and backward run one after the other, as PyTorch's runtime does it.
+    """
+    place = schedule.stage_to_rank
+
+    def strategy(work: Work) -> ComputeAndWeightWorkers:
+        return ComputeAndWeightWorkers(place[work.stage], place[work.stage])
+
+    return simulate(
+        schedule.num_ranks,
+        schedule.num_stages,
+        schedule.num_microbatches,
+        strategy,
+        order=schedule.compute,
+        costs=costs,
+        title=schedule.name,
+    )
+
+
+def _check_all_ran(plan: Plan, starts: list[float | None]) -> None:
+    if None not in starts[: plan.num_chained]:
+        return
+    blocked: dict[int, int] = {}
+    if plan.orders is not None:
+        for worker, numbers in enumerate(plan.orders):
+            stuck = next((number for number in numbers if starts[number] is None), None)
+            if stuck is not None:
+                blocked[worker] = stuck
+        why = "the order deadlocks"
+    else:
+        for number in range(plan.num_chained):
+            if starts[number] is None:
+                blocked.setdefault(plan.worker(number), number)
+        why = "max_in_flight is too low for this strategy, it deadlocks"
+    told = "; ".join(
+        f"worker {worker} is blocked at {work_at(plan, number)}"
+        for worker, number in sorted(blocked.items())
+    )
+    raise SimulationError(f"{why}: {told}")
+
+
+def _priority_key(plan: Plan, priority: Priority | None) -> Callable[[int], int]:
+    """The priority of each work's frontier as an integer, from the number of the work."""
+    stages, chain = plan.num_stages, 2 * plan.num_stages
+    way = way_of_a_batch(stages)
+    if priority is None:
+        priority = OldestBatchFirst(stages, plan.num_batches)
+    if isinstance(priority, Lexicographic):
+        frontiers = [(-1, Direction.FORWARD), *way[:-1]]
+        base = [priority.key_at_batch_zero(*frontier) for frontier in frontiers]
+        per_batch = priority.per_batch
+        return lambda number: base[number % chain] + per_batch * (number // chain)
+
+    keys = []
+    for batch in range(plan.num_batches):
+        for k in range(chain):
+            stage, direction = way[max(k - 1, 0)]
+            frontier = Work(stage, batch, direction)
+            try:
+                keys.append((priority(frontier), k > 0))
+            except Exception as error:
+                raise SimulationError(
+                    f"the priority raises {type(error).__name__} for {frontier}: {error}"
+                ) from error
+    try:
+        in_order = sorted(range(len(keys)), key=keys.__getitem__)
+    except TypeError as error:
+        raise SimulationError(f"the priority's keys cannot be compared: {error}") from error
+    ranks = [0] * len(keys)
+    for rank, number in enumerate(in_order):
+        ranks[number] = rank
+    return ranks.__getitem__
+
+
+def _read_caps(num_workers: int, cap: MaxInFlight | None) -> list[int] | None:
+    if cap is None:
+        return None
+    if callable(cap):
+        caps = [cap(worker) for worker in range(num_workers)]
+    elif isinstance(cap, Sequence):
+        caps = list(cap)
+    else:
+        caps = [cap] * num_workers
+    if len(caps) != num_workers:
+        raise SimulationError(f"max_in_flight has {len(caps)} values for {num_workers} workers")
+    for worker, value in enumerate(caps):
+        if not value >= 1:
+            raise SimulationError(
+                f"max_in_flight of worker {worker} is {value}; with less than 1 it never starts"
+            )
+    return caps
+
+
+def _read_orders(plan: Plan, order: Order) -> list[list[int]]:
+    """The orders as numbers; marks in the plan which backward passes they split."""
+    orders: list[list[int]] = []
+    seen = bytearray(plan.num_chained + len(plan.is_split))
+    for worker in range(plan.num_workers):
+        try:
+            listed = list(order(worker))
+        except Exception as error:
+            raise SimulationError(
+                f"the order raises {type(error).__name__} for worker {worker}: {error}"
+            ) from error
+        numbers = []
+        for item in listed:
+            work = _as_work(item, worker)
+            number = _number(plan, work, worker)
+            if plan.worker(number) != worker:
+                raise SimulationError(
+                    f"the order puts {work} on worker {worker}, the strategy on worker "
+                    f"{plan.worker(number)}"
+                )
+            if seen[number]:
+                raise SimulationError(f"the order of worker {worker} has {work} twice")
+            seen[number] = 1
+            if work.direction == Direction.WEIGHT:
+                plan.is_split[number - plan.num_chained] = 1
+            numbers.append(number)
+        orders.append(numbers)
+    missing = seen.find(0, 0, plan.num_chained)
+    if missing >= 0:
+        raise SimulationError(
+            f"the orders leave out {work_at(plan, missing)}, which the strategy gives worker "
+            f"{plan.worker(missing)}"
+        )
+    return orders
+
+
+def _as_work(item: Work | Action, worker: int) -> Work:
+    if isinstance(item, Work):
+        return item
+    if isinstance(item, Action) and item.microbatch is not None:
+        if item.kind == FORWARD:
+            direction = Direction.FORWARD
+        else:
+            direction = Direction.WEIGHT if item.kind == BACKWARD_WEIGHT else Direction.BACKWARD
+        return Work(item.stage, item.microbatch, direction)
+    raise SimulationError(
+        f"the order of worker {worker} has {item!r}; it must list Work(stage, batch, direction)"
+    )
+
+
+def _number(plan: Plan, work: Work, worker: int) -> int:
+    stage, batch, direction = work
+    if not (0 <= stage < plan.num_stages and 0 <= batch < plan.num_batches):
+        raise SimulationError(
+            f"the order of worker {worker} has {work}; stages are 0 to {plan.num_stages - 1}, "
+            f"batches 0 to {plan.num_batches - 1}"
+        )
+    if direction == Direction.WEIGHT:
+        return plan.num_chained + batch * plan.num_stages + stage
+    forward = batch * 2 * plan.num_stages + stage
+    return forward if direction == Direction.FORWARD else plan.backward_of(forward)
+
+
+def work_at(plan: Plan, number: int) -> Work:
+    """The work that has `number` in `plan`."""
+    if number >= plan.num_chained:
+        batch, stage = divmod(number - plan.num_chained, plan.num_stages)
+        return Work(stage, batch, Direction.WEIGHT)
+    batch, k = divmod(number, 2 * plan.num_stages)
+    stage, direction = way_of_a_batch(plan.num_stages)[k]
+    return Work(stage, batch, direction)

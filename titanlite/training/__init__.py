@@ -1,0 +1,1 @@
+"""Starting values, loss, gradient norm, optimizer and step: the same numbers under every plan."""

@@ -1,0 +1,89 @@
+"""The norm of all gradients of a job, and clipping by it, right under every plan.
+
+Each element of each gradient counts once, whatever its replication: a rank counts its part of a
+parameter only where it stands first on every axis over which that parameter is replicated. One sum
+over the world then covers every mesh and every pipeline stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.training.shards import is_sharded, local_part
+
+
+@torch.no_grad()
+def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum, in place, the gradients that are still sums to be made over a mesh axis.
+
+    DTensor leaves the gradient of a weight that is replicated over the tensor axis, and was used
+    on sharded activations, as a pending sum; FSDP2 makes it, plain tensor parallelism does not.
+    """
+    for parameter in parameters:
+        grad = parameter.grad
+        if (
+            isinstance(grad, DTensor)
+            and isinstance(parameter, DTensor)
+            and grad.placements != parameter.placements
+        ):
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], world_mesh: DeviceMesh) -> Tensor:
+    """The 2-norm of all gradients of the job as a scalar; the same on every rank.
+
+    `parameters` are those of this rank's part of the model, `world_mesh` the mesh of all ranks
+    with its axes named. Gradients of low precision are squared and summed in float32.
+    """
+    counted = [
+        local_part(parameter.grad)
+        for parameter in parameters
+        if parameter.grad is not None and _is_counted_here(parameter, world_mesh)
+    ]
+    device = torch.device(world_mesh.device_type)
+    dtype = torch.float32
+    squares = torch.zeros((), dtype=dtype, device=device)
+    if counted:
+        dtype = torch.promote_types(dtype, counted[0].dtype)
+        norms = torch._foreach_norm(counted, 2, dtype=dtype)
+        squares = torch.stack(norms).square().sum().to(device)
+    # float64 so that ranks that count nothing need not know the dtype of the others.
+    squares = squares.double()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their norm, given as `norm`, is at most `max_norm`."""
+    gradients = [
+        local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if gradients:
+        scale = scale.to(gradients[0].device, gradients[0].dtype)
+        torch._foreach_mul_(gradients, scale)
+
+
+def _is_counted_here(parameter: nn.Parameter, world_mesh: DeviceMesh) -> bool:
+    """Whether this rank stands first on every axis over which `parameter` is replicated."""
+    sharded_axes = {"pp"}
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        for axis, placement in zip(names, parameter.placements, strict=True):
+            if is_sharded(placement):
+                sharded_axes |= {"dp_shard", "cp"} if axis == "dp_shard_cp" else {axis}
+    coordinate = world_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(
+        position == 0
+        for axis, position in zip(world_mesh.mesh_dim_names or (), coordinate, strict=True)
+        if axis not in sharded_axes
+    )

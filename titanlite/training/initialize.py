@@ -1,0 +1,64 @@
+"""Starting weights that do not depend on the plan.
+
+Each parameter is drawn at its full shape from a generator of its own, seeded by the job's seed and
+the parameter's canonical name, and then cut to this rank's shard. DTensor's own random operators
+would give every shard the same numbers on CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.errors import TitanliteError
+from titanlite.names import canonical_name
+from titanlite.training.shards import local_part, shard_of
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, device: torch.device) -> None:
+    """Give a model built on "meta" its storage on `device` and its starting values.
+
+    A value depends on `seed` and the parameter's name alone, neither on the plan nor the device:
+    it is drawn on the CPU in float32. One parameter's full shape is in memory at a time. The model
+    says how by `init_parameter(name, parameter, generator)`; without that, matrices are normal with
+    standard deviation 0.02, and vectors are one where they are called weight, else zero. A model
+    with buffers gives them their values in `init_buffers()`.
+    """
+    plain: Any = _plain_model(model)
+    draw = getattr(plain, "init_parameter", _init_parameter)
+    has_buffers = any(True for _ in model.buffers())
+    if has_buffers and not hasattr(plain, "init_buffers"):
+        raise TitanliteError(
+            f"{type(plain).__name__} has buffers; give it init_buffers(), which sets their values"
+        )
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        name = canonical_name(name)
+        full = torch.empty(parameter.shape, dtype=torch.float32)
+        draw(name, full, generator_for(seed, name))
+        local_part(parameter).copy_(shard_of(full, parameter))
+    if has_buffers:
+        plain.init_buffers()
+
+
+def generator_for(seed: int, name: str) -> torch.Generator:
+    """A CPU generator seeded by (seed, name)."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _plain_model(model: Any) -> Any:
+    while hasattr(model, "_orig_mod"):
+        model = model._orig_mod
+    return model
+
+
+def _init_parameter(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    if parameter.ndim > 1:
+        parameter.normal_(0.0, 0.02, generator=generator)
+    else:
+        parameter.fill_(1.0 if name.endswith("weight") else 0.0)

@@ -1,0 +1,98 @@
+"""The optimizer and its learning-rate schedule, from TorchTitan's keys."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    name: str = "AdamW",
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    momentum: float = 0.0,
+    implementation: str = "fused",
+) -> Optimizer:
+    """AdamW, Adam or SGD over `parameters`.
+
+    The fused and foreach implementations take all tensors of a group in one call, which DTensor
+    allows for one mesh at a time: each mesh has a parameter group of its own.
+    """
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups[mesh].append(parameter)
+    options: dict[str, Any] = {
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "fused": implementation == "fused",
+        "foreach": implementation == "foreach",
+    }
+    param_groups = [{"params": group} for group in groups.values()]
+    if name == "SGD":
+        return SGD(param_groups, momentum=momentum, **options)
+    cls = {"AdamW": AdamW, "Adam": Adam}[name]
+    return cls(param_groups, betas=(beta1, beta2), eps=eps, **options)
+
+
+def build_scheduler(
+    optimizer: Optimizer,
+    *,
+    warmup_steps: int,
+    decay_steps: int,
+    total_steps: int,
+    decay_type: str = "linear",
+    min_lr_factor: float = 0.0,
+) -> LambdaLR:
+    """Warm up linearly, hold, decay to `min_lr_factor` times the rate (arXiv 2404.06395)."""
+    return LambdaLR(
+        optimizer,
+        lambda step: lr_factor(
+            step,
+            warmup_steps=warmup_steps,
+            decay_steps=decay_steps,
+            total_steps=total_steps,
+            decay_type=decay_type,
+            min_lr_factor=min_lr_factor,
+        ),
+    )
+
+
+def lr_factor(
+    step: int,
+    *,
+    warmup_steps: int,
+    decay_steps: int,
+    total_steps: int,
+    decay_type: str = "linear",
+    min_lr_factor: float = 0.0,
+) -> float:
+    """The factor on the learning rate at `step`, counted from 0, as TorchTitan has it.
+
+    The decay is laid out for one step more than there are, so that the last one still learns.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    decay_start = total_steps + 1 - decay_steps
+    if step < decay_start or decay_steps == 0:
+        return 1.0
+    progress = min((step + 1 - decay_start) / decay_steps, 1.0)
+    left = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[decay_type]
+    return min_lr_factor + (1 - min_lr_factor) * left

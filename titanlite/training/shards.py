@@ -1,0 +1,62 @@
+"""Between a whole tensor and the shards of it that ranks hold."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`: the local shard of a DTensor, or a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def shard_of(full: Tensor, like: Tensor) -> Tensor:
+    """The part of `full` that this rank holds of `like`, a DTensor or plain tensor of its shape.
+
+    No communication. Where FSDP2 shards a dimension that TP has already cut, the outer mesh axis
+    cuts last (its placement is strided), so such axes are applied after the others.
+    """
+    if not isinstance(like, DTensor):
+        return full
+    mesh, coordinate = like.device_mesh, like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    part = full
+    for axis in _cutting_order(like):
+        placement = like.placements[axis]
+        if is_sharded(placement):
+            assert isinstance(placement, Shard | _StridedShard)
+            chunks = part.chunk(mesh.size(axis), dim=placement.dim)
+            index = coordinate[axis]
+            part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return part
+
+
+def is_sharded(placement: Placement) -> bool:
+    """Whether a placement cuts a dimension, FSDP2's cut of what TP has cut already included.
+
+    `Placement.is_shard()` is false for that one.
+    """
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, or a plain tensor itself; every rank of its mesh must call this."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    # The last cut is undone first, one axis at a time: the other order moves more, with a warning.
+    for axis in reversed(_cutting_order(tensor)):
+        if not placements[axis].is_replicate():
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def _cutting_order(tensor: DTensor) -> list[int]:
+    """The mesh axes in the order in which they cut: those that cut what others have cut, last."""
+    return sorted(
+        range(tensor.device_mesh.ndim),
+        key=lambda axis: isinstance(tensor.placements[axis], _StridedShard),
+    )

@@ -1,0 +1,182 @@
+"""One training step and one evaluation, over any plan's model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.training.gradient_norm import (
+    clip_gradients,
+    gradient_norm,
+    reduce_partial_gradients,
+)
+from titanlite.training.loss import IGNORE_INDEX, loss_context
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """This rank's part of some images: tokens [B, T], targets [B, T] and true positions [T].
+
+    T is a rank's share of the sequence under context parallelism.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did: mean loss (nats a token), gradient norm before clipping, learning rate."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    seconds: float
+
+
+class Stages(Protocol):
+    """What runs the parts of a split model: a pipeline's schedule."""
+
+    def step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        loss_function: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        """Forward and backward; the loss function is called where the last stage is."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+        """The logits where the last stage is, None elsewhere."""
+
+
+@dataclass
+class Trainer:
+    """A model with its optimizer: what a step works on.
+
+    `parts` are the model, or this rank's parts of one that is split into stages, which `stages`
+    then runs. `is_counted` says whether this rank's loss and tokens enter the sums over the world:
+    of the ranks that see the same tokens, one, which has the loss. `logits_are_sharded` is true
+    under loss parallelism.
+    """
+
+    parts: list[nn.Module]
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    loss_function: Callable[[Tensor, Tensor], Tensor]
+    world_mesh: DeviceMesh
+    max_norm: float
+    is_counted: bool
+    logits_are_sharded: bool = False
+    stages: Stages | None = None
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.world_mesh.device_type)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for part in self.parts for p in part.parameters() if p.requires_grad]
+
+    def step(self, microbatches: Sequence[Microbatch]) -> StepResult:
+        """Train on this rank's microbatches of one global batch."""
+        start = time.perf_counter()
+        loss, num_tokens = self.compute_gradients(microbatches)
+        norm, lr = self.apply_gradients()
+        return StepResult(loss, norm, lr, num_tokens, time.perf_counter() - start)
+
+    def compute_gradients(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+        """Leave the gradients of one global batch on the parameters; its mean loss and tokens."""
+        num_tokens = self._count_tokens(microbatches)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, batch in enumerate(microbatches):
+            self._set_gradient_sync(is_last=index == len(microbatches) - 1)
+            for loss in self._forward_backward(batch, num_tokens):
+                loss_sum += loss
+        reduce_partial_gradients(self.parameters)
+        return self._world_sum(loss_sum) / num_tokens, num_tokens
+
+    def apply_gradients(self) -> tuple[float, float]:
+        """Clip, update the weights and clear; the norm before clipping and the learning rate."""
+        parameters = self.parameters
+        norm = gradient_norm(parameters, self.world_mesh)
+        clip_gradients(parameters, norm, self.max_norm)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm), lr
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Iterable[Microbatch]) -> float:
+        """The mean loss (nats a token) over the microbatches of all ranks; all have as many."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for part in self.parts:
+            part.eval()
+        run = self.parts[0] if self.stages is None else self.stages.forward
+        for batch in microbatches:
+            with loss_context(self.logits_are_sharded):
+                logits = run(batch.tokens, batch.positions)
+                if logits is not None:
+                    totals[0] += self.loss_function(logits, batch.targets)
+            totals[1] += (batch.targets != IGNORE_INDEX).sum()
+        for part in self.parts:
+            part.train()
+        loss_sum, num_tokens = self._world_sums(totals)
+        return loss_sum / num_tokens
+
+    def _forward_backward(self, batch: Microbatch, num_tokens: int) -> list[Tensor]:
+        """Add the batch's gradients to the parameters'; the loss sums that this rank has seen.
+
+        They are one; one a microbatch where the last stage of a pipeline is, and none elsewhere.
+        """
+        sums = []
+
+        def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
+            loss = self.loss_function(logits, targets)
+            sums.append(loss.detach())
+            return loss / num_tokens
+
+        # Around the backward pass too, as sharded logits need it.
+        with loss_context(self.logits_are_sharded):
+            if self.stages is not None:
+                self.stages.step(batch.tokens, batch.positions, batch.targets, loss_function)
+            else:
+                logits = self.parts[0](batch.tokens, batch.positions)
+                loss_function(logits, batch.targets).backward()
+        return sums
+
+    def _count_tokens(self, microbatches: Sequence[Microbatch]) -> int:
+        counts = [(batch.targets != IGNORE_INDEX).sum() for batch in microbatches]
+        # At least one: a step without any target has a loss of zero, not one of 0 / 0.
+        return max(1, int(self._world_sum(torch.stack(counts).sum().double())))
+
+    def _set_gradient_sync(self, *, is_last: bool) -> None:
+        """Replicas exchange gradients once a step, with the last microbatch.
+
+        FSDP2's shards do so with each, since keeping gradients whole would undo the sharding.
+        """
+        for part in self.parts:
+            if isinstance(part, FSDPModule):
+                part.set_requires_all_reduce(is_last)
+            elif hasattr(part, "set_requires_gradient_sync"):
+                replica: Any = part
+                replica.set_requires_gradient_sync(is_last)
+
+    def _world_sum(self, value: Tensor) -> float:
+        return self._world_sums(value.reshape(1))[0]
+
+    def _world_sums(self, values: Tensor) -> list[float]:
+        values = values if self.is_counted else torch.zeros_like(values)
+        dist.all_reduce(values)
+        return values.tolist()

@@ -1,0 +1,100 @@
+"""Train a model from one TOML file: torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
+
+A world of one whose plan needs more starts that many local ranks itself; a larger world, started
+by torchrun, is used as it is. `--help` lists every key.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+
+from titanlite.config import check_job, check_machine, load_config, make_parallel_dims
+from titanlite.config.schema import JobConfig
+from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.mesh.launch import (
+    Place,
+    choose_device,
+    count_gpus,
+    one_rank,
+    prepare_environment,
+    run_ranks,
+    torchrun_place,
+    unwinding_at_sigterm,
+)
+
+
+def main(argv: list[str]) -> int:
+    """Check everything that can be checked, then train; the exit status."""
+    prepare_environment()
+    place = None
+    try:
+        place = torchrun_place()
+        config = load_config(argv)
+        world_size = None if place is None or place.world_size == 1 else place.world_size
+        num_gpus = 0 if config.job.device == "cpu" else count_gpus()
+        dims = make_parallel_dims(config, world_size, num_gpus)
+        check_job(config, dims)
+        local_ranks = place.local_world_size if world_size and place else dims.world_size
+        device_type = choose_device(config.job.device, local_ranks)
+        check_machine(config, device_type)
+        if world_size and place:
+            train(place, config, device_type)
+        elif dims.world_size == 1:
+            with unwinding_at_sigterm(), one_rank() as place:
+                train(place, config, device_type)
+        else:
+            with unwinding_at_sigterm():
+                run_ranks(train, dims.world_size, config, device_type)
+    except RankError as error:
+        print(f"{error.rank_traceback}\n{error}".strip(), file=sys.stderr)
+        return 1
+    except TitanliteError as error:
+        # Every rank of a world makes the same mistake: one a machine says so.
+        if place is None or place.local_rank == 0:
+            print(error, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signal.SIGINT
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number
+    return 0
+
+
+def train(place: Place, config: JobConfig, device_type: str) -> None:
+    """One rank's run: open the world, build the job, step to the end, draw the pictures."""
+    from titanlite.job import build_job
+    from titanlite.mesh.world import open_world, set_timeout
+    from titanlite.reporter import Reporter
+
+    with open_world(
+        place, device_type, init_timeout_seconds=config.comm.init_timeout_seconds
+    ) as world:
+        dims = make_parallel_dims(config, world.size)
+        job = build_job(config, dims, world)
+        # Collected at the same steps on every rank, so that none waits for another's collection.
+        gc.disable()
+        with Reporter(job) as reporter:
+            for step in range(1, config.training.steps + 1):
+                result = job.step()
+                if step == 1:
+                    set_timeout(config.comm.train_timeout_seconds)
+                if step % config.training.gc_freq == 0 or config.training.gc_debug:
+                    reporter.note_collected(gc.collect(1))
+                is_last = step == config.training.steps
+                validates = step % config.validation.freq == 0 or is_last
+                validation_loss = job.evaluate() if config.validation.enable and validates else None
+                reporter.record(step, result, validation_loss)
+            reporter.finish()
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "torch" in sys.modules:
+        # Everything is closed. torch's own threads now and then abort a process as it unloads.
+        os._exit(status)
+    sys.exit(status)
