@@ -3,7 +3,8 @@
     python tests/benchmarks/communication.py [--flavor F] [--microbatches M] [--order] [plan ...]
 
 A line for each kind of collective and mesh axis: how many, of how many bytes together, and how many
-of those the rank sends. The bytes of a collective are those of its whole tensor (what a gather
+of those the rank sends; what is sent from rank to rank, as between the stages of a pipeline, is not
+in it. The bytes of a collective are those of its whole tensor (what a gather
 gives, what a reduction takes); over n ranks each of them sends (n-1)/n of that in a gather or a
 scatter and twice as much in an all-reduce, the least that can be. A plan is a name of PARALLELISM,
 with "+" and a name of CHECKPOINTING for what is recomputed, such as "tp4+full". Counted in step 3,
@@ -21,7 +22,8 @@ from titanlite.config import make_config, make_parallel_dims
 from titanlite.config.checks import check_job
 from titanlite.mesh.launch import Place, run_ranks
 
-TP, REPLICATE, SHARD = (
+PP, TP, REPLICATE, SHARD = (
+    "pipeline_parallel_degree",
     "tensor_parallel_degree",
     "data_parallel_replicate_degree",
     "data_parallel_shard_degree",
@@ -38,6 +40,8 @@ PARALLELISM: dict[str, dict[str, Any]] = {
     "tp4_gathered": {TP: 4, SHARD: 1, "disable_loss_parallel": True},
     "tp2_fsdp2": {TP: 2, SHARD: 2},
     "tp2_ddp2": {TP: 2, REPLICATE: 2, SHARD: 1},
+    "pp2_ddp2": {PP: 2, REPLICATE: 2, SHARD: 1},
+    "pp2_fsdp2": {PP: 2, SHARD: 2},
 }
 TRAINING: dict[str, dict[str, Any]] = {
     "fsdp4_bf16": {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"},

@@ -33,18 +33,26 @@ JOB: dict[str, dict[str, Any]] = {
     "training": {"dataset": "synthetic", "global_batch_size": 8, "local_batch_size": 8},
     "activation_checkpoint": {"mode": "none"},
 }
-PLANS: dict[str, dict[str, int]] = {
+PLANS: dict[str, dict[str, Any]] = {
     "one rank": {"data_parallel_shard_degree": 1},
     "ddp4": {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
     "fsdp4": {"data_parallel_shard_degree": 4},
     "tp2_fsdp2": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
     "tp4": {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 1},
+    # Eight microbatches of one image.
+    "pp4": {
+        "pipeline_parallel_degree": 4,
+        "pipeline_parallel_schedule": "1F1B",
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+        "data_parallel_shard_degree": 1,
+    },
 }
 TARGETS = {"control": 1.0, "one rank": 1.03, "ddp4": 1.12, "fsdp4": 1.12, "tp2_fsdp2": 1.30,
-           "tp4": 1.60}  # fmt: skip
+           "tp4": 1.60, "pp4": 1.15}  # fmt: skip
 
 
-def plan_config(plan: dict[str, int]) -> JobConfig:
+def plan_config(plan: dict[str, Any]) -> JobConfig:
     """The benchmark's job under a plan; each data-parallel rank takes its images at once."""
     dp = plan.get("data_parallel_replicate_degree", 1) * plan["data_parallel_shard_degree"]
     training = {**JOB["training"], "local_batch_size": 8 // dp}
@@ -84,7 +92,7 @@ def bare_loop(config: JobConfig) -> Callable[[], None]:
     return step
 
 
-def take_turns(place: Place, plan: dict[str, int] | None, num_ranks: int, steps: int, path: str):
+def take_turns(place: Place, plan: dict[str, Any] | None, num_ranks: int, steps: int, path: str):
     """CPU-seconds of each step of this process; the last process is the bare one."""
     import torch
     import torch.distributed as dist
@@ -120,7 +128,7 @@ def take_turns(place: Place, plan: dict[str, int] | None, num_ranks: int, steps:
         return loop(build_job(config, make_parallel_dims(config, world.size), world).step)
 
 
-def measure(plan: dict[str, int] | None, steps: int) -> tuple[float, float, float]:
+def measure(plan: dict[str, Any] | None, steps: int) -> tuple[float, float, float]:
     """Median CPU-seconds of plan and bare loop, and the median of the ratios turn by turn."""
     import tempfile
 

@@ -1,7 +1,7 @@
-"""What is built by hand equals what titanlite runs in production, and torch's own pipelining.
+"""What is built by hand equals what titanlite runs in production.
 
-The same chain of layers as an nn.Module, through apply_ddp, apply_fsdp and apply_tp, with
-titanlite's optimizer: losses, first gradients and weights after AdamW steps, in float64.
+The same chain of layers as an nn.Module, through apply_ddp, apply_fsdp, apply_tp and a Pipeline,
+with titanlite's optimizer: losses, first gradients and weights after AdamW steps, in float64.
 """
 
 import pytest
@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -24,7 +23,15 @@ from titanlite.lab import (
     three_d_parallelism_main,
     zero_parallelism_main,
 )
-from titanlite.parallelize import ParallelPlan, apply_ddp, apply_fsdp, apply_tp
+from titanlite.parallelize import (
+    ParallelPlan,
+    Pipeline,
+    apply_ddp,
+    apply_fsdp,
+    apply_tp,
+    split_model,
+)
+from titanlite.schedule import make_schedule
 from titanlite.training.optimizer import build_optimizer
 from titanlite.training.shards import local_part, shard_of, whole_tensor
 
@@ -44,14 +51,28 @@ class Block(nn.Module):
         return F.gelu(self.linear(x))
 
 
+class Rows(nn.Module):
+    """The data, of which a token [B, 1] names a row."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.register_buffer("data", data)
+
+    def forward(self, tokens):
+        return self.data[tokens.squeeze(1)]
+
+
 class Chain(nn.Module):
     """The lecture's model; a linear layer keeps its weight transposed."""
 
-    def __init__(self, layers=range(LAYERS)):
+    def __init__(self, data=None):
         super().__init__()
-        self.layers = nn.ModuleDict({str(i): Block() for i in layers})
+        self.rows = None if data is None else Rows(data)
+        self.layers = nn.ModuleDict({str(i): Block() for i in range(LAYERS)})
 
-    def forward(self, x):
+    def forward(self, x, positions=None):
+        if self.rows is not None:
+            x = self.rows(x)
         for block in self.layers.values():
             x = block(x)
         return x
@@ -125,31 +146,45 @@ def by_tp_and_fsdp(device, data):
     return train(model, data.chunk(2)[mesh.get_local_rank("dp")], data.numel())
 
 
-def by_torch_pipelining(device, data, schedule_class):
-    rank = device.rank
-    num_local = LAYERS // W
-    model = Chain(range(rank * num_local, (rank + 1) * num_local))
-    fill(model)
-    # What a stage takes in and gives out; only the data need no gradient.
-    passed = data.chunk(MICRO_BATCHES)[0].clone().requires_grad_()
-    taken = passed.detach() if rank == 0 else passed
-    stage = PipelineStage(model, rank, W, data.device, input_args=taken, output_args=passed)
-    schedule = schedule_class(stage, MICRO_BATCHES, loss_fn=lambda y, _: y.square().mean())
-    optimizer = optimizer_for(model)
+def by_pipeline(device, data, schedule, num_microbatches, pp=W, dp=1, tp=1):
+    """The stages of one rank of a pp x dp x tp mesh, each cut again over tp and dp."""
+    mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    stage, num_local = mesh.get_local_rank("pp"), LAYERS // pp
+    names = [f"layers.{i}" for i in range(LAYERS)]
+    stages = [names[i : i + num_local] for i in range(0, LAYERS, num_local)]
+    stages[0].insert(0, "rows")
+    part = split_model(Chain(data), stages)[stage]
+    if tp > 1:
+        apply_tp(part, mesh["tp"], PLAN)
+    if dp > 1:
+        apply_fsdp(part, mesh["dp"], pipelined=True, plan=PLAN)
+    fill(part)
+    tokens = torch.arange(BATCH).chunk(dp)[mesh.get_local_rank("dp")].unsqueeze(1)
+    pipeline = Pipeline(
+        make_schedule(schedule, pp, num_microbatches),
+        {stage: part},
+        split_model(Chain(data).to("meta"), stages),
+        mesh["pp"],
+        microbatch_size=len(tokens) // num_microbatches,
+        num_tokens=1,
+        dtype=data.dtype,
+    )
+    optimizer = optimizer_for(part)
     losses, gradients = [], None
     for _ in range(STEPS):
         optimizer.zero_grad()
-        losses_of_step = []
-        if rank == 0:
-            schedule.step(data)
-        elif rank == W - 1:
-            schedule.step(target=data, losses=losses_of_step)
-            losses.append(torch.stack(losses_of_step).mean().item())
-        else:
-            schedule.step()
-        gradients = gradients or collect(model, lambda weight: weight.grad)
+        of_step = []
+
+        def loss_function(y, _, of_step=of_step):
+            loss = y.square().sum() / data.numel()
+            of_step.append(loss.item())
+            return loss
+
+        pipeline.step(tokens, torch.zeros(1), tokens, loss_function)
+        gradients = gradients or collect(part, lambda weight: weight.grad)
         optimizer.step()
-    return losses, gradients, collect(model, lambda weight: weight)
+        losses += [sum(of_step)] if pipeline.has_last else []
+    return losses, gradients, collect(part, lambda weight: weight)
 
 
 @pytest.fixture(scope="module")
@@ -253,10 +288,8 @@ def test_tensor_and_data_parallelism_are_apply_tp_and_apply_fsdp(cluster_of_4, d
         assert_same(columns(replica, "params"), params)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "schedule_class"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)]
-)
-def test_pipeline_parallelism_is_torch_pipelining(cluster_of_4, data, schedule, schedule_class):
+@pytest.mark.parametrize(("schedule", "name"), [("gpipe", "GPipe"), ("1f1b", "1F1B")])
+def test_pipeline_parallelism_is_a_pipeline(cluster_of_4, data, schedule, name):
     hand = spawn(
         pipeline_parallelism_main,
         cluster_of_4,
@@ -267,8 +300,8 @@ def test_pipeline_parallelism_is_torch_pipelining(cluster_of_4, data, schedule, 
         schedule=schedule,
     )
     ours = cluster_of_4.counts
-    theirs = cluster_of_4.run(by_torch_pipelining, data, schedule_class)
-    for record, (losses, gradients, params) in zip(hand, theirs, strict=True):
+    production = cluster_of_4.run(by_pipeline, data, name, MICRO_BATCHES)
+    for record, (losses, gradients, params) in zip(hand, production, strict=True):
         assert record.losses == pytest.approx(losses, rel=1e-12)
         assert_same(record.gradients, gradients)
         assert_same(record.params, params)
@@ -276,6 +309,17 @@ def test_pipeline_parallelism_is_torch_pipelining(cluster_of_4, data, schedule, 
     num_opened = 2 * (W - 1)
     assert cluster_of_4.counts.d2d_messages == ours.d2d_messages + num_opened
     assert cluster_of_4.counts.d2d_bytes == ours.d2d_bytes + 4 * num_opened
+
+
+def test_three_together_are_apply_tp_apply_fsdp_and_a_pipeline(cluster, data):
+    mesh = cluster.mesh = Mesh(pp=2, dp=2, tp=2)
+    hand = spawn(three_d_parallelism_main, cluster, data, LAYERS, 4, mesh=mesh, num_steps=STEPS)
+    production = cluster.run(by_pipeline, data, "1F1B", 4, 2, 2, 2)
+    for rank, (losses, gradients, params) in enumerate(production):
+        replica = hand[rank - rank % 2 : rank - rank % 2 + 2]
+        assert [loss / 2 for loss in hand[rank].losses] == pytest.approx(losses, rel=1e-12)
+        assert_same(columns(replica, "gradients"), gradients)
+        assert_same(columns(replica, "params"), params)
 
 
 def test_all_of_them_are_one_process(data, fsdp):

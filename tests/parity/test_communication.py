@@ -14,6 +14,7 @@ from models.image_transformer.config import FLAVORS
 from tests.benchmarks.communication import (
     GLOBAL_BATCH_SIZE,
     PARALLELISM,
+    PP,
     REPLICATE,
     SHARD,
     TP,
@@ -27,6 +28,7 @@ from titanlite.mesh.launch import run_ranks
 CASES = [
     *((plan, 1) for plan in PARALLELISM),
     *((plan, 2) for plan in ("ddp4", "fsdp4", "hsdp2x2", "tp4", "tp2_fsdp2", "tp2_ddp2")),
+    *((plan, 2) for plan in ("pp2_ddp2", "pp2_fsdp2")),
     *((f"tp4+{mode}", 1) for mode in ("full", "early", "2", "op")),
     *((f"{plan}+full", 1) for plan in ("fsdp4", "tp2_fsdp2")),
     ("tp2_fsdp2+op", 1),
@@ -65,15 +67,23 @@ def padded_elements(shapes: list[tuple[int, int]], shards: int) -> int:
 
 
 def data_parallel(plan: str, m: int) -> Expected:
-    """docs/data_parallel.md, docs/fsdp.md, docs/hsdp.md."""
+    """docs/data_parallel.md, docs/fsdp.md, docs/hsdp.md, docs/pipeline_parallel.md."""
     degrees = PARALLELISM[plan]
     tp, replicas, shards = degrees.get(TP, 1), degrees.get(REPLICATE, 1), degrees[SHARD]
     if replicas * shards == 1:
         return {}
-    if shards * tp == 1:
+    stages = degrees.get(PP, 1)
+    if shards * tp * stages == 1:
         return {("all_reduce", "dp_replicate"): (1, WORD * MODEL.num_parameters)}
     expected: Expected = {}
     units = {name: padded_elements(s, shards) for name, s in unit_shapes(tp).items()}
+    if stages > 1:
+        # The first of two stages, gathered once a run of the schedule.
+        units = {name: units[name] for name in list(units)[: len(units) // 2]}
+        gathered = m * len(units), m * WORD * sum(units.values())
+        of_shards = {(kind, "dp_shard"): gathered for kind in ("all_gather", "reduce_scatter")}
+        of_replicas = {("all_reduce", "dp_replicate"): (len(units), WORD * sum(units.values()))}
+        return of_shards if shards > 1 else of_replicas
     total = sum(units.values())
     if shards > 1:
         again = {"fsdp4_never": 0, "fsdp4_always": total}.get(plan, total - units["head"])
@@ -104,9 +114,8 @@ def tensor_parallel(plan: str, checkpointing: str, m: int) -> Expected:
 
     rows = V + MODEL.image_height + MODEL.image_width + MODEL.image_channels
     whole, whole_bytes = 4 + 2 * L + 1, WORD * D * (rows + 2 * L + 1)
-    # FSDP2 makes the pending sums of every microbatch, plain TP those of a step.
-    times = m if dp > 1 else 1
-    num_reductions, reduced = times * whole, times * whole_bytes
+    # FSDP2 makes each microbatch's pending sums one by one, plain TP a step's at once.
+    num_reductions, reduced = (m * whole, m * whole_bytes) if dp > 1 else (1, whole_bytes)
     if degrees.get("disable_loss_parallel"):
         num_gathers += m
         gathered += WORD * N * math.ceil(V / n) * n

@@ -228,6 +228,11 @@ def test_float32_agrees_over_ten_steps():
     assert_invariant(training, reference, 1e-4)
 
 
+def batch_of(plan: dict[str, int]) -> dict[str, dict[str, int]]:
+    """As many images at once as a pipeline's schedule needs."""
+    return {"training": {"local_batch_size": 4}} if "pipeline_parallel_degree" in plan else {}
+
+
 def test_mixed_precision_is_as_near_to_float32_as_one_process_is():
     """bfloat16 rounds differently under every plan; none may be further off than one process."""
     float32 = {"training": {"dtype": "float32", "steps": 5}}
@@ -240,8 +245,12 @@ def test_mixed_precision_is_as_near_to_float32_as_one_process_is():
         {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
         {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
         {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
+        {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
+        {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
+        {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
     ]
-    for training in train([debug_config(bfloat16, {"parallelism": plan}) for plan in plans]):
+    jobs = [debug_config(bfloat16, {"parallelism": plan}, batch_of(plan)) for plan in plans]
+    for training in train(jobs):
         error = max(difference(training.weights[n], exact.weights[n]) for n in exact.weights)
         assert 1e-6 < error < 1.5 * own_error
         for loss, reference in zip(training.losses, own.losses, strict=True):

@@ -1,4 +1,4 @@
-"""What has to fit together: degrees and ranks, model and data, batch, schedule, features.
+"""What has to fit together: degrees and model, model and data, batch, schedule, features.
 
 A check names the keys it reads, so that it stays silent while one of them is wrong by itself, or
 not known yet: before the ranks are counted, a shard degree of -1 is unknown.
@@ -7,7 +7,6 @@ not known yet: before the ranks are counted, a shard degree of -1 is unknown.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import importlib.util
 import math
@@ -18,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.degrees import make_parallel_dims
 from titanlite.config.keys import one_of
 from titanlite.config.model import load_model_spec, make_model_config
 from titanlite.config.pipeline import make_pipeline_plan
@@ -26,38 +26,6 @@ from titanlite.config.toml import quote
 from titanlite.data.catalog import CATALOG
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, divisors
-
-DEGREES = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-}
-"""Mesh axis -> its key in [parallelism]."""
-
-
-def make_parallel_dims(
-    config: JobConfig, world_size: int | None, num_gpus: int = 0
-) -> ParallelDims:
-    """The degree of every axis for a world of `world_size` ranks, with no -1 left.
-
-    `world_size` None means that the job starts its own ranks, as many as the degrees need; a
-    `data_parallel_shard_degree` of -1 then is 1 on CPU, and on CUDA the GPUs of this machine
-    (`num_gpus`, 0 for none) that the other degrees leave. Raises ConfigError, with the nearest
-    legal values, where the degrees do not make up the world.
-    """
-    degrees = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
-    rest = degrees["dp_shard"] == -1
-    if rest:
-        others = math.prod(degree for axis, degree in degrees.items() if axis != "dp_shard")
-        gpus = 0 if config.job.device == "cpu" else num_gpus
-        degrees["dp_shard"] = max(1, (gpus if world_size is None else world_size) // others)
-    dims = ParallelDims(**degrees)
-    if world_size not in (None, dims.world_size):
-        fixed = dataclasses.replace(dims, dp_shard=1) if rest else dims
-        raise ConfigError(_misfit(config, fixed, world_size, rest))
-    return dims
 
 
 def check_job(config: JobConfig, dims: ParallelDims) -> None:
@@ -121,32 +89,6 @@ def _run_checks(
 def _overlap(one: str, other: str) -> bool:
     """Whether two keys or sections are the same, or one holds the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
-
-
-def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest: bool) -> str:
-    """The line about degrees that do not make up `world_size`; `rest`: dp_shard is -1."""
-    assert world_size is not None
-    needed = dims.world_size
-    wrong = f"{dims.describe()} needs {'a multiple of ' if rest else ''}{needed} ranks"
-    multiples = range(needed, (world_size + needed if rest else needed) + 1, needed)
-    start = f"start {nearest(world_size, multiples)} ranks"
-    axes = [a for a in ("dp_shard", "tp", "dp_replicate", "cp", "pp") if dims.degrees[a] > 1]
-    for axis in axes if rest else ["dp_shard", *axes]:
-        room, remainder = divmod(world_size, needed // dims.degrees[axis])
-        legal = divisors(room) if rest else [room]
-        if axis == "tp":
-            model = make_model_config(config)
-            legal = [tp for tp in legal if not model.problems(dataclasses.replace(dims, tp=tp))]
-        if remainder == 0 and legal:
-            give = nearest(dims.degrees[axis], legal)
-            if axis == "dp_shard":
-                give += " (or -1, the rest)"
-            key = f"parallelism.{DEGREES[axis]}"
-            return f"{key}: {wrong}, and there are {world_size}; give {give}, or {start}"
-    return (
-        f"parallelism: {wrong}, and there are {world_size}; "
-        f"give degrees that multiply to {world_size}, or {start}"
-    )
 
 
 @reads(MODEL, "parallelism.tensor_parallel_degree")

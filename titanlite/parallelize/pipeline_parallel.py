@@ -64,6 +64,29 @@ def split_model(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[nn.Mo
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
+class _Stage(PipelineStage):
+    """A stage whose replicas exchange gradients when told to, not after every run of a schedule."""
+
+    reduces_over_replicas = True
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        part: Any = self.submod
+        if self.reduces_over_replicas or not isinstance(part, FSDPModule):
+            super().perform_reduce_grad(grad_scale_factor)
+            return
+
+        def reduce_over_shards(required: bool) -> None:
+            FSDPModule.set_requires_gradient_sync(part, required)
+            FSDPModule.set_requires_all_reduce(part, False)
+
+        # PyTorch's method asks for both reductions at once, and then makes them.
+        part.set_requires_gradient_sync = reduce_over_shards
+        try:
+            super().perform_reduce_grad(grad_scale_factor)
+        finally:
+            del part.set_requires_gradient_sync
+
+
 class Pipeline:
     """The stages that one rank of the 1-D `pp_mesh` holds, run by a schedule.
 
@@ -114,14 +137,23 @@ class Pipeline:
         return self.table.num_stages - 1 in self._parts
 
     def step(
-        self, tokens: Tensor, positions: Tensor, targets: Tensor, loss_function: LossFunction
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        loss_function: LossFunction,
+        *,
+        is_last: bool = True,
     ) -> None:
-        """Run the schedule on a batch, and leave the gradients on the parameters.
+        """Run the schedule on a batch, and add the gradients to the parameters'.
 
         Tokens and targets [B, T], positions [T]. `loss_function(logits, targets)` is called for
         each microbatch, on the rank that has the last stage; the gradients are those of its sum.
+        Where several batches make up a step, only the last of them has replicas exchange gradients.
         """
         self._loss_function = loss_function
+        for stage in self.stages:
+            stage.reduces_over_replicas = is_last
         inputs = (tokens, positions) if self.has_first else ()
         target = targets if self.has_last else None
         self._schedule.step(*inputs, target=target, return_outputs=False)
@@ -184,7 +216,7 @@ class Pipeline:
         self._known_shapes[batch_size] = shapes
         return shapes
 
-    def _make_stage(self, stage: int, microbatch_size: int) -> PipelineStage:
+    def _make_stage(self, stage: int, microbatch_size: int) -> _Stage:
         """With all shapes given, PyTorch need not run the model once to learn them."""
 
         def activation(index: int) -> Tensor:
@@ -193,7 +225,7 @@ class Pipeline:
 
         tokens = torch.empty(microbatch_size, self._num_tokens, dtype=torch.long, device="meta")
         last = self.table.num_stages - 1
-        return PipelineStage(
+        return _Stage(
             self._parts[stage],
             stage,
             self.table.num_stages,

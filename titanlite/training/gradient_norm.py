@@ -8,31 +8,58 @@ over the world then covers every mesh and every pipeline stage.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titanlite.training.shards import is_sharded, local_part
 
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum, in place, the gradients that are still sums to be made over a mesh axis.
+    """Sum the gradients that are still sums to be made over a mesh axis: one all-reduce for all.
 
     DTensor leaves the gradient of a weight that is replicated over the tensor axis, and was used
     on sharded activations, as a pending sum; FSDP2 makes it, plain tensor parallelism does not.
+    They are many and small (norms, tables), so they travel as one tensor.
     """
+    pending: dict[tuple[DeviceMesh, int, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = {}
     for parameter in parameters:
         grad = parameter.grad
-        if (
-            isinstance(grad, DTensor)
-            and isinstance(parameter, DTensor)
-            and grad.placements != parameter.placements
-        ):
+        if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        pairs = zip(grad.placements, parameter.placements, strict=True)
+        differing = {axis: pair for axis, pair in enumerate(pairs) if pair[0] != pair[1]}
+        if len(differing) == 1:
+            ((axis, (now, wanted)),) = differing.items()
+            if now == Partial() and wanted == Replicate():
+                key = grad.device_mesh, axis, grad.dtype
+                pending.setdefault(key, []).append((parameter, grad.to_local()))
+                continue
+        if differing:
             parameter.grad = grad.redistribute(placements=parameter.placements)
+    for (mesh, axis, _), gradients in pending.items():
+        joined = torch.cat([local.flatten() for _, local in gradients])
+        dist.all_reduce(joined, group=mesh.get_group(axis))
+        parts = joined.split([local.numel() for _, local in gradients])
+        for (parameter, local), part in zip(gradients, parts, strict=True):
+            parameter.grad = _like(parameter, part.view_as(local))
+
+
+def _like(parameter: Any, local: Tensor) -> DTensor:
+    """A tensor placed as `parameter` is, of which `local` is this rank's part."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 @torch.no_grad()

@@ -53,8 +53,13 @@ class Stages(Protocol):
         positions: Tensor,
         targets: Tensor,
         loss_function: Callable[[Tensor, Tensor], Tensor],
+        *,
+        is_last: bool,
     ) -> None:
-        """Forward and backward; the loss function is called where the last stage is."""
+        """Forward and backward; the loss function is called where the last stage is.
+
+        `is_last` says that no batch of the same training step follows.
+        """
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         """The logits where the last stage is, None elsewhere."""
@@ -100,8 +105,8 @@ class Trainer:
         num_tokens = self._count_tokens(microbatches)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(microbatches):
-            self._set_gradient_sync(is_last=index == len(microbatches) - 1)
-            for loss in self._forward_backward(batch, num_tokens):
+            is_last = index == len(microbatches) - 1
+            for loss in self._forward_backward(batch, num_tokens, is_last=is_last):
                 loss_sum += loss
         reduce_partial_gradients(self.parameters)
         return self._world_sum(loss_sum) / num_tokens, num_tokens
@@ -135,10 +140,14 @@ class Trainer:
         loss_sum, num_tokens = self._world_sums(totals)
         return loss_sum / num_tokens
 
-    def _forward_backward(self, batch: Microbatch, num_tokens: int) -> list[Tensor]:
+    def _forward_backward(
+        self, batch: Microbatch, num_tokens: int, *, is_last: bool
+    ) -> list[Tensor]:
         """Add the batch's gradients to the parameters'; the loss sums that this rank has seen.
 
         They are one; one a microbatch where the last stage of a pipeline is, and none elsewhere.
+        Replicas exchange gradients with the last batch of a step; FSDP2's shards do so with each,
+        since keeping gradients whole would undo the sharding.
         """
         sums = []
 
@@ -150,8 +159,11 @@ class Trainer:
         # Around the backward pass too, as sharded logits need it.
         with loss_context(self.logits_are_sharded):
             if self.stages is not None:
-                self.stages.step(batch.tokens, batch.positions, batch.targets, loss_function)
+                self.stages.step(
+                    batch.tokens, batch.positions, batch.targets, loss_function, is_last=is_last
+                )
             else:
+                self._set_replica_sync(enabled=is_last)
                 logits = self.parts[0](batch.tokens, batch.positions)
                 loss_function(logits, batch.targets).backward()
         return sums
@@ -161,17 +173,12 @@ class Trainer:
         # At least one: a step without any target has a loss of zero, not one of 0 / 0.
         return max(1, int(self._world_sum(torch.stack(counts).sum().double())))
 
-    def _set_gradient_sync(self, *, is_last: bool) -> None:
-        """Replicas exchange gradients once a step, with the last microbatch.
-
-        FSDP2's shards do so with each, since keeping gradients whole would undo the sharding.
-        """
-        for part in self.parts:
-            if isinstance(part, FSDPModule):
-                part.set_requires_all_reduce(is_last)
-            elif hasattr(part, "set_requires_gradient_sync"):
-                replica: Any = part
-                replica.set_requires_gradient_sync(is_last)
+    def _set_replica_sync(self, *, enabled: bool) -> None:
+        model: Any = self.parts[0]
+        if isinstance(model, FSDPModule):
+            model.set_requires_all_reduce(enabled)
+        elif hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(enabled)
 
     def _world_sum(self, value: Tensor) -> float:
         return self._world_sums(value.reshape(1))[0]
