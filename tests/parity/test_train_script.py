@@ -64,6 +64,8 @@ def run(words: Sequence[str], **extra: str) -> subprocess.CompletedProcess[str]:
 def started(words: Sequence[str], temporary: Path) -> Iterator[subprocess.Popen[str]]:
     """A run in a process group of its own, whose temporary files go to `temporary`."""
     temporary.mkdir()
+    # It would inherit that Ctrl-C is ignored, as it is where a shell runs these tests behind it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         words,
         cwd=ROOT,
