@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import Sections, Training, debug_config, differences, train
+from training import FEW_STEPS, STEPS, Sections, Training, debug_config, differences, train
 
 from titanlite.config import JobConfig, check_job, make_parallel_dims
 from titanlite.mesh.launch import Place, run_ranks
 from titanlite.schedule import make_schedule, walk, write_csv
 
 TOLERANCE = 1e-11
-JOB: Sections = {"model": {"num_layers": 6}, "training": {"local_batch_size": 8, "steps": 6}}
+JOB: Sections = {"model": {"num_layers": 6}, "training": {"local_batch_size": 8}}
 
 
 def pipelined(
@@ -102,28 +102,34 @@ EIGHT_RANKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference() -> Training:
-    return train([debug_config(JOB)])[0]
-
-
-def trained(jobs: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Training]:
-    return dict(zip(jobs, train([debug_config(JOB, job) for job in jobs.values()]), strict=True))
+@pytest.fixture(scope="module", params=[FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)])
+def length(request: pytest.FixtureRequest) -> Sections:
+    return {"training": {"steps": request.param}}
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks() -> dict[str, Training]:
-    return trained(TWO_RANKS)
+def reference(length: Sections) -> Training:
+    return train([debug_config(JOB, length)])[0]
+
+
+def trained(jobs: dict[str, dict[str, dict[str, Any]]], length: Sections) -> dict[str, Training]:
+    configs = [debug_config(JOB, length, job) for job in jobs.values()]
+    return dict(zip(jobs, train(configs), strict=True))
 
 
 @pytest.fixture(scope="module")
-def on_four_ranks() -> dict[str, Training]:
-    return trained(FOUR_RANKS)
+def on_two_ranks(length: Sections) -> dict[str, Training]:
+    return trained(TWO_RANKS, length)
 
 
 @pytest.fixture(scope="module")
-def on_eight_ranks() -> dict[str, Training]:
-    return trained(EIGHT_RANKS)
+def on_four_ranks(length: Sections) -> dict[str, Training]:
+    return trained(FOUR_RANKS, length)
+
+
+@pytest.fixture(scope="module")
+def on_eight_ranks(length: Sections) -> dict[str, Training]:
+    return trained(EIGHT_RANKS, length)
 
 
 def assert_equal(training: Training, reference: Training) -> None:
@@ -150,12 +156,12 @@ def test_on_eight_ranks(
     assert_equal(on_eight_ranks[name], reference)
 
 
-def test_schedule_from_a_file(tmp_path: Path, reference: Training) -> None:
+def test_schedule_from_a_file(tmp_path: Path, reference: Training, length: Sections) -> None:
     """A table that no name stands for: forwards two by two, in a V."""
     table = make_schedule("ZBVZeroBubble", 2, 8)
     write_csv(table, tmp_path / "v.csv")
     job = pipelined(schedule_csv=str(tmp_path / "v.csv"))
-    (training,) = train([debug_config(JOB, job)])
+    (training,) = train([debug_config(JOB, length, job)])
     assert_equal(training, reference)
 
 

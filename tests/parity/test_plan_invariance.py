@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 from covering import Choice, cover_pairs, pairs
-from training import Training, debug_config, difference, differences, train
+from training import (
+    FEW_STEPS,
+    STEPS,
+    Sections,
+    Training,
+    debug_config,
+    difference,
+    differences,
+    train,
+)
 
 from titanlite.config import JobConfig, load_config, make_model_config, make_parallel_dims
 
@@ -53,11 +62,11 @@ def is_legal(choice: Choice) -> bool:
     )
 
 
-def job_of(choice: Choice, *, plan: bool = True) -> JobConfig:
+def job_of(choice: Choice, steps: int, *, plan: bool = True) -> JobConfig:
     optimizer, implementation = choice["optimizer"].split()
     sections: dict[str, dict] = {
         "model": {"num_kv_heads": choice["num_kv_heads"]},
-        "training": {"max_norm": choice["max_norm"]},
+        "training": {"max_norm": choice["max_norm"], "steps": steps},
         "optimizer": {
             "name": optimizer,
             "implementation": implementation,
@@ -108,10 +117,10 @@ def name_of(choice: Choice) -> str:
 class Trained:
     """Trainings of all choices, and of their references, in two launches."""
 
-    def __init__(self, choices: list[Choice]) -> None:
-        jobs = {self._key(choice): job_of(choice, plan=False) for choice in choices}
+    def __init__(self, choices: list[Choice], steps: int) -> None:
+        jobs = {self._key(choice): job_of(choice, steps, plan=False) for choice in choices}
         self._references = dict(zip(jobs, train(list(jobs.values())), strict=True))
-        self._trained = train([job_of(choice) for choice in choices])
+        self._trained = train([job_of(choice, steps) for choice in choices])
         self._choices = choices
 
     def pair(self, choice: Choice) -> tuple[Training, Training]:
@@ -132,7 +141,7 @@ def assert_invariant(training: Training, reference: Training, tolerance: float) 
 
 @pytest.fixture(scope="module")
 def few() -> Trained:
-    return Trained(FEW)
+    return Trained(FEW, FEW_STEPS)
 
 
 @pytest.mark.parametrize("choice", FEW, ids=name_of)
@@ -142,7 +151,7 @@ def test_features_together(few: Trained, choice: Choice):
 
 @pytest.fixture(scope="module")
 def all_pairs() -> Trained:
-    return Trained(ALL_PAIRS)
+    return Trained(ALL_PAIRS, STEPS)
 
 
 @pytest.mark.slow
@@ -162,7 +171,7 @@ def test_the_covering_set_has_every_legal_pair():
     assert all(is_legal(choice) for choice in ALL_PAIRS)
 
 
-def shipped_job(path: Path) -> JobConfig:
+def shipped_job(path: Path, steps: int) -> JobConfig:
     """A shipped config's plan on the debug job, in float64 and without inductor's compile time."""
     # Whatever it trains on, the files of which may not be here.
     data = ["--training.dataset=synthetic", "--training.dataset_path=none"]
@@ -190,6 +199,7 @@ def shipped_job(path: Path) -> JobConfig:
             "training": {
                 "enable_cpu_offload": config.training.enable_cpu_offload,
                 "local_batch_size": local_batch_size,
+                "steps": steps,
             },
         },
     )
@@ -201,13 +211,17 @@ def num_layers(config: JobConfig) -> int:
     return make_model_config(model).num_layers
 
 
-@pytest.fixture(scope="module")
-def shipped() -> dict[str, Training]:
-    jobs = {path.name: shipped_job(path) for path in CONFIGS}
+@pytest.fixture(scope="module", params=[FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)])
+def shipped(request: pytest.FixtureRequest) -> dict[str, Training]:
+    steps = request.param
+    jobs = {path.name: shipped_job(path, steps) for path in CONFIGS}
     sizes = {name: make_parallel_dims(job, None).world_size for name, job in jobs.items()}
     layers = {name: num_layers(job) for name, job in jobs.items()}
-    references = [debug_config({"model": {"num_layers": n}}) for n in sorted(set(layers.values()))]
-    of_layers = dict(zip(sorted(set(layers.values())), train(references), strict=True))
+    several = sorted(set(layers.values()))
+    references = [
+        debug_config({"model": {"num_layers": n}, "training": {"steps": steps}}) for n in several
+    ]
+    of_layers = dict(zip(several, train(references), strict=True))
     trained = {f"reference of {name}": of_layers[n] for name, n in layers.items()}
     for size in sorted(set(sizes.values())):
         names = [name for name in jobs if sizes[name] == size]
@@ -218,6 +232,22 @@ def shipped() -> dict[str, Training]:
 @pytest.mark.parametrize("name", [path.name for path in CONFIGS])
 def test_every_shipped_plan(shipped: dict[str, Training], name: str):
     assert_invariant(shipped[name], shipped[f"reference of {name}"], TOLERANCE)
+
+
+PLANS: list[Sections] = [
+    {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}},
+    {"parallelism": {"context_parallel_degree": 2, "data_parallel_shard_degree": 2}},
+    {
+        "parallelism": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
+        "training": {"local_batch_size": 4},
+    },
+]
+
+
+def test_rounding_does_not_grow_over_twenty_steps():
+    reference, *trained = *train([debug_config()]), *train([debug_config(plan) for plan in PLANS])
+    for training in trained:
+        assert_invariant(training, reference, TOLERANCE)
 
 
 def test_float32_agrees_over_ten_steps():

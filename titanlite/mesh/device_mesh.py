@@ -39,14 +39,16 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         tuple(dims.degrees[axis] for axis in axes),
         mesh_dim_names=tuple(axes),
     )
-    shard_axis = "dp_shard"
+    dp = world["dp_shard"]
     if "cp" in axes:
-        shard_axis = "dp_shard_cp"
-        world["dp_shard", "cp"]._flatten(shard_axis)
+        dp = world["dp_shard", "cp"]._flatten("dp_shard_cp")
+    if "dp_replicate" in axes:
+        # A slice of the world cannot have a flattened axis.
+        dp = DeviceMesh._concatenate([world["dp_replicate"], dp])
     return Meshes(
         world=world,
         pp=world["pp"] if "pp" in axes else None,
         tp=world["tp"] if "tp" in axes else None,
         cp=world["cp"] if "cp" in axes else None,
-        dp=world["dp_replicate", shard_axis] if "dp_replicate" in axes else world[shard_axis],
+        dp=dp,
     )
