@@ -14,7 +14,8 @@ picture_commands = runpy.run_path(str(DOCS / "make_pictures.py"))["picture_comma
 
 
 def commands():
-    return [command for page in PAGES for command in picture_commands(DOCS / page)]
+    pages = [*PAGES, "pipeline_parallel.md"]
+    return [command for page in pages for command in picture_commands(DOCS / page)]
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: Path(command[-1]).stem)
