@@ -11,6 +11,10 @@ from titanlite.errors import TitanliteError
 # command: (module, what it does). The module has main(arguments) -> exit status.
 COMMANDS = {
     "simulate": ("titanlite.simulate.command", "draw and compare training schemes in virtual time"),
+    "verify": (
+        "titanlite.verify.command",
+        "compare a plan with one process, and say what is wrong",
+    ),
 }
 
 

@@ -18,6 +18,10 @@ MUST_NOT_IMPORT = {
     "titanlite/config": ["torch", "titanlite.job", "titanlite.parallelize", "titanlite.training"],
     "titanlite/schedule": ["torch"],
     "titanlite/simulate": ["torch"],
+    **{
+        f"titanlite/verify/{name}.py": ["torch", "titanlite.job"]
+        for name in ("command", "compare", "jobs", "pool", "record", "report", "shrink", "verify")
+    },
     "titanlite/parallelize": ["titanlite.training", "titanlite.data", "titanlite.observe"],
     "titanlite/training": ["titanlite.parallelize", "titanlite.data", "titanlite.observe"],
     "titanlite/data": ["titanlite.parallelize", "titanlite.training", "titanlite.observe"],

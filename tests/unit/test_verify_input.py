@@ -1,0 +1,153 @@
+"""`titanlite verify`: what it is asked for, sizes made small, and differences judged; no ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from titanlite.cli import main
+from titanlite.config import check_job, load_config, make_model_config, make_parallel_dims
+from titanlite.config.pipeline import make_pipeline_plan
+from titanlite.errors import ConfigError
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.verify.command import parse
+from titanlite.verify.compare import (
+    Tolerance,
+    differences,
+    failures,
+    same_shards,
+    split_replicas,
+)
+from titanlite.verify.jobs import plan_job, reference_job
+from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceStep
+from titanlite.verify.shrink import shrink
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+SYNTHETIC = ["--training.dataset=synthetic", "--training.dataset_path=none"]
+
+
+def load(path: Path):
+    return load_config([f"--job.config_file={path}", *SYNTHETIC])
+
+
+def test_options_are_told_from_the_job():
+    options = parse(
+        [
+            "a.toml",
+            "--steps",
+            "3",
+            "--dtype=float32",
+            "--shrink",
+            "--training.steps",
+            "9",
+            "--x.y=1",
+        ]
+    )
+    assert (options.steps, options.dtype, options.shrink) == (3, "float32", True)
+    assert options.job == ["--job.config_file=a.toml", "--training.steps", "9", "--x.y=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--steps=0"], '--steps: "0" is not a number of at least 1; give one'),
+        (["--dtype=int8"], '--dtype: there is no "int8" here; give float64, float32, bfloat16'),
+        (["a.toml", "--json"], "--json: has no value; write --json=value"),
+        (["none.toml"], 'job.config_file: "none.toml" does not exist; give a TOML file'),
+        (["--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree: 3 does not divide"),
+        (["--model.flavour=debug"], "did you mean model.flavor?"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(words, line, capsys):
+    assert main(["verify", *words]) == 2
+    captured = capsys.readouterr()
+    assert line in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shrunk_job_is_small_and_has_the_same_plan(path):
+    config = load(path)
+    small, told = shrink(config)
+    dims = make_parallel_dims(config, None)
+    assert make_parallel_dims(small, None) == dims
+    check_job(small, dims)
+    before, after = make_model_config(config), make_model_config(small)
+    assert after.num_parameters < 120_000
+    assert after.num_tokens <= 192
+    assert small.training.global_batch_size <= 16
+    assert f"dim {before.dim} -> {after.dim}" in told
+    for section in ("activation_checkpoint", "compile", "optimizer"):
+        assert getattr(small, section) == getattr(config, section)
+    if dims.pp_enabled:
+        stages, same = (
+            make_pipeline_plan(job, dims, make_model_config(job)) for job in (config, small)
+        )
+        assert same.schedule.name == stages.schedule.name
+        assert same.schedule.num_stages == stages.schedule.num_stages
+
+
+def test_the_reference_has_the_job_and_nothing_of_the_plan():
+    config = load(Path(CONFIGS[0]).with_name("pp2_tp2_fsdp2.toml"))
+    plan = plan_job(config, "float64", make_parallel_dims(config, None))
+    alone = reference_job(plan)
+    assert make_parallel_dims(alone, None) == ParallelDims()
+    assert alone.training.global_batch_size == alone.training.local_batch_size == 32
+    for section in ("model", "optimizer", "lr_scheduler", "debug"):
+        assert getattr(alone, section) == getattr(plan, section)
+    assert reference_job(plan, num_parts=4).training.local_batch_size == 8
+
+
+def agreement(difference: float = 0.0, digest: str = "") -> Agreement:
+    return Agreement(difference, 1.0, 1.0, 1.0, 1.0, digest)
+
+
+def run_of(rank: int, how: str, start: Agreement, then: Agreement, expected: str = "") -> RankRun:
+    steps = [RankStep(weights={"w": start}), RankStep(2.0, 1.0, 1e-3, 7, {"w": then}, {"w": then})]
+    return RankRun(rank, {"tp": rank}, {"w": {"tp": how}}, (), {"w": expected}, steps)
+
+
+def test_every_rank_counts_and_only_what_is_too_large_fails():
+    reference = [ReferenceStep(), ReferenceStep(2.0, 1.0, 1e-3, 7)]
+    runs = [run_of(rank, "replicated", agreement(), agreement(rank * 1e-9)) for rank in (0, 1)]
+    found = differences(runs, reference)
+    assert found[0] == {("start", "w"): 0.0}
+    assert found[1]["gradient", "w"] == 1e-9
+    failed = failures(found, Tolerance("float64"))
+    assert [(f.step, f.kind) for f in failed] == [(1, "gradient"), (1, "weight")]
+    # As much as the reference differs from itself is rounding.
+    rounding = [{}, {("gradient", "w"): 2e-10, ("weight", "w"): 2e-10}]
+    assert failures(found, Tolerance("float64", rounding)) == []
+
+
+def test_what_is_not_a_number_never_agrees():
+    reference = [ReferenceStep(), ReferenceStep(2.0, 1.0, 1e-3, 7)]
+    run = run_of(0, "replicated", agreement(), agreement())
+    run.steps[1].loss = math.nan
+    assert [f.kind for f in failures(differences([run], reference), Tolerance("float64"))] == [
+        "loss"
+    ]
+
+
+def test_replicas_and_shards_are_told_apart_by_their_bits():
+    def runs(how: str, digests: str, expected: str = "ab") -> list[RankRun]:
+        return [
+            run_of(r, how, agreement(digest=digests[r]), agreement(digest=digests[r]), expected[r])
+            for r in (0, 1)
+        ]
+
+    assert split_replicas(runs("replicated", "aa")) == []
+    assert [(s.step, s.groups) for s in split_replicas(runs("replicated", "ab"))] == [
+        (0, ((0,), (1,)))
+    ]
+    assert split_replicas(runs("sharded", "ab")) == same_shards(runs("sharded", "ab")) == []
+    assert same_shards(runs("sharded", "aa")) == ["w"]
+    assert same_shards(runs("sharded", "aa", expected="cc")) == []
+
+
+def test_an_unknown_model_is_bad_input():
+    with pytest.raises(ConfigError, match="there is no model"):
+        load_config(["--model.name=none"])

@@ -1,0 +1,150 @@
+"""`titanlite verify`: whether a plan computes what one process computes, from the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.config import check_machine, load_config, make_parallel_dims
+from titanlite.config.toml import quote
+from titanlite.errors import ConfigError
+from titanlite.mesh.launch import choose_device, count_gpus, unwinding_at_sigterm
+from titanlite.verify.jobs import DTYPES
+
+HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
+
+Run a job under its plan and on one process, from the same weights and data, and compare loss,
+gradient norm, every gradient and every weight, step by step. Where they differ, say why.
+
+  --steps N           optimizer steps to compare (default 5)
+  --dtype DTYPE       float64 (default), float32, or bfloat16: computed in it, weights kept
+                      in float32
+  --shrink            make layers, widths, image and batch as small as the plan allows
+  --json FILE         write all that was found
+  --section.key=value any key of the job, as for train.py
+
+exit status: 0 all agree, 1 something differs or does not run, 2 bad input"""
+
+
+@dataclass
+class Options:
+    """What the command line asks for; `job` are the words about the job itself."""
+
+    job: list[str]
+    steps: int | None = None
+    dtype: str = "float64"
+    shrink: bool = False
+    json: str | None = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit status. Raises ConfigError for bad input."""
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(HELP)
+        return 0
+    options = parse(arguments)
+    try:
+        with unwinding_at_sigterm():
+            return verify_one(options)
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signal.SIGINT
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number
+
+
+def verify_one(options: Options) -> int:
+    """Verify the job that the options name."""
+    from titanlite.verify.report import format_header, format_verification, to_json
+    from titanlite.verify.verify import Verification, Verifier
+
+    words = list(options.job)
+    if options.shrink:
+        # What the file trains on need not be here.
+        words += ["--training.dataset=synthetic", "--training.dataset_path=none"]
+    config = load_config(words)
+    shrunk: list[str] = []
+    if options.shrink:
+        from titanlite.verify.shrink import shrink
+
+        config, shrunk = shrink(config)
+    dims = make_parallel_dims(config, None, 0 if config.job.device == "cpu" else count_gpus())
+    device_type = choose_device(config.job.device, dims.world_size)
+    check_machine(config, device_type)
+    source = config.job.config_file or "the command line"
+
+    def show_header(found: Verification) -> None:
+        print(format_header(found, source, shrunk), end="\n\n", flush=True)
+
+    with Verifier(device_type) as verifier:
+        found = verifier.verify(
+            config, dims, steps=options.steps or 5, dtype=options.dtype, on_start=show_header
+        )
+    print(format_verification(found))
+    if found.error is not None and found.error.rank_traceback:
+        print(f"\n{found.error.rank_traceback}", file=sys.stderr)
+    if options.json:
+        _write(options.json, json.dumps(to_json(found, source, shrunk), indent=1) + "\n")
+    return 0 if found.agrees else 1
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """The options; raises ConfigError for one that is wrong."""
+    options = Options([])
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if name in VALUES:
+            if not equals:
+                if not rest or rest[0].startswith("--"):
+                    raise ConfigError(f"{name}: has no value; write {name}=value")
+                text = rest.pop(0)
+            setattr(options, name.removeprefix("--"), VALUES[name](name, text))
+        elif word in FLAGS:
+            setattr(options, word.removeprefix("--"), True)
+        elif not word.startswith("--"):
+            options.job.append(f"--job.config_file={word}")
+        else:
+            options.job.append(word)
+            # "--section.key value": the value is no file of its own.
+            if not equals and rest and not rest[0].startswith("--") and "." in name:
+                options.job.append(rest.pop(0))
+    return options
+
+
+def _count(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise ConfigError(f"{name}: {quote(text)} is not a number of at least 1; give one")
+    return int(text)
+
+
+def _dtype(name: str, text: str) -> str:
+    if text not in DTYPES:
+        raise ConfigError(f"{name}: there is no {quote(text)} here; give {', '.join(DTYPES)}")
+    return text
+
+
+def _path(name: str, text: str) -> str:
+    if not text:
+        raise ConfigError(f"{name}: is empty; give a path")
+    return text
+
+
+VALUES: dict[str, Callable[[str, str], object]] = {
+    "--steps": _count,
+    "--dtype": _dtype,
+    "--json": _path,
+}
+FLAGS = ("--shrink",)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: {quote(path)} cannot be written ({error.strerror})") from error

@@ -1,0 +1,91 @@
+"""Local ranks in one open world, started once, that run one function after the other.
+
+    with RankPool(4) as pool:
+        results = pool.call(function, *args)    # function(world, *args) on each, in rank order
+
+Starting ranks takes seconds and a plan of a small model less: many plans share one pool.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+from titanlite.mesh.launch import Place, Ranks, not_done
+
+
+class RankPool:
+    """`num_ranks` local processes with a process group; new ones after a call that failed.
+
+    `close` ends the processes; so does leaving it as a context manager.
+    """
+
+    def __init__(
+        self, num_ranks: int, device_type: str = "cpu", *, timeout_seconds: float = 300
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.device_type = device_type
+        self.timeout_seconds = timeout_seconds
+        self._ranks: Ranks | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close(now=error[0] is not None)
+
+    def call(self, function: Callable[..., Any] | str, *args: Any) -> list[Any]:
+        """What `function(world, *args)` returned on each rank, in rank order.
+
+        A function named as "module:function" is imported by the ranks alone.
+
+        Raises RankError, and ends all ranks, when one raises, dies or is not done in time.
+        """
+        if self._ranks is None:
+            serve = functools.partial(_serve, device_type=self.device_type)
+            self._ranks = Ranks(serve, self.num_ranks)
+        message = cloudpickle.dumps((function, args))
+        for rank in range(self.num_ranks):
+            self._ranks.send(rank, message)
+        answers: dict[int, bytes] = {}
+        deadline = time.monotonic() + self.timeout_seconds
+        try:
+            while pending := set(range(self.num_ranks)) - set(answers):
+                received = self._ranks.receive(pending, deadline)
+                if not received:
+                    raise not_done(pending, self.timeout_seconds)
+                answers.update(received)
+        except BaseException:
+            self.close(now=True)
+            raise
+        return [cloudpickle.loads(answers[rank]) for rank in range(self.num_ranks)]
+
+    def close(self, *, now: bool = False) -> None:
+        """End the processes, `now` or when each has left its world."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            if now:
+                ranks.terminate()
+            ranks.close()
+
+
+def _serve(place: Place, connection: Connection, device_type: str) -> None:
+    from titanlite.mesh.world import open_world
+
+    with open_world(place, device_type) as world:
+        while True:
+            try:
+                message = connection.recv_bytes()
+            except EOFError:
+                return
+            function, args = cloudpickle.loads(message)
+            if isinstance(function, str):
+                module, _, name = function.partition(":")
+                function = getattr(importlib.import_module(module), name)
+            connection.send(("message", cloudpickle.dumps(function(world, *args))))

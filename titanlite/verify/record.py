@@ -1,0 +1,70 @@
+"""What ranks write down of a run, as plain numbers; torch-free, so that the caller may be too."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Agreement(NamedTuple):
+    """One rank's part `a` of a tensor beside the reference's `b`.
+
+    `error` is max|a - b| and `scale` the largest magnitude in the whole of the reference's tensor;
+    then the sums of a*a, a*b and b*b, and a digest of a's bytes.
+    """
+
+    error: float
+    scale: float
+    aa: float
+    ab: float
+    bb: float
+    digest: str
+
+    @property
+    def difference(self) -> float:
+        """max|a - b| / max|b|; where b is all zero, 0 if a is too, else infinity."""
+        if self.scale == 0.0:
+            return 0.0 if self.error == 0.0 else math.inf
+        return self.error / self.scale
+
+
+@dataclass
+class RankStep:
+    """What one rank saw of one step; step 0 has the starting weights alone."""
+
+    loss: float = 0.0
+    norm: float = 0.0
+    lr: float = 0.0
+    num_tokens: int = 0
+    gradients: dict[str, Agreement] = field(default_factory=dict)
+    weights: dict[str, Agreement] = field(default_factory=dict)
+    images: tuple[int, ...] = ()
+    """For each image that the rank read, which of the reference's batch it is; -1 for none."""
+    positions_agree: bool = True
+    targets_agree: bool = True
+
+
+@dataclass
+class RankRun:
+    """What one rank saw of a run: its place, how its parameters are placed, and its steps."""
+
+    rank: int
+    coordinates: dict[str, int]
+    placements: dict[str, dict[str, str]]
+    """Parameter -> mesh axis -> "replicated", "sharded" or "strided" (cut twice along one dim)."""
+    pending: tuple[str, ...]
+    """Gradients that were still sums to be made when the optimizer was given them."""
+    expected_shards: dict[str, str]
+    """Parameter -> digest of the reference's slice at the start."""
+    steps: list[RankStep]
+
+
+@dataclass
+class ReferenceStep:
+    """The reference's numbers of one step; its tensors are in the step's file."""
+
+    loss: float = 0.0
+    norm: float = 0.0
+    lr: float = 0.0
+    num_tokens: int = 0

@@ -1,0 +1,181 @@
+"""A verification as a table for a terminal and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from titanlite.verify.compare import Failure, Key
+from titanlite.verify.verify import Verification
+
+HEADINGS = ("step", "loss", "norm", "gradients, the worst of them", "weights, the worst of them")
+
+
+def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
+    """What is compared with what."""
+    batch = found.plan.training.global_batch_size
+    size = batch // found.reference_parts
+    at_once = "at once" if found.reference_parts == 1 else f"{size} at a time"
+    lines = [
+        f"plan       {found.dims.describe()}, {found.dims.world_size} ranks: {source}",
+        f"reference  the same {batch} images a step on one process, {at_once}; {found.dtype}",
+    ]
+    if shrunk:
+        lines.append(f"shrunk     {', '.join(shrunk)}")
+    return "\n".join(lines)
+
+
+def format_verification(found: Verification) -> str:
+    """The table of differences, the verdict, and the diagnosis where there is one."""
+    lines = []
+    if found.differences:
+        lines += [_table(found), ""]
+    lines.append(_verdict(found))
+    for index, finding in enumerate(found.findings):
+        lines += ["", f"{'likely cause' if index == 0 else 'also seen'}: {finding}"]
+    return "\n".join(lines)
+
+
+def _table(found: Verification) -> str:
+    rows = [HEADINGS]
+    for step, of_step in enumerate(found.differences):
+        kinds = ("start",) if step == 0 else ("loss", "norm", "gradient", "weight")
+        cells = {kind: _cell(found, step, of_step, kind) for kind in kinds}
+        rows.append(
+            (
+                "start" if step == 0 else str(step),
+                cells.get("loss", ""),
+                cells.get("norm", ""),
+                cells.get("gradient", ""),
+                cells.get("weight", cells.get("start", "")),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if index == 0 else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _cell(found: Verification, step: int, of_step: Mapping[Key, float], kind: str) -> str:
+    """The difference that is worst for its tolerance; "!" where some are too large."""
+    values = {key: value for key, value in of_step.items() if key[0] == kind}
+    if not values:
+        return ""
+
+    def badness(key: Key) -> tuple[float, float]:
+        tolerance = found.tolerance.of(step, key)
+        return (values[key] / tolerance if tolerance else values[key], values[key])
+
+    worst = max(values, key=badness)
+    text = _figure(values[worst])
+    failed = [f for f in found.failures if f.step == step and f.kind == kind]
+    if failed:
+        text += " !"
+        if len(values) > 1:
+            text += f" ({len(failed)} of {len(values)})"
+    return f"{text:8} {worst[1]}".rstrip()
+
+
+def _figure(value: float) -> str:
+    if value == 0.0:
+        return "0"
+    return "not comparable" if math.isinf(value) else f"{value:.1e}"
+
+
+def _verdict(found: Verification) -> str:
+    seconds = f"{found.seconds:.1f} s"
+    if found.error is not None:
+        return f"DOES NOT RUN: {found.error} ({seconds})"
+    if found.agrees:
+        step, key = found.worst
+        return (
+            f"AGREES: the largest difference is {_figure(found.differences[step][key])}, of "
+            f"{describe_key(key)} at step {step}, and {found.tolerance.of(step, key):.1e} is "
+            f"allowed, {found.margin:,.0f} times as much ({seconds})"
+        )
+    if not found.failures:
+        return f"DIFFERS: ranks hold different values of what is replicated ({seconds})"
+    return f"DIFFERS: {describe_failures(found.failures)} ({seconds})"
+
+
+def describe_failures(failures: list[Failure]) -> str:
+    """What differs first, and how much else."""
+    first = failures[0].step
+    counts: dict[str, int] = {}
+    for failure in failures:
+        if failure.step == first:
+            counts[failure.kind] = counts.get(failure.kind, 0) + 1
+    words = {
+        "start": "starting weight",
+        "loss": "the loss",
+        "norm": "the gradient norm",
+        "gradient": "gradient",
+        "weight": "weight",
+    }
+    parts = [
+        words[kind]
+        if kind in ("loss", "norm")
+        else f"{count} {words[kind]}{'' if count == 1 else 's'}"
+        for kind, count in counts.items()
+    ]
+    where = "before the first step" if first == 0 else f"from step {first} on"
+    return f"{', '.join(parts)}, {where}"
+
+
+def describe_key(key: Key) -> str:
+    """In words, what a difference is of."""
+    kind, name = key
+    return {"loss": "the loss", "norm": "the gradient norm"}.get(kind, f"the {kind} {name}")
+
+
+def to_json(found: Verification, source: str, shrunk: list[str]) -> dict[str, Any]:
+    """Everything that was found, as JSON has it; a difference that has no number is null."""
+
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    def group(step: int, of_step: Mapping[Key, float]) -> dict[str, Any]:
+        row: dict[str, Any] = {"step": step}
+        for kind, name in of_step:
+            value = number(of_step[kind, name])
+            if name:
+                row.setdefault(f"{kind}s" if kind != "start" else "weights", {})[name] = value
+            else:
+                row[kind] = value
+        return row
+
+    failed = [
+        {
+            "step": f.step,
+            "kind": f.kind,
+            "name": f.name,
+            "difference": number(f.difference),
+            "tolerance": f.tolerance,
+        }
+        for f in found.failures
+    ]
+    ran = bool(found.differences)
+    return {
+        "config": source,
+        "shrunk": shrunk,
+        "degrees": found.dims.degrees,
+        "dtype": found.dtype,
+        "agrees": found.agrees,
+        "margin": number(found.margin) if ran else None,
+        "largest": number(found.differences[found.worst[0]][found.worst[1]]) if ran else None,
+        "error": None if found.error is None else str(found.error),
+        "failures": failed,
+        "different_replicas": [
+            {"step": s.step, "name": s.name, "ranks": s.groups} for s in found.splits
+        ],
+        "diagnosis": [str(finding) for finding in found.findings],
+        "steps": [group(step, of_step) for step, of_step in enumerate(found.differences)],
+        "seconds": round(found.seconds, 3),
+    }

@@ -1,0 +1,262 @@
+"""On a rank: the reference writes down what it computes, and a plan is measured against that.
+
+The reference's tensors stand in one file a step, which every rank maps into memory. A rank
+compares its own shards with its own slices, so that nothing is gathered, every replica is looked
+at, and it is known on which ranks something differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from titanlite.config import JobConfig, check_job, make_parallel_dims
+from titanlite.job import Job, build_job, dp_rank
+from titanlite.mesh.world import World
+from titanlite.names import canonical_name
+from titanlite.training.initialize import generator_for
+from titanlite.training.loss import IGNORE_INDEX
+from titanlite.training.shards import is_sharded, local_part, shard_of
+from titanlite.training.step import Microbatch
+from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceStep
+
+Patch = Callable[[], AbstractContextManager[Any]]
+"""Something to be in force while a plan is built and run, such as a bug to be found."""
+
+
+def step_file(folder: str, step: int) -> Path:
+    """Where the reference's record of `step` is; step 0 is the start."""
+    return Path(folder) / f"step{step}.pt"
+
+
+def run_reference(world: World, config: JobConfig, steps: int, folder: str) -> list[ReferenceStep]:
+    """Train `config` for `steps` steps on this one process and write each step into `folder`."""
+    with open_job(world, config) as job:
+        drawn = draw_zero_matrices(job, None)
+        torch.save(
+            {"weights": _whole(job.whole_parameters()), "drawn": drawn}, step_file(folder, 0)
+        )
+        numbers = [ReferenceStep()]
+        for step in range(1, steps + 1):
+            microbatches = job.draw()
+            tokens = torch.cat([batch.tokens for batch in microbatches]).cpu()
+            targets = torch.cat([batch.targets for batch in microbatches]).cpu()
+            loss, num_tokens = job.trainer.compute_gradients(leave_out_targets(job, microbatches))
+            gradients = _whole(job.whole_gradients())
+            norm, lr = job.trainer.apply_gradients()
+            numbers.append(ReferenceStep(loss, norm, lr, num_tokens))
+            record = {
+                "tokens": tokens,
+                "targets": targets,
+                "gradients": gradients,
+                "weights": _whole(job.whole_parameters()),
+            }
+            torch.save(record, step_file(folder, step))
+        return numbers
+
+
+def run_plan(
+    world: World, config: JobConfig, steps: int, folder: str, patch: Patch | None = None
+) -> RankRun:
+    """Train `config` for `steps` steps and measure this rank's part against the record in `folder`.
+
+    Every rank of the world must call this.
+    """
+    with (patch or contextlib.nullcontext)(), open_job(world, config) as job:
+        start = load(folder, 0)
+        draw_zero_matrices(job, start["drawn"])
+        parameters = named_parameters(job)
+        placements = {name: _placements(job, parameter) for name, parameter in parameters.items()}
+        expected = {
+            name: _digest(_slice(start["weights"][name], parameter))
+            for name, parameter in parameters.items()
+            if name in start["weights"]
+        }
+        seen = [RankStep(weights=_agreements(parameters, start["weights"], lambda p: p))]
+        pending: tuple[str, ...] = ()
+        for step in range(1, steps + 1):
+            record = load(folder, step)
+            microbatches = job.draw()
+            found = RankStep(**_look_at_data(job, microbatches, record))
+            loss, num_tokens = job.trainer.compute_gradients(leave_out_targets(job, microbatches))
+            found.loss, found.num_tokens = loss, num_tokens
+            found.gradients = _agreements(parameters, record["gradients"], lambda p: p.grad)
+            pending = pending or tuple(
+                name for name, parameter in parameters.items() if _is_pending(parameter.grad)
+            )
+            found.norm, found.lr = job.trainer.apply_gradients()
+            found.weights = _agreements(parameters, record["weights"], lambda p: p)
+            seen.append(found)
+        return RankRun(
+            world.rank, job.dims.coordinates(world.rank), placements, pending, expected, seen
+        )
+
+
+@contextlib.contextmanager
+def open_job(world: World, config: JobConfig) -> Iterator[Job]:
+    """The job in a world that other jobs have been in, and in which others will be."""
+    # Compiled code of the job before must not be found by this one's shapes.
+    torch._dynamo.reset()
+    dims = make_parallel_dims(config, world.size)
+    check_job(config, dims)
+    try:
+        yield build_job(config, dims, world)
+    finally:
+        gc.collect()
+
+
+def load(folder: str, step: int) -> Any:
+    """The reference's record of a step, its tensors mapped from the file."""
+    return torch.load(step_file(folder, step), mmap=True, weights_only=True)
+
+
+def named_parameters(job: Job) -> dict[str, nn.Parameter]:
+    """This rank's parameters by their canonical names."""
+    return {
+        canonical_name(name): parameter
+        for part in job.parts
+        for name, parameter in part.named_parameters()
+    }
+
+
+@torch.no_grad()
+def draw_zero_matrices(job: Job, names: list[str] | None) -> list[str]:
+    """Draw the matrices that start at zero (`names`, or those found), and say which.
+
+    Under a zero output layer every gradient below it is zero at the first step, and zero agrees
+    with everything.
+    """
+    found = []
+    for name, parameter in named_parameters(job).items():
+        local = local_part(parameter)
+        if name in names if names is not None else parameter.ndim > 1 and not local.any():
+            whole = torch.empty(parameter.shape)
+            whole.normal_(0.0, 0.02, generator=generator_for(job.config.debug.seed, name))
+            local.copy_(shard_of(whole, parameter))
+            found.append(name)
+    return found
+
+
+def leave_out_targets(job: Job, microbatches: list[Microbatch]) -> list[Microbatch]:
+    """The microbatches without the first i/2G of the targets of image i of G.
+
+    So no two ranks, microbatches or stretches of the sequence have as many targets as each other,
+    and an average of averages is not the average.
+    """
+    dims, held, num_tokens = job.dims, held_positions(job), _sequence_length(job)
+    total = job.global_batch_size
+    image = dp_rank(dims, job.world.rank) * total // dims.dp
+    left = []
+    for batch in microbatches:
+        images = torch.arange(image, image + batch.targets.size(0))
+        is_out = held[None] < (images * num_tokens // (2 * total))[:, None]
+        targets = batch.targets.masked_fill(is_out.to(batch.targets.device), IGNORE_INDEX)
+        left.append(replace(batch, targets=targets))
+        image += batch.targets.size(0)
+    return left
+
+
+def held_positions(job: Job) -> Tensor:
+    """The places in the sequence of the tokens that this rank holds."""
+    num_tokens = _sequence_length(job)
+    if not job.dims.cp_enabled:
+        return torch.arange(num_tokens)
+    return job.layout.positions(job.dims.coordinates(job.world.rank)["cp"], num_tokens)
+
+
+def _sequence_length(job: Job) -> int:
+    return int(job.model_config.num_tokens)
+
+
+def _whole(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: whole.detach().cpu().clone() for name, whole in tensors}
+
+
+def _look_at_data(job: Job, microbatches: list[Microbatch], record: Any) -> dict[str, Any]:
+    """Which images this rank was given, and whether the rest of the batch goes with them."""
+    held = held_positions(job)
+    tokens = torch.cat([batch.tokens for batch in microbatches]).cpu()
+    targets = torch.cat([batch.targets for batch in microbatches]).cpu()
+    known, known_targets = record["tokens"][:, held], record["targets"][:, held]
+    first = dp_rank(job.dims, job.world.rank) * job.global_batch_size // job.dims.dp
+    images = []
+    for row, image in enumerate(range(first, first + len(tokens))):
+        own = tokens[row]
+        if image < len(known) and torch.equal(own, known[image]):
+            images.append(image)
+        else:
+            same = (known == own).all(1).nonzero() if own.shape == known.shape[1:] else known[:0]
+            images.append(int(same[0]) if len(same) else -1)
+    return {
+        "images": tuple(images),
+        "positions_agree": all(torch.equal(b.positions.cpu(), held) for b in microbatches),
+        "targets_agree": -1 in images or torch.equal(targets, known_targets[images]),
+    }
+
+
+def _agreements(
+    parameters: Mapping[str, nn.Parameter],
+    reference: Mapping[str, Tensor],
+    tensor_of: Callable[[nn.Parameter], Tensor | None],
+) -> dict[str, Agreement]:
+    found = {}
+    for name, parameter in parameters.items():
+        tensor = tensor_of(parameter)
+        if tensor is not None and name in reference:
+            whole = reference[name]
+            found[name] = agreement(local_part(tensor.detach()), _slice(whole, parameter), whole)
+        elif tensor is not None or name in reference:
+            found[name] = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
+    return found
+
+
+def _slice(whole: Tensor, parameter: Tensor) -> Tensor:
+    return shard_of(whole, parameter) if whole.shape == parameter.shape else whole
+
+
+def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
+    """How `own`, a rank's part, agrees with the same part of the reference's `whole`."""
+    digest = _digest(own)
+    scale = whole.double().abs().max().item() if whole.numel() else 0.0
+    if own.shape != expected.shape:
+        return Agreement(math.inf, scale, 0.0, 0.0, 0.0, digest)
+    a, b = own.cpu().double().flatten(), expected.double().flatten()
+    error = (a - b).abs().max().item() if a.numel() else 0.0
+    if math.isnan(error):
+        error = math.inf
+    return Agreement(error, scale, (a @ a).item(), (a @ b).item(), (b @ b).item(), digest)
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
+
+
+def _is_pending(grad: Tensor | None) -> bool:
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+
+
+def _placements(job: Job, parameter: Tensor) -> dict[str, str]:
+    """Mesh axis -> how the parameter lies on it, for the axes that have more than one rank."""
+    used = {axis: "replicated" for axis, n in job.dims.degrees.items() if n > 1 and axis != "pp"}
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        for name, placement in zip(names, parameter.placements, strict=True):
+            if is_sharded(placement):
+                kind = "strided" if isinstance(placement, _StridedShard) else "sharded"
+                for axis in ("dp_shard", "cp") if name == "dp_shard_cp" else (name,):
+                    if axis in used:
+                        used[axis] = kind
+    return used

@@ -1,0 +1,93 @@
+"""The same plan at sizes that a laptop runs in seconds: `titanlite verify --shrink`; torch-free.
+
+Blocks, widths, image and batch become as small as the plan allows, and no smaller: each change is
+kept only where the job's own checks still accept the whole. What is cut, and how many ways, stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from titanlite.config import JobConfig, check_job, make_model_config, make_parallel_dims, override
+from titanlite.errors import ConfigError
+
+# Wide enough that sums are sums; two, so that something comes after the first.
+LEAST_WIDTH, LEAST_SIDE, LEAST_BLOCKS, LEAST_BATCH = 32, 8, 2, 2
+SYNTHETIC = {"training.dataset": "synthetic", "training.dataset_path": None}
+
+
+def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:
+    """`config` at small sizes, on generated data, and each change in words."""
+    small = override(config, SYNTHETIC)
+    for changes in _batch_changes(config):
+        if (changed := _try(small, changes)) is not None:
+            small = changed
+            break
+    sizes = make_model_config(config)
+    for field in dataclasses.fields(sizes):
+        value = getattr(sizes, field.name)
+        if type(value) is int:
+            for smaller in _smaller(field.name, value):
+                changed = _try(small, {f"model.{field.name}": smaller})
+                if changed is not None:
+                    small = changed
+                    break
+    return small, _told(config, small)
+
+
+def _smaller(name: str, value: int) -> Iterator[int]:
+    """What to try in place of a size, the smallest first."""
+    if "layer" in name or "block" in name:
+        yield from range(LEAST_BLOCKS, value)
+        return
+    least = LEAST_SIDE if "height" in name or "width" in name else LEAST_WIDTH
+    halves = []
+    while value % 2 == 0 and value // 2 >= least:
+        value //= 2
+        halves.append(value)
+    yield from reversed(halves)
+
+
+def _batch_changes(config: JobConfig) -> Iterator[dict[str, Any]]:
+    """Smaller batches, the smallest first; what is accumulated or in microbatches stays so."""
+    dims = make_parallel_dims(config, None)
+    training = config.training
+    micro = config.parallelism.pipeline_parallel_microbatch_size
+    at_once = training.local_batch_size * dims.dp
+    batch = at_once if training.global_batch_size == -1 else training.global_batch_size
+    accumulated = min(batch // at_once, 2)
+    for local in range(min(LEAST_BATCH, training.local_batch_size), training.local_batch_size):
+        changes: dict[str, Any] = {
+            "training.local_batch_size": local,
+            "training.global_batch_size": local * dims.dp * accumulated,
+        }
+        if dims.pp_enabled and micro > 1:
+            changes["parallelism.pipeline_parallel_microbatch_size"] = 1
+        yield changes
+
+
+def _try(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig | None:
+    with contextlib.suppress(ConfigError):
+        changed = override(config, changes)
+        check_job(changed, make_parallel_dims(changed, None))
+        return changed
+    return None
+
+
+def _told(config: JobConfig, small: JobConfig) -> list[str]:
+    before, after = make_model_config(config), make_model_config(small)
+    pairs = [
+        (f.name, getattr(before, f.name), getattr(after, f.name)) for f in dataclasses.fields(after)
+    ]
+    for section, names in (
+        ("training", ("local_batch_size", "global_batch_size", "dataset")),
+        ("parallelism", ("pipeline_parallel_microbatch_size",)),
+    ):
+        pairs += [
+            (name, getattr(getattr(config, section), name), getattr(getattr(small, section), name))
+            for name in names
+        ]
+    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]

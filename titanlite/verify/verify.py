@@ -1,0 +1,202 @@
+"""One job verified: the same weights and data on one process and under its plan, step by step.
+
+    with Verifier() as verifier:
+        verification = verifier.verify(config, steps=5)
+        assert verification.agrees, verification.cause
+
+Ranks are started once for each number of them and references are kept, so that a second plan costs
+no more than its own steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from titanlite.config import JobConfig, check_job, make_parallel_dims
+from titanlite.errors import RankError, TitanliteError
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.verify.compare import (
+    Failure,
+    Key,
+    Split,
+    Tolerance,
+    differences,
+    failures,
+    split_replicas,
+)
+from titanlite.verify.jobs import plan_job, reference_job
+from titanlite.verify.pool import RankPool
+from titanlite.verify.record import RankRun, ReferenceStep
+
+Patch = Callable[[], AbstractContextManager[Any]]
+"""Something to be in force while a plan is built and run, such as a bug to be found."""
+
+
+@dataclass
+class Verification:
+    """What came of verifying one job."""
+
+    plan: JobConfig
+    dims: ParallelDims
+    dtype: str
+    num_steps: int
+    reference_parts: int
+    """In how many parts the reference takes its batch."""
+    differences: list[dict[Key, float]] = field(default_factory=list)
+    tolerance: Tolerance = field(default_factory=lambda: Tolerance("float64"))
+    failures: list[Failure] = field(default_factory=list)
+    splits: list[Split] = field(default_factory=list)
+    error: RankError | None = None
+    """What a rank raised, where the plan did not run to its end."""
+    findings: list[Any] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        return not self.failures and not self.splits and self.error is None
+
+    @property
+    def worst(self) -> tuple[int, Key]:
+        """The step and key of the difference that is nearest to, or furthest above, tolerance."""
+        return max(
+            (
+                (step, key)
+                for step, of_step in enumerate(self.differences)
+                for key in of_step
+                if key[0] != "start"
+            ),
+            key=lambda place: self.differences[place[0]][place[1]] / self.tolerance.of(*place),
+        )
+
+    @property
+    def margin(self) -> float:
+        """Tolerance over difference, where that is least; infinite where all are equal."""
+        step, key = self.worst
+        difference = self.differences[step][key]
+        return self.tolerance.of(step, key) / difference if difference else float("inf")
+
+
+class Verifier:
+    """Verifies jobs on local ranks; a context manager that ends them."""
+
+    def __init__(self, device_type: str = "cpu", *, timeout_seconds: float = 300) -> None:
+        self.device_type = device_type
+        self.timeout_seconds = timeout_seconds
+        self._pools: dict[int, RankPool] = {}
+        self._references: dict[tuple[str, int], tuple[str, list[ReferenceStep]]] = {}
+        self._exits = contextlib.ExitStack()
+        self._folder = self._exits.enter_context(
+            tempfile.TemporaryDirectory(prefix="titanlite-verify-")
+        )
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._exits.__exit__(*error)
+
+    def verify(
+        self,
+        config: JobConfig,
+        dims: ParallelDims | None = None,
+        *,
+        steps: int = 5,
+        dtype: str = "float64",
+        patch: Patch | None = None,
+        on_start: Callable[[Verification], None] = lambda _: None,
+    ) -> Verification:
+        """Run `config` under its plan and on one process for `steps` steps, and compare.
+
+        `patch` is in force on the plan's ranks alone; `on_start` is told what will be compared
+        once the job has been checked. Raises ConfigError where the job cannot be
+        built; whatever else a rank raises is part of the verification.
+        """
+        start = time.perf_counter()
+        dims = dims or make_parallel_dims(config, None)
+        plan = plan_job(config, dtype, dims)
+        check_job(plan, dims)
+        alone = reference_job(plan)
+        parts = plan.training.global_batch_size // alone.training.local_batch_size
+        found = Verification(plan, dims, dtype, steps, parts)
+        on_start(found)
+        folder, reference = self._reference(alone, steps)
+        try:
+            runs = self.pool(dims.world_size).call(
+                "titanlite.verify.run:run_plan", plan, steps, folder, patch
+            )
+        except RankError as error:
+            found.error = error
+        else:
+            self._judge(found, runs, alone, folder, reference)
+        found.seconds = time.perf_counter() - start
+        return found
+
+    def pool(self, num_ranks: int) -> RankPool:
+        """The ranks that verification uses, started at their first call."""
+        if num_ranks not in self._pools:
+            pool = RankPool(num_ranks, self.device_type, timeout_seconds=self.timeout_seconds)
+            self._pools[num_ranks] = self._exits.enter_context(pool)
+        return self._pools[num_ranks]
+
+    def _judge(
+        self,
+        found: Verification,
+        runs: list[RankRun],
+        alone: JobConfig,
+        folder: str,
+        reference: list[ReferenceStep],
+    ) -> None:
+        found.differences = differences(runs, reference)
+        found.tolerance = Tolerance(found.dtype)
+        if found.dtype != "float64":
+            found.tolerance = self._measure_rounding(found, alone, folder, reference)
+        found.failures = failures(found.differences, found.tolerance)
+        if found.failures and found.dtype == "float64":
+            # A tensor may hold nothing but rounding: looked at where something seems wrong alone.
+            found.tolerance = self._measure_rounding(found, alone, folder, reference)
+            found.failures = failures(found.differences, found.tolerance)
+        found.splits = split_replicas(runs)
+
+    def _reference(self, alone: JobConfig, steps: int) -> tuple[str, list[ReferenceStep]]:
+        key = alone.model_dump_json(exclude_unset=True), steps
+        if key not in self._references:
+            folder = tempfile.mkdtemp(dir=self._folder)
+            try:
+                (numbers,) = self.pool(1).call(
+                    "titanlite.verify.run:run_reference", alone, steps, folder
+                )
+            except RankError as error:
+                raise TitanliteError(
+                    f"the job does not run on one process: {error.message}"
+                ) from error
+            self._references[key] = folder, numbers
+        return self._references[key]
+
+    def _measure_rounding(
+        self,
+        found: Verification,
+        alone: JobConfig,
+        folder: str,
+        reference: list[ReferenceStep],
+    ) -> Tolerance:
+        """The reference beside itself in parts, and beside float64 where that is not its dtype."""
+        plan = found.plan
+        parts = min(4, plan.training.global_batch_size)
+        others = [reference_job(plan, num_parts=parts)]
+        if found.dtype != "float64":
+            others.append(reference_job(plan_job(plan, "float64", found.dims)))
+        rounding: list[dict[Key, float]] = [{} for _ in reference]
+        for other in others:
+            runs = self.pool(1).call(
+                "titanlite.verify.run:run_plan", other, found.num_steps, folder, None
+            )
+            for total, of_step in zip(rounding, differences(runs, reference), strict=True):
+                for key, value in of_step.items():
+                    total[key] = max(total.get(key, 0.0), value)
+        return Tolerance(found.dtype, rounding)
