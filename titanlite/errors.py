@@ -22,6 +22,10 @@ class ConfigError(TitanliteError):
         return "\n".join(self.problems)
 
 
+class NonFiniteError(TitanliteError):
+    """A loss or gradient norm is not finite: the step, and where it began."""
+
+
 class RankError(TitanliteError):
     """A rank failed, died or did not finish: its number, what happened, and its traceback."""
 

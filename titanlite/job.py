@@ -209,6 +209,7 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
         is_counted=dims.coordinates(world.rank)["tp"] == 0
         and (made.pipeline is None or made.pipeline.has_last),
         logits_are_sharded=uses_loss_parallel(config, dims),
+        non_finite=config.debug.non_finite,
     )
     dataset = _dataset(config, model_config, training.dataset, training.dataset_path, "train")
     batch_size = training.global_batch_size

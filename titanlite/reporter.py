@@ -137,6 +137,8 @@ class Reporter:
         )
         with self._writing():
             self._log.log(record)
+        if result.note:
+            self._progress.print(result.note)
         if step == 1 and job.checkpointing.tally is not None:
             self._progress.print(f"each block {job.checkpointing.tally.describe()}")
         self._progress.update(record)

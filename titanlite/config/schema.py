@@ -301,13 +301,18 @@ class Validation(Section):
 
 
 class Debug(Section):
-    """Randomness"""
+    """Randomness, and numbers that go wrong"""
 
     seed: int = key(
         0, "seed of weights, data order and sampling", torchtitan=None, ge=0, le=2**63 - 1
     )
     deterministic: bool = key(False, "deterministic algorithms only")
     deterministic_warn_only: bool = key(False, "where there is none, warn instead of stopping")
+    non_finite: Literal["stop", "skip", "ignore"] = key(
+        "stop",
+        "where loss or gradient norm is not finite: stop before the update, skip it, or take it",
+        torchtitan=OWN,
+    )
     moe_force_load_balance: NotYet[bool] = key(False, "tokens go to experts in turn")
 
 

@@ -129,6 +129,11 @@ class Pipeline:
         self._schedule = self._make_schedule(from_table)
 
     @property
+    def numbers(self) -> Sequence[int]:
+        """Which stages this rank holds, in the order of its parts."""
+        return list(self._parts)
+
+    @property
     def has_first(self) -> bool:
         return 0 in self._parts
 

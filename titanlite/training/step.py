@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,12 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.errors import NonFiniteError
 from titanlite.training.gradient_norm import (
     clip_gradients,
     gradient_norm,
     reduce_partial_gradients,
 )
 from titanlite.training.loss import IGNORE_INDEX, loss_context
+from titanlite.training.non_finite import explain_non_finite
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,16 @@ class StepResult:
     lr: float
     num_tokens: int
     seconds: float
+    note: str = ""
+    """Why the weights are as before the step, where they are."""
 
 
 class Stages(Protocol):
     """What runs the parts of a split model: a pipeline's schedule."""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Which of the model's stages the parts are."""
 
     def step(
         self,
@@ -72,7 +82,8 @@ class Trainer:
     `parts` are the model, or this rank's parts of one that is split into stages, which `stages`
     then runs. `is_counted` says whether this rank's loss and tokens enter the sums over the world:
     of the ranks that see the same tokens, one, which has the loss. `logits_are_sharded` is true
-    under loss parallelism.
+    under loss parallelism. `non_finite` says what becomes of a step whose loss or gradient norm is
+    not finite: "stop" raises NonFiniteError, "skip" leaves it out, "ignore" takes it.
     """
 
     parts: list[nn.Module]
@@ -84,6 +95,7 @@ class Trainer:
     is_counted: bool
     logits_are_sharded: bool = False
     stages: Stages | None = None
+    non_finite: str = "stop"
 
     @property
     def _device(self) -> torch.device:
@@ -97,8 +109,14 @@ class Trainer:
         """Train on this rank's microbatches of one global batch."""
         start = time.perf_counter()
         loss, num_tokens = self.compute_gradients(microbatches)
-        norm, lr = self.apply_gradients()
-        return StepResult(loss, norm, lr, num_tokens, time.perf_counter() - start)
+        norm = gradient_norm(self.parameters, self.world_mesh)
+        note = ""
+        if self.non_finite != "ignore" and not (math.isfinite(loss) and torch.isfinite(norm)):
+            note = self._refuse(microbatches, loss, float(norm))
+            lr = self._skip()
+        else:
+            lr = self._update(norm)
+        return StepResult(loss, float(norm), lr, num_tokens, time.perf_counter() - start, note)
 
     def compute_gradients(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """Leave the gradients of one global batch on the parameters; its mean loss and tokens."""
@@ -113,13 +131,8 @@ class Trainer:
 
     def apply_gradients(self) -> tuple[float, float]:
         """Clip, update the weights and clear; the norm before clipping and the learning rate."""
-        parameters = self.parameters
-        norm = gradient_norm(parameters, self.world_mesh)
-        clip_gradients(parameters, norm, self.max_norm)
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = gradient_norm(self.parameters, self.world_mesh)
+        lr = self._update(norm)
         return float(norm), lr
 
     @torch.no_grad()
@@ -139,6 +152,45 @@ class Trainer:
             part.train()
         loss_sum, num_tokens = self._world_sums(totals)
         return loss_sum / num_tokens
+
+    def _update(self, norm: Tensor) -> float:
+        """Clip by the norm, update the weights and clear; the learning rate."""
+        clip_gradients(self.parameters, norm, self.max_norm)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return lr
+
+    def _skip(self) -> float:
+        """Clear, and let the learning rate go on; the learning rate that was not used."""
+        lr = self.optimizer.param_groups[0]["lr"]
+        with warnings.catch_warnings():
+            # torch warns where the first update of all is left out.
+            warnings.simplefilter("ignore", UserWarning)
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return lr
+
+    def _refuse(self, microbatches: Sequence[Microbatch], loss: float, norm: float) -> str:
+        """Say where a step's values stopped being finite; raise it unless such steps are skipped.
+
+        Every rank comes here, since loss and norm are the same on all.
+        """
+        step = self.scheduler.last_epoch + 1
+        numbers = (0,) if self.stages is None else self.stages.numbers
+        cause = explain_non_finite(
+            dict(zip(numbers, self.parts, strict=True)),
+            lambda: self.compute_gradients(microbatches)[0],
+            self.world_mesh,
+        )
+        text = f"step {step}: loss {loss:g}, gradient norm {norm:g}; {cause}"
+        if self.non_finite == "skip":
+            return f"{text}; the step is skipped"
+        raise NonFiniteError(
+            f"{text}; stopped with the weights of step {step - 1} "
+            '(debug.non_finite = "skip" leaves such a step out and goes on)'
+        )
 
     def _forward_backward(
         self, batch: Microbatch, num_tokens: int, *, is_last: bool

@@ -1,0 +1,226 @@
+"""Where a loss or gradient norm that is not finite came from: the first module, parameter, rank.
+
+Nothing is watched while all is well. When a step has failed, every rank runs it once more with a
+hook on each module, uncompiled so that hooks see inside compiled blocks, and the ranks put
+together what each saw first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.names import canonical_name
+from titanlite.training.shards import local_part
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Values that are not finite: whose, how many of how many, and when in the step.
+
+    `order` sorts the sightings of all ranks by when they come in a step. Microbatches count from 1.
+    """
+
+    name: str
+    count: int
+    total: int
+    order: tuple[int, ...] = ()
+    microbatch: int = 0
+
+
+@dataclass
+class Findings:
+    """What one rank saw, the first of each kind; None where everything was finite."""
+
+    parameter: Sighting | None = None
+    gradient: Sighting | None = None
+    """Of a parameter, in backward order, as the failed step left it."""
+    output: Sighting | None = None
+    output_gradient: Sighting | None = None
+    num_microbatches: int = 0
+
+
+def explain_non_finite(
+    parts: Mapping[int, nn.Module],
+    run_again: Callable[[], float],
+    world_mesh: DeviceMesh,
+) -> str:
+    """What was the first not to be finite, in words; every rank must call this, and gets the same.
+
+    `parts` are this rank's stages of the model by number, their gradients those of the failed step.
+    `run_again` runs that step's forward and backward passes and returns its loss.
+    """
+    mine = Findings(
+        parameter=_first_of(parts, lambda parameter: parameter, 1),
+        gradient=_first_of(parts, lambda parameter: parameter.grad, -1),
+    )
+    for part in parts.values():
+        part.zero_grad(set_to_none=True)
+    with watching(parts, mine), torch.compiler.set_stance("force_eager"):
+        loss = run_again()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return describe(everyone, loss, _places(world_mesh))
+
+
+def describe(everyone: Sequence[Findings], loss: float, places: Sequence[str] = ()) -> str:
+    """The findings of all ranks in words; `loss` is that of the second run.
+
+    `places` are what to call each rank's place in the mesh, such as "tp 1".
+    """
+    for kind, words in (
+        ("parameter", "parameter {} itself"),
+        ("output", "the output of {}"),
+        ("output_gradient", "in the backward pass, the gradient of the output of {}"),
+        ("gradient", "the gradient of parameter {}"),
+    ):
+        seen = {
+            rank: sighting
+            for rank, findings in enumerate(everyone)
+            if (sighting := getattr(findings, kind)) is not None
+        }
+        if not seen:
+            continue
+        first = min(seen.values(), key=lambda sighting: sighting.order)
+        ranks = [rank for rank, sighting in seen.items() if sighting.order == first.order]
+        text = f"first not finite: {words.format(first.name or 'the whole model')} on "
+        text += _name_ranks(ranks, places)
+        if first.microbatch and everyone[ranks[0]].num_microbatches > 1:
+            text += f", microbatch {first.microbatch} of {everyone[ranks[0]].num_microbatches}"
+        count = sum(seen[rank].count for rank in ranks)
+        total = sum(seen[rank].total for rank in ranks)
+        return f"{text}, {count:,} of {total:,} values"
+    if not math.isfinite(loss):
+        return "the output of every module is finite, the loss of the last one is not"
+    return (
+        "run once more, the step has no value that is not finite, nor has any gradient of the "
+        "first time: their norm is too large, or the machine computes wrongly"
+    )
+
+
+@contextlib.contextmanager
+def watching(parts: Mapping[int, nn.Module], findings: Findings) -> Iterator[None]:
+    """Inside, each forward and backward pass of `parts` notes in `findings` what it sees first."""
+    handles: list[Any] = []
+    for stage, part in parts.items():
+        watch = _Watch(stage, findings)
+        handles.append(part.register_forward_pre_hook(watch.begin))
+        for name, module in part.named_modules():
+            handles.append(
+                module.register_forward_hook(watch.make_output_hook(canonical_name(name)))
+            )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class _Watch:
+    """The hooks of one stage."""
+
+    stage: int
+    findings: Findings
+    microbatch: int = 0
+    calls: int = 0
+    gradients: int = 0
+
+    def begin(self, _module: nn.Module, _inputs: Any) -> None:
+        self.microbatch += 1
+        self.calls = 0
+        self.findings.num_microbatches = max(self.findings.num_microbatches, self.microbatch)
+
+    def make_output_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self.calls += 1
+            microbatch = self.microbatch
+            for tensor in _floating(output):
+                order = (microbatch, self.stage, self.calls)
+                seen = self.findings.output
+                if seen is None or order < seen.order:
+                    found = _sight(name, tensor, order, microbatch)
+                    self.findings.output = found or seen
+                if tensor.requires_grad:
+                    tensor.register_hook(make_gradient_hook(microbatch))
+
+        def make_gradient_hook(microbatch: int) -> Callable[[Tensor], None]:
+            def note_gradient(gradient: Tensor) -> None:
+                self.gradients += 1
+                # The last stage is the first of the backward pass.
+                order = (-self.stage, self.gradients)
+                seen = self.findings.output_gradient
+                if seen is None or order < seen.order:
+                    found = _sight(name, gradient, order, microbatch)
+                    self.findings.output_gradient = found or seen
+
+            return note_gradient
+
+        return note_output
+
+
+def _first_of(
+    parts: Mapping[int, nn.Module], tensor_of: Callable[[Tensor], Tensor | None], direction: int
+) -> Sighting | None:
+    """The first parameter, in forward (1) or backward (-1) order, with a value not finite."""
+    found = []
+    for stage, part in parts.items():
+        for index, (name, parameter) in enumerate(part.named_parameters()):
+            tensor = tensor_of(parameter)
+            if tensor is not None:
+                order = (direction * stage, direction * index)
+                found.append(_sight(canonical_name(name), tensor, order))
+    return min((one for one in found if one), key=lambda one: one.order, default=None)
+
+
+@torch.no_grad()
+def _sight(
+    name: str, tensor: Tensor, order: tuple[int, ...], microbatch: int = 0
+) -> Sighting | None:
+    local = local_part(tensor)
+    count = local.numel() - int(torch.isfinite(local).sum())
+    return Sighting(name, count, local.numel(), order, microbatch) if count else None
+
+
+def _floating(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _floating(value)
+    elif isinstance(output, Iterable) and not isinstance(output, str):
+        for value in output:
+            yield from _floating(value)
+
+
+def _places(world_mesh: DeviceMesh) -> list[str]:
+    """What to call each rank's place: its coordinates on the axes that have more than one rank."""
+    names = world_mesh.mesh_dim_names or ()
+    places = [""] * world_mesh.size()
+    for coordinates in torch.cartesian_prod(
+        *(torch.arange(size) for size in world_mesh.mesh.shape)
+    ).reshape(world_mesh.size(), -1):
+        position = coordinates.tolist()
+        used = [
+            f"{name} {at}"
+            for name, at, size in zip(names, position, world_mesh.mesh.shape, strict=True)
+            if size > 1
+        ]
+        places[int(world_mesh.mesh[tuple(position)])] = ", ".join(used)
+    return places
+
+
+def _name_ranks(ranks: Sequence[int], places: Sequence[str]) -> str:
+    if len(ranks) == 1:
+        place = places[ranks[0]] if places else ""
+        return f"rank {ranks[0]} ({place})" if place else f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}"
