@@ -206,7 +206,8 @@ def _curves(layout: Layout) -> Iterator[str]:
     top, height = layout.bottom + 46, _CURVES_HEIGHT
     most = max((value for curve in timeline.curves.values() for _, value in curve), default=0) or 1
     yield _text(layout.left, top - 8, timeline.curves_label, 10, "#444444")
-    for tick in _ticks(most, 4):
+    # What is held is counted: no half of it is marked.
+    for tick in (tick for tick in _ticks(most, 4) if tick == round(tick)):
         y = top + height * (1 - tick / most)
         yield f"<path d='M{layout.left:g} {y:.1f}H{layout.right:.1f}' stroke='#e4e4e4'/>"
         yield _text(layout.left - 6, y + 3.5, f"{tick:g}", 10, "#555555", "end")
