@@ -11,6 +11,10 @@ import os
 import signal
 import sys
 
+if __name__ == "__main__":
+    # Ctrl-C while Python still imports ends the process, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from titanlite.config import check_job, check_machine, load_config, make_parallel_dims
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, RankError, TitanliteError
@@ -24,6 +28,7 @@ from titanlite.mesh.launch import (
     torchrun_place,
     unwinding_at_sigterm,
 )
+from titanlite.mesh.signals import StopRequest
 
 
 def main(argv: list[str]) -> int:
@@ -31,6 +36,7 @@ def main(argv: list[str]) -> int:
     prepare_environment()
     place = None
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         place = torchrun_place()
         config = load_config(argv)
         world_size = None if place is None or place.world_size == 1 else place.world_size
@@ -46,8 +52,8 @@ def main(argv: list[str]) -> int:
             with unwinding_at_sigterm(), one_rank() as place:
                 train(place, config, device_type)
         else:
-            with unwinding_at_sigterm():
-                run_ranks(train, dims.world_size, config, device_type)
+            with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
+                run_ranks(train, dims.world_size, config, device_type, stop=stop)
     except RankError as error:
         print(f"{error.rank_traceback}\n{error}".strip(), file=sys.stderr)
         return 1
@@ -64,29 +70,48 @@ def main(argv: list[str]) -> int:
 
 
 def train(place: Place, config: JobConfig, device_type: str) -> None:
-    """One rank's run: open the world, build the job, step to the end, draw the pictures."""
+    """One rank's run: open the world, build the job, step to the end, draw the pictures.
+
+    A run that saves checkpoints goes on from its newest one, and ends early when it is asked to.
+    """
+    from titanlite.checkpoint.run import Checkpoints
     from titanlite.job import build_job
     from titanlite.mesh.world import open_world, set_timeout
     from titanlite.reporter import Reporter
 
-    with open_world(
-        place, device_type, init_timeout_seconds=config.comm.init_timeout_seconds
-    ) as world:
+    with (
+        StopRequest(place.orders, enabled=config.checkpoint.saves) as stop,
+        open_world(
+            place, device_type, init_timeout_seconds=config.comm.init_timeout_seconds
+        ) as world,
+    ):
         dims = make_parallel_dims(config, world.size)
         job = build_job(config, dims, world)
         # Collected at the same steps on every rank, so that none waits for another's collection.
         gc.disable()
-        with Reporter(job) as reporter:
-            for step in range(1, config.training.steps + 1):
+        with (
+            Checkpoints(job) as checkpoints,
+            Reporter(job, checkpoints.first_step, checkpoints.notes) as reporter,
+        ):
+            if checkpoints.is_seed:
+                reporter.say(checkpoints.save(0))
+                return
+            for step in range(checkpoints.first_step, config.training.steps + 1):
                 result = job.step()
-                if step == 1:
+                if step == checkpoints.first_step:
                     set_timeout(config.comm.train_timeout_seconds)
                 if step % config.training.gc_freq == 0 or config.training.gc_debug:
                     reporter.note_collected(gc.collect(1))
                 is_last = step == config.training.steps
                 validates = step % config.validation.freq == 0 or is_last
                 validation_loss = job.evaluate() if config.validation.enable and validates else None
-                reporter.record(step, result, validation_loss)
+                wants_stop = stop.is_asked or checkpoints.has_failed
+                stops = reporter.record(step, result, validation_loss, stops=wants_stop)
+                if said := checkpoints.after_step(step, is_last=is_last, stops=stops):
+                    reporter.say(said)
+                if stops:
+                    reporter.say("stopped as asked; the same command goes on from here")
+                    return
             reporter.finish()
 
 

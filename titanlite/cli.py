@@ -10,6 +10,8 @@ from titanlite.errors import TitanliteError
 
 # command: (module, what it does). The module has main(arguments) -> exit status.
 COMMANDS = {
+    "sample": ("titanlite.checkpoint.sample", "draw images from a checkpoint"),
+    "convert": ("titanlite.checkpoint.convert", "turn a checkpoint into .safetensors, and back"),
     "simulate": ("titanlite.simulate.command", "draw and compare training schemes in virtual time"),
     "verify": (
         "titanlite.verify.command",

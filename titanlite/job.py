@@ -88,14 +88,24 @@ class Job:
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each parameter by its canonical name and at its full shape; every rank must call this."""
-        return self._whole(lambda parameter: parameter.detach())
+        return self.whole(lambda parameter: parameter.detach())
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Each gradient, after `trainer.compute_gradients`, as whole_parameters has the weights."""
-        return self._whole(lambda parameter: parameter.grad)
+        return self.whole(lambda parameter: parameter.grad)
 
-    def _whole(self, tensor_of: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """What `tensor_of` gives of each parameter that it gives anything of."""
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        """The shape of each parameter of the whole model, by canonical name."""
+        if self.pipeline is not None:
+            return {name: parameter.shape for name, _, parameter in self.pipeline.parameters()}
+        named = self.parts[0].named_parameters()
+        return {canonical_name(name): parameter.shape for name, parameter in named}
+
+    def whole(self, tensor_of: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        """What `tensor_of` gives of each parameter, of its shape and dtype; every rank must call.
+
+        Parameters of which it gives None are left out.
+        """
         own = {
             canonical_name(name): tensor_of(parameter)
             for part in self.parts

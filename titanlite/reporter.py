@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -34,7 +34,7 @@ from titanlite.observe.pipeline_timeline import (
 )
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
-from titanlite.sample import sample_images
+from titanlite.sample import sample_images, save_samples
 from titanlite.training.step import StepResult
 
 # Pixels from one line about sampling to the next; a multiple of how often sampling looks up.
@@ -42,15 +42,19 @@ SAMPLED_A_LINE = 768
 
 
 class Reporter:
-    """Shows and records a run: `with Reporter(job) as reporter: ... reporter.record(...)`."""
+    """Shows and records a run: `with Reporter(job) as reporter: ... reporter.record(...)`.
 
-    def __init__(self, job: Job) -> None:
+    A run that goes on from a checkpoint passes its `first_step`; `notes` are lines for the start.
+    """
+
+    def __init__(self, job: Job, first_step: int = 1, notes: Sequence[str] = ()) -> None:
         config, world = job.config, job.world
-        self._job = job
+        self._job, self._first_step, self._notes = job, first_step, notes
         self._folder = Path(config.job.dump_folder)
         self._color = not config.metrics.disable_color_printing
         self._progress = Progress(
             config.training.steps,
+            first_step=first_step,
             enabled=world.is_first,
             color=self._color,
             log_freq=config.metrics.log_freq,
@@ -76,6 +80,7 @@ class Reporter:
                 save_tb_folder=config.metrics.save_tb_folder,
                 enable_wandb=config.metrics.enable_wandb,
                 job_config=config.model_dump(mode="json"),
+                first_step=self._first_step,
                 enabled=world.is_first,
             )
         )
@@ -88,6 +93,7 @@ class Reporter:
                 profiling.profile_freq,
                 profiling.profiler_active,
                 profiling.profiler_warmup,
+                first_step=self._first_step,
             )
         )
         self._snapshots = self._exits.enter_context(
@@ -97,6 +103,7 @@ class Reporter:
                 world.rank,
                 world.device,
                 profiling.profile_freq,
+                first_step=self._first_step,
                 on_note=self._progress.print,
             )
         )
@@ -112,16 +119,29 @@ class Reporter:
     ) -> None:
         self._exits.close()
 
-    def record(self, step: int, result: StepResult, validation_loss: float | None = None) -> None:
-        """Record and show a step that has ended, with its validation loss where there is one."""
+    def record(
+        self,
+        step: int,
+        result: StepResult,
+        validation_loss: float | None = None,
+        *,
+        stops: bool = False,
+    ) -> bool:
+        """Record and show a step that has ended, with its validation loss where there is one.
+
+        True on every rank where one of them passes `stops`.
+        """
         job = self._job
         num_tokens = job.global_batch_size * job.model_config.num_tokens
         tokens_per_second = num_tokens / result.seconds
         flops_per_second = tokens_per_second * job.model_config.flops_per_token(
             job.model_config.num_tokens
         )
-        memory = torch.tensor(peak_memory_bytes(job.world.device), device=job.world.device)
-        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        most = torch.tensor(
+            [peak_memory_bytes(job.world.device), int(stops)], device=job.world.device
+        )
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        memory_bytes, any_stops = most.tolist()
         record = StepRecord(
             step=step,
             loss=result.loss,
@@ -129,7 +149,7 @@ class Reporter:
             lr=result.lr,
             tokens_per_second=tokens_per_second,
             seconds=result.seconds,
-            memory_bytes=int(memory),
+            memory_bytes=memory_bytes,
             validation_loss=validation_loss,
             bits_per_dim=None if validation_loss is None else bits_per_dim(validation_loss),
             flops_per_second=flops_per_second,
@@ -139,13 +159,18 @@ class Reporter:
             self._log.log(record)
         if result.note:
             self._progress.print(result.note)
-        if step == 1 and job.checkpointing.tally is not None:
+        if step == self._first_step and job.checkpointing.tally is not None:
             self._progress.print(f"each block {job.checkpointing.tally.describe()}")
         self._progress.update(record)
         with self._writing():
             self._profiler.step()
             self._snapshots.step()
             self._draw_pipeline(step)
+        return bool(any_stops)
+
+    def say(self, line: str) -> None:
+        """Print a line, above the progress bar where there is one."""
+        self._progress.print(line)
 
     def note_collected(self, num_objects: int) -> None:
         """Say how much a garbage collection found, where `training.gc_debug` asks for it."""
@@ -185,23 +210,12 @@ class Reporter:
         if images is None:
             self._progress.print("no images sampled: the whole model does not fit on one rank")
             return
-        from titanlite.observe.pictures import save_image_grid
-
         if len(images) < wanted:
             self._progress.print(
                 f"{len(images)} of {wanted} images are drawn: all would take over a minute"
             )
         grid = self._folder / "samples.png"
-        save_image_grid(
-            grid,
-            images,
-            torch.stack([job.dataset.sample(i) for i in range(len(images))]),
-            height=job.model_config.image_height,
-            width=job.model_config.image_width,
-            channels=job.model_config.image_channels,
-            vocab_size=job.model_config.vocab_size,
-            title=job.config.job.description,
-        )
+        save_samples(job, images, grid)
         self._progress.print(f"sampled images: {grid}")
 
     def _show_sampling(self, num_drawn: int) -> None:
@@ -260,6 +274,8 @@ class Reporter:
         rows = [PlanRow(a.feature, a.requested, a.active, a.note) for a in job.applied]
         say(render_plan(rows, stream=sys.stdout, color=self._color))
         say("")
+        for note in self._notes:
+            say(note)
 
 
 def _plural(noun: str, count: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +74,23 @@ def sample_images(
     images = images.to(job.world.device)
     dist.all_reduce(images)
     return images[images[:, -1] == 1, :-1].cpu()
+
+
+def save_samples(job: Job, images: Tensor, path: Path) -> None:
+    """Draw sampled images beside as many real ones."""
+    # matplotlib takes its time to import: on the rank that draws alone.
+    from titanlite.observe.pictures import save_image_grid
+
+    save_image_grid(
+        path,
+        images,
+        torch.stack([job.dataset.sample(i) for i in range(len(images))]),
+        height=job.model_config.image_height,
+        width=job.model_config.image_width,
+        channels=job.model_config.image_channels,
+        vocab_size=job.model_config.vocab_size,
+        title=job.config.job.description,
+    )
 
 
 class Pace:

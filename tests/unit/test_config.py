@@ -191,12 +191,12 @@ def test_torchtitan_file_carries_over(tmp_path: Path) -> None:
 def test_what_a_torchtitan_file_asks_beyond_titanlite_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(TORCHTITAN_FILE.replace("converters = []", 'converters = ["float8"]'))
-    argv = ["--checkpoint.enable=true", "--parallelism.expert_parallel_degree=4"]
+    argv = ["--checkpoint.initial_load_in_hf_quantized", "--parallelism.expert_parallel_degree=4"]
     with pytest.raises(ConfigError) as caught:
         load_config([f"--job.config_file={file}", *argv])
     lack = "asks for a TorchTitan feature that titanlite does not have; leave it at"
     assert sorted(caught.value.problems) == [
-        f"checkpoint.enable: true {lack} false",
+        f"checkpoint.initial_load_in_hf_quantized: true {lack} false",
         f'model.converters: ["float8"] {lack} []',
         f"parallelism.expert_parallel_degree: 4 {lack} 1",
     ]

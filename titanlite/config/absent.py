@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from titanlite.config.fields import NotYet, Section, Values, key
-
-
-class Checkpoint(Section):
-    """Saving and loading training state"""
-
-    enable: NotYet[bool] = key(False, "save and load checkpoints")
-    folder: NotYet[str] = key("checkpoint", "folder in dump_folder for checkpoints")
-    interval: NotYet[PositiveInt] = key(500, "steps from one checkpoint to the next")
-    initial_load_path: NotYet[str | None] = key(None, "checkpoint to start from")
-    initial_load_model_only: NotYet[bool] = key(True, "of that, load the weights alone")
-    initial_load_in_hf: NotYet[bool] = key(False, "it is in Hugging Face's format")
-    initial_load_in_hf_quantized: NotYet[bool] = key(False, "it is quantized")
-    last_save_model_only: NotYet[bool] = key(True, "the last checkpoint holds the weights alone")
-    last_save_in_hf: NotYet[bool] = key(False, "the last one is in Hugging Face's format")
-    export_dtype: NotYet[Literal["float32", "float16", "bfloat16"]] = key(
-        "float32", "number format of the last one"
-    )
-    async_mode: NotYet[Literal["disabled", "async", "async_with_pinned_mem"]] = key(
-        "disabled", "save while training goes on"
-    )
-    keep_latest_k: NotYet[NonNegativeInt] = key(10, "checkpoints kept; 0: all")
-    load_step: NotYet[Annotated[int, Field(ge=-1)]] = key(-1, "step to load; -1: the latest")
-    exclude_from_loading: NotYet[Values[str]] = key((), "parts of the state not to load")
-    enable_first_step_checkpoint: NotYet[bool] = key(False, "save after the first step too")
-    create_seed_checkpoint: NotYet[bool] = key(False, "save the initial weights and stop")
-    load_only: NotYet[bool] = key(False, "load, never save")
-    enable_ft_dataloader_checkpoints: NotYet[bool] = key(True, "data state of fault tolerance")
 
 
 class Float8Linear(Section):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.checkpoint import checkpoint_problems
 from titanlite.config.degrees import make_parallel_dims
 from titanlite.config.keys import one_of
 from titanlite.config.model import load_model_spec, make_model_config
@@ -391,6 +392,12 @@ def _profiling(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[st
             f"{profiling.profiler_warmup} + profiler_active {profiling.profiler_active}; "
             f"give at least {cycle}"
         )
+
+
+@reads("checkpoint")
+def _checkpoints(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """What a checkpoint is loaded from exists; a .safetensors file holds weights alone."""
+    yield from checkpoint_problems(config)
 
 
 @reads("metrics")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from titanlite.config.absent import Checkpoint, FaultTolerance, MemoryEstimation, Quantize
+from titanlite.config.absent import FaultTolerance, MemoryEstimation, Quantize
 from titanlite.config.fields import (
     OWN,
     BlockIntervalOrOp,
@@ -270,6 +270,44 @@ class Compile(Section):
     backend: Name = key("inductor", "which compiler")
 
 
+class Checkpoint(Section):
+    """Saving training state, and going on from it"""
+
+    enable: bool = key(False, "save checkpoints, and go on from the newest one there is")
+    folder: Name = key("checkpoint", "folder in dump_folder for checkpoints")
+    interval: PositiveInt = key(500, "steps from one checkpoint to the next")
+    initial_load_path: Name | None = key(
+        None, "checkpoint to start from where the folder has none yet: its own folder, step-N"
+    )
+    initial_load_model_only: bool = key(True, "of that, load the weights alone")
+    initial_load_in_hf: bool = key(
+        False, "it is in Hugging Face's format: a .safetensors file, or a folder of them"
+    )
+    initial_load_in_hf_quantized: NotYet[bool] = key(False, "it is quantized")
+    last_save_model_only: bool = key(True, "the last step's checkpoint holds the weights alone")
+    last_save_in_hf: bool = key(False, "that one is a .safetensors file (Hugging Face's format)")
+    export_dtype: Literal["float32", "float16", "bfloat16"] = key(
+        "float32", "number format of the weights in a checkpoint that holds them alone"
+    )
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key(
+        "disabled", "save while training goes on, from a copy in memory; pinned: a lasting copy"
+    )
+    keep_latest_k: NonNegativeInt = key(10, "checkpoints kept; 0: all")
+    load_step: int = key(-1, "step of the checkpoint to load; -1: the newest", ge=-1)
+    exclude_from_loading: Values[
+        Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]
+    ] = key((), "what is not loaded from a checkpoint; train_state is the step")
+    enable_first_step_checkpoint: bool = key(False, "save after the first step too")
+    create_seed_checkpoint: bool = key(False, "save the initial weights as step-0, and stop")
+    load_only: bool = key(False, "load, never save")
+    enable_ft_dataloader_checkpoints: NotYet[bool] = key(True, "data state of fault tolerance")
+
+    @property
+    def saves(self) -> bool:
+        """Whether a run saves anything, and so has something to finish when it is stopped."""
+        return self.enable and not self.load_only
+
+
 class Comm(Section):
     """Communication between ranks"""
 
@@ -343,6 +381,7 @@ class JobConfig(Section):
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
+    checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()
     sampling: Sampling = Sampling()
     metrics: Metrics = Metrics()
@@ -350,7 +389,6 @@ class JobConfig(Section):
     debug: Debug = Debug()
     comm: Comm = Comm()
     experimental: Experimental = Experimental()
-    checkpoint: Checkpoint = Checkpoint()
     quantize: Quantize = Quantize()
     memory_estimation: MemoryEstimation = MemoryEstimation()
     fault_tolerance: FaultTolerance = FaultTolerance()

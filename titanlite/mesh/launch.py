@@ -19,7 +19,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 import cloudpickle
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.mesh.signals import StopRequest
 
 # How long the other ranks of a failed run may take to say what they saw, and then to end.
 REPORT_SECONDS = 2.0
@@ -54,6 +55,8 @@ class Place:
     local_rank: int
     local_world_size: int
     rendezvous: str
+    orders: Connection | None = field(default=None, compare=False, repr=False)
+    """Where the launcher's request to stop arrives, for a rank of `run_ranks`."""
 
     @property
     def is_one_node(self) -> bool:
@@ -65,6 +68,7 @@ def run_ranks(
     num_ranks: int,
     *args: Any,
     timeout_seconds: float | None = None,
+    stop: StopRequest | None = None,
 ) -> list[Any]:
     """Call `function(place, *args)` in `num_ranks` new local processes; return their results.
 
@@ -72,14 +76,25 @@ def run_ranks(
     makes one. When a rank raises or dies the others are ended and RankError is raised with the
     rank and its traceback; likewise after `timeout_seconds`. A TitanliteError is raised as it is.
     No process outlives the call, nor the caller: if the caller is killed, the ranks are too.
+    A request to `stop` is passed on to the ranks, which find it in `place.orders`.
     """
 
     def send_result(place: Place, connection: Connection) -> None:
+        place = replace(place, orders=connection)
         _send(connection, ("message", cloudpickle.dumps(function(place, *args))))
 
     results: dict[int, bytes] = {}
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     with Ranks(send_result, num_ranks) as ranks:
+        if stop is not None:
+
+            def pass_on() -> None:
+                for rank in range(num_ranks):
+                    ranks.send(rank, b"stop")
+
+            stop.on_request = pass_on
+            if stop.is_asked:
+                pass_on()
         while pending := set(range(num_ranks)) - set(results):
             received = ranks.receive(pending, deadline)
             if not received:
@@ -137,7 +152,8 @@ class Ranks:
     def terminate(self) -> None:
         """Have the processes end now, whatever they are doing; `close` waits for that."""
         for rank in self._ranks:
-            rank.process.terminate()
+            # Not SIGTERM, which a run that saves checkpoints takes for a request.
+            rank.process.kill()
 
     def send(self, rank: int, message: bytes) -> None:
         """Give a rank a message; that a rank is gone is for `receive` to say."""

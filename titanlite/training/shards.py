@@ -33,6 +33,28 @@ def shard_of(full: Tensor, like: Tensor) -> Tensor:
     return part
 
 
+def offsets_of(tensor: Tensor) -> tuple[int, ...]:
+    """Where in the whole tensor the part begins that this rank holds, along each dimension.
+
+    DTensor's own answer is another one where strided cuts do not divide evenly.
+    """
+    offsets = [0] * tensor.ndim
+    if isinstance(tensor, DTensor):
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert coordinate is not None
+        sizes = list(tensor.shape)
+        for axis in _cutting_order(tensor):
+            placement = tensor.placements[axis]
+            if is_sharded(placement):
+                assert isinstance(placement, Shard | _StridedShard)
+                size, dim = sizes[placement.dim], placement.dim
+                most = -(-size // mesh.size(axis))
+                start = min(size, coordinate[axis] * most)
+                offsets[dim] += start
+                sizes[dim] = min(most, size - start)
+    return tuple(offsets)
+
+
 def is_sharded(placement: Placement) -> bool:
     """Whether a placement cuts a dimension, FSDP2's cut of what TP has cut already included.
 

@@ -1,0 +1,238 @@
+"""Killed at any moment, a run ends as the one that was never killed; disks fill, files change."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from faults import Fault, draw_fault, train_with
+from plans import config_of
+from torch import Tensor
+
+from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint
+from titanlite.checkpoint.manifest import MANIFEST
+from titanlite.checkpoint.storage import Piece, load, stored_tensors
+from titanlite.config import JobConfig, make_parallel_dims, override
+from titanlite.errors import ConfigError, RankError
+from titanlite.mesh.launch import Place, run_ranks
+from titanlite.observe.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, INTERVAL = 7, 2
+FAULTS_AT_ONCE = 4
+
+
+def config(folder: Path, *, plan: str = "two", mode: str = "disabled", **keys: object) -> JobConfig:
+    """A short run that saves every second step, and keeps two."""
+    whole = config_of(
+        "single" if plan == "two" else plan,
+        folder,
+        interval=INTERVAL,
+        keep_latest_k=2,
+        async_mode=mode,
+        last_save_model_only=False,
+    )
+    two = {"parallelism.data_parallel_shard_degree": 2} if plan == "two" else {}
+    changes = {"training.steps": STEPS, "sampling.num_images": 0, **two, **keys}
+    return override(whole, changes)
+
+
+def run(config: JobConfig, fault: Fault | None = None) -> None:
+    run_ranks(train_with, make_parallel_dims(config, None).world_size, config, fault)
+
+
+def final_state(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the newest checkpoint, which is that of the last step."""
+    path, manifest = find_checkpoint(folder / "checkpoint")
+    assert manifest.step == STEPS
+    state = {name: torch.zeros(shape, dtype=d) for name, (shape, d) in stored_tensors(path).items()}
+    load({name: Piece.whole(tensor) for name, tensor in state.items()}, path, None)
+    return state
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(record.step, record.loss) for record in read_metrics(folder)]
+
+
+def assert_same(folder: Path, reference: Path) -> None:
+    assert losses(folder) == losses(reference)
+    assert [step for step, _ in losses(folder)] == list(range(1, STEPS + 1))
+    state, expected = final_state(folder), final_state(reference)
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+    # Of the killed run nothing is left.
+    names = sorted(path.name for path in (folder / "checkpoint").iterdir())
+    assert names == sorted(f"step-{step}" for step in (STEPS - 1, STEPS))
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    run(config(folder))
+    return folder
+
+
+def survive(seed: int, count: int, folder: Path, reference: Path) -> None:
+    """Kill `count` runs, each at a moment of its own; start each again until it ends."""
+    print(f"seed {seed}")
+    random_ = random.Random(seed)
+    for number in range(count):
+        mode = random_.choice(["disabled", "async", "async_with_pinned_mem"])
+        fault: Fault | None = draw_fault(random_, 2, asynchronous=mode != "disabled")
+        print(number, mode, fault)
+        job = config(folder / str(number), mode=mode)
+        try:
+            run(job, fault)
+        except RankError as error:
+            assert "SIGKILL" in str(error), error.rank_traceback  # noqa: PT017
+            run(job)
+        assert_same(folder / str(number), reference)
+
+
+def seed_of_today() -> int:
+    return int(os.environ.get("FAULT_SEED") or time.time_ns() % 10**6)
+
+
+def test_a_run_killed_anywhere_ends_as_the_one_never_killed(tmp_path, never_killed):
+    survive(seed_of_today(), FAULTS_AT_ONCE, tmp_path, never_killed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(6))
+def test_fifty_runs_killed_anywhere(tmp_path, never_killed, part):
+    survive(seed_of_today() + part, 8, tmp_path, never_killed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_killed_launcher_takes_its_ranks_along_and_nothing_is_lost(tmp_path, never_killed, mode):
+    random_ = random.Random(seed := seed_of_today())
+    print(f"seed {seed}")
+    words = [
+        f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in flat(config(tmp_path / "out", mode=mode))
+    ]
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), *words],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        left = random_.randint(1, STEPS + 3)
+        for line in process.stdout:
+            left -= line.startswith(("step", "checkpoint"))
+            if left == 0:
+                process.send_signal(signal.SIGKILL)
+        process.wait()
+    run(config(tmp_path / "out", mode=mode))
+    assert_same(tmp_path / "out", never_killed)
+
+
+def flat(config: JobConfig) -> list[tuple[str, object]]:
+    values = config.model_dump(exclude_unset=True)
+    return [(f"{s}.{k}", v) for s, keys in values.items() for k, v in keys.items()]
+
+
+def resumes_at(place: Place, config: JobConfig, changes: list) -> list[tuple[int, list[str]]]:
+    """After each change of a file: the step to go on with, and what is said. Then it is undone."""
+    from plans import make_job
+
+    from titanlite.checkpoint.run import Checkpoints
+    from titanlite.mesh.world import open_world
+
+    found = []
+    with open_world(place) as world:
+        job = make_job(config, world)
+        for path, content in changes:
+            whole = path.read_bytes()
+            torch.distributed.barrier()
+            if world.is_first:
+                path.unlink()
+                if content is not None:
+                    path.write_bytes(content)
+            torch.distributed.barrier()
+            with Checkpoints(job) as checkpoints:
+                found.append((checkpoints.first_step, checkpoints.notes))
+            torch.distributed.barrier()
+            if world.is_first:
+                path.write_bytes(whole)
+            torch.distributed.barrier()
+    return found
+
+
+def test_a_changed_or_missing_file_is_named_and_the_one_before_is_taken(tmp_path, never_killed):
+    newest = never_killed / "checkpoint" / f"step-{STEPS}"
+    another = tmp_path / "another" / "checkpoint" / f"step-{STEPS}"
+    run(config(tmp_path / "another", plan="single", **{"model.ffn_hidden_dim": 96}))
+    changes: list[tuple[Path, bytes | None]] = []
+    for path in sorted(newest.iterdir()):
+        whole = path.read_bytes()
+        place = random.Random(path.name).randrange(len(whole))
+        flipped = whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :]
+        changes += [(path, flipped), (path, whole[: len(whole) // 2]), (path, None)]
+    changes.append((newest / MANIFEST, (another / MANIFEST).read_bytes()))
+    job = config(never_killed, **{"checkpoint.load_only": True})
+    for (path, content), (step, notes) in zip(
+        changes, run_ranks(resumes_at, 2, job, changes)[0], strict=True
+    ):
+        assert step == STEPS, f"{path}: {content}"
+        refused, taken = notes
+        assert refused.startswith(f"checkpoint: step-{STEPS} is refused: "), refused
+        if content is None or len(content) < 1000 or path.name != MANIFEST:
+            assert path.name in refused
+        assert taken.startswith(f"checkpoint: going on from step-{STEPS - 1} instead, saved by ")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, never_killed):
+    job = config(never_killed, **{"checkpoint.load_only": True, "model.ffn_hidden_dim": 96})
+    with pytest.raises(ConfigError, match=r"is of another model: .* 32\] there"):
+        run(job)
+
+
+def test_where_no_checkpoint_is_good_nothing_starts(tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoint")
+    for step in (2, 4):
+        folder.at(step).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* can be used \(step-4 is refused"):
+        run(config(tmp_path))
+
+
+def fill_disk(place: Place, config: JobConfig, rank: int) -> None:
+    """A run in which files of one rank cannot grow beyond some bytes."""
+    from train import train
+
+    if place.rank == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    train(place, config, "cpu")
+
+
+@pytest.mark.parametrize(("rank", "mode"), [(1, "disabled"), (0, "async")])
+def test_a_full_disk_is_one_line_and_what_was_saved_stays(tmp_path, rank, mode):
+    first = config(tmp_path, **{"training.steps": 2, "lr_scheduler.total_steps": STEPS})
+    run(first)
+    job = config(tmp_path, mode=mode, **{"lr_scheduler.total_steps": STEPS})
+    with pytest.raises(ConfigError) as raised:
+        run_ranks(fill_disk, 2, job, rank)
+    line = str(raised.value)
+    assert f"step-4 failed on rank {rank}: File too large" in line
+    assert line.startswith("checkpoint.folder: saving ")
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-2"]
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_training(tmp_path):
+    (tmp_path / "checkpoint").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"checkpoint\.folder: .* cannot be written: File exists"):
+        run(config(tmp_path))
+    assert not (tmp_path / "metrics.jsonl").exists()

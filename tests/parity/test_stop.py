@@ -1,0 +1,198 @@
+"""SIGTERM and Ctrl-C on a run that saves: the step is finished and saved, and the run ends well."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_train_script import (
+    FOREVER,
+    PATIENCE_SECONDS,
+    TORCHRUN,
+    assert_all_gone,
+    command,
+    environment,
+    losses,
+    metrics,
+    needs_proc,
+    own_files,
+    read_until,
+    run,
+    started,
+)
+
+from titanlite.checkpoint.folder import find_checkpoint
+from titanlite.mesh.signals import StopRequest
+
+SAVING = {
+    "checkpoint__enable": True,
+    "checkpoint__interval": 3,
+    "checkpoint__last_save_model_only": False,
+    "parallelism__data_parallel_shard_degree": 2,
+}
+
+
+def saved_step(folder: Path) -> int:
+    return find_checkpoint(folder / "checkpoint")[1].step
+
+
+@needs_proc
+def test_a_stopped_run_has_saved_its_last_step_and_goes_on_from_it(tmp_path):
+    words = command(tmp_path / "out", training__steps=FOREVER, **SAVING)
+    with started(words, tmp_path / "tmp") as process:
+        read_until(process, "checkpoint: step-3 saved")
+        # To the launcher alone, as `kill` does it.
+        os.kill(process.pid, signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+        assert (process.returncode, stderr) == (0, "")
+        assert stdout.endswith("stopped as asked; the same command goes on from here\n")
+        assert_all_gone(process.pid)
+        assert own_files(tmp_path / "tmp") == []
+    step = saved_step(tmp_path / "out")
+    assert [row["step"] for row in metrics(tmp_path / "out")] == list(range(1, step + 1))
+    with started(words, tmp_path / "tmp2") as process:
+        read_until(process, f"going on from step-{step}, saved by dp_shard 2")
+        read_until(process, f"step {step + 1:>6}/")
+        # To the whole group, as the terminal and scancel do it.
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(PATIENCE_SECONDS) == 0
+        assert_all_gone(process.pid)
+    assert saved_step(tmp_path / "out") == len(metrics(tmp_path / "out")) > step
+
+
+def test_the_second_request_ends_at_once(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("titanlite.mesh.signals.time.monotonic", lambda: now[0])
+    before = signal.getsignal(signal.SIGTERM)
+    heard = []
+    with StopRequest() as stop:
+        stop.on_request = lambda: heard.append(True)
+        assert not stop.is_asked
+        signal.raise_signal(signal.SIGTERM)
+        # torchrun passes on what reached this process already.
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_asked
+        assert heard == [True]
+        now[0] += 1.5
+        with pytest.raises(KeyboardInterrupt) as raised:
+            signal.raise_signal(signal.SIGTERM)
+        assert raised.value.args == (signal.SIGTERM,)
+    assert signal.getsignal(signal.SIGTERM) == before
+    with StopRequest(enabled=False) as stop, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_while_python_imports_shows_no_traceback(tmp_path):
+    words = command(tmp_path / "out")
+    with started([words[0], "-v", *words[1:]], tmp_path / "tmp") as process:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if "import 'pydantic" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        said += process.stderr.readlines()
+        process.wait(PATIENCE_SECONDS)
+    assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert not any("Traceback" in line or "KeyboardInterrupt" in line for line in said)
+
+
+def agents(folder: Path, port: int, **changes: object) -> list[list[str]]:
+    """The command lines of two machines, a rank each."""
+    launcher = (
+        *TORCHRUN,
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--max-restarts=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}",
+        "--rdzv-id=one",
+        "--local-addr=localhost",
+    )
+    return [command(folder, *launcher, **{**SAVING, **changes}) for _ in range(2)]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+@needs_proc
+@pytest.mark.slow
+def test_two_agents_start_a_killed_rank_again_and_nothing_is_lost(tmp_path):
+    assert run(command(tmp_path / "whole", training__steps=12, **SAVING)).returncode == 0
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            words,
+            env=environment(GLOO_SOCKET_IFNAME="lo"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for words in agents(tmp_path / "out", port, training__steps=12)
+    ]
+    try:
+        import contextlib
+        import threading
+
+        texts: dict[int, list[str]] = {0: [], 1: []}
+
+        def follow(index: int) -> None:
+            stdout = processes[index].stdout
+            assert stdout is not None
+            for line in stdout:
+                texts[index].append(line)
+                if "checkpoint: step-6 saved" in line and not any(
+                    "going on" in said for said in texts[index]
+                ):
+                    for child in children(processes[index].pid):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(child, signal.SIGKILL)
+
+        threads = [threading.Thread(target=follow, args=(index,)) for index in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for process, thread in zip(processes, threads, strict=True):
+            process.wait(PATIENCE_SECONDS)
+            thread.join()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [0, 0]
+    said = "".join(texts[0] + texts[1])
+    assert "checkpoint: going on from step-6, saved by dp_shard 2" in said
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def children(parent: int) -> list[int]:
+    path = Path(f"/proc/{parent}/task/{parent}/children")
+    return [int(word) for word in path.read_text().split()]
+
+
+@needs_proc
+@pytest.mark.slow
+def test_torchrun_that_is_asked_to_stop_leaves_a_checkpoint(tmp_path):
+    words = command(
+        tmp_path / "out",
+        *TORCHRUN,
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        training__steps=FOREVER,
+        **SAVING,
+    )
+    with started(words, tmp_path / "tmp") as process:
+        read_until(process, "checkpoint: step-3 saved")
+        os.kill(process.pid, signal.SIGTERM)
+        stdout, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        assert "stopped as asked" in stdout
+        assert_all_gone(process.pid)
+    assert saved_step(tmp_path / "out") == len(metrics(tmp_path / "out"))

@@ -1,0 +1,116 @@
+"""`titanlite convert CHECKPOINT --out model.safetensors`, and back; in one process."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint
+from titanlite.checkpoint.manifest import (
+    BrokenCheckpointError,
+    FileRecord,
+    Manifest,
+    check_files,
+)
+from titanlite.errors import ConfigError
+
+DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Convert one into the other; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="titanlite convert",
+        description="The weights of a checkpoint as one .safetensors file, or such a file as a "
+        "checkpoint of weights.",
+    )
+    parser.add_argument("source", type=Path, help="step-N, a folder of them, or .safetensors")
+    parser.add_argument("--out", type=Path, required=True, help="file or folder to write")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="number format; as it is if not given")
+    asked = parser.parse_args(arguments)
+    is_file = asked.source.suffix == ".safetensors"
+    if is_file == (asked.out.suffix == ".safetensors"):
+        raise ConfigError(
+            "--out: one of source and --out is a .safetensors file, the other a folder"
+        )
+    if asked.out.exists():
+        raise ConfigError(f"--out: {asked.out} is there already; give another name")
+    try:
+        convert = to_checkpoint if is_file else to_safetensors
+        count = convert(asked.source, asked.out, asked.dtype)
+    except OSError as error:
+        raise ConfigError(f"--out: writing {asked.out} failed: {error.strerror}") from error
+    print(f"{count:,} parameters: {asked.out}")
+    return 0
+
+
+def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
+    """Write the weights of a checkpoint as one file; the number of parameters."""
+    import torch
+
+    from titanlite.checkpoint import storage
+    from titanlite.checkpoint.state import MODEL
+    from titanlite.checkpoint.weights import read_tensors, write_file
+
+    path, manifest = find_checkpoint(source)
+    try:
+        check_files(path, manifest.files, manifest.files)
+        if manifest.stored_as == "safetensors":
+            tensors = read_tensors(path)
+        else:
+            stored = {
+                name: what
+                for name, what in storage.stored_tensors(path).items()
+                if name.startswith(f"{MODEL}.")
+            }
+            whole = {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in stored.items()}
+            storage.load({n: storage.Piece.whole(t) for n, t in whole.items()}, path, None)
+            tensors = {name.partition(".")[2]: tensor for name, tensor in whole.items()}
+    except BrokenCheckpointError as error:
+        raise ConfigError(f"{path} is refused: {error}; give another checkpoint") from error
+    if dtype:
+        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f"{out.name}.new")
+    write_file(unfinished, tensors, manifest.config)
+    unfinished.rename(out)
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
+    """Write the tensors of a .safetensors file as a checkpoint of weights; their elements."""
+    import torch
+
+    from titanlite.checkpoint import storage
+    from titanlite.checkpoint.state import MODEL
+    from titanlite.checkpoint.weights import read_config, read_tensors
+
+    tensors = read_tensors(source)
+    if dtype:
+        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    unfinished = out.with_name(f"{out.name}.new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+    def seal(files: Mapping[str, FileRecord]) -> None:
+        manifest = Manifest(
+            step=0,
+            serial=1,
+            holds="weights",
+            stored_as="dcp",
+            shapes={name: list(tensor.shape) for name, tensor in tensors.items()},
+            dtype=", ".join(sorted(kinds)),
+            plan="one file",
+            num_ranks=1,
+            config=read_config(source) or {},
+            titanlite="",
+            torch=torch.__version__,
+            files=dict(files),
+        )
+        CheckpointFolder(out.parent).commit(unfinished, out, manifest, "convert")
+
+    pieces = {f"{MODEL}.{name}": storage.Piece.whole(tensor) for name, tensor in tensors.items()}
+    storage.save(pieces, unfinished, None, seal)
+    return sum(tensor.numel() for tensor in tensors.values())

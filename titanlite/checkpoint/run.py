@@ -1,0 +1,239 @@
+"""The checkpoints of one run: what it saves on the way, and when.
+
+Every rank makes the same calls and writes its own part; the first one alone names, renames and
+removes. What a run starts from is start.py's.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titanlite.checkpoint import state
+from titanlite.checkpoint.agreement import Agreement
+from titanlite.checkpoint.folder import CheckpointFolder, look_at
+from titanlite.checkpoint.manifest import FileRecord, Manifest
+from titanlite.checkpoint.staging import Copies
+from titanlite.checkpoint.start import start_from
+from titanlite.checkpoint.storage import Seal, first_failure, save, save_async
+from titanlite.checkpoint.weights import save_safetensors
+from titanlite.errors import ConfigError, TitanliteError
+from titanlite.job import Job
+from titanlite.observe.quantities import format_bytes
+from titanlite.parallelize import DTYPES
+
+EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
+# How long a failing run waits for a save that it had begun.
+LAST_WAIT_SECONDS = 60
+
+
+class Checkpoints:
+    """`with Checkpoints(job) as checkpoints: ... checkpoints.after_step(step, ...)`.
+
+    Loads on entry; every rank of the world must do so. `first_step` is then the step to go on
+    with, and `notes` are lines for a person. Without checkpoint.enable nothing is done. Raises
+    ConfigError where what there is does not fit the job, and where a file cannot be written.
+    """
+
+    def __init__(self, job: Job) -> None:
+        section = job.config.checkpoint
+        self.first_step = 1
+        self.notes: list[str] = []
+        self._job, self._section = job, section
+        self._folder = CheckpointFolder(Path(job.config.job.dump_folder) / section.folder)
+        self._saves = section.enable and not section.load_only
+        self._copies = Copies(
+            lasting=section.async_mode == "async_with_pinned_mem",
+            pinned=job.world.device.type == "cuda",
+        )
+        self._saving: concurrent.futures.Future[Any] | None = None
+        self._saving_to = Path()
+
+    def __enter__(self) -> Checkpoints:
+        if self._section.enable:
+            self._ranks = Agreement(self._job.world)
+            self._token = self._ranks.from_first(lambda: secrets.token_hex(4))
+            if self._saves:
+                self.notes += self._ranks.from_first(self._prepare)
+            last_step, notes = start_from(self._job, self._folder, self._ranks)
+            self.first_step = last_step + 1
+            self.notes += notes
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif self._saving is not None and isinstance(error, Exception):
+            # It may well become a good checkpoint; what failed is on its way up already.
+            concurrent.futures.wait([self._saving], LAST_WAIT_SECONDS)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save in the background has failed; `wait` raises it, on every rank."""
+        return self._saving is not None and self._saving.done() and bool(self._saving.exception())
+
+    @property
+    def is_seed(self) -> bool:
+        """Whether the initial weights are all that is wanted."""
+        return self._section.enable and self._section.create_seed_checkpoint
+
+    def after_step(self, step: int, *, is_last: bool = False, stops: bool = False) -> str:
+        """Save if the step calls for it: the last one, one the run stops after, or by interval.
+
+        A line for a person, or "". Every rank must pass the same.
+        """
+        section = self._section
+        is_first = step == 1 and section.enable_first_step_checkpoint
+        if not self._saves or not (is_last or stops or is_first or step % section.interval == 0):
+            return ""
+        if is_last and section.last_save_model_only:
+            return self.save_weights(step)
+        return self.save(step, in_background=not (is_last or stops))
+
+    def save(self, step: int, *, in_background: bool = False) -> str:
+        """Save all it takes to go on after `step`; in the background if asynchronous mode is on."""
+        self.wait()
+        start = time.perf_counter()
+        job = self._job
+        pieces = {
+            **state.weight_pieces(job),
+            **state.optimizer_pieces(job),
+            **state.rng_pieces(job),
+        }
+        folder = self._folder.unfinished(step, self._token)
+        seal = self._sealer(
+            folder,
+            step=step,
+            holds="training",
+            stored_as="dcp",
+            dtype=job.config.training.dtype,
+            state=state.numbers_of(job),
+        )
+        self._saving_to = self._folder.at(step)
+        self._ranks.be_patient()
+        if in_background and self._section.async_mode != "disabled":
+            self._saving = save_async(pieces, folder, self._ranks.group, seal, self._copies)
+            seconds = time.perf_counter() - start
+            return f"checkpoint: step-{step} is being saved; copied in {seconds:.2g} s"
+        with self._explaining():
+            save(pieces, folder, self._ranks.group, seal)
+        return self._said(step, start)
+
+    def save_weights(self, step: int) -> str:
+        """Save the weights alone, in checkpoint.export_dtype."""
+        self.wait()
+        start = time.perf_counter()
+        job, section = self._job, self._section
+        dtype = EXPORT_DTYPES[section.export_dtype]
+        folder = self._folder.unfinished(step, self._token)
+        seal = self._sealer(
+            folder,
+            step=step,
+            holds="weights",
+            stored_as="safetensors" if section.last_save_in_hf else "dcp",
+            dtype=section.export_dtype,
+        )
+        self._saving_to = self._folder.at(step)
+        self._ranks.be_patient()
+        with self._explaining():
+            if section.last_save_in_hf:
+                self._ranks.all_do(lambda: save_safetensors(job, folder, dtype, seal, self._ranks))
+            else:
+                save(state.weight_pieces(job, dtype), folder, self._ranks.group, seal)
+        return f"{self._said(step, start)}: weights alone, {section.export_dtype}"
+
+    def wait(self) -> None:
+        """Return when no save is going on; raises what the last one in the background raised."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            with self._explaining():
+                saving.result()
+
+    def _sealer(self, folder: Path, **of_manifest: Any) -> Seal:
+        """What makes a checkpoint of the files in `folder`; called on the first rank alone."""
+        job = self._job
+        about = {
+            **of_manifest,
+            "shapes": {name: list(shape) for name, shape in job.parameter_shapes().items()},
+            "plan": job.dims.describe(),
+            "num_ranks": job.world.size,
+            "config": job.config.model_dump(mode="json", exclude_unset=True),
+            "titanlite": _own_version(),
+            "torch": torch.__version__,
+        }
+
+        def seal(files: Mapping[str, FileRecord]) -> None:
+            serial = self._folder.next_serial()
+            manifest = Manifest(serial=serial, files=dict(files), **about)
+            self._folder.commit(folder, self._folder.at(manifest.step), manifest, self._token)
+            self._folder.keep_latest(self._section.keep_latest_k, self._token)
+
+        return seal
+
+    def _said(self, step: int, start: float) -> str:
+        seconds = time.perf_counter() - start
+        size = ""
+        if self._job.world.is_first:
+            manifest = look_at(self._folder.at(step)).manifest
+            size = f", {format_bytes(manifest.size_bytes)}" if manifest else ""
+        return f"checkpoint: step-{step} saved{size} in {seconds:.2g} s"
+
+    def _prepare(self) -> list[str]:
+        """Make the folder, and clear away what a killed run left there; on the first rank."""
+        path = self._folder.path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            probe = path / f"probe-{self._token}"
+            probe.touch()
+            probe.unlink()
+            removed = self._folder.clean()
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint.folder: {path} cannot be written: {error.strerror or error}; "
+                "give another folder, or set checkpoint.load_only"
+            ) from error
+        return [f"checkpoint: {path.name}, left unfinished, is removed" for path in removed]
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """A save that fails inside ends the run with one line; those before it stay."""
+        try:
+            yield
+        except (CheckpointException, OSError) as error:
+            rank, cause = self._job.world.rank, error
+            if isinstance(error, CheckpointException):
+                rank, cause = first_failure(error)  # type: ignore[assignment]
+            if self._job.world.is_first:
+                name = f"{self._saving_to.name}.new-{self._token}"
+                shutil.rmtree(self._saving_to.with_name(name), ignore_errors=True)
+            told = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
+            line = f"saving {self._saving_to} failed on rank {rank}: {' '.join(told.split())}"
+            if isinstance(cause, OSError):
+                raise ConfigError(
+                    f"checkpoint.folder: {line}; make room, or give another folder. Checkpoints "
+                    "saved before are whole: the same command goes on from the newest"
+                ) from error
+            raise TitanliteError(f"checkpoint: {line}") from error
+
+
+def _own_version() -> str:
+    try:
+        return version("titanlite")
+    except PackageNotFoundError:  # run from a folder, not installed
+        return "unknown"

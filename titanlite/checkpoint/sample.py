@@ -1,0 +1,122 @@
+"""`titanlite sample CHECKPOINT --out grid.png`: images from a checkpoint, on any number of ranks.
+
+The checkpoint holds the configuration of its job; only the plan is another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint.folder import find_checkpoint
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.config import JobConfig, check_job, make_config, make_parallel_dims, override
+from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.mesh.launch import Place, choose_device, one_rank, prepare_environment, run_ranks
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draw the images; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="titanlite sample", description="Draw images from the model in a checkpoint."
+    )
+    parser.add_argument("checkpoint", type=Path, help="step-N, a folder of them, or .safetensors")
+    parser.add_argument("--out", type=Path, required=True, help="the picture to write (PNG)")
+    parser.add_argument("--num-images", type=int, help="how many; sampling.num_images if not given")
+    parser.add_argument("--temperature", type=float, help="sampling.temperature if not given")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the work (1)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    asked = parser.parse_args(arguments)
+    prepare_environment()
+    source, manifest, stored = _open(asked.checkpoint)
+    config = _for_sampling(stored, asked)
+    check_job(config, make_parallel_dims(config, None))
+    device_type = choose_device(asked.device, asked.ranks)
+    try:
+        if asked.ranks == 1:
+            with one_rank() as place:
+                drawn = draw(place, config, device_type, source, manifest, asked.out)
+        else:
+            args = (config, device_type, source, manifest, asked.out)
+            drawn = run_ranks(draw, asked.ranks, *args)[0]
+    except RankError as error:
+        raise TitanliteError(f"{error.rank_traceback}\n{error}".strip()) from error
+    print(f"{drawn} images from {source}: {asked.out}")
+    return 0
+
+
+def draw(
+    place: Place,
+    config: JobConfig,
+    device_type: str,
+    source: Path,
+    manifest: Manifest | None,
+    out: Path,
+) -> int:
+    """Load, sample and draw, on one rank of those that share it; how many images there are."""
+    from titanlite.checkpoint.agreement import Agreement
+    from titanlite.checkpoint.folder import look_at
+    from titanlite.checkpoint.start import load_weights, problem_of
+    from titanlite.checkpoint.weights import load_safetensors
+    from titanlite.job import build_job
+    from titanlite.mesh.world import open_world
+    from titanlite.sample import sample_images, save_samples
+
+    with open_world(place, device_type) as world:
+        job = build_job(config, make_parallel_dims(config, world.size), world)
+        ranks = Agreement(world)
+        if manifest is None:
+            ranks.all_do(lambda: load_safetensors(job, source))
+        else:
+            if problem := problem_of(look_at(source), ranks):
+                raise ConfigError(f"{source} is refused: {problem}; give another checkpoint")
+            load_weights(job, source, manifest, ranks)
+        images = sample_images(
+            job, config.sampling.num_images, temperature=config.sampling.temperature
+        )
+        if images is None:
+            raise ConfigError(f"{source}: the whole model does not fit on one rank")
+        if world.is_first:
+            try:
+                save_samples(job, images, out)
+            except OSError as error:
+                raise ConfigError(f"--out: writing {out} failed: {error.strerror}") from error
+        return len(images)
+
+
+def _open(path: Path) -> tuple[Path, Manifest | None, dict[str, Any]]:
+    """Where the weights are, their manifest where they are a checkpoint, and their job."""
+    if path.suffix == ".safetensors":
+        from titanlite.checkpoint.weights import read_config
+
+        config = read_config(path)
+        if config is None:
+            raise ConfigError(f"{path} does not say what model it is of; give a checkpoint")
+        return path, None, config
+    found = find_checkpoint(path)
+    if not found[1].config:
+        raise ConfigError(f"{path} does not say what model it is of; give a checkpoint of a run")
+    return found[0], found[1], found[1].config
+
+
+def _for_sampling(stored: dict[str, Any], asked: argparse.Namespace) -> JobConfig:
+    """The job with the plan that sampling needs: shards to load into, and nothing else."""
+    kept = ("job", "model", "training", "sampling", "debug", "experimental")
+    config = make_config(
+        {
+            **{section: values for section, values in stored.items() if section in kept},
+            "parallelism": {"data_parallel_shard_degree": asked.ranks},
+            "activation_checkpoint": {"mode": "none"},
+        }
+    )
+    changes: dict[str, Any] = {
+        "job.device": asked.device,
+        "training.local_batch_size": 1,
+        "training.global_batch_size": -1,
+        "training.enable_cpu_offload": False,
+        "sampling.num_images": asked.num_images,
+        "sampling.temperature": asked.temperature,
+    }
+    return override(config, {name: value for name, value in changes.items() if value is not None})

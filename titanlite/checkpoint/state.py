@@ -1,0 +1,148 @@
+"""What a job has to carry on with, and putting it back: weights, optimizer, schedule, sampler.
+
+Tensors go by names that no plan changes: model.NAME, optimizer.NAME.KEY for what the optimizer
+keeps of a parameter (exp_avg, step, ...), rng.RANK.DEVICE. All else is a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.checkpoint.storage import Piece, Pieces
+from titanlite.errors import ConfigError
+from titanlite.job import Job
+from titanlite.names import canonical_name
+from titanlite.training.shards import local_part, offsets_of
+
+MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
+
+
+def weight_pieces(job: Job, dtype: torch.dtype | None = None) -> Pieces:
+    """This rank's part of each parameter and lasting buffer; a copy where `dtype` is another."""
+    pieces = {}
+    for part in job.parts:
+        for name, tensor in [*part.named_parameters(), *lasting_buffers(part)]:
+            piece = _piece(tensor)
+            if dtype is not None and piece.local.dtype != dtype and dtype.is_floating_point:
+                piece = Piece(piece.local.to(dtype), piece.shape, piece.offsets)
+            pieces[f"{MODEL}.{canonical_name(name)}"] = piece
+    return pieces
+
+
+def optimizer_pieces(job: Job) -> Pieces:
+    """This rank's part of all that the optimizer keeps of each parameter; empty before a step."""
+    return {
+        f"{OPTIMIZER}.{name}.{key}": _piece(value)
+        for name, parameter in named_parameters(job)
+        for key, value in job.trainer.optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def rng_pieces(job: Job) -> Pieces:
+    """This rank's generators, for what draws from them: a user's own dropout, for instance."""
+    states = {"cpu": torch.get_rng_state()}
+    if job.world.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(job.world.device)
+    return {f"{RNG}.{job.world.rank}.{kind}": _piece(state) for kind, state in states.items()}
+
+
+def restore_rng(job: Job, pieces: Pieces) -> None:
+    """Set the generators from pieces that rng_pieces made and a checkpoint has filled."""
+    for name, piece in pieces.items():
+        if name.endswith(".cpu"):
+            torch.set_rng_state(piece.local)
+        else:
+            torch.cuda.set_rng_state(piece.local, job.world.device)
+
+
+def numbers_of(job: Job) -> dict[str, Any]:
+    """What is not a tensor: schedule, sampler, and which optimizer it was."""
+    optimizer = job.trainer.optimizer
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "lr_scheduler": job.trainer.scheduler.last_epoch,
+        "dataloader": job.sampler.state,
+        "optimizer": {"name": type(optimizer).__name__, "settings": settings[0]},
+    }
+
+
+def restore_schedule(job: Job, last_epoch: int) -> None:
+    """Put the schedule where it was: the configuration says what the rate is there."""
+    scheduler: Any = job.trainer.scheduler
+    rates = [
+        base * factor(last_epoch)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    scheduler.last_epoch, scheduler._step_count = last_epoch, last_epoch + 1
+    scheduler._last_lr = rates
+    for group, rate in zip(job.trainer.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def make_optimizer_state(job: Job, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Pieces:
+    """Room in the optimizer for what `stored` has of it, to be filled; the pieces to fill.
+
+    A tensor of its parameter's shape is cut as the parameter is. Raises ConfigError where the
+    optimizer would want others.
+    """
+    optimizer = job.trainer.optimizer
+    settings = {
+        parameter: group for group in optimizer.param_groups for parameter in group["params"]
+    }
+    by_parameter: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+    for name, what in stored.items():
+        kind, _, rest = name.partition(".")
+        if kind == OPTIMIZER:
+            owner, _, key = rest.rpartition(".")
+            by_parameter.setdefault(owner, {})[key] = what
+    for name, parameter in named_parameters(job):
+        for key, (shape, dtype) in by_parameter.get(name, {}).items():
+            if shape == parameter.shape:
+                # Placed as the parameter is, whatever the plan.
+                value = torch.zeros_like(parameter, dtype=dtype)
+            else:
+                group = settings[parameter]
+                beside = group.get("fused") or group.get("capturable")
+                device = local_part(parameter).device if beside else torch.device("cpu")
+                value = torch.zeros(shape, dtype=dtype, device=device)
+            optimizer.state[parameter][key] = value
+    return optimizer_pieces(job)
+
+
+def check_optimizer(job: Job, saved: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the optimizer's state is another kind's."""
+    name, own = saved["name"], type(job.trainer.optimizer).__name__
+    kept = {"Adam": "Adam", "AdamW": "Adam"}
+    if kept.get(name, name) != kept.get(own, own):
+        raise ConfigError(
+            f'optimizer.name: the checkpoint holds the state of {name}; give "{name}", or leave '
+            'the state: checkpoint.exclude_from_loading = ["optimizer"]'
+        )
+
+
+def named_parameters(job: Job) -> Iterator[tuple[str, nn.Parameter]]:
+    """This rank's parameters by canonical name."""
+    for part in job.parts:
+        for name, parameter in part.named_parameters():
+            yield canonical_name(name), parameter
+
+
+def lasting_buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a part of the model that belong to its state."""
+    for prefix, module in part.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _piece(tensor: Tensor) -> Piece:
+    tensor = tensor.detach()
+    return Piece(local_part(tensor), tensor.shape, offsets_of(tensor))

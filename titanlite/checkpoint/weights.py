@@ -1,0 +1,122 @@
+"""The whole model's weights in one .safetensors file, from any plan and to any plan.
+
+Source of the format: https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from titanlite.checkpoint import state
+from titanlite.checkpoint.agreement import Agreement
+from titanlite.checkpoint.manifest import record_of
+from titanlite.checkpoint.storage import Seal
+from titanlite.errors import ConfigError
+from titanlite.job import Job
+from titanlite.names import canonical_name
+
+FILE = "model.safetensors"
+
+
+def save_safetensors(
+    job: Job, folder: Path, dtype: torch.dtype, seal: Seal, ranks: Agreement
+) -> None:
+    """Gather the weights on the first rank, which writes them and seals the folder.
+
+    Every rank must call this. The first one holds the whole model, in `dtype`.
+    """
+    tensors: dict[str, Tensor] = {}
+    own_buffers = {
+        canonical_name(name): buffer.cpu()
+        for part in job.parts
+        for name, buffer in state.lasting_buffers(part)
+    }
+    for buffers in ranks.gathered(own_buffers):
+        tensors |= buffers
+    for name, whole in job.whole_parameters():
+        if job.world.is_first:
+            tensors[name] = whole.to("cpu", dtype, copy=True).contiguous()
+    if job.world.is_first:
+        folder.mkdir(parents=True)
+        config = job.config.model_dump(mode="json", exclude_unset=True)
+        write_file(folder / FILE, tensors, config)
+        seal({FILE: record_of(folder / FILE)})
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Write tensors, and the job's configuration beside them; the file is on the disk after."""
+    metadata = {"format": "pt", "titanlite.config": json.dumps(config)}
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def load_safetensors(job: Job, path: Path) -> None:
+    """Fill this rank's part of each parameter from a .safetensors file, or a folder of them.
+
+    Raises ConfigError where a parameter is missing, or of another shape.
+    """
+    pieces = {name.partition(".")[2]: piece for name, piece in state.weight_pieces(job).items()}
+    for file in files_of(path):
+        with _opened(file) as stored:
+            for name in set(stored.keys()) & set(pieces):
+                piece, source = pieces.pop(name), stored.get_slice(name)
+                if tuple(source.get_shape()) != tuple(piece.shape):
+                    raise ConfigError(
+                        f"checkpoint: {name} in {file} is {source.get_shape()}, and "
+                        f"{list(piece.shape)} in the model; give the [model] it belongs to"
+                    )
+                if piece.local.numel():
+                    where = tuple(
+                        slice(start, start + size)
+                        for start, size in zip(piece.offsets, piece.local.shape, strict=True)
+                    )
+                    piece.local.copy_(source[where] if where else stored.get_tensor(name))
+    parameters = {name for name, _ in state.named_parameters(job)}
+    if missing := sorted(parameters & set(pieces)):
+        raise ConfigError(
+            f"checkpoint: {path} lacks {', '.join(missing)}; give the weights of this model"
+        )
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a .safetensors file, or a folder of them."""
+    tensors: dict[str, Tensor] = {}
+    for file in files_of(path):
+        with _opened(file) as stored:
+            tensors |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    return tensors
+
+
+def read_config(path: Path) -> dict[str, Any] | None:
+    """The job's configuration in a .safetensors file of titanlite's, None in another's."""
+    with _opened(files_of(path)[0]) as stored:
+        text = (stored.metadata() or {}).get("titanlite.config")
+    return json.loads(text) if text else None
+
+
+def files_of(path: Path) -> list[Path]:
+    """The .safetensors files that `path` is or holds; raises ConfigError where there is none."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"checkpoint: {path} is no .safetensors file, nor a folder of them")
+    return files
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"checkpoint: {file} cannot be read ({error})") from error

@@ -1,0 +1,51 @@
+"""What has to fit together in [checkpoint]; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from titanlite.config.schema import JobConfig
+from titanlite.config.toml import quote
+
+
+def checkpoint_problems(config: JobConfig) -> Iterator[str]:
+    """What is wrong with [checkpoint]; a section that is off is left as it is."""
+    section = config.checkpoint
+    if section.create_seed_checkpoint and not section.saves:
+        yield (
+            "checkpoint.create_seed_checkpoint: nothing would be saved; set checkpoint.enable to "
+            "true and checkpoint.load_only to false, or leave it out"
+        )
+    if not section.enable:
+        return
+    if section.last_save_in_hf and not section.last_save_model_only:
+        yield (
+            "checkpoint.last_save_in_hf: a .safetensors file holds weights alone; set "
+            "checkpoint.last_save_model_only = true"
+        )
+    path = section.initial_load_path
+    if path is None:
+        if section.initial_load_in_hf:
+            yield (
+                "checkpoint.initial_load_in_hf: there is nothing to load; give "
+                "checkpoint.initial_load_path, or leave it out"
+            )
+        return
+    place = Path(path).expanduser()
+    if section.initial_load_in_hf:
+        if not place.is_file() and not any(place.glob("*.safetensors")):
+            yield (
+                f"checkpoint.initial_load_path: {quote(path)} is no .safetensors file, nor a "
+                "folder of them; give one"
+            )
+        if not section.initial_load_model_only:
+            yield (
+                "checkpoint.initial_load_model_only: a .safetensors file holds weights alone; "
+                "set it to true"
+            )
+    elif not place.is_dir():
+        yield (
+            f"checkpoint.initial_load_path: {quote(path)} is not a folder; give the folder step-N "
+            "of a checkpoint, or set checkpoint.initial_load_in_hf for a .safetensors file"
+        )

@@ -1,0 +1,59 @@
+"""SIGINT and SIGTERM as a request: finish the step, save, and end well; torch-free."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+# One Ctrl-C or scancel reaches a process by several ways: from the terminal, and from its parent.
+ONE_REQUEST_SECONDS = 1.0
+
+
+class StopRequest:
+    """Notes the first SIGINT or SIGTERM: `with StopRequest() as stop: ... stop.is_asked`.
+
+    One that comes a second later or more raises KeyboardInterrupt(its number), so that a person
+    who insists is obeyed. `orders` is where a rank's launcher passes a request on; `on_request` is
+    called at the first signal. A signal that is ignored stays so; with `enabled` False all do.
+    """
+
+    def __init__(self, orders: Connection | None = None, *, enabled: bool = True) -> None:
+        self.on_request: Callable[[], None] = lambda: None
+        self._orders = orders if enabled else None
+        self._enabled = enabled and threading.current_thread() is threading.main_thread()
+        self._before: dict[int, Any] = {}
+        self._asked_at: float | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process has been asked to stop, by a signal or by its launcher."""
+        return self._asked_at is not None or (self._orders is not None and self._orders.poll())
+
+    def __enter__(self) -> StopRequest:
+        if self._enabled:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            self.on_request()
+        elif now - self._asked_at >= ONE_REQUEST_SECONDS:
+            raise KeyboardInterrupt(number)
