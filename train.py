@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     # Ctrl-C while Python still imports ends the process, without a traceback.
@@ -17,7 +18,7 @@ if __name__ == "__main__":
 
 from titanlite.config import check_job, check_machine, load_config, make_parallel_dims
 from titanlite.config.schema import JobConfig
-from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError
 from titanlite.mesh.launch import (
     Place,
     choose_device,
@@ -57,6 +58,8 @@ def main(argv: list[str]) -> int:
     except RankError as error:
         print(f"{error.rank_traceback}\n{error}".strip(), file=sys.stderr)
         return 1
+    except LostWorldError:
+        return 1
     except TitanliteError as error:
         # Every rank of a world makes the same mistake: one a machine says so.
         if place is None or place.local_rank == 0:
@@ -75,14 +78,21 @@ def train(place: Place, config: JobConfig, device_type: str) -> None:
     A run that saves checkpoints goes on from its newest one, and ends early when it is asked to.
     """
     from titanlite.checkpoint.run import Checkpoints
+    from titanlite.faults.watch import Traces
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world, set_timeout
+    from titanlite.mesh.world import open_world
     from titanlite.reporter import Reporter
 
+    comm = config.comm
+    folder = Path(config.job.dump_folder) / comm.save_traces_folder
     with (
         StopRequest(place.orders, enabled=config.checkpoint.saves) as stop,
         open_world(
-            place, device_type, init_timeout_seconds=config.comm.init_timeout_seconds
+            place,
+            device_type,
+            init_timeout_seconds=comm.init_timeout_seconds,
+            trace_buf_size=config.num_recorded_collectives,
+            traces=Traces(folder, comm.save_traces_file_prefix) if comm.trace_buf_size else None,
         ) as world,
     ):
         dims = make_parallel_dims(config, world.size)
@@ -92,6 +102,7 @@ def train(place: Place, config: JobConfig, device_type: str) -> None:
         with (
             Checkpoints(job) as checkpoints,
             Reporter(job, checkpoints.first_step, checkpoints.notes) as reporter,
+            world.explaining(),
         ):
             if checkpoints.is_seed:
                 reporter.say(checkpoints.save(0))
@@ -99,7 +110,7 @@ def train(place: Place, config: JobConfig, device_type: str) -> None:
             for step in range(checkpoints.first_step, config.training.steps + 1):
                 result = job.step()
                 if step == checkpoints.first_step:
-                    set_timeout(config.comm.train_timeout_seconds)
+                    world.set_timeout(comm.train_timeout_seconds)
                 if step % config.training.gc_freq == 0 or config.training.gc_debug:
                     reporter.note_collected(gc.collect(1))
                 is_last = step == config.training.steps

@@ -39,6 +39,14 @@ class RankError(TitanliteError):
         return f"rank {self.rank}: {self.message}"
 
 
+class OrderError(TitanliteError):
+    """Ranks called unlike collectives, or in another order: which rank, where, over which axis."""
+
+
+class LostWorldError(TitanliteError):
+    """The ranks of a world have lost each other; what happened is reported elsewhere."""
+
+
 def nearest(value: int, legal: Sequence[int]) -> str:
     """The legal values next to `value`, such as "2 or 4"; `legal` is ascending and not empty."""
     place = bisect.bisect_right(legal, value)

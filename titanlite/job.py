@@ -25,6 +25,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.datasets import ImageDataset, build_dataset
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, make_targets
 from titanlite.errors import ConfigError
+from titanlite.faults.order import OrderCheck
 from titanlite.mesh.device_mesh import Meshes, build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.mesh.world import World
@@ -168,6 +169,8 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
     if config.debug.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
     meshes = build_meshes(dims, world.device.type)
+    axes = meshes.axes_of_groups()
+    world.name_groups(dims.describe_place(world.rank), axes)
     model_config = make_model_config(config)
     spec = load_model_spec(config)
     model_class, plans = _load_model(spec)
@@ -220,6 +223,7 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
         and (made.pipeline is None or made.pipeline.has_last),
         logits_are_sharded=uses_loss_parallel(config, dims),
         non_finite=config.debug.non_finite,
+        before_update=OrderCheck(axes) if config.comm.mode == "debug" and world.size > 1 else None,
     )
     dataset = _dataset(config, model_config, training.dataset, training.dataset_path, "train")
     batch_size = training.global_batch_size

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titanlite.config import load_model_spec
 from titanlite.job import Job
-from titanlite.mesh.world import free_memory_bytes, set_timeout
+from titanlite.mesh.world import free_memory_bytes
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
 from titanlite.training.initialize import generator_for
@@ -49,7 +49,7 @@ def sample_images(
     if not _fits(job):
         return None
     # A rank that draws none, or is quicker, waits for the others at the end.
-    set_timeout(WAIT_SECONDS)
+    job.world.set_timeout(WAIT_SECONDS)
     model, num_tokens = whole_model(job), job.model_config.num_tokens
     # An image and whether it is there, both zero on all ranks but the one that drew it.
     images = torch.zeros(num_images, num_tokens + 1, dtype=torch.long)

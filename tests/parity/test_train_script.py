@@ -336,7 +336,13 @@ def test_a_killed_rank_ends_the_run_with_its_number(tmp_path):
         # Forked in order, so their process ids are too.
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
-        assert (process.returncode, stderr) == (1, "rank 1: was ended by SIGKILL\n")
+        assert process.returncode == 1
+        first, *_, last = stderr.splitlines()
+        assert (first, last) == (
+            "The run has stopped: a rank was lost.",
+            "rank 1: was ended by SIGKILL",
+        )
+        assert "rank 0 (dp_shard 0) waits for rank 1 in " in stderr
         assert_all_gone(process.pid)
         assert own_files(temporary) == []
 

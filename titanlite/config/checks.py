@@ -92,6 +92,16 @@ def _overlap(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
+@reads("comm")
+def _recorder(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """Comparing what the ranks called takes a flight recorder that keeps it."""
+    if config.comm.mode == "debug" and config.comm.trace_buf_size == 0:
+        yield (
+            'comm.trace_buf_size: 0 keeps no collectives, and comm.mode = "debug" compares them; '
+            "give 2000"
+        )
+
+
 @reads(MODEL, "parallelism.tensor_parallel_degree")
 def _split(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
     """The model's own sizes, and the degrees that split them: tensor parallelism divides heads,

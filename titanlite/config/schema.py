@@ -313,11 +313,15 @@ class Comm(Section):
 
     init_timeout_seconds: PositiveInt = key(300, "longest wait up to the end of the first step")
     train_timeout_seconds: PositiveInt = key(100, "longest wait after it")
-    trace_buf_size: NotYet[NonNegativeInt] = key(20000, "events the flight recorder keeps")
-    save_traces_folder: NotYet[str] = key("comm_traces", "folder for the flight recorder")
-    save_traces_file_prefix: NotYet[str] = key("rank_", "how its files' names begin")
-    mode: NotYet[Literal["default", "fake_backend", "local_tensor"]] = key(
-        "default", "real communication, or none"
+    trace_buf_size: NonNegativeInt = key(
+        20000, "collectives the flight recorder keeps, for reports and traces; 0: none"
+    )
+    save_traces_folder: Name = key(
+        "comm_traces", "folder in dump_folder for the traces of a stuck run"
+    )
+    save_traces_file_prefix: Name = key("rank_", "how their names begin; the rank follows")
+    mode: Literal["default", "debug"] = key(
+        "default", '"debug": each step, compare what all ranks called, and from where'
     )
 
 
@@ -392,6 +396,12 @@ class JobConfig(Section):
     quantize: Quantize = Quantize()
     memory_estimation: MemoryEstimation = MemoryEstimation()
     fault_tolerance: FaultTolerance = FaultTolerance()
+
+    @property
+    def num_recorded_collectives(self) -> int:
+        """What the flight recorder keeps: under "debug" all of it is read at each step."""
+        size = self.comm.trace_buf_size
+        return min(size, 2000) if self.comm.mode == "debug" else size
 
     @property
     def schedule_steps(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.mesh.parallel_dims import AXES, ParallelDims
@@ -25,6 +26,16 @@ class Meshes:
     tp: DeviceMesh | None
     cp: DeviceMesh | None
     dp: DeviceMesh
+
+    def axes_of_groups(self) -> dict[str, str]:
+        """Process group -> the axis it belongs to; a group of all ranks is called that as well."""
+        named = [(axis, self.world) for axis in self.world.mesh_dim_names or ()]
+        named += [(axis, self.dp) for axis in self.dp.mesh_dim_names or ()]
+        axes: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis, mesh in named}
+        everyone = dist.distributed_c10d._get_default_group().group_name
+        if everyone in axes:
+            axes[everyone] += " (the world)"
+        return axes
 
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:

@@ -8,6 +8,7 @@ forked from there. Functions travel by cloudpickle, so that one defined in a not
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -27,12 +28,17 @@ from typing import Any
 
 import cloudpickle
 
-from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError
 from titanlite.mesh.signals import StopRequest
 
 # How long the other ranks of a failed run may take to say what they saw, and then to end.
 REPORT_SECONDS = 2.0
 END_SECONDS = 5.0
+# How much longer, once they have raised the alarm and are putting a report together.
+ALARM_SECONDS = 5.0
+# In the folder where local ranks meet: where ranks in trouble leave word, and in it the mark of the
+# one that raised the alarm, and the report (titanlite/faults/watch.py).
+FAULTS, ALARM, REPORT = "faults", "alarm", "report.json"
 
 PRELOAD = [
     "torch",
@@ -168,14 +174,26 @@ class Ranks:
         outcomes = self._take(pending, deadline)
         if any(kind != "message" for kind, _ in outcomes.values()):
             # A rank that fails takes its peers down with it, and a peer may say so first.
-            report_deadline = time.monotonic() + REPORT_SECONDS
-            waiting = set(pending) - set(outcomes)
-            while waiting and time.monotonic() < report_deadline:
-                late = self._take(waiting, report_deadline)
-                outcomes.update(late)
-                waiting -= set(late)
-            _raise_first_cause(outcomes)
+            self._hear_out(set(pending) - set(outcomes), outcomes)
+            _raise_first_cause(outcomes, self._report())
         return {rank: what for rank, (_, what) in outcomes.items()}
+
+    def _hear_out(self, waiting: set[int], outcomes: dict[int, tuple[str, Any]]) -> None:
+        """Give the other ranks time to say what they saw, up to a report of them all."""
+        start = time.monotonic()
+        while waiting and self._report() is None:
+            is_alarmed = (Path(self._folder.name) / FAULTS / ALARM).exists()
+            seconds = REPORT_SECONDS + ALARM_SECONDS * is_alarmed
+            if time.monotonic() - start > seconds:
+                return
+            late = self._take(waiting, time.monotonic() + 0.1)
+            outcomes.update(late)
+            waiting -= set(late)
+
+    def _report(self) -> dict[str, Any] | None:
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads((Path(self._folder.name) / FAULTS / REPORT).read_text())
+        return None
 
     def _take(self, pending: Collection[int], deadline: float | None) -> dict[int, tuple[str, Any]]:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -207,13 +225,19 @@ class _Rank:
     connection: Connection
 
 
-def _raise_first_cause(outcomes: dict[int, tuple[str, Any]]) -> None:
+def _raise_first_cause(outcomes: dict[int, tuple[str, Any]], report: dict[str, Any] | None) -> None:
     failed = [(rank, *outcome) for rank, outcome in sorted(outcomes.items())]
     deaths = [(index, what) for index, kind, what in failed if kind == "death"]
     errors = [(index, what) for index, kind, what in failed if kind == "error"]
     mistakes = [what["mistake"] for _, what in errors if what["mistake"] is not None]
     if mistakes:
         raise mistakes[0]
+    if report is not None:
+        rank, headline = report["rank"], report["headline"]
+        exit_code = dict(deaths).get(rank)
+        if report["is_gone"] and exit_code is not None and exit_code < 0:
+            headline = _how_ended(exit_code)
+        raise RankError(rank, headline, report["body"])
     # A lost connection is what the peers of the culprit see.
     errors.sort(key=lambda error: error[1]["lost_peer"])
     if errors and not (deaths and errors[0][1]["lost_peer"]):
@@ -221,8 +245,12 @@ def _raise_first_cause(outcomes: dict[int, tuple[str, Any]]) -> None:
         raise RankError(index, what["message"], what["traceback"])
     index, exit_code = deaths[0]
     if exit_code is not None and exit_code < 0:
-        raise RankError(index, f"was ended by {signal.Signals(-exit_code).name}")
+        raise RankError(index, _how_ended(exit_code))
     raise RankError(index, f"ended with exit status {exit_code} and no result")
+
+
+def _how_ended(exit_code: int) -> str:
+    return f"was ended by {signal.Signals(-exit_code).name}"
 
 
 def _end(ranks: list[_Rank], folder: tempfile.TemporaryDirectory[str], held: Connection) -> None:
@@ -265,11 +293,12 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "Broken pipe",
         "remote process",
     )
+    is_mistake = isinstance(error, TitanliteError) and not isinstance(error, LostWorldError)
     return {
-        "mistake": error if isinstance(error, TitanliteError) else None,
+        "mistake": error if is_mistake else None,
         "message": message,
         "traceback": "".join(traceback.format_exception(error)),
-        "lost_peer": any(phrase in message for phrase in lost),
+        "lost_peer": isinstance(error, LostWorldError) or any(phrase in message for phrase in lost),
     }
 
 

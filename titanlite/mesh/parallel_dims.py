@@ -97,6 +97,11 @@ class ParallelDims:
             rank = rank * degree + position
         return rank
 
+    def describe_place(self, rank: int) -> str:
+        """Where `rank` is on the axes in use, such as "dp_shard 1, tp 0"; "" without any."""
+        places = self.coordinates(rank).items()
+        return ", ".join(f"{axis} {at}" for axis, at in places if self.degrees[axis] > 1)
+
     def describe(self) -> str:
         """The axes in use, such as "dp_shard 2 x tp 2"; "one rank" where there is none."""
         used = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]

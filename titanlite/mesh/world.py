@@ -6,13 +6,17 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from titanlite.faults.watch import Traces, Watch, watching
 from titanlite.mesh.launch import Place
 
 
@@ -25,25 +29,56 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    watch: Watch | None = None
+    """Ends the world when it is stuck; None in a world of one rank."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is the one rank that prints and writes."""
         return self.rank == 0
 
+    def set_timeout(self, seconds: float) -> None:
+        """From now on, end the world when a rank has waited for others for so long."""
+        if self.watch is not None:
+            self.watch.set_timeout(seconds)
+        _set_group_timeouts(seconds)
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Have errors of communication inside looked into at once, not when the world is left."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.explaining()
+
+    def name_groups(self, place: str, axes: Mapping[str, str]) -> None:
+        """Say where this rank is in the mesh, and which axes its process groups belong to.
+
+        New groups have a timeout of torch's own: they get this world's.
+        """
+        if self.watch is not None:
+            self.watch.name_place(place, axes)
+            _set_group_timeouts(self.watch.timeout_seconds)
+
 
 @contextlib.contextmanager
 def open_world(
-    place: Place, device_type: str = "cpu", *, init_timeout_seconds: float = 300
+    place: Place,
+    device_type: str = "cpu",
+    *,
+    init_timeout_seconds: float = 300,
+    trace_buf_size: int = 2000,
+    traces: Traces | None = None,
 ) -> Iterator[World]:
     """Join the process group of `place` (gloo on CPU, NCCL on CUDA) and leave it at the end.
 
     Shares the machine's cores out over its ranks and fixes the C allocator's thresholds. Where all
     ranks are on one node, gloo and NCCL meet over the loopback interface.
+
+    A world whose ranks wait for each other for too long, or lose one, ends with a report: of local
+    ranks as the launcher's RankError, else on stderr. LostWorldError is then raised here. Flight
+    recorders keep `trace_buf_size` collectives, and write them to `traces`.
     """
     if place.is_one_node:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(trace_buf_size)
     keep_freed_memory()
     torch.set_num_threads(max(1, num_cores() // place.local_world_size))
     if device_type == "cuda":
@@ -54,18 +89,45 @@ def open_world(
     else:
         device = torch.device("cpu")
         backend = "gloo"
-    dist.init_process_group(
-        backend,
-        init_method=place.rendezvous,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=init_timeout_seconds),
-        device_id=device if device_type == "cuda" else None,
-    )
-    try:
-        yield World(place.rank, place.world_size, place.local_rank, place.local_world_size, device)
-    finally:
+    timeout = timedelta(seconds=init_timeout_seconds)
+    meeting, store = _meet(place, timeout)
+    with contextlib.ExitStack() as exits:
+        watch = None
+        # After the watch has looked into what went wrong, which needs the groups.
+        exits.callback(_leave_group)
+        if store is not None:
+            watch = exits.enter_context(watching(place, store, init_timeout_seconds, traces))
+        dist.init_process_group(
+            backend,
+            **meeting,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if device_type == "cuda" else None,
+        )
+        yield World(
+            place.rank, place.world_size, place.local_rank, place.local_world_size, device, watch
+        )
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
+    """How init_process_group meets the other ranks, and a store beside it; None for one rank."""
+    if place.world_size == 1:
+        return {"init_method": place.rendezvous}, None
+    if place.rendezvous.startswith("file://"):
+        path = Path(place.rendezvous.removeprefix("file://"))
+        store: Any = dist.FileStore(f"{path}-watch", place.world_size)
+        return {"init_method": place.rendezvous}, store
+    rendezvous = dist.rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout)
+    shared, _, _ = next(rendezvous)
+    # A connection of its own: one that waits keeps all who share it waiting.
+    store = dist.PrefixStore("watch", shared.clone())
+    return {"store": dist.PrefixStore("default_pg", shared)}, store
 
 
 def num_cores() -> int:
@@ -101,7 +163,6 @@ def free_memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def set_timeout(seconds: float) -> None:
-    """From now on, end a collective of any process group that has waited for so long."""
+def _set_group_timeouts(seconds: float) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -96,6 +96,8 @@ class Trainer:
     logits_are_sharded: bool = False
     stages: Stages | None = None
     non_finite: str = "stop"
+    before_update: Callable[[], None] | None = None
+    """Called by `step` when the gradients are there, before any weight changes."""
 
     @property
     def _device(self) -> torch.device:
@@ -110,6 +112,8 @@ class Trainer:
         start = time.perf_counter()
         loss, num_tokens = self.compute_gradients(microbatches)
         norm = gradient_norm(self.parameters, self.world_mesh)
+        if self.before_update is not None:
+            self.before_update()
         note = ""
         if self.non_finite != "ignore" and not (math.isfinite(loss) and torch.isfinite(norm)):
             note = self._refuse(microbatches, loss, float(norm))

@@ -1,0 +1,123 @@
+"""What is made of the accounts of several ranks: who is waited for, who went astray, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from titanlite.faults.report import Absent, Account, Call, Message, find_astray, write_report
+
+WORLD = {"0": ("the world", (0, 1, 2)), "1": ("tp", (0, 1)), "2": ("dp_shard", (1, 2))}
+OPERATIONS = {"A": "all_reduce", "B": "broadcast", "G": "all_gather"}
+
+
+def account(
+    rank: int, calls: Sequence[str], *, done: int | None = None, group: str = "0", **more: object
+) -> Account:
+    """A rank whose calls are letters, a digit after one being its place; those past `done` wait."""
+    made = [
+        Call(
+            group=group,
+            number=number,
+            operation=OPERATIONS[letter[0]],
+            num_elements=8,
+            dtype="float",
+            site=f"model.py:{letter[1:] or ord(letter)} in forward",
+            is_done=done is None or number <= done,
+        )
+        for number, letter in enumerate(calls, 1)
+    ]
+    return Account(rank, site=f"data.py:{rank} in read", calls=made, groups=WORLD, **more)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ("AGBA", "swapped broadcast of 8 float at model.py:66 in forward with all_gather"),
+        (
+            "AGA",
+            "left out broadcast of 8 float at model.py:66 in forward, called by ranks 0, 1, and",
+        ),
+        ("ABBGA", "called broadcast of 8 float at model.py:66 in forward, which ranks 0, 1 did"),
+        ("AAGA", "called all_reduce of 8 float at model.py:65 in forward, where ranks 0, 1"),
+    ],
+)
+def test_how_a_rank_went_astray(bad, words):
+    accounts = {0: account(0, "ABGA"), 1: account(1, "ABGA"), 2: account(2, bad)}
+    astray = find_astray(accounts, WORLD)
+    assert astray is not None
+    assert (astray.rank, astray.axis) == (2, "the world")
+    assert astray.number == (3 if words.startswith("called broadcast") else 2)
+    assert words in astray.text
+
+
+def test_the_same_operation_from_another_place_counts_where_asked():
+    usual, swapped = ["A1", "A2", "A3"], ["A1", "A3", "A2"]
+    accounts = {0: account(0, usual), 1: account(1, swapped), 2: account(2, usual)}
+    assert find_astray(accounts, WORLD) is None
+    astray = find_astray(accounts, WORLD, by_site=True)
+    assert astray is not None
+    assert (astray.rank, astray.number) == (1, 2)
+    assert "swapped all_reduce of 8 float at model.py:2 in forward with all_reduce" in astray.text
+
+
+def test_ranks_that_agree_as_far_as_they_go_are_not_astray():
+    accounts = {0: account(0, "ABG"), 1: account(1, "AB"), 2: account(2, "ABGA")}
+    assert find_astray(accounts, WORLD, by_site=True) is None
+
+
+def test_the_rank_at_the_end_of_a_chain_of_waits_is_named():
+    # 0 waits for 1 over tp, 1 for 2 over dp_shard, and 2 for nobody.
+    accounts = {
+        0: account(0, "AG", done=1, group="1"),
+        1: account(1, "B", done=0, group="2"),
+        2: account(2, "", stack=["train.py:1 in train", "data.py:2 in read"]),
+    }
+    report = write_report(accounts, {})
+    assert report.rank == 2
+    assert report.headline == (
+        "did not come to broadcast 1 over dp_shard, where rank 1 waits; it stands at "
+        "data.py:2 in read"
+    )
+    assert "rank 0 waits for rank 1 in all_gather 2 over tp (ranks 0, 1), 8 float" in report.body
+    assert report.body.endswith(
+        "Python stack of rank 2, innermost last:\n  train.py:1 in train\n  data.py:2 in read"
+    )
+
+
+def test_a_rank_without_account_is_named():
+    accounts = {0: account(0, "A", done=0), 1: account(1, "A", done=0)}
+    report = write_report(accounts, {2: Absent("has died", ["train.py:1 in train"])}, "a reason")
+    assert (report.rank, report.headline) == (2, "has died")
+    assert report.body.startswith("The run has stopped: a reason.\n")
+    assert "Python stack of rank 2, as last seen, innermost last:" in report.body
+
+
+def test_a_message_that_does_not_come():
+    message = Message("recv", (2,), "ring.py:3 in wait")
+    accounts = {
+        0: account(0, "A", message=message),
+        1: account(1, "AA", done=1),
+        2: account(2, "A"),
+    }
+    report = write_report(accounts, {})
+    assert report.rank == 2
+    assert "did not come to the recv with rank 0 and all_reduce 2 over the world" in report.headline
+    assert "rank 0 waits for rank 2 in recv, called at ring.py:3 in wait" in report.body
+
+
+def test_ranks_that_wait_for_each_other():
+    accounts = {
+        0: account(0, "A", done=0, group="1"),
+        1: account(1, "A", done=0, group="2"),
+        2: account(2, "A", done=0),
+    }
+    report = write_report(accounts, {})
+    assert report.rank in (0, 1)
+    assert "did not come to" in report.headline
+
+
+def test_an_account_survives_its_journey():
+    sent = account(1, "AB", done=1, message=Message("recv", (0,), "x"), stack=["a"])
+    assert Account.from_json(sent.to_json()) == sent

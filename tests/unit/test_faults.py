@@ -1,0 +1,208 @@
+"""Worlds that are stuck or lose a rank end by themselves, and name the rank, its axis and place."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from titanlite.errors import RankError
+from titanlite.mesh.launch import Place, run_ranks
+
+TIMEOUT_SECONDS = 1.5
+# From the end of the timeout to the end of the last process, on a machine that is busy.
+PATIENCE_SECONDS = 15
+BAD_RANK = 2
+
+
+def run_badly(place: Place, misbehave: Callable[[Any, Any, bool], None]) -> None:
+    """Some collectives over (dp_shard 2, tp 2), and then what `misbehave` does on each rank."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from titanlite.mesh.parallel_dims import ParallelDims
+    from titanlite.mesh.world import open_world
+
+    dims = ParallelDims(dp_shard=2, tp=2)
+    with open_world(place) as world:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        axes = {mesh.get_group(axis).group_name: axis for axis in ("dp_shard", "tp")}
+        world.name_groups(dims.describe_place(world.rank), axes)
+        for axis in ("dp_shard", "tp", "tp"):
+            dist.all_reduce(zeros(4), group=mesh.get_group(axis))
+        world.set_timeout(TIMEOUT_SECONDS)
+        misbehave(dist, mesh, world.rank == BAD_RANK)
+
+
+def zeros(count: int, dtype: str = "float32") -> Any:
+    import torch
+
+    return torch.zeros(count, dtype=getattr(torch, dtype))
+
+
+def fall_asleep(dist: Any, mesh: Any, is_bad: bool) -> None:
+    if is_bad:
+        threading.Event().wait()
+    dist.all_reduce(zeros(8), group=mesh.get_group("tp"))
+    dist.all_reduce(zeros(4))
+
+
+def hold_the_interpreter(dist: Any, mesh: Any, is_bad: bool) -> None:
+    if is_bad:
+        ctypes.PyDLL(None).pause()
+    dist.all_reduce(zeros(8), group=mesh.get_group("tp"))
+    dist.all_reduce(zeros(4))
+
+
+def be_stopped(dist: Any, mesh: Any, is_bad: bool) -> None:
+    if is_bad:
+        threading.Event().wait(1)  # so that the watch has seen this place
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(zeros(8), group=mesh.get_group("tp"))
+    dist.all_reduce(zeros(4))
+
+
+def be_killed(dist: Any, mesh: Any, is_bad: bool) -> None:
+    if is_bad:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(zeros(8), group=mesh.get_group("tp"))
+    dist.all_reduce(zeros(4))
+
+
+def skip(dist: Any, mesh: Any, is_bad: bool) -> None:
+    if not is_bad:
+        dist.all_reduce(zeros(8))
+    dist.broadcast(zeros(16), 0)
+    dist.all_reduce(zeros(4))
+
+
+def give_another_shape(dist: Any, mesh: Any, is_bad: bool) -> None:
+    dist.all_reduce(zeros(1000 if is_bad else 500))
+
+
+def give_another_dtype(dist: Any, mesh: Any, is_bad: bool) -> None:
+    dist.all_reduce(zeros(1000, "float64" if is_bad else "float32"))
+
+
+def call_another_operation(dist: Any, mesh: Any, is_bad: bool) -> None:
+    if is_bad:
+        dist.broadcast(zeros(64), 0)
+    else:
+        dist.all_reduce(zeros(64))
+    dist.all_reduce(zeros(4))
+
+
+def swap(dist: Any, mesh: Any, is_bad: bool) -> None:
+    calls = [lambda: dist.all_reduce(zeros(64)), lambda: dist.broadcast(zeros(4), 0)]
+    for call in reversed(calls) if is_bad else calls:
+        call()
+    dist.barrier()
+
+
+def send_nothing(dist: Any, mesh: Any, is_bad: bool) -> None:
+    if is_bad:
+        threading.Event().wait()
+    if mesh.get_local_rank("dp_shard") == 0 and mesh.get_local_rank("tp") == 0:
+        wait_for_message(dist)
+    dist.all_reduce(zeros(4))
+
+
+def wait_for_message(dist: Any) -> None:
+    operations = [dist.P2POp(dist.irecv, zeros(4), BAD_RANK)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def finish(dist: Any, mesh: Any, is_bad: bool) -> None:
+    if not is_bad:
+        dist.all_reduce(zeros(8), group=mesh.get_group("tp"))
+        dist.all_reduce(zeros(8), group=mesh.get_group("dp_shard"))
+
+
+HERE = "tests/unit/test_faults.py:"
+QUICK: dict[Callable[..., None], tuple[str, ...]] = {
+    fall_asleep: (
+        "rank 2: did not come to all_reduce 1 over the world and all_reduce 3 over tp, where ",
+        "it stands at " + HERE,
+        "in fall_asleep",
+        "Python stack of rank 2, innermost last:",
+        "rank 3 (dp_shard 1, tp 1) waits for rank 2 in all_reduce 3 over tp (ranks 2, 3), 8 float",
+        "threading.py",
+    ),
+    skip: (
+        "rank 2: as number 1 over the world it called broadcast of 16 float32 at " + HERE,
+        "where ranks 0, 1, 3 called all_reduce of 8 float32 at " + HERE,
+        "in skip",
+    ),
+    give_another_shape: (
+        "rank 2: as number 1 over the world it called all_reduce of 1,000 float",
+        "where ranks 0, 1, 3 called all_reduce of 500 float32",
+        "in give_another_shape",
+    ),
+    be_killed: (
+        "rank 2: was ended by SIGKILL",
+        "rank 2 has died",
+        "rank 3 (dp_shard 1, tp 1) waits for rank 2 in all_reduce 3 over tp",
+    ),
+}
+SLOW: dict[Callable[..., None], tuple[str, ...]] = {
+    hold_the_interpreter: (
+        "rank 2: does not answer (process ",
+        "Python stack of rank 2, as last seen, innermost last:",
+        "in hold_the_interpreter",
+    ),
+    be_stopped: (
+        "rank 2: is stopped by a signal (process ",
+        "rank 3 (dp_shard 1, tp 1) waits for rank 2 in all_reduce 3 over tp",
+        "in be_stopped",
+    ),
+    give_another_dtype: (
+        "rank 2: as number 1 over the world it called all_reduce of 1,000 float64",
+        "where ranks 0, 1, 3 called all_reduce of 1,000 float32",
+    ),
+    call_another_operation: (
+        "rank 2: as number 1 over the world it called broadcast of 64 float",
+        "where ranks 0, 1, 3 called all_reduce of 64 float32",
+    ),
+    swap: (
+        "rank 2: as number 1 over the world it called broadcast of 4 float32",
+        "where ranks 0, 1, 3 called all_reduce of 64 float32",
+    ),
+    send_nothing: (
+        "rank 2: did not come to ",
+        "the recv with rank 0",
+        "rank 0 (dp_shard 0, tp 0) waits for rank 2 in recv, called at " + HERE,
+    ),
+    finish: (
+        "rank 2: did not come to all_reduce 2 over dp_shard and all_reduce 3 over tp, where ",
+        "it has finished its run",
+    ),
+}
+
+
+def check(misbehave: Callable[..., None], expected: tuple[str, ...]) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        run_ranks(run_badly, 4, misbehave, timeout_seconds=60)
+    said = f"{raised.value.rank_traceback}\n{raised.value}"
+    for words in expected:
+        assert words in said, said
+    assert raised.value.rank == BAD_RANK
+    assert time.monotonic() - start < TIMEOUT_SECONDS + PATIENCE_SECONDS
+
+
+@pytest.mark.parametrize("misbehave", QUICK, ids=lambda function: function.__name__)
+def test_a_bad_rank_is_named(misbehave):
+    check(misbehave, QUICK[misbehave])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("misbehave", SLOW, ids=lambda function: function.__name__)
+def test_a_bad_rank_is_named_in_other_cases(misbehave):
+    check(misbehave, SLOW[misbehave])

@@ -1,0 +1,291 @@
+"""What this rank can say of itself: its Python stack, and the collectives that it has called.
+
+torch's flight recorder notes each collective of gloo and NCCL with its size, dtype and Python
+stack. It does not see point-to-point messages: those are found in the frames of whoever waits.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+import pickle
+import re
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.faults.report import Account, Call, Message
+
+# What torch has for the flight recorder is not in its type stubs.
+c10d: Any = torch._C._distributed_c10d
+
+# Calls a rank tells the others of, for each group; all of them go to the trace files.
+REMEMBERED_CALLS = 100
+
+DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "Long": "int64",
+    "Int": "int32",
+    "Byte": "uint8",
+    "Char": "int8",
+}
+TORCH = os.path.dirname(torch.__file__) + os.sep
+STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+SITE_PACKAGES = os.sep + "site-packages" + os.sep
+OURS = str(Path(__file__).parents[2]) + os.sep
+# What a call passes through, and is not the place of a call.
+PLUMBING = (
+    os.path.join(OURS, "titanlite", "faults") + os.sep,
+    os.path.join(OURS, "titanlite", "mesh") + os.sep,
+)
+
+
+def take_account(
+    rank: int,
+    thread: int,
+    *,
+    place: str = "",
+    axes: dict[str, str] | None = None,
+    error: BaseException | None = None,
+) -> Account:
+    """What this process can say, its main thread being `thread`, or having raised `error`.
+
+    `axes` are the names of process groups' axes, group -> axis, where they have any.
+    """
+    account = Account(rank, place=place)
+    frames = _frames(thread, error)
+    account.stack = [_show(frame.f_code.co_filename, line, frame) for frame, line in frames]
+    account.site = call_site(_places(reversed(frames))) or "an unknown place"
+    if error is not None:
+        account.error = f"{type(error).__name__}: {error}".splitlines()[0]
+    if not dist.is_initialized():
+        return account
+    account.groups = group_ranks(axes or {})
+    account.calls = recorded_calls(REMEMBERED_CALLS)
+    if not account.pending():
+        account.message = find_message(frames, account.groups)
+        if error is not None and account.calls and not (account.message and account.message.peers):
+            # What failed may count as done: it is the last call from there, or else of all.
+            at = [n for n, call in enumerate(account.calls) if call.site == account.site] or [-1]
+            account.calls[at[-1]] = replace(account.calls[at[-1]], is_done=False)
+            account.message = None
+    return account
+
+
+def group_ranks(axes: dict[str, str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Each process group of this rank: name -> its axis and its ranks."""
+    groups: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+        if not isinstance(group, dist.ProcessGroup):
+            continue
+        label = axes.get(group.group_name) or group.group_desc.removeprefix("mesh_")
+        if label == "default_pg":
+            label = "the world"
+        elif label == "undefined":
+            label = f"group {group.group_name}"
+        groups[group.group_name] = (label, tuple(sorted(ranks)))
+    return groups
+
+
+def recorded_calls(num_remembered: int | None = None) -> list[Call]:
+    """The collectives that the flight recorder knows of, in the order of the calls.
+
+    The last `num_remembered` of each group, and whatever is not done; all of them if None.
+    """
+    dump = pickle.loads(c10d._dump_fr_trace(True, True, False))
+    calls = []
+    for entry in dump.get("entries", ()):
+        if entry["is_p2p"]:
+            continue
+        inputs = entry["input_sizes"] or entry["output_sizes"]
+        dtypes = entry["input_dtypes"] or entry["output_dtypes"] or ["nothing"]
+        frames = ((f["filename"], f["line"], f["name"]) for f in entry.get("frames", ()))
+        calls.append(
+            Call(
+                group=entry["process_group"][0],
+                number=entry["collective_seq_id"],
+                operation=entry["profiling_name"].partition(":")[2],
+                num_elements=sum(math.prod(sizes) for sizes in inputs),
+                dtype=DTYPES.get(dtypes[0], dtypes[0].lower()),
+                site=call_site(frames) or "an unknown place",
+                is_done=entry["retired"] or entry["state"] == "completed",
+            )
+        )
+    if num_remembered is None:
+        return calls
+    last = {call.group: call.number for call in calls}
+    return [
+        call
+        for call in calls
+        if call.number > last[call.group] - num_remembered or not call.is_done
+    ]
+
+
+def call_site(places: Iterable[tuple[str, int, str]]) -> str:
+    """The first place, innermost first, that is neither torch nor plumbing; "" without one."""
+    for file, line, function in places:
+        if not _is_plumbing(file):
+            return f"{shorten(file)}:{line} in {function}"
+    return ""
+
+
+def is_overdue(thread: int, seconds: float) -> bool:
+    """Whether a thread, which has not moved for `seconds`, has waited for others for too long.
+
+    A collective knows its own timeout, and a message none.
+    """
+    frames = _frames(thread, None)
+    if not frames or not _waits(*frames[-1]):
+        return False
+    entries = pickle.loads(c10d._dump_fr_trace(True, False, False)).get("entries", ())
+    limits = [entry["timeout_ms"] / 1000 for entry in entries if not entry["retired"]]
+    return not limits or seconds > max(limits)
+
+
+def find_message(
+    frames: Sequence[tuple[FrameType, int]], groups: dict[str, tuple[str, tuple[int, ...]]]
+) -> Message | None:
+    """The point-to-point message that frames, innermost last, wait for, if that is what they do.
+
+    Where they do not say from whom, it may be any rank of the pipeline.
+    """
+    if not frames or not _waits(*frames[-1]):
+        return None
+    site = call_site(_places(reversed(frames))) or "an unknown place"
+    operation = "a message"
+    for frame, line in reversed(frames):
+        name = frame.f_code.co_name
+        if name in ("send", "recv", "isend", "irecv") and "distributed_c10d" in _file(frame):
+            return Message(name, _peer_of(frame), site)
+        action = frame.f_locals.get("action")
+        if action is not None and type(action).__name__ == "_Action":
+            operation = f"a message of the pipeline's {action}"
+        if operations := _operations(frame, line):
+            kinds = sorted({operation.op.__name__.lstrip("i") for operation in operations})
+            peers = sorted({operation.peer for operation in operations})
+            return Message(" and ".join(kinds), tuple(peers), site)
+    own = dist.get_rank()
+    stages = next((ranks for axis, ranks in groups.values() if axis == "pp"), ())
+    return Message(operation, tuple(rank for rank in stages if rank != own), site)
+
+
+def show_stacks() -> str:
+    """The Python stacks of all threads, as the interpreter prints them."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        stack = "".join(traceback.format_stack(frame))
+        parts.append(f"thread {names.get(ident, ident)}, innermost last:\n{stack}")
+    return "\n".join(parts)
+
+
+def show_stack(thread: int) -> list[str]:
+    """The stack of one thread, innermost last, each frame `file:line in function`."""
+    return [_show(_file(frame), line, frame) for frame, line in _frames(thread, None)]
+
+
+def shorten(file: str) -> str:
+    """A file's name as a person would give it: below the project, torch, or where they stand."""
+    for folder, start in ((OURS, ""), (TORCH, "torch" + os.sep), (os.getcwd() + os.sep, "")):
+        if file.startswith(folder) and SITE_PACKAGES not in file[len(folder) :]:
+            return start + file[len(folder) :]
+    return file
+
+
+def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, int]]:
+    """Frames and line numbers, innermost last, of a thread, or of where `error` was raised."""
+    if error is not None and error.__traceback__ is not None:
+        return _without_start(list(_walk(error.__traceback__)))
+    frame = sys._current_frames().get(thread)
+    frames = []
+    while frame is not None:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return _without_start(frames[::-1])
+
+
+def _walk(trace: TracebackType) -> Iterator[tuple[FrameType, int]]:
+    yield from traceback.walk_tb(trace)
+
+
+def _without_start(frames: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
+    """Without what started the rank: all up to the last frame of titanlite/mesh/launch.py."""
+    start = 0
+    for index, (frame, _) in enumerate(frames):
+        if _file(frame).endswith(("mesh/launch.py", "mesh/world.py", "contextlib.py")):
+            start = index + 1
+        elif start:
+            break
+    kept = frames[start:]
+    if not start:
+        for index, (frame, _) in enumerate(frames):
+            if _file(frame).endswith("mesh/launch.py"):
+                kept = frames[index + 1 :]
+    return kept or frames
+
+
+def _waits(frame: FrameType, line: int) -> bool:
+    file = _file(frame)
+    if file.startswith(os.path.join(TORCH, "distributed") + os.sep):
+        return True
+    return ".wait(" in linecache.getline(file, line) and not file.startswith(STANDARD_LIBRARY)
+
+
+def _operations(frame: FrameType, line: int) -> list[dist.P2POp]:
+    """The messages that a frame has in hand: those that its current line speaks of, or any."""
+    found = {name: _messages_in(value) for name, value in frame.f_locals.items()}
+    found = {name: messages for name, messages in found.items() if messages}
+    words = set(re.findall(r"\w+", linecache.getline(_file(frame), line)))
+    spoken = [message for name in found if name in words for message in found[name]]
+    return spoken or [message for messages in found.values() for message in messages]
+
+
+def _messages_in(value: Any) -> list[dist.P2POp]:
+    if isinstance(value, dist.P2POp):
+        return [value]
+    if isinstance(value, list):
+        return [item for item in value if isinstance(item, dist.P2POp)]
+    operations = getattr(value, "operations", None) if "titanlite" in type(value).__module__ else ()
+    return _messages_in(operations) if isinstance(operations, list) else []
+
+
+def _peer_of(frame: FrameType) -> tuple[int, ...]:
+    names = frame.f_locals
+    for whole, within in (("dst", "group_dst"), ("src", "group_src")):
+        if isinstance(names.get(whole), int):
+            return (names[whole],)
+        if isinstance(names.get(within), int) and names.get("group") is not None:
+            return (dist.get_global_rank(names["group"], names[within]),)
+    return ()
+
+
+def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int, str]]:
+    for frame, line in frames:
+        yield _file(frame), line, frame.f_code.co_name
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _show(file: str, line: int, frame: FrameType) -> str:
+    return f"{shorten(file)}:{line} in {frame.f_code.co_name}"
+
+
+def _is_plumbing(file: str) -> bool:
+    # Generated code has names that differ from rank to rank.
+    if file.startswith((TORCH, "<", *PLUMBING)) or "torchinductor" in file:
+        return True
+    return file.startswith(STANDARD_LIBRARY) and SITE_PACKAGES not in file

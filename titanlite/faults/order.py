@@ -1,0 +1,85 @@
+"""Whether all ranks of every group call the same collectives, from the same places, in one order.
+
+Two collectives of one size that ranks call in another order exchange wrong numbers in silence. The
+flight recorder knows where each was called, and after a step the ranks compare.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from titanlite.errors import OrderError
+from titanlite.faults.account import group_ranks, recorded_calls
+from titanlite.faults.report import Account, Call, find_astray
+
+AFTER = "; the weights are as before this step"
+
+
+class OrderCheck:
+    """Compares what the ranks have called since the last time; every rank must make and call it.
+
+    `axes` are the process groups to compare, besides that of the world: group -> axis.
+    """
+
+    def __init__(self, axes: dict[str, str]) -> None:
+        self._axes = axes
+        # Those of training: a save in the background has a group of its own, and no order.
+        self._names = {*axes, dist.distributed_c10d._get_default_group().group_name}
+        self._compared: dict[str, int] = {}
+        # A group of its own: the order in the others is what is in question.
+        self._group = dist.new_group(backend="gloo", group_desc="order check")
+
+    def __call__(self) -> None:
+        """Raises OrderError, the same on all ranks, with the first call that is not alike."""
+        new = self._new_calls()
+        tags = {name: [_tag(call) for call in new.get(name, ())] for name in self._names}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, tags, group=self._group)
+        if not _are_alike(everyone):
+            self._find_difference(new)
+        for name, calls in new.items():
+            self._compared[name] = calls[-1].number
+
+    def _find_difference(self, new: dict[str, list[Call]]) -> None:
+        account = Account(
+            dist.get_rank(),
+            calls=[call for calls in new.values() for call in calls],
+            groups=group_ranks(self._axes),
+        )
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, account, group=self._group)
+        groups = {name: group for account in everyone for name, group in account.groups.items()}
+        accounts = {account.rank: account for account in everyone}
+        astray = find_astray(accounts, groups, by_site=True)
+        if astray is not None:
+            raise OrderError(f"rank {astray.rank}: {astray.text}{AFTER}")
+        for name, (axis, ranks) in groups.items():
+            counts = {rank: accounts[rank].last_number(name) for rank in ranks}
+            if len(set(counts.values())) > 1:
+                fewest = min(counts, key=lambda rank: (counts[rank], rank))
+                raise OrderError(
+                    f"rank {fewest}: over {axis}, called {counts[fewest]} collectives so far, "
+                    f"another rank {max(counts.values())}{AFTER}"
+                )
+
+    def _new_calls(self) -> dict[str, list[Call]]:
+        """What this rank has called since the last comparison, by group."""
+        new: dict[str, list[Call]] = {}
+        for call in recorded_calls():
+            if call.group in self._names and call.number > self._compared.get(call.group, 0):
+                new.setdefault(call.group, []).append(call)
+        return new
+
+
+def _are_alike(everyone: list[dict[str, list[Any]]]) -> bool:
+    """Whether all ranks that have a group called the same in it."""
+    names = {name for of_rank in everyone for name in of_rank}
+    return all(
+        len({str(of_rank[name]) for of_rank in everyone if name in of_rank}) == 1 for name in names
+    )
+
+
+def _tag(call: Call) -> tuple[Any, ...]:
+    return call.number, call.operation, call.num_elements, call.dtype, call.site

@@ -1,0 +1,317 @@
+"""What each rank of a stuck world says, put together: who waits where, and for whom; torch-free.
+
+Collectives of a group are numbered by each rank in the order of its calls. So a rank that has not
+reached a number did not come, and one that has another operation or size at it went astray there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as one rank called it: the `number`-th of its group."""
+
+    group: str
+    number: int
+    operation: str
+    num_elements: int
+    dtype: str
+    site: str
+    is_done: bool = True
+
+    def likeness(self) -> tuple[Any, ...]:
+        """What has to be the same on every rank."""
+        return self.operation, self.num_elements, self.dtype
+
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.num_elements:,} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Message:
+    """A point-to-point message that a rank waits for."""
+
+    operation: str
+    peers: tuple[int, ...]
+    site: str
+
+
+@dataclass
+class Account:
+    """What a rank knows of itself: where it stands, and what it called."""
+
+    rank: int
+    place: str = ""
+    stack: list[str] = field(default_factory=list)
+    """Of the main thread, innermost last, each `file:line in function`."""
+    site: str = ""
+    error: str = ""
+    message: Message | None = None
+    calls: list[Call] = field(default_factory=list)
+    groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Process group -> its axis and its ranks."""
+    finished: str = ""
+    """How this rank left the world, if it has."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Account:
+        message = values.pop("message")
+        if message is not None:
+            message = Message(message["operation"], tuple(message["peers"]), message["site"])
+        calls = [Call(**call) for call in values.pop("calls")]
+        groups = {
+            name: (axis, tuple(ranks)) for name, (axis, ranks) in values.pop("groups").items()
+        }
+        return cls(**values, message=message, calls=calls, groups=groups)
+
+    def pending(self) -> list[Call]:
+        """The first collective of each group that this rank waits in."""
+        first: dict[str, Call] = {}
+        for call in self.calls:
+            if not call.is_done and call.group not in first:
+                first[call.group] = call
+        return list(first.values())
+
+    def last_number(self, group: str) -> int:
+        """How many collectives of the group this rank has called."""
+        return max((call.number for call in self.calls if call.group == group), default=0)
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.pending()) or self.message is not None
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A rank that gave no account: why, and its stack where it was seen last."""
+
+    why: str
+    stack: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rank to look at first, one line on it, and all that is known."""
+
+    rank: int
+    headline: str
+    body: str
+
+
+@dataclass(frozen=True)
+class Astray:
+    """The first collective of a group at which the ranks did not all call the same."""
+
+    axis: str
+    number: int
+    rank: int
+    text: str
+
+
+def write_report(
+    accounts: Mapping[int, Account], absent: Mapping[int, Absent], reason: str = ""
+) -> Report:
+    """Who waits in what, and who is to blame; `absent` says of ranks without account why.
+
+    At least one rank has given an account.
+    """
+    groups = {
+        name: group for account in accounts.values() for name, group in account.groups.items()
+    }
+    missed = _missed(accounts, absent, groups)
+    astray = find_astray(accounts, groups)
+    rank, headline = _blame(accounts, absent, missed, astray, groups)
+    if not reason:
+        reason = "ranks called unlike collectives" if astray else "ranks lost each other"
+        reason = "a rank was lost" if absent else reason
+    lines = [f"The run has stopped: {reason}."]
+    for number in sorted({*accounts, *absent}):
+        account = accounts.get(number)
+        place = f" ({account.place})" if account is not None and account.place else ""
+        name = f"  rank {number}{place}"
+        if account is None:
+            lines.append(f"{name} {absent[number].why}")
+        else:
+            lines += [f"{name} {line}" for line in _lines_of(account, missed, groups)]
+    if astray is not None and astray.text not in headline:
+        lines.append(f"  {astray.text}")
+    for number in sorted({rank, *(r for r in missed if r in accounts and not accounts[r].waits)}):
+        stack = accounts[number].stack if number in accounts else absent[number].stack
+        if stack:
+            seen = "" if number in accounts else ", as last seen"
+            lines.append(f"Python stack of rank {number}{seen}, innermost last:")
+            lines += [f"  {line}" for line in stack]
+    return Report(rank, headline, "\n".join(lines))
+
+
+Groups = Mapping[str, tuple[str, Sequence[int]]]
+
+
+def _missed(
+    accounts: Mapping[int, Account], absent: Mapping[int, Absent], groups: Groups
+) -> dict[int, list[tuple[int, str]]]:
+    """Rank -> (who waits, for what) of the collectives and messages that it did not come to."""
+    missed: dict[int, list[tuple[int, str]]] = {}
+    for waiting, account in sorted(accounts.items()):
+        for call in account.pending():
+            axis, ranks = groups[call.group]
+            for rank in ranks:
+                other = accounts.get(rank)
+                is_late = other is None or other.last_number(call.group) < call.number
+                if rank != waiting and is_late:
+                    what = f"{call.operation} {call.number} over {axis}"
+                    missed.setdefault(rank, []).append((waiting, what))
+        if account.message is not None:
+            for rank in account.message.peers:
+                what = f"the {account.message.operation} with rank {waiting}"
+                missed.setdefault(rank, []).append((waiting, what))
+    return missed
+
+
+def _lines_of(
+    account: Account, missed: Mapping[int, list[tuple[int, str]]], groups: Groups
+) -> Iterator[str]:
+    """What one rank is doing, in one line or a few."""
+    if account.finished:
+        yield account.finished
+        return
+    for call in account.pending():
+        axis, ranks = groups[call.group]
+        members = ", ".join(map(str, ranks))
+        late = sorted(
+            rank
+            for rank, cases in missed.items()
+            if rank in ranks and any(waiting == account.rank for waiting, _ in cases)
+        )
+        for_whom = f" for {_ranks(late)}" if late else ""
+        yield (
+            f"waits{for_whom} in {call.operation} {call.number} over {axis} (ranks {members}), "
+            f"{call.num_elements:,} {call.dtype}, called at {call.site}"
+        )
+    if account.message is not None:
+        peers = _ranks(account.message.peers) if account.message.peers else "a peer"
+        yield f"waits for {peers} in {account.message.operation}, called at {account.message.site}"
+    if not account.waits:
+        yield f"stands at {account.site}"
+
+
+def _blame(
+    accounts: Mapping[int, Account],
+    absent: Mapping[int, Absent],
+    missed: Mapping[int, list[tuple[int, str]]],
+    astray: Astray | None,
+    groups: Groups,
+) -> tuple[int, str]:
+    """The rank that the others wait for in the end, and why it is."""
+    if astray is not None:
+        return astray.rank, astray.text
+    gone = [rank for rank in sorted(absent) if rank in missed] or sorted(absent)
+    if gone:
+        return gone[0], absent[gone[0]].why
+    idle = [rank for rank in sorted(missed) if not accounts[rank].waits]
+    if idle:
+        rank = idle[0]
+        account = accounts[rank]
+        what = list(dict.fromkeys(what for _, what in missed[rank]))
+        waiting = sorted({waiting for waiting, _ in missed[rank]})
+        verb = "waits" if len(waiting) == 1 else "wait"
+        where = account.finished or f"stands at {account.site}"
+        return rank, (
+            f"did not come to {' and '.join(what)}, where {_ranks(waiting)} {verb}; it {where}"
+        )
+    rank = min(missed, default=min(accounts))
+    if rank in missed:
+        waiter, what_missed = missed[rank][0]
+        own = next(_lines_of(accounts[rank], missed, groups))
+        return rank, f"did not come to {what_missed}, where rank {waiter} waits; it {own}"
+    return rank, accounts[rank].error or "waits, and no rank is missing"
+
+
+def find_astray(
+    accounts: Mapping[int, Account], groups: Groups, *, by_site: bool = False
+) -> Astray | None:
+    """The first collective of any group with unlike calls; with `by_site`, from unlike places.
+
+    Calls that a rank has forgotten, or not made yet, are not compared.
+    """
+    for name, (axis, ranks) in groups.items():
+        calls = {
+            rank: {call.number: call for call in accounts[rank].calls if call.group == name}
+            for rank in ranks
+            if rank in accounts
+        }
+        calls = {rank: numbered for rank, numbered in calls.items() if numbered}
+        if len(calls) < 2:
+            continue
+        start = max(min(numbered) for numbered in calls.values())
+        stop = max(max(numbered) for numbered in calls.values())
+        for number in range(start, stop + 1):
+            at = {rank: numbered[number] for rank, numbered in calls.items() if number in numbered}
+            kinds = Counter(_kind(call, by_site) for call in at.values())
+            if len(kinds) > 1:
+                return _explain(axis, number, at, calls, kinds, by_site)
+    return None
+
+
+def _kind(call: Call | None, by_site: bool) -> tuple[Any, ...] | None:
+    if call is None:
+        return None
+    return (*call.likeness(), call.site) if by_site else call.likeness()
+
+
+def _explain(
+    axis: str,
+    number: int,
+    at: Mapping[int, Call],
+    calls: Mapping[int, Mapping[int, Call]],
+    kinds: Counter[Any],
+    by_site: bool,
+) -> Astray:
+    """Of the ranks at `number`, those in the minority went astray; of two, the later one."""
+    usual = max(kinds, key=lambda kind: (kinds[kind], -min(_who(at, kind, by_site))))
+    rank = min(rank for rank, call in at.items() if _kind(call, by_site) != usual)
+    peer = min(_who(at, usual, by_site))
+
+    def sequence(of: int, start: int) -> list[Any]:
+        numbered = calls[of]
+        return [_kind(numbered.get(n), by_site) for n in range(start, max(numbered) + 1)]
+
+    own, theirs = at[rank], at[peer]
+    others = _ranks(sorted(r for r in at if r != rank))
+    where = f"as number {number} over {axis} it"
+    if _agree(sequence(rank, number + 1), sequence(peer, number + 1)):
+        what = f"called {own} at {own.site}, where {others} called {theirs} at {theirs.site}"
+    elif (
+        len(sequence(rank, number)) > 1
+        and sequence(rank, number)[:2] == sequence(peer, number)[1::-1]
+    ):
+        what = f"swapped {theirs} at {theirs.site} with {own} at {own.site}, unlike {others}"
+    elif _agree(sequence(rank, number), sequence(peer, number + 1)):
+        what = f"left out {theirs} at {theirs.site}, called by {others}, and went on with {own}"
+        what += f" at {own.site}"
+    elif _agree(sequence(rank, number + 1), sequence(peer, number)):
+        what = f"called {own} at {own.site}, which {others} did not"
+    else:
+        what = f"called {own} at {own.site}, where {others} called {theirs} at {theirs.site}"
+    return Astray(axis, number, rank, f"{where} {what}")
+
+
+def _who(at: Mapping[int, Call], kind: Any, by_site: bool) -> list[int]:
+    return [rank for rank, call in at.items() if _kind(call, by_site) == kind]
+
+
+def _agree(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two sequences are the same as far as both go, and both go somewhere."""
+    return bool(one) and bool(other) and all(a == b for a, b in zip(one, other, strict=False))
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

@@ -1,0 +1,460 @@
+"""The thread in each rank that ends a stuck world, and has its ranks say why.
+
+A rank whose collective fails, that stands still for too long, or that is about to abort raises the
+alarm in a store of their own; every rank that sees it gives an account, the one that raised it
+writes the report, and then all of them end, whatever their main threads wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from titanlite.errors import LostWorldError
+from titanlite.faults.account import (
+    c10d,
+    is_overdue,
+    shorten,
+    show_stack,
+    show_stacks,
+    take_account,
+)
+from titanlite.faults.report import Absent, Account, Report, write_report
+from titanlite.mesh.launch import ALARM, FAULTS, REPORT, Place
+
+# From one look at the store to the next.
+POLL_SECONDS = 0.5
+# How long the ranks may take to give their accounts, and then to end by themselves.
+ANSWER_SECONDS = 3.0
+END_SECONDS = 2.0
+# A thread that holds the interpreter for so long has its stack written by the interpreter itself.
+SILENCE_SECONDS = 1.5
+
+GONE, STOPPED, RUNNING = "has died", "is stopped", "does not answer"
+FINISHED = "has finished its run"
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Where the raw traces of a stuck run go: one file a rank, `folder/prefix + rank`."""
+
+    folder: Path
+    prefix: str = "rank_"
+
+
+class Watch:
+    """Watches over one rank. `explain` is for its main thread to call when it has an error.
+
+    `store` is shared by all ranks of the world and used by nothing else.
+    """
+
+    def __init__(
+        self, place: Place, store: Any, timeout_seconds: float, traces: Traces | None = None
+    ) -> None:
+        self._rank, self._world_size = place.rank, place.world_size
+        self._store = store
+        self._folder = _exchange_folder(place)
+        self._traces = traces
+        self._main = threading.get_ident()
+        self._error: BaseException | None = None
+        self._aborting = False
+        self._closing = False
+        self._wake, self._over, self._left = (threading.Event() for _ in range(3))
+        self._timeout_seconds = timeout_seconds
+        self._timeout_key = "comm.init_timeout_seconds"
+        self._still_since = time.monotonic()
+        self._still: Any = None
+        self._place = ""
+        self._axes: dict[str, str] = {}
+        self._box = _BlackBox(self._folder, place.rank, self._main)
+        self._thread = threading.Thread(target=self._run, name="fault watch", daemon=True)
+        store.set(f"place/{place.rank}", _describe_process(self._box.path))
+        self._thread.start()
+
+    @property
+    def timeout_seconds(self) -> float:
+        return self._timeout_seconds
+
+    def name_place(self, place: str, axes: Mapping[str, str]) -> None:
+        """Where this rank is in the mesh, and which axes the process groups belong to."""
+        self._place, self._axes = place, dict(axes)
+
+    def set_timeout(self, seconds: float) -> None:
+        """From now on, let nothing wait for longer."""
+        self._still_since = time.monotonic()
+        self._timeout_seconds, self._timeout_key = seconds, "comm.train_timeout_seconds"
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """What fails inside is looked into at once, before anything outside is closed."""
+        try:
+            yield
+        except BaseException as error:
+            if self.explain(error):
+                raise LostWorldError(f"{type(error).__name__}: {error}") from error
+            raise
+
+    def explain(self, error: BaseException) -> bool:
+        """Have an error of the main thread looked into; whether another rank tells of its cause.
+
+        It does where communication failed: the report is out by then. Any other error is this
+        rank's own, and is only noted for the others.
+        """
+        if isinstance(error, LostWorldError):
+            return False
+        if not is_communication_error(error):
+            finished = f"failed with {type(error).__name__}: {error}".splitlines()[0]
+            self._leave(finished if _is_failure(error) else FINISHED)
+            return False
+        self._error = error
+        self._wake.set()
+        self._over.wait(2 * ANSWER_SECONDS + POLL_SECONDS)
+        return True
+
+    def close(self, finished: str = FINISHED) -> None:
+        """Stop watching; the world is left in order."""
+        if not self._over.is_set() and self._error is None:
+            self._leave(finished)
+        self._left.set()
+        self._closing = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(ANSWER_SECONDS)
+        self._box.close()
+
+    def _leave(self, how: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            if not self._store.check([f"left/{self._rank}"]):
+                self._store.set(f"left/{self._rank}", how)
+
+    def prepare_abort(self) -> None:
+        """Called where the process is about to abort: it may not before its account is given."""
+        self._aborting = True
+        self._wake.set()
+        self._over.wait(2 * ANSWER_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(POLL_SECONDS)
+            self._wake.clear()
+            if self._closing and self._error is None:
+                return
+            try:
+                reason = self._reason()
+                is_alarmed = reason or self._error is not None or self._aborting
+                if is_alarmed or self._store.check(["alarm"]):
+                    self._end_together(reason)
+                    return
+                self._box.note(show_stack(self._main))
+            except RuntimeError:
+                self._tell_of_lost_store()
+                self._over.set()
+                self._end_unless_left()
+                return
+            except Exception:
+                # Whatever is wrong here, the run may not go on unwatched and then hang.
+                traceback.print_exc()
+                self._over.set()
+                self._end_unless_left()
+                return
+
+    def _tell_of_lost_store(self) -> None:
+        """A world that torchrun did not start has its store in rank 0, and loses it with it."""
+        if not self._left.is_set():
+            text = f"rank {self._rank}: lost the process that keeps the ranks' store, maybe rank 0"
+            print(text, file=sys.stderr, flush=True)
+
+    def _reason(self) -> str:
+        """How long ranks have waited, where that is why to raise the alarm."""
+        if self._error is not None:
+            text = str(self._error)
+            if "imed out" in text or "imeout" in text:
+                return f"ranks waited {self._timeout_seconds:g} s, {self._timeout_key}"
+        if self._stands_still():
+            return f"ranks waited {self._timeout_seconds:g} s, {self._timeout_key}"
+        return ""
+
+    def _stands_still(self) -> bool:
+        """Whether the main thread has been in the same wait for as long as it may.
+
+        Collectives of gloo time out by themselves. Its messages do so only after the time that was
+        set when their group was made, and collectives of NCCL leave the wait to the device.
+        """
+        frame = sys._current_frames().get(self._main)
+        state: list[Any] = [c10d._dump_fr_trace_json(False, False)]
+        while frame is not None:
+            state += (id(frame), frame.f_lasti)
+            frame = frame.f_back
+        now = time.monotonic()
+        if state != self._still:
+            self._still, self._still_since = state, now
+            return False
+        seconds = now - self._still_since
+        return seconds > self._timeout_seconds and is_overdue(self._main, seconds)
+
+    def _end_together(self, reason: str) -> None:
+        is_reporter = self._store.add("alarm", 1) == 1
+        if is_reporter and self._folder is not None:
+            (self._folder / ALARM).touch()
+        account = take_account(
+            self._rank, self._main, place=self._place, axes=self._axes, error=self._error
+        )
+        self._store.set(f"account/{self._rank}", json.dumps(account.to_json()))
+        self._write_traces()
+        if is_reporter:
+            report = self._collect(account, reason)
+            if report is not None:
+                self._deliver(report)
+            self._store.set("reported", "1")
+        else:
+            _wait_until(lambda: self._store.check(["reported"]), ANSWER_SECONDS + 2)
+        self._over.set()
+        self._end_unless_left()
+
+    def _end_unless_left(self) -> None:
+        """End the process, unless its main thread gets out by itself and soon."""
+        if not self._left.wait(END_SECONDS):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _collect(self, own: Account, reason: str) -> Report | None:
+        """The report of all ranks; None where one has failed by itself and says so."""
+        accounts, absent = {self._rank: own}, {}
+        pending = set(range(self._world_size)) - {self._rank}
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while pending:
+            is_late = time.monotonic() > deadline
+            for rank in sorted(pending):
+                if self._store.check([f"left/{rank}"]):
+                    how = self._store.get(f"left/{rank}").decode()
+                    if how != FINISHED:
+                        return None
+                    accounts[rank] = Account(rank, finished=how)
+                elif self._store.check([f"account/{rank}"]):
+                    answer = json.loads(self._store.get(f"account/{rank}"))
+                    accounts[rank] = Account.from_json(answer)
+                elif is_late or self._process_state(rank) in (GONE, STOPPED):
+                    absent[rank] = self._absent(rank)
+            pending -= {*accounts, *absent}
+            if pending:
+                time.sleep(POLL_SECONDS / 10)
+        for rank in absent:
+            self._kill(rank)
+        return write_report(accounts, absent, reason)
+
+    def _kill(self, rank: int) -> None:
+        """End a rank of this machine that can no longer do so itself."""
+        if self._process_state(rank) not in ("", GONE):
+            _, process, *_ = self._store.get(f"place/{rank}").decode().split("\n")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+
+    def _absent(self, rank: int) -> Absent:
+        if not self._store.check([f"place/{rank}"]):
+            return Absent("never came to the meeting of the ranks")
+        state = self._process_state(rank)
+        host, process, _, box = self._store.get(f"place/{rank}").decode().split("\n")
+        if state == GONE:
+            text = f"{GONE} (process {process} on {host})"
+        elif state == STOPPED:
+            text = f"{STOPPED} by a signal (process {process} on {host})"
+        else:
+            text = f"does not answer (process {process} on {host})"
+        return Absent(text, read_black_box(box) if host == socket.gethostname() else [])
+
+    def _process_state(self, rank: int) -> str:
+        """GONE, STOPPED or RUNNING; "" for a process that this machine cannot see."""
+        if not self._store.check([f"place/{rank}"]):
+            return ""
+        host, process, start, _ = self._store.get(f"place/{rank}").decode().split("\n")
+        if host != socket.gethostname() or not Path("/proc/self/stat").exists():
+            return ""
+        state, started = _process_status(process)
+        if state in "ZX" or started != start:
+            return GONE
+        return STOPPED if state in "Tt" else RUNNING
+
+    def _deliver(self, report: Report) -> None:
+        body = report.body
+        if self._traces is not None:
+            body += f"\ntraces: {self._traces.folder}"
+        if self._folder is None:
+            print(f"{body}\nrank {report.rank}: {report.headline}", file=sys.stderr, flush=True)
+            return
+        values = {
+            "rank": report.rank,
+            "headline": report.headline,
+            "body": body,
+            "is_gone": report.headline.startswith(GONE),
+        }
+        written = self._folder / f"{REPORT}.part"
+        written.write_text(json.dumps(values))
+        written.rename(self._folder / REPORT)
+
+    def _write_traces(self) -> None:
+        if self._traces is None:
+            return
+        with contextlib.suppress(OSError):
+            self._traces.folder.mkdir(parents=True, exist_ok=True)
+            name = self._traces.folder / f"{self._traces.prefix}{self._rank}"
+            # As PyTorch's analyzer reads it: python -m torch.distributed.flight_recorder.fr_trace
+            name.write_bytes(c10d._dump_fr_trace(True, True, False))
+            name.with_name(f"{name.name}.txt").write_text(show_stacks())
+
+
+@contextlib.contextmanager
+def watching(
+    place: Place, store: Any, timeout_seconds: float, traces: Traces | None
+) -> Iterator[Watch]:
+    """Inside, a Watch looks after this rank. Raises LostWorldError for errors told of elsewhere."""
+    watch = Watch(place, store, timeout_seconds, traces)
+    with _before_abort(watch.prepare_abort):
+        try:
+            with watch.explaining():
+                yield watch
+        finally:
+            watch.close()
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an error comes from a process group: some other rank may be its cause."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(
+        re.search(r"gloo|NCCL|process group|Connection (closed|reset)", str(error))
+    )
+
+
+def _is_failure(error: BaseException) -> bool:
+    return not isinstance(error, SystemExit | GeneratorExit)
+
+
+def read_black_box(path: str) -> list[str]:
+    """The last stack in a black box, innermost last; empty where there is none."""
+    try:
+        text = Path(path).read_text(errors="replace")
+    except OSError:
+        return []
+    thread, _, rest = text.partition("\n")
+    seen, _, dumped = rest.partition("\n\n")
+    # What the interpreter wrote by itself, innermost first, a thread a paragraph.
+    for paragraph in re.split(r"\n\s*\n", dumped):
+        if thread in paragraph:
+            frames = re.findall(r'File "(.*)", line (\d+) in (.*)', paragraph)
+            return [f"{shorten(file)}:{line} in {name}" for file, line, name in frames[::-1]]
+    return seen.strip().splitlines()
+
+
+class _BlackBox:
+    """Where this rank's stack can be read when it can no longer say it itself.
+
+    A file in the world's own folder, or one without a name, which is gone with the process.
+    """
+
+    def __init__(self, folder: Path | None, rank: int, thread: int) -> None:
+        self._thread = f"0x{thread:016x}"
+        if folder is not None:
+            self.path = str(folder / f"stack-{rank}")
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        elif hasattr(os, "memfd_create"):
+            self._file = os.memfd_create(f"titanlite-{rank}")
+            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        else:
+            self._file, self.path = -1, ""
+        self._owns_crashes = self._file >= 0 and not faulthandler.is_enabled()
+        if self._owns_crashes:
+            faulthandler.enable(self._file)
+        self.note([])
+
+    def note(self, stack: list[str]) -> None:
+        """Write the stack, and have the interpreter write it where this is not called again."""
+        if self._file < 0:
+            return
+        text = "\n".join([self._thread, *stack, "", ""]).encode()
+        os.ftruncate(self._file, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        os.write(self._file, text)
+        faulthandler.dump_traceback_later(POLL_SECONDS + SILENCE_SECONDS, file=self._file)
+
+    def close(self) -> None:
+        if self._file < 0:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        if self._owns_crashes:
+            faulthandler.disable()
+        os.close(self._file)
+        self._file = -1
+
+
+@contextlib.contextmanager
+def _before_abort(call: Callable[[], None]) -> Iterator[None]:
+    """Inside, `call` is made before the process aborts.
+
+    gloo and NCCL end a process in a thread of theirs when what they receive does not fit, or when
+    a collective has timed out. A handler of Python's would run in the main thread, which waits.
+    """
+    process = os.getpid()
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+    @kind
+    def handler(_number: int) -> None:
+        if os.getpid() != process:
+            return
+        # Whatever is broken, the process has to end.
+        libc.alarm(int(3 * ANSWER_SECONDS))
+        call()
+
+    libc: Any = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    before = libc.signal(int(signal.SIGABRT), ctypes.cast(handler, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        libc.signal(int(signal.SIGABRT), before)
+
+
+def _exchange_folder(place: Place) -> Path | None:
+    """The folder that local ranks share with their launcher; None in a world that torchrun made."""
+    if not place.rendezvous.startswith("file://"):
+        return None
+    folder = Path(place.rendezvous.removeprefix("file://")).parent / FAULTS
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _describe_process(box: str) -> str:
+    _, start = _process_status("self")
+    return "\n".join([socket.gethostname(), str(os.getpid()), start, box])
+
+
+def _process_status(process: str) -> tuple[str, str]:
+    """State letter and start time of a process of this machine; ("X", "") where there is none."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", ""
+    return fields[0], fields[19]
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not condition():
+        time.sleep(POLL_SECONDS / 10)
