@@ -28,13 +28,13 @@ FULL = {"activation_checkpoint": {"mode": "full"}}
 
 Case = tuple[str, dict[str, Any], str]
 QUICK: dict[str, Case] = {
-    "fsdp4": ("output", {"parallelism": SHARDED}, "rank 2 (dp_shard 2)"),
     "tp2_fsdp2": ("output", {"parallelism": TP, **FULL}, "rank 2 (dp_shard 1, tp 0)"),
     "zbv": ("output", {"parallelism": ZERO_BUBBLE}, "rank 2 (pp 1, dp_shard 0), microbatch 1 of 4"),
     "backward_fsdp4": ("gradient", {"parallelism": SHARDED}, "rank 2 (dp_shard 2)"),
-    "parameter_tp2": ("parameter", {"parallelism": TP}, "rank 2 (dp_shard 1, tp 0)"),
 }
 SLOW: dict[str, Case] = {
+    "fsdp4": ("output", {"parallelism": SHARDED}, "rank 2 (dp_shard 2)"),
+    "parameter_tp2": ("parameter", {"parallelism": TP}, "rank 2 (dp_shard 1, tp 0)"),
     "ddp4": ("output", {"parallelism": {"data_parallel_replicate_degree": 4}}, "(dp_replicate 2)"),
     "tp2_fsdp2_ac_compile": ("weight", {"parallelism": TP, **FULL, **COMPILED}, "ranks 0, 1, 2, 3"),
     "cp2_hsdp": ("output", {"parallelism": CP}, "rank 2 (dp_replicate 1, cp 0)"),

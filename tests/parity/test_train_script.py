@@ -99,15 +99,18 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def processes_of(session: int) -> dict[int, int]:
-    """Process -> parent, of those of the session that still run (a zombie does not)."""
+def processes_of(session: int | None) -> dict[int, int]:
+    """Process -> parent, of those of the session that still run (a zombie does not).
+
+    Of all sessions where it is None.
+    """
     parents = {}
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():
             with contextlib.suppress(OSError):
                 fields = (path / "stat").read_text().rpartition(")")[2].split()
                 state, parent, _, of_session = fields[:4]
-                if int(of_session) == session and state not in "ZX":
+                if session in (None, int(of_session)) and state not in "ZX":
                     parents[int(path.name)] = int(parent)
     return parents
 
@@ -449,3 +452,56 @@ def test_a_users_own_model_that_lacks_something(tmp_path, part, text, message):
     assert done.returncode in (1, 2)
     (line,) = done.stderr.splitlines()
     assert line.startswith(message)
+
+
+def children_of(process: int) -> list[int]:
+    """torchrun gives each rank a session of its own."""
+    return sorted(pid for pid, parent in processes_of(None).items() if parent == process)
+
+
+BY_TORCHRUN = (
+    *TORCHRUN,
+    "--nproc-per-node=2",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=localhost:0",
+)
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [((), signal.SIGSTOP), (BY_TORCHRUN, signal.SIGSTOP), (BY_TORCHRUN, signal.SIGKILL)],
+    ids=["own-stopped", "torchrun-stopped", "torchrun-killed"],
+)
+def test_a_stuck_or_dead_rank_ends_the_run_with_a_report(tmp_path, launcher, number):
+    temporary = tmp_path / "tmp"
+    words = command(
+        tmp_path / "out",
+        *launcher,
+        training__steps=FOREVER,
+        comm__train_timeout_seconds=2,
+        parallelism__data_parallel_shard_degree=2,
+    )
+    with started(words, temporary) as process:
+        read_until(process, f" 10/{FOREVER}")
+        ranks = children_of(process.pid) if launcher else ranks_of(process)
+        bad = ranks[1]
+        os.kill(bad, number)
+        start = time.monotonic()
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+        assert time.monotonic() - start < 15, stderr
+        assert process.returncode == 1
+        if number == signal.SIGSTOP:
+            reason, state = "ranks waited 2 s, comm.train_timeout_seconds", "is stopped by a signal"
+        else:
+            reason, state = "a rank was lost", "has died"
+        assert f"The run has stopped: {reason}.\n" in stderr
+        assert "  rank 0 (dp_shard 0) waits for rank 1 in " in stderr
+        assert f"rank 1: {state} (process {bad} on " in stderr
+        assert stderr.count("The run has stopped") == 1
+        assert_all_gone(process.pid)
+        assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+        assert own_files(temporary) == []
+    names = sorted(path.name for path in (tmp_path / "out" / "comm_traces").iterdir())
+    assert names == ["rank_0", "rank_0.txt"]

@@ -206,3 +206,56 @@ def test_a_bad_rank_is_named(misbehave):
 @pytest.mark.parametrize("misbehave", SLOW, ids=lambda function: function.__name__)
 def test_a_bad_rank_is_named_in_other_cases(misbehave):
     check(misbehave, SLOW[misbehave])
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_named():
+    def stay_away(place: Place) -> None:
+        from titanlite.mesh.world import open_world
+
+        if place.rank == 1:
+            threading.Event().wait()
+        with open_world(place, init_timeout_seconds=1):
+            pass
+
+    with pytest.raises(RankError, match="rank 1: never came to the meeting of the ranks") as raised:
+        run_ranks(stay_away, 3, timeout_seconds=60)
+    assert "comm.init_timeout_seconds" in raised.value.rank_traceback
+
+
+def share_first(dist: Any) -> None:
+    dist.all_reduce(zeros(8))
+
+
+def share_second(dist: Any) -> None:
+    dist.all_reduce(zeros(8))
+
+
+def test_a_swap_of_equal_collectives_is_named():
+    def swap_equal(place: Place, num_bad: int) -> str:
+        import torch.distributed as dist
+
+        from titanlite.errors import OrderError
+        from titanlite.faults.order import OrderCheck
+        from titanlite.mesh.world import open_world
+
+        with open_world(place):
+            check = OrderCheck({})
+            calls = (share_first, share_second)
+            for call in calls:
+                call(dist)
+            check()
+            for call in reversed(calls) if place.rank < num_bad else calls:
+                call(dist)
+            try:
+                check()
+            except OrderError as error:
+                return str(error)
+            return ""
+
+    assert run_ranks(swap_equal, 3, 0) == ["", "", ""]
+    said = run_ranks(swap_equal, 3, 1)
+    assert len(set(said)) == 1
+    assert said[0].startswith("rank 0: as number 3 over the world it swapped all_reduce of 8 float")
+    for words in ("in share_first with all_reduce", "in share_second, unlike ranks 1, 2"):
+        assert words in said[0]

@@ -16,6 +16,7 @@ MUST_NOT_IMPORT = {
     "titanlite/errors.py": ["titanlite", "models", "torch"],
     "titanlite/mesh/parallel_dims.py": ["titanlite.config", "models", "torch"],
     "titanlite/config": ["torch", "titanlite.job", "titanlite.parallelize", "titanlite.training"],
+    "titanlite/faults/report.py": ["torch", "titanlite"],
     "titanlite/schedule": ["torch"],
     "titanlite/simulate": ["torch"],
     **{

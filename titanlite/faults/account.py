@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 SITE_PACKAGES = os.sep + "site-packages" + os.sep
 OURS = str(Path(__file__).parents[2]) + os.sep
+MODULE_CALL = os.path.join("torch", "nn", "modules", "module.py")
 # What a call passes through, and is not the place of a call.
 PLUMBING = (
     os.path.join(OURS, "titanlite", "faults") + os.sep,
@@ -95,8 +96,17 @@ def group_ranks(axes: dict[str, str]) -> dict[str, tuple[str, tuple[int, ...]]]:
             label = "the world"
         elif label == "undefined":
             label = f"group {group.group_name}"
-        groups[group.group_name] = (label, tuple(sorted(ranks)))
+        for name in names_of(group.group_name):
+            groups[name] = (label, tuple(sorted(ranks)))
     return groups
+
+
+def names_of(group: str) -> list[str]:
+    """What a process group is called here: each of its backends counts its collectives for itself.
+
+    That of gloo has the group's own name.
+    """
+    return [group, f"{group}@nccl"] if hasattr(c10d, "_dump_nccl_trace") else [group]
 
 
 def recorded_calls(num_remembered: int | None = None) -> list[Call]:
@@ -104,19 +114,20 @@ def recorded_calls(num_remembered: int | None = None) -> list[Call]:
 
     The last `num_remembered` of each group, and whatever is not done; all of them if None.
     """
-    dump = pickle.loads(c10d._dump_fr_trace(True, True, False))
     calls = []
-    for entry in dump.get("entries", ()):
+    for entry in _recorded(with_stacks=True):
         if entry["is_p2p"]:
             continue
+        backend, _, operation = entry["profiling_name"].partition(":")
+        name = entry["process_group"][0]
         inputs = entry["input_sizes"] or entry["output_sizes"]
         dtypes = entry["input_dtypes"] or entry["output_dtypes"] or ["nothing"]
         frames = ((f["filename"], f["line"], f["name"]) for f in entry.get("frames", ()))
         calls.append(
             Call(
-                group=entry["process_group"][0],
+                group=name if backend == "gloo" else f"{name}@{backend}",
                 number=entry["collective_seq_id"],
-                operation=entry["profiling_name"].partition(":")[2],
+                operation=operation,
                 num_elements=sum(math.prod(sizes) for sizes in inputs),
                 dtype=DTYPES.get(dtypes[0], dtypes[0].lower()),
                 site=call_site(frames) or "an unknown place",
@@ -131,6 +142,20 @@ def recorded_calls(num_remembered: int | None = None) -> list[Call]:
         for call in calls
         if call.number > last[call.group] - num_remembered or not call.is_done
     ]
+
+
+def dump_recorders(with_stacks: bool = True) -> dict[str, bytes]:
+    """The pickled flight recorders: "" is that of gloo, "nccl" that of NCCL where there is one."""
+    dumps = {"": c10d._dump_fr_trace(True, with_stacks, False)}
+    if hasattr(c10d, "_dump_nccl_trace"):
+        dumps["nccl"] = c10d._dump_nccl_trace(True, with_stacks, False)
+    return dumps
+
+
+def _recorded(*, with_stacks: bool) -> Iterator[dict[str, Any]]:
+    """The entries of all flight recorders."""
+    for dump in dump_recorders(with_stacks).values():
+        yield from pickle.loads(dump).get("entries", ())
 
 
 def call_site(places: Iterable[tuple[str, int, str]]) -> str:
@@ -149,8 +174,11 @@ def is_overdue(thread: int, seconds: float) -> bool:
     frames = _frames(thread, None)
     if not frames or not _waits(*frames[-1]):
         return False
-    entries = pickle.loads(c10d._dump_fr_trace(True, False, False)).get("entries", ())
-    limits = [entry["timeout_ms"] / 1000 for entry in entries if not entry["retired"]]
+    limits = [
+        entry["timeout_ms"] / 1000
+        for entry in _recorded(with_stacks=False)
+        if not entry["retired"] and not entry["is_p2p"]
+    ]
     return not limits or seconds > max(limits)
 
 
@@ -177,7 +205,7 @@ def find_message(
             peers = sorted({operation.peer for operation in operations})
             return Message(" and ".join(kinds), tuple(peers), site)
     own = dist.get_rank()
-    stages = next((ranks for axis, ranks in groups.values() if axis == "pp"), ())
+    stages = next((ranks for axis, ranks in groups.values() if axis.split()[0] == "pp"), ())
     return Message(operation, tuple(rank for rank in stages if rank != own), site)
 
 
@@ -207,7 +235,7 @@ def shorten(file: str) -> str:
 def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, int]]:
     """Frames and line numbers, innermost last, of a thread, or of where `error` was raised."""
     if error is not None and error.__traceback__ is not None:
-        return _without_start(list(_walk(error.__traceback__)))
+        return _without_start(list(traceback.walk_tb(error.__traceback__)))
     frame = sys._current_frames().get(thread)
     frames = []
     while frame is not None:
@@ -216,24 +244,16 @@ def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, i
     return _without_start(frames[::-1])
 
 
-def _walk(trace: TracebackType) -> Iterator[tuple[FrameType, int]]:
-    yield from traceback.walk_tb(trace)
-
-
 def _without_start(frames: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
-    """Without what started the rank: all up to the last frame of titanlite/mesh/launch.py."""
-    start = 0
-    for index, (frame, _) in enumerate(frames):
-        if _file(frame).endswith(("mesh/launch.py", "mesh/world.py", "contextlib.py")):
-            start = index + 1
-        elif start:
-            break
-    kept = frames[start:]
-    if not start:
-        for index, (frame, _) in enumerate(frames):
-            if _file(frame).endswith("mesh/launch.py"):
-                kept = frames[index + 1 :]
-    return kept or frames
+    """Without what started the rank, and what stands between a module's call and its forward."""
+    starts = [
+        index
+        for index, (frame, _) in enumerate(frames)
+        if _file(frame).endswith(("mesh/launch.py", "mesh/world.py", "faults/watch.py"))
+    ]
+    kept = frames[starts[-1] + 1 :] if starts else frames
+    said = [frame for frame in kept if not _file(frame[0]).endswith(MODULE_CALL)]
+    return said or frames
 
 
 def _waits(frame: FrameType, line: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.errors import OrderError
-from titanlite.faults.account import group_ranks, recorded_calls
+from titanlite.faults.account import group_ranks, names_of, recorded_calls
 from titanlite.faults.report import Account, Call, find_astray
 
 AFTER = "; the weights are as before this step"
@@ -26,7 +26,8 @@ class OrderCheck:
     def __init__(self, axes: dict[str, str]) -> None:
         self._axes = axes
         # Those of training: a save in the background has a group of its own, and no order.
-        self._names = {*axes, dist.distributed_c10d._get_default_group().group_name}
+        everyone = dist.distributed_c10d._get_default_group().group_name
+        self._names = {name for group in (*axes, everyone) for name in names_of(group)}
         self._compared: dict[str, int] = {}
         # A group of its own: the order in the others is what is in question.
         self._group = dist.new_group(backend="gloo", group_desc="order check")

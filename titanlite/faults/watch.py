@@ -8,8 +8,6 @@ writes the report, and then all of them end, whatever their main threads wait fo
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import json
 import os
 import re
@@ -29,11 +27,18 @@ import torch.distributed as dist
 from titanlite.errors import LostWorldError
 from titanlite.faults.account import (
     c10d,
+    dump_recorders,
     is_overdue,
-    shorten,
     show_stack,
     show_stacks,
     take_account,
+)
+from titanlite.faults.last_words import (
+    BlackBox,
+    before_abort,
+    describe_process,
+    process_status,
+    read_black_box,
 )
 from titanlite.faults.report import Absent, Account, Report, write_report
 from titanlite.mesh.launch import ALARM, FAULTS, REPORT, Place
@@ -43,11 +48,12 @@ POLL_SECONDS = 0.5
 # How long the ranks may take to give their accounts, and then to end by themselves.
 ANSWER_SECONDS = 3.0
 END_SECONDS = 2.0
-# A thread that holds the interpreter for so long has its stack written by the interpreter itself.
+# A thread that holds the interpreter for so long more has its stack written by faulthandler.
 SILENCE_SECONDS = 1.5
 
 GONE, STOPPED, RUNNING = "has died", "is stopped", "does not answer"
 FINISHED = "has finished its run"
+REPORTED = b"reported"
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,9 @@ class Watch:
         self._still: Any = None
         self._place = ""
         self._axes: dict[str, str] = {}
-        self._box = _BlackBox(self._folder, place.rank, self._main)
+        self._box = BlackBox(self._folder, place.rank, self._main, POLL_SECONDS + SILENCE_SECONDS)
         self._thread = threading.Thread(target=self._run, name="fault watch", daemon=True)
-        store.set(f"place/{place.rank}", _describe_process(self._box.path))
+        store.set(f"place/{place.rank}", describe_process(self._box.path))
         self._thread.start()
 
     @property
@@ -123,8 +129,9 @@ class Watch:
             self._leave(finished if _is_failure(error) else FINISHED)
             return False
         self._error = error
-        self._wake.set()
-        self._over.wait(2 * ANSWER_SECONDS + POLL_SECONDS)
+        with _ignoring_sigterm():
+            self._wake.set()
+            self._over.wait(2 * ANSWER_SECONDS + POLL_SECONDS)
         return True
 
     def close(self, finished: str = FINISHED) -> None:
@@ -216,16 +223,30 @@ class Watch:
             self._rank, self._main, place=self._place, axes=self._axes, error=self._error
         )
         self._store.set(f"account/{self._rank}", json.dumps(account.to_json()))
-        self._write_traces()
         if is_reporter:
-            report = self._collect(account, reason)
-            if report is not None:
-                self._deliver(report)
-            self._store.set("reported", "1")
-        else:
-            _wait_until(lambda: self._store.check(["reported"]), ANSWER_SECONDS + 2)
+            self._report(account, reason)
+        elif self._hears("verdict") and self._store.get("verdict") == REPORTED:
+            self._write_traces()
+            self._hears("end")
         self._over.set()
         self._end_unless_left()
+
+    def _report(self, account: Account, reason: str) -> None:
+        accounts, absent = self._collect(account)
+        failed = any(other.finished not in ("", FINISHED) for other in accounts.values())
+        # A rank that has failed by itself says so itself.
+        self._store.set("verdict", "failed" if failed else REPORTED)
+        if not failed:
+            for rank in absent:
+                self._kill(rank)
+            self._write_traces()
+            here = [f"traced/{rank}" for rank, other in accounts.items() if not other.finished]
+            _wait_until(lambda: self._store.check(here), END_SECONDS)
+            self._deliver(write_report(accounts, absent, reason))
+        self._store.set("end", "1")
+
+    def _hears(self, key: str) -> bool:
+        return _wait_until(lambda: self._store.check([key]), ANSWER_SECONDS + 2)
 
     def _end_unless_left(self) -> None:
         """End the process, unless its main thread gets out by itself and soon."""
@@ -234,8 +255,8 @@ class Watch:
             sys.stderr.flush()
             os._exit(1)
 
-    def _collect(self, own: Account, reason: str) -> Report | None:
-        """The report of all ranks; None where one has failed by itself and says so."""
+    def _collect(self, own: Account) -> tuple[dict[int, Account], dict[int, Absent]]:
+        """The accounts of all ranks that give one, and what is known of the others."""
         accounts, absent = {self._rank: own}, {}
         pending = set(range(self._world_size)) - {self._rank}
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -244,8 +265,6 @@ class Watch:
             for rank in sorted(pending):
                 if self._store.check([f"left/{rank}"]):
                     how = self._store.get(f"left/{rank}").decode()
-                    if how != FINISHED:
-                        return None
                     accounts[rank] = Account(rank, finished=how)
                 elif self._store.check([f"account/{rank}"]):
                     answer = json.loads(self._store.get(f"account/{rank}"))
@@ -255,9 +274,7 @@ class Watch:
             pending -= {*accounts, *absent}
             if pending:
                 time.sleep(POLL_SECONDS / 10)
-        for rank in absent:
-            self._kill(rank)
-        return write_report(accounts, absent, reason)
+        return accounts, absent
 
     def _kill(self, rank: int) -> None:
         """End a rank of this machine that can no longer do so itself."""
@@ -286,7 +303,7 @@ class Watch:
         host, process, start, _ = self._store.get(f"place/{rank}").decode().split("\n")
         if host != socket.gethostname() or not Path("/proc/self/stat").exists():
             return ""
-        state, started = _process_status(process)
+        state, started = process_status(process)
         if state in "ZX" or started != start:
             return GONE
         return STOPPED if state in "Tt" else RUNNING
@@ -309,14 +326,15 @@ class Watch:
         written.rename(self._folder / REPORT)
 
     def _write_traces(self) -> None:
-        if self._traces is None:
-            return
-        with contextlib.suppress(OSError):
-            self._traces.folder.mkdir(parents=True, exist_ok=True)
-            name = self._traces.folder / f"{self._traces.prefix}{self._rank}"
-            # As PyTorch's analyzer reads it: python -m torch.distributed.flight_recorder.fr_trace
-            name.write_bytes(c10d._dump_fr_trace(True, True, False))
-            name.with_name(f"{name.name}.txt").write_text(show_stacks())
+        if self._traces is not None:
+            with contextlib.suppress(OSError):
+                self._traces.folder.mkdir(parents=True, exist_ok=True)
+                name = self._traces.folder / f"{self._traces.prefix}{self._rank}"
+                # For PyTorch's analyzer, torch.distributed.flight_recorder.fr_trace.
+                for backend, dump in dump_recorders().items():
+                    name.with_name(name.name + backend).write_bytes(dump)
+                name.with_name(f"{name.name}.txt").write_text(show_stacks())
+        self._store.set(f"traced/{self._rank}", "1")
 
 
 @contextlib.contextmanager
@@ -325,7 +343,7 @@ def watching(
 ) -> Iterator[Watch]:
     """Inside, a Watch looks after this rank. Raises LostWorldError for errors told of elsewhere."""
     watch = Watch(place, store, timeout_seconds, traces)
-    with _before_abort(watch.prepare_abort):
+    with before_abort(watch.prepare_abort):
         try:
             with watch.explaining():
                 yield watch
@@ -346,89 +364,17 @@ def _is_failure(error: BaseException) -> bool:
     return not isinstance(error, SystemExit | GeneratorExit)
 
 
-def read_black_box(path: str) -> list[str]:
-    """The last stack in a black box, innermost last; empty where there is none."""
-    try:
-        text = Path(path).read_text(errors="replace")
-    except OSError:
-        return []
-    thread, _, rest = text.partition("\n")
-    seen, _, dumped = rest.partition("\n\n")
-    # What the interpreter wrote by itself, innermost first, a thread a paragraph.
-    for paragraph in re.split(r"\n\s*\n", dumped):
-        if thread in paragraph:
-            frames = re.findall(r'File "(.*)", line (\d+) in (.*)', paragraph)
-            return [f"{shorten(file)}:{line} in {name}" for file, line, name in frames[::-1]]
-    return seen.strip().splitlines()
-
-
-class _BlackBox:
-    """Where this rank's stack can be read when it can no longer say it itself.
-
-    A file in the world's own folder, or one without a name, which is gone with the process.
-    """
-
-    def __init__(self, folder: Path | None, rank: int, thread: int) -> None:
-        self._thread = f"0x{thread:016x}"
-        if folder is not None:
-            self.path = str(folder / f"stack-{rank}")
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        elif hasattr(os, "memfd_create"):
-            self._file = os.memfd_create(f"titanlite-{rank}")
-            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        else:
-            self._file, self.path = -1, ""
-        self._owns_crashes = self._file >= 0 and not faulthandler.is_enabled()
-        if self._owns_crashes:
-            faulthandler.enable(self._file)
-        self.note([])
-
-    def note(self, stack: list[str]) -> None:
-        """Write the stack, and have the interpreter write it where this is not called again."""
-        if self._file < 0:
-            return
-        text = "\n".join([self._thread, *stack, "", ""]).encode()
-        os.ftruncate(self._file, 0)
-        os.lseek(self._file, 0, os.SEEK_SET)
-        os.write(self._file, text)
-        faulthandler.dump_traceback_later(POLL_SECONDS + SILENCE_SECONDS, file=self._file)
-
-    def close(self) -> None:
-        if self._file < 0:
-            return
-        faulthandler.cancel_dump_traceback_later()
-        if self._owns_crashes:
-            faulthandler.disable()
-        os.close(self._file)
-        self._file = -1
-
-
 @contextlib.contextmanager
-def _before_abort(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, `call` is made before the process aborts.
-
-    gloo and NCCL end a process in a thread of theirs when what they receive does not fit, or when
-    a collective has timed out. A handler of Python's would run in the main thread, which waits.
-    """
-    process = os.getpid()
-    kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
-
-    @kind
-    def handler(_number: int) -> None:
-        if os.getpid() != process:
-            return
-        # Whatever is broken, the process has to end.
-        libc.alarm(int(3 * ANSWER_SECONDS))
-        call()
-
-    libc: Any = ctypes.CDLL(None)
-    libc.signal.restype = ctypes.c_void_p
-    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    before = libc.signal(int(signal.SIGABRT), ctypes.cast(handler, ctypes.c_void_p))
+def _ignoring_sigterm() -> Iterator[None]:
+    """torchrun's agent sends SIGTERM as soon as one rank is dead, before the others can say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield
     finally:
-        libc.signal(int(signal.SIGABRT), before)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _exchange_folder(place: Place) -> Path | None:
@@ -440,21 +386,9 @@ def _exchange_folder(place: Place) -> Path | None:
     return folder
 
 
-def _describe_process(box: str) -> str:
-    _, start = _process_status("self")
-    return "\n".join([socket.gethostname(), str(os.getpid()), start, box])
-
-
-def _process_status(process: str) -> tuple[str, str]:
-    """State letter and start time of a process of this machine; ("X", "") where there is none."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", ""
-    return fields[0], fields[19]
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition came true within that time."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not condition():
+    while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 10)
+    return is_true

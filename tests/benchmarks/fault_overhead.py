@@ -1,0 +1,75 @@
+"""What watching a run costs: CPU-seconds over all ranks, of steps with and without.
+
+    python tests/benchmarks/fault_overhead.py [--steps 15]
+
+The steps with and without comm.mode = "debug" take turns in one world, and the job is that of
+plan_overhead.py. The watch itself has no "without": what it takes is measured in a world that does
+nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+
+from plan_overhead import PLANS, plan_config
+
+from titanlite.config import make_parallel_dims
+from titanlite.mesh.launch import Place, run_ranks
+
+IDLE_SECONDS = 10.0
+PLAN = "tp2_fsdp2"
+
+
+def take_turns(place: Place, steps: int) -> tuple[list[float], list[float], float]:
+    """CPU-seconds of this rank's steps without and with, and per idle second."""
+    import torch.distributed as dist
+
+    from titanlite.faults.order import OrderCheck
+    from titanlite.job import build_job
+    from titanlite.mesh.world import open_world
+
+    config = plan_config(PLANS[PLAN])
+    with open_world(place) as world:
+        job = build_job(config, make_parallel_dims(config, world.size), world)
+        check = OrderCheck(job.meshes.axes_of_groups())
+        # The recorder is read as a whole: it is full, as it is after a while.
+        while not job.trainer.optimizer.state:
+            job.step()
+        for _ in range(2000):
+            dist.barrier()
+        check()
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for index in range(2 * steps):
+            job.trainer.before_update = check if index % 2 else None
+            dist.barrier()
+            start = time.process_time()
+            job.step()
+            seconds[bool(index % 2)].append(time.process_time() - start)
+        dist.barrier()
+        start = time.process_time()
+        threading.Event().wait(IDLE_SECONDS)
+        idle = (time.process_time() - start) / IDLE_SECONDS
+    return seconds[False], seconds[True], idle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=15)
+    by_rank = run_ranks(take_turns, 4, parser.parse_args().steps)
+    without, with_check = (
+        [sum(of_ranks) for of_ranks in zip(*(rank[kind] for rank in by_rank), strict=True)]
+        for kind in (0, 1)
+    )
+    ratios = [b / a for a, b in zip(without, with_check, strict=True)]
+    print(f"{PLAN}, medians of {len(ratios)} alternating steps, CPU-seconds over 4 ranks")
+    print(f"default  {statistics.median(without):.3f}")
+    print(f"debug    {statistics.median(with_check):.3f}")
+    print(f"ratio    {statistics.median(ratios):.3f}")
+    print(f"the watch alone: {1000 * max(rank[2] for rank in by_rank):.2f} CPU-ms a second, a rank")
+
+
+if __name__ == "__main__":
+    main()
