@@ -505,3 +505,29 @@ def test_a_stuck_or_dead_rank_ends_the_run_with_a_report(tmp_path, launcher, num
         assert own_files(temporary) == []
     names = sorted(path.name for path in (tmp_path / "out" / "comm_traces").iterdir())
     assert names == ["rank_0", "rank_0.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), BY_TORCHRUN], ids=["own", "torchrun"])
+def test_an_error_of_one_rank_is_all_that_is_said(tmp_path, launcher):
+    text = MODEL["model.py"].replace(
+        "    def forward(self, tokens_BT, positions_T):\n",
+        "    def forward(self, tokens_BT, positions_T):\n"
+        "        if torch.distributed.get_rank() == 1:\n"
+        "            raise LookupError('no such table')\n",
+    )
+    write_model(tmp_path, model=text)
+    words = command(
+        tmp_path / "out",
+        *launcher,
+        experimental__custom_import="bigram",
+        model__name="bigram",
+        model__flavor="small",
+        parallelism__data_parallel_shard_degree=2,
+    )
+    done = run(words, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "LookupError: no such table\n" in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") - bool(launcher) == 1
+    assert "The run has stopped" not in done.stderr
+    assert not (tmp_path / "out" / "comm_traces").exists()

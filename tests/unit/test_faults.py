@@ -15,7 +15,7 @@ import pytest
 from titanlite.errors import RankError
 from titanlite.mesh.launch import Place, run_ranks
 
-TIMEOUT_SECONDS = 1.5
+TIMEOUT_SECONDS = 2.0
 # From the end of the timeout to the end of the last process, on a machine that is busy.
 PATIENCE_SECONDS = 15
 BAD_RANK = 2
@@ -62,7 +62,6 @@ def hold_the_interpreter(dist: Any, mesh: Any, is_bad: bool) -> None:
 
 def be_stopped(dist: Any, mesh: Any, is_bad: bool) -> None:
     if is_bad:
-        threading.Event().wait(1)  # so that the watch has seen this place
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(zeros(8), group=mesh.get_group("tp"))
     dist.all_reduce(zeros(4))
@@ -160,7 +159,6 @@ SLOW: dict[Callable[..., None], tuple[str, ...]] = {
     be_stopped: (
         "rank 2: is stopped by a signal (process ",
         "rank 3 (dp_shard 1, tp 1) waits for rank 2 in all_reduce 3 over tp",
-        "in be_stopped",
     ),
     give_another_dtype: (
         "rank 2: as number 1 over the world it called all_reduce of 1,000 float64",

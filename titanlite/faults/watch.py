@@ -330,7 +330,6 @@ class Watch:
             with contextlib.suppress(OSError):
                 self._traces.folder.mkdir(parents=True, exist_ok=True)
                 name = self._traces.folder / f"{self._traces.prefix}{self._rank}"
-                # For PyTorch's analyzer, torch.distributed.flight_recorder.fr_trace.
                 for backend, dump in dump_recorders().items():
                     name.with_name(name.name + backend).write_bytes(dump)
                 name.with_name(f"{name.name}.txt").write_text(show_stacks())
