@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ctrl-C while Python still imports ends the process, without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -37,7 +37,8 @@ def main(argv: list[str]) -> int:
     prepare_environment()
     place = None
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         place = torchrun_place()
         config = load_config(argv)
         world_size = None if place is None or place.world_size == 1 else place.world_size

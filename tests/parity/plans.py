@@ -28,6 +28,7 @@ PLANS: dict[str, dict[str, dict[str, Any]]] = {
         "parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
     },
     "tp2_fsdp2": {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}},
+    "pp2_fsdp2": {"parallelism": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}},
     "offload": {
         "parallelism": {"data_parallel_shard_degree": 4},
         "training": {"enable_cpu_offload": True},
@@ -51,7 +52,7 @@ def config_of(plan: str, folder: Path, **checkpoint: object) -> JobConfig:
     return debug_config(
         (PLANS | LARGE_PLANS)[plan],
         {
-            "training": {"local_batch_size": 2 if plan == "pp2" else 1},
+            "training": {"local_batch_size": 2 if plan.startswith("pp2") else 1},
             "job": {"dump_folder": str(folder)},
             "checkpoint": {"enable": True, **checkpoint},
         },
@@ -71,42 +72,46 @@ def make_job(config: JobConfig, world: World) -> Job:
     return build_job(config, make_parallel_dims(config, world.size), world)
 
 
-def save_each(place: Place, plans: list[str], folder: Path) -> dict[str, dict[str, str]]:
+def in_world(place: Place, *calls: tuple[Any, ...]) -> list[Any]:
+    """Call functions of a world, one after the other: (function, argument, ...) each."""
+    with open_world(place) as world:
+        return [function(world, *arguments) for function, *arguments in calls]
+
+
+def save_each(world: World, plans: list[str], folder: Path) -> dict[str, dict[str, str]]:
     """Train each plan for some steps and save; its state by checksums."""
     states = {}
-    with open_world(place) as world:
-        for plan in plans:
-            job = make_job(config_of(plan, folder / plan), world)
-            with Checkpoints(job) as checkpoints:
-                for _ in range(STEPS):
-                    job.step()
-                checkpoints.save(STEPS)
-            states[plan] = checksums(job)
+    for plan in plans:
+        job = make_job(config_of(plan, folder / plan), world)
+        with Checkpoints(job) as checkpoints:
+            for _ in range(STEPS):
+                job.step()
+            checkpoints.save(STEPS)
+        states[plan] = checksums(job)
     return states
 
 
 def load_each(
-    place: Place, plans: list[str], sources: Mapping[str, Mapping[str, Path]], folder: Path | None
+    world: World, plans: list[str], sources: Mapping[str, Mapping[str, Path]], folder: Path | None
 ) -> dict[str, dict[str, dict[str, str]]]:
     """Under each plan load each of its sources, and save again; the state by plan and source."""
     states: dict[str, dict[str, dict[str, str]]] = {}
-    with open_world(place) as world:
-        for plan in plans:
-            states[plan] = {}
-            for name, source in sources[plan].items():
-                config = config_of(
-                    plan,
-                    (folder or Path("nowhere")) / f"{plan}-{name}",
-                    initial_load_path=str(source),
-                    initial_load_model_only=False,
-                    load_only=folder is None,
-                )
-                job = make_job(config, world)
-                with Checkpoints(job) as checkpoints:
-                    assert checkpoints.first_step == STEPS + 1
-                    if folder is not None:
-                        checkpoints.save(STEPS)
-                states[plan][name] = checksums(job)
+    for plan in plans:
+        states[plan] = {}
+        for name, source in sources[plan].items():
+            config = config_of(
+                plan,
+                (folder or Path("nowhere")) / f"{plan}-{name}",
+                initial_load_path=str(source),
+                initial_load_model_only=False,
+                load_only=folder is None,
+            )
+            job = make_job(config, world)
+            with Checkpoints(job) as checkpoints:
+                assert checkpoints.first_step == STEPS + 1
+                if folder is not None:
+                    checkpoints.save(STEPS)
+            states[plan][name] = checksums(job)
     return states
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -121,3 +122,14 @@ def test_ranks_that_wait_for_each_other():
 def test_an_account_survives_its_journey():
     sent = account(1, "AB", done=1, message=Message("recv", (0,), "x"), stack=["a"])
     assert Account.from_json(sent.to_json()) == sent
+
+
+def test_the_root_of_a_scatter_gives_what_all_receive():
+    scatter = Call("0", 1, "scatter", 24, "uint8", "save.py:1 in save")
+    accounts = {
+        rank: Account(rank, calls=[replace(scatter, num_elements=24 if rank == 0 else 8)])
+        for rank in range(3)
+    }
+    assert find_astray(accounts, WORLD) is None
+    accounts[2].calls[0] = replace(scatter, dtype="float")
+    assert find_astray(accounts, WORLD) is not None

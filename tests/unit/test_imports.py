@@ -17,6 +17,9 @@ MUST_NOT_IMPORT = {
     "titanlite/mesh/parallel_dims.py": ["titanlite.config", "models", "torch"],
     "titanlite/config": ["torch", "titanlite.job", "titanlite.parallelize", "titanlite.training"],
     "titanlite/faults/report.py": ["torch", "titanlite"],
+    "titanlite/mesh/signals.py": ["torch"],
+    "titanlite/checkpoint/manifest.py": ["torch"],
+    "titanlite/checkpoint/folder.py": ["torch"],
     "titanlite/schedule": ["torch"],
     "titanlite/simulate": ["torch"],
     **{

@@ -26,7 +26,7 @@ class Agreement:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        group = dist.new_group(backend="gloo", timeout=WAIT)
+        group = dist.new_group(backend="gloo", timeout=WAIT, group_desc="checkpoints")
         assert group is not None
         self.group = group
 

@@ -26,7 +26,9 @@ class Call:
 
     def likeness(self) -> tuple[Any, ...]:
         """What has to be the same on every rank."""
-        return self.operation, self.num_elements, self.dtype
+        # The root of a scatter calls it with what all of them get.
+        num_elements = 0 if self.operation == "scatter" else self.num_elements
+        return self.operation, num_elements, self.dtype
 
     def __str__(self) -> str:
         return f"{self.operation} of {self.num_elements:,} {self.dtype}"

@@ -271,6 +271,7 @@ def _end(ranks: list[_Rank], folder: tempfile.TemporaryDirectory[str], held: Con
 def _run_rank(
     place: Place, call: bytes, connection: Connection, lifeline: Connection, path: list[str]
 ) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.path[:] = path
     _end_with(lifeline)
     try:
@@ -342,15 +343,20 @@ def unwinding_at_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """What starts inside ignores Ctrl-C, as do ranks forked from it: the caller ends them."""
+    """What starts inside ignores Ctrl-C, as do ranks forked from it: the caller ends them.
+
+    And SIGTERM, which ranks do not ignore: the fork server has to outlive them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _end_with(lifeline: Connection) -> None:

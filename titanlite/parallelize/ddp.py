@@ -36,7 +36,7 @@ def _fix_layout(replica: Any) -> None:
     gradient lies decides in which order the ranks' values are added, so that a run that goes on
     from a checkpoint would differ in the last bit from the one that was never stopped.
     """
-    state = replicate.state(replica)  # type: ignore[attr-defined]
+    state = replicate.state(replica)
     state._param_list = _LastFirst()
 
     def lay_out(*_: Any) -> None:

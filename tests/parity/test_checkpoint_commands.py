@@ -1,0 +1,219 @@
+"""Weights out of a checkpoint and into another, pictures from it, and the keys of [checkpoint]."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from plans import checksums, config_of, make_job
+from safetensors.torch import load_file, save_file
+from test_train_script import png_size, run
+
+from titanlite import cli
+from titanlite.checkpoint.folder import find_checkpoint
+from titanlite.checkpoint.run import Checkpoints
+from titanlite.checkpoint.weights import read_config
+from titanlite.config import JobConfig, override
+from titanlite.errors import ConfigError
+from titanlite.mesh.launch import Place, run_ranks
+
+STEPS = 4
+TITANLITE = (sys.executable, "-m", "titanlite")
+
+
+def config(plan: str, folder: Path, **keys: object) -> JobConfig:
+    """A job of few steps; `checkpoint__interval=2` for checkpoint.interval."""
+    changes = {
+        "training.steps": STEPS,
+        "lr_scheduler.total_steps": STEPS + 1,
+        "sampling.num_images": 2,
+    }
+    changes |= {name.replace("__", "."): value for name, value in keys.items()}
+    return override(config_of(plan, folder), changes)
+
+
+def go(place: Place, configs: list[JobConfig]) -> list[tuple[int, list[str], dict[str, str], dict]]:
+    """Each run to its end: its first step, what it said, and its state and weights at the end."""
+    from titanlite.mesh.world import open_world
+
+    results = []
+    with open_world(place) as world:
+        for config in configs:
+            job = make_job(config, world)
+            with Checkpoints(job) as checkpoints:
+                said = list(checkpoints.notes)
+                if checkpoints.is_seed:
+                    said.append(checkpoints.save(0))
+                else:
+                    for step in range(checkpoints.first_step, config.training.steps + 1):
+                        job.step()
+                        is_last = step == config.training.steps
+                        said.append(checkpoints.after_step(step, is_last=is_last))
+            weights = {name: whole.clone() for name, whole in job.whole_parameters()}
+            results.append((checkpoints.first_step, said, checksums(job), weights))
+    return results
+
+
+def one(plan: str, num_ranks: int, folder: Path, **keys: object):
+    """The same of one run."""
+    return run_ranks(go, num_ranks, [config(plan, folder, **keys)])[0][0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run whose last checkpoint holds the weights alone, and the one before everything."""
+    folder = tmp_path_factory.mktemp("trained")
+    *_, weights = one("pp2", 2, folder, checkpoint__interval=3)
+    return folder / "checkpoint", weights
+
+
+def titanlite(*words: object) -> int:
+    return cli.main([str(word) for word in words])
+
+
+def test_to_safetensors_and_back(tmp_path, trained, capsys):
+    checkpoints, weights = trained
+    file = tmp_path / "model.safetensors"
+    assert titanlite("convert", checkpoints, "--out", file) == 0
+    assert f"{sum(w.numel() for w in weights.values()):,} parameters" in capsys.readouterr().out
+    found = load_file(file)
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        # As checkpoint.export_dtype has it.
+        assert torch.equal(found[name], weight.float()), name
+    half = tmp_path / "half.safetensors"
+    assert titanlite("convert", checkpoints / "step-3", "--out", half, "--dtype", "bfloat16") == 0
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(half).values())
+    assert titanlite("convert", file, "--out", tmp_path / "back") == 0
+    again = tmp_path / "again.safetensors"
+    assert titanlite("convert", tmp_path / "back", "--out", again) == 0
+    back = load_file(again)
+    assert all(torch.equal(back[name], tensor) for name, tensor in found.items())
+    assert read_config(again) == read_config(file)
+    assert titanlite("convert", file, "--out", again) == 2
+    assert "one of source and --out is a .safetensors file" in capsys.readouterr().err
+    assert titanlite("convert", checkpoints, "--out", again) == 2
+    assert "again.safetensors is there already" in capsys.readouterr().err
+    assert titanlite("sample", file, "--out", tmp_path / "grid.png", "--ranks", 2) == 0
+    assert png_size(tmp_path / "grid.png")[0] > 200
+    assert titanlite("convert", tmp_path, "--out", tmp_path / "x.safetensors") == 2
+    assert "is no checkpoint, nor a folder of them" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_pictures_are_the_same_on_any_number_of_ranks(tmp_path, trained, capsys):
+    checkpoints, _ = trained
+    assert titanlite("sample", checkpoints, "--out", tmp_path / "two.png", "--ranks", 2) == 0
+    assert "2 images from" in capsys.readouterr().out
+    done = run(
+        [
+            sys.executable,
+            "-m",
+            "titanlite",
+            "sample",
+            str(checkpoints / f"step-{STEPS}"),
+            "--out",
+            str(tmp_path / "one.png"),
+        ]
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert png_size(tmp_path / "one.png")[0] > 200
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
+    assert titanlite("sample", tmp_path / "other.safetensors", "--out", tmp_path / "x.png") == 2
+    assert "does not say what model it is of" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_has_ended_stays_ended_and_a_longer_one_goes_on(tmp_path, trained):
+    checkpoints, weights = trained
+    first, said, _, again = one("pp2", 2, checkpoints.parent, checkpoint__load_only=True)
+    assert first == STEPS + 1
+    assert said[0] == f"checkpoint: step-{STEPS} is the end of this run"
+    assert all(
+        torch.equal(again[name], weight.float().double()) for name, weight in weights.items()
+    )
+    first, said, *_ = one(
+        "pp2", 2, checkpoints.parent, checkpoint__load_only=True, training__steps=STEPS + 1
+    )
+    assert first == 4
+    assert said[:2] == [
+        f"checkpoint: step-{STEPS} is refused: it holds the weights alone",
+        "checkpoint: going on from step-3 instead, saved by pp 2",
+    ]
+    assert said[2] == "checkpoint: changed since: training.steps 4 -> 5"
+
+
+@pytest.mark.slow
+def test_safetensors_at_the_end_start_a_run_under_another_plan(tmp_path):
+    *_, weights = one("tp2", 2, tmp_path / "a", checkpoint__last_save_in_hf=True)
+    source = tmp_path / "a" / "checkpoint" / f"step-{STEPS}"
+    assert {path.name for path in source.iterdir()} == {"model.safetensors", "manifest.json"}
+    first, said, _, loaded = one(
+        "cp2",
+        2,
+        tmp_path / "b",
+        training__steps=1,
+        optimizer__lr=1e-30,
+        optimizer__weight_decay=0.0,
+        checkpoint__initial_load_path=str(source),
+        checkpoint__initial_load_in_hf=True,
+    )
+    assert first == 1
+    assert said[0] == f"checkpoint: a new run from the weights in {source}"
+    for name, weight in weights.items():
+        assert torch.equal(loaded[name], weight.float().double()), name
+
+
+@pytest.mark.slow
+def test_a_seed_checkpoint_starts_every_plan_alike(tmp_path):
+    first, said, _seed, weights = one(
+        "single", 1, tmp_path / "a", checkpoint__create_seed_checkpoint=True
+    )
+    assert (first, find_checkpoint(tmp_path / "a" / "checkpoint")[1].step) == (1, 0)
+    first, said, _, started = one(
+        "fsdp4",
+        4,
+        tmp_path / "b",
+        training__steps=1,
+        debug__seed=7,
+        optimizer__lr=1e-30,
+        optimizer__weight_decay=0.0,
+        checkpoint__initial_load_path=str(tmp_path / "a" / "checkpoint" / "step-0"),
+    )
+    assert said[0].startswith("checkpoint: a new run from the weights of ")
+    for name, weight in weights.items():
+        assert torch.equal(started[name], weight), name
+
+
+@pytest.mark.slow
+def test_which_step_and_which_parts_are_loaded(tmp_path):
+    keys = {"checkpoint__interval": 1, "checkpoint__last_save_model_only": False}
+    one("single", 1, tmp_path, **keys)
+
+    def load(**more: object):
+        return one("single", 1, tmp_path, checkpoint__load_only=True, training__steps=1, **more)
+
+    first, said, state, _ = load(checkpoint__load_step=2)
+    assert first == 3
+    assert said[0] == "checkpoint: going on from step-2, saved by one rank"
+    assert (state["steps"], state["numbers"]) == ("[2.0]", "2 16")
+    left_out = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+    first, *_ = load(checkpoint__exclude_from_loading=("train_state",), checkpoint__load_step=2)
+    assert first == 1
+    first, _, state, _ = load(
+        checkpoint__exclude_from_loading=left_out[:3], checkpoint__load_step=2
+    )
+    assert (first, state["steps"], state["numbers"]) == (3, "[]", "0 0")
+    for changes, line in (
+        (
+            {"checkpoint__load_step": 9},
+            r"checkpoint\.load_step: there is no step-9 in .* 1, 2, 3, 4",
+        ),
+        ({"training__dtype": "float32"}, r"training\.dtype: .* is in float64; give that"),
+        ({"optimizer__name": "SGD"}, r"optimizer\.name: the checkpoint holds the state of AdamW"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            load(**changes)
