@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from titanlite.cli import main
+from titanlite.config import load_config
+from titanlite.verify.matrix import features_of, plans_of, run_matrix
+from titanlite.verify.shrink import shrink
+from titanlite.verify.verify import Verifier
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -27,8 +37,97 @@ def test_a_right_plan(capsys, tmp_path):
     assert 0 < max(found["steps"][2]["weights"].values()) < 1e-13
 
 
-def test_float32_and_bfloat16_are_judged_by_the_references_own_rounding(capsys):
-    for dtype in ("float32", "bfloat16"):
-        config = str(CONFIGS / "hsdp2x2.toml")
-        assert main(["verify", config, "--shrink", "--steps=3", f"--dtype={dtype}"]) == 0
-        assert "AGREES" in capsys.readouterr().out
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    with Verifier(timeout_seconds=120) as verifier:
+        yield verifier
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_low_precision_is_judged_by_the_references_own_rounding(verifier, dtype):
+    config, _ = shrink(load_config([f"--job.config_file={CONFIGS / 'hsdp2x2.toml'}"]))
+    found = verifier.verify(config, steps=3, dtype=dtype)
+    assert found.agrees, found.findings
+    step, key = found.worst
+    assert 1e-9 < found.differences[step][key] < found.tolerance.of(step, key) < 2.0
+    weights = [found.tolerance.of(3, key) for key in found.differences[3] if key[0] == "weight"]
+    assert (max(weights) < 1e-3) == (dtype == "float32")
+
+
+def test_a_wrong_plan_of_a_users_own_model(tmp_path):
+    """As docs/verify.md tells it: the model of a folder, one entry of its plan wrong."""
+    own = Path(__file__).parent / "plain_model"
+    folder = tmp_path / "plain_model"
+    folder.mkdir()
+    for path in own.glob("*.py"):
+        text = path.read_text().replace(
+            'RowwiseParallel(output_layouts=Replicate()),\n            "output"',
+            'RowwiseParallel(output_layouts=Partial()),\n            "output"',
+        )
+        text = text.replace("import Replicate, Shard", "import Partial, Replicate, Shard")
+        (folder / path.name).write_text(text)
+    (tmp_path / "own.toml").write_text(
+        """
+[model]
+name = "plain"
+flavor = "small"
+[training]
+global_batch_size = 4
+local_batch_size = 4
+[parallelism]
+tensor_parallel_degree = 2
+[experimental]
+custom_import = "plain_model"
+"""
+    )
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-m", "titanlite", "verify", "own.toml", "--steps=2", "--json=out.json"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{root}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 1, run.stderr
+    printed = " ".join(run.stdout.split())
+    assert "DIFFERS: the loss, the gradient norm, 8 gradients, 8 weights, from step 1 on" in printed
+    assert "likely cause: layers.0.w2 is the first module in forward order" in printed
+    assert 'Its entry in the tensor-parallel plan is "layers.*.w2"' in printed
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert not found["agrees"]
+    assert found["failures"][0]["step"] == 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_the_matrix_has_every_schedule_with_every_degree(num_ranks):
+    plans = plans_of(num_ranks)
+    features = features_of(num_ranks)
+    for pp in features["pp"][1:]:
+        for schedule in features["schedule"][1:]:
+            assert any((p["pp"], p["schedule"]) == (pp, schedule) for p in plans)
+    for name, values in features.items():
+        assert {plan[name] for plan in plans} == set(values)
+
+
+def test_a_reduced_matrix_and_its_overview(verifier, tmp_path):
+    def run(limit: int) -> str:
+        stream = io.StringIO()
+        status = run_matrix(
+            num_ranks=4, folder=tmp_path, limit=limit, stream=stream, verifier=verifier
+        )
+        assert status == 0, stream.getvalue()
+        return stream.getvalue()
+
+    first = run(3)
+    assert "0 are done, 3 to run" in first
+    assert "3 plans, all agree" in first
+    # Half a line, as a run that was stopped leaves it.
+    with (tmp_path / "results.jsonl").open("a") as lines:
+        lines.write('{"choice": {"pp"')
+    assert "3 are done, 1 to run" in run(4)
+    assert "4 are done, 0 to run" in run(4)
+    page = (tmp_path / "overview.html").read_text()
+    assert page.count("<tr data-plan") == 4
+    assert "no legal plan" in page
+    assert "#d6453d" not in page.split("<svg")[1].split("</svg>")[0], "nothing differs"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titanlite.config import JobConfig, check_job, make_config, make_parallel_dims
 from titanlite.mesh.launch import Place, run_ranks
+from titanlite.verify.run import agreement
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -50,11 +51,16 @@ class Training:
 
 def debug_config(*changes: Sections) -> JobConfig:
     """DEBUG_JOB with changes, key by key."""
-    sections = {name: dict(keys) for name, keys in DEBUG_JOB.items()}
+    return make_config(merged(DEBUG_JOB, *changes))
+
+
+def merged(*changes: Sections) -> dict[str, dict[str, Any]]:
+    """Sections key by key, later ones over earlier."""
+    sections: dict[str, dict[str, Any]] = {}
     for change in changes:
         for name, keys in change.items():
             sections.setdefault(name, {}).update(keys)
-    return make_config(sections)
+    return sections
 
 
 def train(configs: Sequence[JobConfig]) -> list[Training]:
@@ -101,11 +107,7 @@ def _train_on_rank(place: Place, configs: list[JobConfig]) -> list[Training]:
 
 def difference(tensor: Tensor, reference: Tensor) -> float:
     """max|a - b| / max|b|; where b is all zero, 0 if a is too, else infinity."""
-    scale = reference.abs().max().item()
-    error = (tensor - reference).abs().max().item()
-    if scale == 0.0:
-        return 0.0 if error == 0.0 else float("inf")
-    return error / scale
+    return agreement(tensor, reference, reference).difference
 
 
 def differences(training: Training, reference: Training) -> dict[str, float]:

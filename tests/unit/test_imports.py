@@ -24,7 +24,19 @@ MUST_NOT_IMPORT = {
     "titanlite/simulate": ["torch"],
     **{
         f"titanlite/verify/{name}.py": ["torch", "titanlite.job"]
-        for name in ("command", "compare", "jobs", "pool", "record", "report", "shrink", "verify")
+        for name in (
+            *(
+                "command",
+                "compare",
+                "covering",
+                "diagnose",
+                "evidence",
+                "factors",
+                "jobs",
+                "matrix",
+            ),
+            *("norms", "overview", "pool", "record", "report", "shrink", "verify", "weights"),
+        )
     },
     "titanlite/parallelize": ["titanlite.training", "titanlite.data", "titanlite.observe"],
     "titanlite/training": ["titanlite.parallelize", "titanlite.data", "titanlite.observe"],

@@ -221,9 +221,16 @@ def job_keys() -> dict[str, Key]:
     return {n: make_key(n, f) for n, f in _walk(JobConfig) if not _is_section(f.annotation)}
 
 
+@functools.cache
+def field_types(config_class: Any) -> dict[str, Any]:
+    """Field -> annotation of a model's own configuration class, with its bounds."""
+    return typing.get_type_hints(config_class, include_extras=True)
+
+
+@functools.cache
 def model_keys(config_class: Any) -> dict[str, Key]:
     """Full name -> key for the fields of a model's own configuration class."""
-    hints = typing.get_type_hints(config_class, include_extras=True)
+    hints = field_types(config_class)
     names = [field.name for field in dataclasses.fields(config_class) if field.init]
     keys = [make_key(f"model.{name}", FieldInfo.from_annotation(hints[name])) for name in names]
     return {key.name: key for key in keys}

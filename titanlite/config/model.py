@@ -15,7 +15,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 import models
 from models import ModelSpec
-from titanlite.config.keys import Key, job_keys, model_keys, nearest_key, one_of
+from titanlite.config.keys import (
+    Key,
+    field_types,
+    job_keys,
+    model_keys,
+    nearest_key,
+    one_of,
+)
 from titanlite.config.problems import explain
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote, show_name
@@ -99,7 +106,7 @@ def _read_overrides(
 ) -> dict[str, Any]:
     """The overrides as the types of `config_class` have them; what is wrong joins `problems`."""
     keys = model_keys(config_class)
-    hints = typing.get_type_hints(config_class, include_extras=True)
+    hints = field_types(config_class)
     values = {}
     for name, value in overrides.items():
         key = keys.get(f"model.{name}")

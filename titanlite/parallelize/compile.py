@@ -44,4 +44,16 @@ def _wait_for_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, .
 
 
 def _wait(tensor: Tensor) -> Tensor:
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return _Wait.apply(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+class _Wait(torch.autograd.Function):
+    """The result of a collective once it is there; its own `wait` would cut the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
+        return tensor.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

@@ -16,6 +16,7 @@ from titanlite.mesh.launch import choose_device, count_gpus, unwinding_at_sigter
 from titanlite.verify.jobs import DTYPES
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
+       titanlite verify --matrix [--ranks N] [--output FOLDER] [options]
 
 Run a job under its plan and on one process, from the same weights and data, and compare loss,
 gradient norm, every gradient and every weight, step by step. Where they differ, say why.
@@ -26,6 +27,13 @@ gradient norm, every gradient and every weight, step by step. Where they differ,
   --shrink            make layers, widths, image and batch as small as the plan allows
   --json FILE         write all that was found
   --section.key=value any key of the job, as for train.py
+
+  --matrix            all pairs of features and degrees, over the legal plans of a small model
+  --ranks N           of the matrix: as many ranks as every plan uses (default 8)
+  --output FOLDER     of the matrix: results and overview.html; what is there is not run again
+                      (default outputs/verify)
+  --compile           of the matrix: with torch.compile (aot_eager) as one of the features
+  --limit N           of the matrix: only the first N plans, which show the most pairs
 
 exit status: 0 all agree, 1 something differs or does not run, 2 bad input"""
 
@@ -39,6 +47,11 @@ class Options:
     dtype: str = "float64"
     shrink: bool = False
     json: str | None = None
+    matrix: bool = False
+    ranks: int = 8
+    output: str = "outputs/verify"
+    compile: bool = False
+    limit: int | None = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
         with unwinding_at_sigterm():
-            return verify_one(options)
+            return verify_matrix(options) if options.matrix else verify_one(options)
     except KeyboardInterrupt as stop:
         number = stop.args[0] if stop.args else signal.SIGINT
         print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
@@ -91,6 +104,19 @@ def verify_one(options: Options) -> int:
     return 0 if found.agrees else 1
 
 
+def verify_matrix(options: Options) -> int:
+    """Verify every pair of features."""
+    from titanlite.verify.matrix import run_matrix
+
+    return run_matrix(
+        num_ranks=options.ranks,
+        folder=Path(options.output),
+        steps=options.steps or 2,
+        with_compile=options.compile,
+        limit=options.limit,
+    )
+
+
 def parse(arguments: Sequence[str]) -> Options:
     """The options; raises ConfigError for one that is wrong."""
     options = Options([])
@@ -113,6 +139,8 @@ def parse(arguments: Sequence[str]) -> Options:
             # "--section.key value": the value is no file of its own.
             if not equals and rest and not rest[0].startswith("--") and "." in name:
                 options.job.append(rest.pop(0))
+    if options.matrix and options.job:
+        raise ConfigError(f"{quote(options.job[0])}: --matrix makes its own jobs; leave it out")
     return options
 
 
@@ -138,8 +166,11 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--steps": _count,
     "--dtype": _dtype,
     "--json": _path,
+    "--ranks": _count,
+    "--output": _path,
+    "--limit": _count,
 }
-FLAGS = ("--shrink",)
+FLAGS = ("--shrink", "--matrix", "--compile")
 
 
 def _write(path: str, text: str) -> None:

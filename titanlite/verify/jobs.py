@@ -52,3 +52,16 @@ def reference_job(plan: JobConfig, *, num_parts: int = 1) -> JobConfig:
         if size == 1 or (size * num_tokens <= MOST_TOKENS and size * num_parts <= batch)
     )
     return make_config(values)
+
+
+def features_off(plan: JobConfig) -> list[dict[str, Any]]:
+    """For each feature of `plan` that can be done without, the setting that turns it off."""
+    checkpoints = plan.activation_checkpoint.mode != "none"
+    offs: list[tuple[bool, dict[str, Any]]] = [
+        (plan.compile.enable, {"compile.enable": False}),
+        (checkpoints, {"activation_checkpoint.mode": "none"}),
+        (plan.training.enable_cpu_offload, {"training.enable_cpu_offload": False}),
+    ]
+    # Memory budgets come with compile: without either, both are off.
+    budget = plan.activation_checkpoint.mode == "memory_budget"
+    return [off for is_on, off in offs if is_on and not (budget and "compile.enable" in off)]

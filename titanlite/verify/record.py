@@ -68,3 +68,57 @@ class ReferenceStep:
     norm: float = 0.0
     lr: float = 0.0
     num_tokens: int = 0
+
+
+Cell = tuple[int, int, int]
+"""(data-parallel rank, microbatch, context-parallel rank): targets that one loss is taken of."""
+
+
+@dataclass
+class ReferenceTrace:
+    """What the reference knows of one step, beside the tensors in the trace's files.
+
+    `modules` are in the order in which the forward pass leaves them, each before the one that holds
+    it. `losses` and `targets` are the sum of losses and the number of targets of each cell.
+    """
+
+    modules: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    losses: tuple[float, ...]
+    targets: tuple[int, ...]
+    skipped: int = 0
+    """Modules whose outputs were too large to keep."""
+
+
+@dataclass
+class ModuleOutput:
+    """One rank's output of a module beside its part of the reference's."""
+
+    agreement: Agreement
+    num_calls: int
+    wrong_calls: tuple[int, ...]
+    shape: str = ""
+    """Why the output is no part of the reference's, where it is none."""
+    elsewhere: str = ""
+    """Whose positions it would be right for, where it is wrong at its own."""
+    recomputed: float = 0.0
+    """How far what the backward pass recomputed is from what the forward pass put out."""
+
+
+@dataclass
+class RankTrace:
+    """What one rank saw of one step, looked at closely."""
+
+    rank: int
+    coordinates: dict[str, int]
+    modules: dict[str, ModuleOutput]
+    summed_output: dict[str, Agreement]
+    """Of the first module that differs: mesh axis -> its outputs summed over that axis."""
+    summed_gradients: dict[str, dict[str, Agreement]]
+    """Gradient -> mesh axis over which the parameter is replicated -> their sum over it."""
+    shares: dict[str, tuple[tuple[float, ...], float]]
+    """Gradient -> how much of each cell's gradient is in it, and what that leaves unexplained."""
+    pending_inputs: tuple[str, ...]
+    """Compiled modules that were given the result of a collective that was still running."""
+    styles: dict[str, str]
+    """Module -> the entry of the tensor-parallel plan that it is cut by."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from titanlite.verify.compare import Failure, Key
 from titanlite.verify.verify import Verification
 
+WIDTH = 100
 HEADINGS = ("step", "loss", "norm", "gradients, the worst of them", "weights, the worst of them")
 
 
@@ -31,9 +33,10 @@ def format_verification(found: Verification) -> str:
     lines = []
     if found.differences:
         lines += [_table(found), ""]
-    lines.append(_verdict(found))
+    lines.append(textwrap.fill(_verdict(found), WIDTH, break_long_words=False))
     for index, finding in enumerate(found.findings):
-        lines += ["", f"{'likely cause' if index == 0 else 'also seen'}: {finding}"]
+        text = f"{'likely cause' if index == 0 else 'also seen'}: {finding}"
+        lines += ["", textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)]
     return "\n".join(lines)
 
 

@@ -78,7 +78,7 @@ def run_plan(
         start = load(folder, 0)
         draw_zero_matrices(job, start["drawn"])
         parameters = named_parameters(job)
-        placements = {name: _placements(job, parameter) for name, parameter in parameters.items()}
+        placements = {name: placements_of(job, parameter) for name, parameter in parameters.items()}
         expected = {
             name: _digest(_slice(start["weights"][name], parameter))
             for name, parameter in parameters.items()
@@ -248,7 +248,7 @@ def _is_pending(grad: Tensor | None) -> bool:
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 
-def _placements(job: Job, parameter: Tensor) -> dict[str, str]:
+def placements_of(job: Job, parameter: Tensor) -> dict[str, str]:
     """Mesh axis -> how the parameter lies on it, for the axes that have more than one rank."""
     used = {axis: "replicated" for axis, n in job.dims.degrees.items() if n > 1 and axis != "pp"}
     if isinstance(parameter, DTensor):

@@ -11,6 +11,7 @@ no more than its own steps.
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanlite.config import JobConfig, check_job, make_parallel_dims
+from titanlite.config import JobConfig, check_job, make_parallel_dims, override
 from titanlite.errors import RankError, TitanliteError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.verify.compare import (
@@ -30,7 +31,9 @@ from titanlite.verify.compare import (
     failures,
     split_replicas,
 )
-from titanlite.verify.jobs import plan_job, reference_job
+from titanlite.verify.diagnose import diagnose
+from titanlite.verify.evidence import Evidence
+from titanlite.verify.jobs import features_off, plan_job, reference_job
 from titanlite.verify.pool import RankPool
 from titanlite.verify.record import RankRun, ReferenceStep
 
@@ -54,12 +57,18 @@ class Verification:
     splits: list[Split] = field(default_factory=list)
     error: RankError | None = None
     """What a rank raised, where the plan did not run to its end."""
-    findings: list[Any] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    """What is wrong, the likeliest cause first."""
     seconds: float = 0.0
 
     @property
     def agrees(self) -> bool:
         return not self.failures and not self.splits and self.error is None
+
+    @property
+    def cause(self) -> str:
+        """The likeliest cause of what differs; empty where nothing does."""
+        return self.findings[0] if self.findings else ""
 
     @property
     def worst(self) -> tuple[int, Key]:
@@ -132,8 +141,20 @@ class Verifier:
             )
         except RankError as error:
             found.error = error
+            found.findings = [f"the plan does not run: {error}"]
+            if cures := self._cures(found, folder, reference, steps, patch):
+                found.findings.insert(0, f"with {' and also with '.join(cures)} it runs and agrees")
         else:
             self._judge(found, runs, alone, folder, reference)
+            if not found.agrees and dtype == "float64":
+                found.findings = self._diagnose(found, runs, alone, folder, reference, patch)
+            elif not found.agrees:
+                # Patterns are told from rounding in float64.
+                exact = self.verify(config, dims, steps=steps, patch=patch)
+                found.findings = exact.findings or [
+                    f"in float64 the plan agrees: in {dtype} it rounds more than one process does. "
+                    "Look at the number formats of sums, of reductions and of what ranks exchange"
+                ]
         found.seconds = time.perf_counter() - start
         return found
 
@@ -162,6 +183,64 @@ class Verifier:
             found.tolerance = self._measure_rounding(found, alone, folder, reference)
             found.failures = failures(found.differences, found.tolerance)
         found.splits = split_replicas(runs)
+
+    def _diagnose(
+        self,
+        found: Verification,
+        runs: list[RankRun],
+        alone: JobConfig,
+        folder: str,
+        reference: list[ReferenceStep],
+        patch: Patch | None,
+    ) -> list[str]:
+        """Look closely at the first step that differs, and say what is wrong."""
+        evidence = Evidence(
+            found.plan,
+            found.dims,
+            reference,
+            runs,
+            found.differences,
+            found.failures,
+            found.splits,
+        )
+        step, names = max(1, evidence.step), evidence.failed("gradient")
+        ranks, trace = self.pool(found.dims.world_size), "titanlite.verify.trace"
+        lost: list[str] = []
+        try:
+            (evidence.reference_trace,) = self.pool(1).call(
+                f"{trace}:trace_reference", alone, step, folder, found.plan, found.dims, names
+            )
+            modules = evidence.reference_trace.modules
+            evidence.traces = ranks.call(
+                f"{trace}:trace_plan", found.plan, step, folder, names, modules, patch
+            )
+            if evidence.failed("gradient") or evidence.failed("loss"):
+                evidence.cured_by = self._cures(found, folder, reference, step, patch)
+        except RankError as error:
+            lost = [f"a closer look at step {step} failed ({error})"]
+        return diagnose(evidence) + lost
+
+    def _cures(
+        self,
+        found: Verification,
+        folder: str,
+        reference: list[ReferenceStep],
+        step: int,
+        patch: Patch | None,
+    ) -> list[str]:
+        """The features without which the plan agrees, as the settings that turn them off."""
+        cures = []
+        for changes in features_off(found.plan):
+            without = override(found.plan, changes)
+            try:
+                runs = self.pool(found.dims.world_size).call(
+                    "titanlite.verify.run:run_plan", without, step, folder, patch
+                )
+            except RankError:
+                continue
+            if not failures(differences(runs, reference[: step + 1]), found.tolerance):
+                cures += [f"{key} = {json.dumps(value)}" for key, value in changes.items()]
+        return cures
 
     def _reference(self, alone: JobConfig, steps: int) -> tuple[str, list[ReferenceStep]]:
         key = alone.model_dump_json(exclude_unset=True), steps

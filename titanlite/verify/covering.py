@@ -1,4 +1,4 @@
-"""Plans that together show every pair of features: a covering array, made greedily."""
+"""Plans that together show every pair of features: a covering array, made greedily; torch-free."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 Choice = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
+Draw = Callable[[random.Random, Choice], Choice]
 
 
 def pairs(choice: Mapping[str, Any]) -> set[Pair]:
@@ -17,14 +18,26 @@ def pairs(choice: Mapping[str, Any]) -> set[Pair]:
 
 
 def cover_pairs(
-    features: Mapping[str, Sequence[Any]], is_legal: Callable[[Choice], bool], seed: int = 0
+    features: Mapping[str, Sequence[Any]],
+    is_legal: Callable[[Choice], bool],
+    seed: int = 0,
+    draw: Draw | None = None,
+    num_draws: int = 1000,
+    num_legal: int = 40,
 ) -> list[Choice]:
     """Choices of one value a feature, all legal, that contain every pair some legal choice has.
 
     Each new choice holds the first pair not shown yet, and is the one of many drawn at random that
-    shows the most others. A pair that no draw completes legally is taken to be illegal.
+    shows the most others. A pair that no draw completes legally is taken to be illegal. `draw`
+    completes a choice of two features at random: evenly over all values unless given. The best is
+    chosen of `num_legal` among `num_draws` drawn.
     """
     random_ = random.Random(seed)
+
+    def evenly(random_: random.Random, start: Choice) -> Choice:
+        return {name: random_.choice(values) for name, values in features.items()} | start
+
+    complete = draw or evenly
     left = [
         ((a, value_a), (b, value_b))
         for a, b in itertools.combinations(sorted(features), 2)
@@ -32,12 +45,9 @@ def cover_pairs(
     ]
     cover: list[Choice] = []
     while left:
-        drawn = (
-            {name: random_.choice(values) for name, values in features.items()} | dict(left[0])
-            for _ in range(1000)
-        )
+        drawn = (complete(random_, dict(left[0])) for _ in range(num_draws))
         missing = set(left)
-        legal = itertools.islice(filter(is_legal, drawn), 40)
+        legal = itertools.islice(filter(is_legal, drawn), num_legal)
         best = max(legal, key=lambda choice: len(pairs(choice) & missing), default=None)
         if best is None:
             left.pop(0)

@@ -1,0 +1,12 @@
+"""A user's own model, registered by experimental.custom_import = "plain_model"."""
+
+from models import ModelSpec, register
+
+register(
+    ModelSpec(
+        name="plain",
+        config="plain_model.config:PlainConfig",
+        model="plain_model.model:PlainModel",
+        plan="plain_model.plan:PLANS",
+    )
+)

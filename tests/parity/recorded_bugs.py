@@ -1,0 +1,265 @@
+"""Bugs that were met in training code, each as one patch that a rank puts in force.
+
+Each makes a context manager, and is taken to the ranks of a plan by `Verifier.verify(patch=...)`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+
+def reduced_twice() -> AbstractContextManager[Any]:
+    """DDP's hook sums gradients that were summed already."""
+    import torch.distributed as dist
+
+    from titanlite.parallelize import ddp
+
+    once = ddp._sum_bucket
+
+    def twice(group, bucket):
+        dist.all_reduce(bucket.buffer(), group=group)
+        return once(group, bucket)
+
+    return patch.object(ddp, "_sum_bucket", twice)
+
+
+def larger_by_the_token_count() -> AbstractContextManager[Any]:
+    """A pipeline's loss is a sum over tokens that nobody divides."""
+    from titanlite.parallelize.pipeline_parallel import Pipeline
+
+    step = Pipeline.step
+
+    def undivided(self, tokens, positions, targets, loss_function, **rest):
+        def sum_of_losses(logits, targets):
+            return loss_function(logits, targets) * NUM_TARGETS
+
+        step(self, tokens, positions, targets, sum_of_losses, **rest)
+
+    return patch.object(Pipeline, "step", undivided)
+
+
+NUM_TARGETS = sum(63 - 64 * image // 16 for image in range(8))
+
+
+def shown_loss_divided_by_cp() -> AbstractContextManager[Any]:
+    from titanlite.training.step import Trainer
+
+    compute = Trainer.compute_gradients
+
+    def divided(self, microbatches):
+        loss, num_tokens = compute(self, microbatches)
+        return loss / self.world_mesh["cp"].size(), num_tokens
+
+    return patch.object(Trainer, "compute_gradients", divided)
+
+
+def mean_of_means() -> AbstractContextManager[Any]:
+    """Each rank divides by the number of its own targets, and then by the number of ranks."""
+    import torch.distributed as dist
+
+    from titanlite.training.loss import IGNORE_INDEX
+    from titanlite.training.step import Trainer
+
+    def count(self, microbatches):
+        own = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in microbatches)
+        return own * dist.get_world_size()
+
+    return patch.object(Trainer, "_count_tokens", count)
+
+
+def shards_start_alike() -> AbstractContextManager[Any]:
+    """Every rank draws as if its shard were the first."""
+    from titanlite.training import initialize
+    from titanlite.training.shards import local_part
+
+    def first_of(full, like):
+        part = local_part(like)
+        return full[tuple(slice(0, size) for size in part.shape)]
+
+    return patch.object(initialize, "shard_of", first_of)
+
+
+def pending_input_to_a_compiled_block() -> AbstractContextManager[Any]:
+    from titanlite.parallelize import compile as compiling
+
+    return patch.object(compiling, "_wait_for_inputs", lambda module, inputs: inputs)
+
+
+def waiting_cuts_the_way_back() -> AbstractContextManager[Any]:
+    """What a compiled block waits for comes back without its gradient's history."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    from titanlite.parallelize import compile as compiling
+
+    def wait(tensor):
+        return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+    return patch.object(compiling, "_wait", wait)
+
+
+def one_counter_for_both_passes() -> AbstractContextManager[Any]:
+    """Selective checkpointing counts on where the forward pass ended when it recomputes.
+
+    PyTorch 2.13 remembers what it saved. Before, it asked the policy again, and took the next of an
+    operator's saved outputs, as these two modes do.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map_only
+
+    from titanlite.parallelize import activation_checkpoint as ac
+
+    class Mode(TorchDispatchMode):
+        def __init__(self, counter, saved, is_recompute):
+            super().__init__()
+            self.counter, self.saved, self.is_recompute = counter, saved, is_recompute
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if operator is not ac.aten.mm.default:
+                return operator(*args, **(kwargs or {}))
+            self.counter["mm"] += 1
+            keeps = self.counter["mm"] % 2 == 1
+            if keeps and self.is_recompute and self.saved:
+                return self.saved.pop(0)
+            out = operator(*args, **(kwargs or {}))
+            if keeps and not self.is_recompute:
+                self.saved.append(tree_map_only(type(out), lambda x: x.detach(), out))
+            return out
+
+    def contexts(shapes, tally):
+        counter, saved = {"mm": 0}, []
+        return Mode(counter, saved, False), Mode(counter, saved, True)
+
+    return patch.object(ac, "_selective_contexts", contexts)
+
+
+def norms_not_reduced() -> AbstractContextManager[Any]:
+    """Under sequence parallelism each rank keeps its own share of the norms' gradients."""
+    from titanlite.training import step
+    from titanlite.training.gradient_norm import _like
+    from titanlite.training.shards import local_part
+
+    def keep_own(parameters):
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad is not local_part(parameter.grad):
+                parameter.grad = _like(parameter, local_part(parameter.grad))
+
+    return patch.object(step, "reduce_partial_gradients", keep_own)
+
+
+def wrong_output_layout() -> AbstractContextManager[Any]:
+    """The plain model's w2 leaves its sum to be made by nobody."""
+    import plain_model.plan
+    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor.parallel import RowwiseParallel
+
+    (right,) = plain_model.plan.PLANS.values()
+    wrong = {"layers.*.w2": RowwiseParallel(output_layouts=Partial())}
+    return patch.dict(right.tensor_parallel, wrong)
+
+
+def positions_from_zero() -> AbstractContextManager[Any]:
+    """Each rank of cp counts its tokens from 0."""
+    from dataclasses import replace
+
+    import torch
+
+    from titanlite.job import Job
+
+    whole = Job._microbatch
+
+    def counted_from_zero(self, tokens, num_valid=None):
+        batch = whole(self, tokens, num_valid)
+        return replace(batch, positions=torch.arange(len(batch.positions)))
+
+    return patch.object(Job, "_microbatch", counted_from_zero)
+
+
+def positions_from_zero_in_the_model() -> AbstractContextManager[Any]:
+    """The embeddings do not look at the positions they are given."""
+    from models.image_transformer.model import ImageEmbeddings
+
+    whole = ImageEmbeddings.forward
+
+    def forward(self, tokens, device=None, positions=None):
+        return whole(self, tokens, device)
+
+    return patch.object(ImageEmbeddings, "forward", forward)
+
+
+def norm_counts_replicas() -> AbstractContextManager[Any]:
+    from titanlite.training import gradient_norm
+
+    return patch.object(gradient_norm, "_is_counted_here", lambda parameter, mesh: True)
+
+
+def norm_misses_strided_shards() -> AbstractContextManager[Any]:
+    """`Placement.is_shard()` is false for FSDP2's cut of what tensor parallelism has cut."""
+    from titanlite.training import gradient_norm
+
+    return patch.object(gradient_norm, "is_sharded", lambda placement: placement.is_shard())
+
+
+def data_by_rank() -> AbstractContextManager[Any]:
+    """Each data-parallel rank reads on from its own place, by its own batch."""
+    from titanlite.data.sampler import GlobalBatchSampler, _stack
+
+    def draw(self):
+        first = self.state // self._global_batch_size * self._rank_batch_size + self._dp_rank
+        self.state += self._global_batch_size
+        return [
+            _stack(self._dataset, range(start, start + self._local_batch_size))
+            for start in range(first, first + self._rank_batch_size, self._local_batch_size)
+        ]
+
+    return patch.object(GlobalBatchSampler, "draw", draw)
+
+
+def last_microbatch_dropped() -> AbstractContextManager[Any]:
+    """The first stage forgets the gradients of the last microbatch."""
+    from titanlite.parallelize.pipeline_parallel import _Stage
+
+    backward = _Stage.backward_one_chunk
+
+    def forgetful(self, chunk, *args, **kwargs):
+        last = self.is_first and chunk == 3
+        parameters = list(self.submod.parameters())
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        result = backward(self, chunk, *args, **kwargs)
+        if last:
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
+        return result
+
+    return patch.object(_Stage, "backward_one_chunk", forgetful)
+
+
+def ring_skips_a_block() -> AbstractContextManager[Any]:
+    """Rank 1 leaves out the keys of the last rank that it meets, rank 0."""
+    from titanlite.attention.layout import HeadTail
+
+    tiles = HeadTail.tiles
+
+    def all_but_one(self, query_rank, key_rank, n, causal):
+        skipped = (query_rank, key_rank) == (1, 0)
+        return [] if skipped else tiles(self, query_rank, key_rank, n, causal)
+
+    return patch.object(HeadTail, "tiles", all_but_one)
+
+
+def replicas_drift() -> AbstractContextManager[Any]:
+    """From step 2 on one rank's optimizer takes a step of another size."""
+    import torch.distributed as dist
+
+    from titanlite.training.step import Trainer
+
+    apply = Trainer.apply_gradients
+
+    def drift(self):
+        if dist.get_rank() == 1 and self.scheduler.last_epoch == 1:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 1.5
+        return apply(self)
+
+    return patch.object(Trainer, "apply_gradients", drift)

@@ -1,0 +1,188 @@
+"""`titanlite verify` finds each recorded bug, on at most four ranks, and names its cause."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import recorded_bugs as bugs
+from training import DEBUG_JOB, Sections, merged
+
+from titanlite.config import JobConfig, make_config
+from titanlite.verify.verify import Patch, Verifier
+
+DDP = {"data_parallel_replicate_degree": 2}
+FSDP = {"data_parallel_shard_degree": 2}
+CP = {"context_parallel_degree": 2}
+TP = {"tensor_parallel_degree": 2}
+PP = {"pipeline_parallel_degree": 2}
+OWN: Sections = {
+    "model": {"name": "plain", "flavor": "small"},
+    "experimental": {"custom_import": "plain_model"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bug, the plan that it is put into, and what the diagnosis has to say."""
+
+    patch: Patch
+    plan: dict[str, Any]
+    cause: str
+    more: Sections | None = None
+    steps: int = 1
+
+
+CASES = [
+    Case(
+        bugs.reduced_twice,
+        DDP,
+        "all 24 gradients are 2 times as large, which is the degree of dp_replicate: they are "
+        "reduced, or multiplied, by it once too often; the loss is right",
+    ),
+    Case(
+        bugs.larger_by_the_token_count,
+        PP,
+        r"all 24 gradients are \d+ times .* the number of targets in the step",
+        {"training": {"local_batch_size": 8}},
+    ),
+    Case(
+        bugs.shown_loss_divided_by_cp,
+        CP,
+        "the loss is 0.5 times as large, which is 1 over the degree of cp: divided by it once too "
+        "often. Gradients agree, so it is the shown loss alone",
+        {"training": {"local_batch_size": 8}},
+    ),
+    Case(
+        bugs.mean_of_means,
+        FSDP,
+        "a mean of means: the mean of each data-parallel rank is taken first",
+    ),
+    Case(
+        bugs.mean_of_means,
+        CP,
+        "a mean of means: the mean of each rank's part of the sequence is taken first",
+    ),
+    Case(
+        bugs.shards_start_alike,
+        FSDP,
+        "shards start alike: .* draw each parameter at its full shape",
+    ),
+    Case(
+        bugs.pending_input_to_a_compiled_block,
+        {**TP, **FSDP},
+        "with compile.enable = false the plan agrees: the compiled module layers.0 is given the "
+        "result of a collective that is still running",
+        {**OWN, "compile": {"enable": True, "backend": "aot_eager"}},
+    ),
+    Case(
+        bugs.waiting_cuts_the_way_back,
+        TP,
+        "with compile.enable = false the plan agrees: gradients are missing: the gradient of "
+        "tok_emb.weight",
+        {**OWN, "compile": {"enable": True, "backend": "aot_eager"}},
+    ),
+    Case(
+        bugs.one_counter_for_both_passes,
+        DDP,
+        'with activation_checkpoint.mode = "none" the plan agrees: activation checkpointing '
+        "recomputes other values than the forward pass had, first in layers.0.attention.wk",
+        {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+    ),
+    Case(
+        bugs.norms_not_reduced,
+        TP,
+        "9 of 24 gradients .* exactly those replicated over tp are right only when summed over "
+        "tp: the all-reduce over tp is missing",
+    ),
+    Case(
+        bugs.wrong_output_layout,
+        TP,
+        r"layers.0.w2 is the first module .* Summed over tp it is right.*Its output layout must "
+        r'reduce it .*"layers.\*.w2": RowwiseParallel',
+        OWN,
+    ),
+    Case(bugs.positions_from_zero, CP, "positions are wrong under context parallelism"),
+    Case(
+        bugs.positions_from_zero_in_the_model,
+        CP,
+        "embeddings.row_emb is the first module .* positions 0 to 31: the position or offset",
+    ),
+    Case(
+        bugs.norm_counts_replicas,
+        TP,
+        "the gradient norm is .* though every gradient agrees: gradients that are replicated over "
+        "tp are counted 2 times",
+    ),
+    Case(
+        bugs.norm_counts_replicas,
+        DDP,
+        "gradients that are replicated over dp_replicate are counted 2 times",
+    ),
+    Case(
+        bugs.norm_misses_strided_shards,
+        {**TP, **FSDP},
+        "sharded twice along one dimension, the second time over dp_shard only the first rank's "
+        "shard is counted",
+    ),
+    Case(
+        bugs.data_by_rank,
+        FSDP,
+        "the data depend on the plan: at step 1 rank 1 read images 1, 2, 3 and 4 of it, in place "
+        "of images 4 to 7",
+    ),
+    Case(
+        bugs.last_microbatch_dropped,
+        PP,
+        r"those of the stages on pp 0 are sums .* nothing of microbatch 3 of 4 \(counted from 0, "
+        r"the last\)",
+        {
+            "training": {"local_batch_size": 8},
+            "parallelism": {"pipeline_parallel_microbatch_size": 2},
+        },
+    ),
+    Case(
+        bugs.ring_skips_a_block,
+        CP,
+        r"layers.0.attention.inner is the first module .* on rank 1 alone \(cp 1\).*does not see "
+        "all keys and values",
+    ),
+    Case(bugs.replicas_drift, DDP, "clipping or the optimizer is wrong", steps=3),
+]
+
+
+def config_of(case: Case) -> JobConfig:
+    job: Sections = {"parallelism": case.plan, "training": {"local_batch_size": 4}}
+    sections = merged(DEBUG_JOB, job, case.more or {})
+    if "experimental" in sections:
+        del sections["model"]["zero_init_output"]
+    return make_config(sections)
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    with Verifier(timeout_seconds=60) as verifier:
+        yield verifier
+
+
+def name_of(case: Case) -> str:
+    return f"{case.patch.__name__} {' '.join(case.plan)}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_the_bug_is_caught_and_its_cause_named(verifier: Verifier, case: Case) -> None:
+    found = verifier.verify(config_of(case), steps=case.steps, patch=case.patch)
+    assert not found.agrees
+    assert found.dims.world_size <= 4
+    assert re.search(case.cause, found.cause), "\n".join(found.findings)
+
+
+def test_the_same_plans_agree_without_a_bug(verifier: Verifier) -> None:
+    cases = [case for case in CASES if case.more]
+    assert len(cases) > 4
+    for case in cases:
+        found = verifier.verify(config_of(case), steps=2)
+        assert found.agrees, found.findings

@@ -1,0 +1,92 @@
+"""On a rank: gradients as sums of the gradients of the batch's cells.
+
+A cell is what one loss is taken of: the targets of one microbatch on one data- and
+context-parallel rank. That a gradient is a sum of cells' gradients, with other factors than one,
+says that what is computed is right and how it is summed is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titanlite.attention import make_layout
+from titanlite.config import JobConfig
+from titanlite.job import Job
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.training.loss import IGNORE_INDEX
+from titanlite.training.shards import local_part, shard_of
+from titanlite.training.step import Microbatch
+from titanlite.verify.record import Cell
+from titanlite.verify.run import named_parameters
+
+# More are not told apart: each is a backward pass, and a copy of the gradients.
+MOST_CELLS = 48
+
+
+def cells_file(folder: str) -> Path:
+    """Where the gradients of each cell are, stacked by parameter."""
+    return Path(folder) / "cells.pt"
+
+
+def shares_of(
+    job: Job, names: list[str], record: Mapping[str, Tensor], folder: str
+) -> dict[str, tuple[tuple[float, ...], float]]:
+    """This rank's wrong gradients as sums of the cells' gradients, by least squares."""
+    by_cell = torch.load(cells_file(folder), mmap=True, weights_only=True)
+    parameters = named_parameters(job)
+    shares = {}
+    for name in names:
+        parameter = parameters.get(name)
+        if parameter is None or parameter.grad is None or name not in by_cell:
+            continue
+        own = local_part(parameter.grad).detach().cpu().double().flatten()
+        cells = torch.stack([shard_of(c, parameter).double().flatten() for c in by_cell[name]], 1)
+        if cells.size(0) != len(own) or len(own) < 2 * cells.size(1) or not own.isfinite().all():
+            continue
+        weights = torch.linalg.lstsq(cells, own[:, None], driver="gelsd").solution[:, 0]
+        scale = shard_of(record[name], parameter).double().norm().item()
+        left = (cells @ weights - own).norm().item()
+        shares[name] = (tuple(weights.tolist()), left / scale if scale else math.inf)
+    return shares
+
+
+def cells_of(plan: JobConfig, dims: ParallelDims) -> tuple[Cell, ...]:
+    """The cells of a plan's batch; microbatches are not told apart where there are too many."""
+    per_rank = plan.training.global_batch_size // dims.dp
+    size = plan.training.local_batch_size
+    if dims.pp_enabled:
+        size = plan.parallelism.pipeline_parallel_microbatch_size
+    count = per_rank // size
+    if dims.dp * count * dims.cp > MOST_CELLS:
+        count = 1
+    return tuple(
+        (data, microbatch, part)
+        for data in range(dims.dp)
+        for microbatch in range(count)
+        for part in range(dims.cp)
+    )
+
+
+def cut_cells(
+    batch: Microbatch, cells: tuple[Cell, ...], plan: JobConfig, dims: ParallelDims
+) -> Iterator[Microbatch]:
+    """The batch with the targets of one cell alone, for each cell."""
+    num_images, num_tokens = batch.tokens.shape
+    layout = make_layout(plan.parallelism.context_parallel_load_balancer, dims.cp)
+    count = 1 + max(microbatch for _, microbatch, _ in cells)
+    size = num_images // dims.dp // count
+    for data, microbatch, part in cells:
+        first = data * num_images // dims.dp + microbatch * size
+        images = slice(first, first + size)
+        held = torch.arange(num_tokens)
+        if dims.cp_enabled:
+            held = layout.positions(part, num_tokens)
+        targets = torch.full_like(batch.targets[images], IGNORE_INDEX)
+        held = held.to(targets.device)
+        targets[:, held] = batch.targets[images][:, held]
+        yield Microbatch(batch.tokens[images], targets, batch.positions)

@@ -1,0 +1,442 @@
+"""From the pattern of differences to the likeliest cause, in sentences; torch-free.
+
+Each function below asks one question of what the ranks measured, and says what it sees, if
+anything. They are asked in the order in which a step computes: what is wrong first is likeliest the
+cause of what is wrong later. No function knows of any one bug; they compare the numbers at
+hand with what each way of going wrong (a sum too many, a share missing, a rank left out) makes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from titanlite.verify.compare import (
+    KINDS,
+    same_shards,
+)
+from titanlite.verify.evidence import EXPLAINED, Evidence, data_rank, pooled, ranks_of, worst
+from titanlite.verify.factors import (
+    is_near,
+    listed,
+    name_parameters,
+    name_ranks,
+)
+from titanlite.verify.norms import explain_norm
+from titanlite.verify.record import (
+    ModuleOutput,
+)
+from titanlite.verify.weights import describe_shares
+
+
+def diagnose(evidence: Evidence) -> list[str]:
+    """What is wrong, the likeliest cause first."""
+    found: list[str] = []
+    for ask in QUESTIONS:
+        found += [sentence for sentence in ask(evidence) if sentence not in found]
+    if not found:
+        found = [_unexplained(evidence)]
+    found += _growth(evidence)
+    return found
+
+
+def _start(e: Evidence) -> Iterator[str]:
+    wrong = e.failed("start")
+    if not wrong:
+        return
+    shown = name_parameters(wrong, e.runs, "parameter")
+    if alike := sorted(set(same_shards(e.runs)) & set(wrong)):
+        yield (
+            f"shards start alike: {name_parameters(alike, e.runs, 'parameter')} start with the "
+            "same values in shards that hold different parts. Each rank has drawn its shard as if "
+            "it were the first; draw each parameter at its full shape, from a generator seeded by "
+            "its name, and cut that"
+        )
+        return
+    if any(split.step == 0 for split in e.splits):
+        yield (
+            f"ranks start with different values of what they should hold alike: {shown}. Their "
+            "random states differ; seed each parameter by its name, not by its rank"
+        )
+        return
+    ranks = ranks_of(e, lambda run: worst(run, "weights", 0, wrong))
+    yield f"{shown} start with other values than on one process, {name_ranks(ranks, e.runs, ranks)}"
+
+
+def _data(e: Evidence) -> Iterator[str]:
+    step = max(1, e.step)
+    per_rank = e.plan.training.global_batch_size // e.dims.dp
+    wrong: dict[int, tuple[int, ...]] = {}
+    for run in e.runs:
+        first = data_rank(e, run) * per_rank
+        if run.steps[step].images != tuple(range(first, first + per_rank)):
+            wrong[run.rank] = run.steps[step].images
+    if wrong:
+        rank, images = next(iter(wrong.items()))
+        first = data_rank(e, e.runs[rank]) * per_rank
+        strange = sum(image == -1 for image in images)
+        got = (
+            f"{strange} images that are not in the batch of one process"
+            if strange
+            else f"images {listed(images)} of it"
+        )
+        yield (
+            f"the data depend on the plan: at step {step} rank {rank} read {got}, in place of "
+            f"images {first} to {first + per_rank - 1} "
+            f"({name_ranks(wrong, e.runs, range(len(e.runs)))}). Which sample comes when must not "
+            "depend on the data-parallel degree: let the sampler count over all ranks together"
+        )
+    moved = [run.rank for run in e.runs if not run.steps[step].positions_agree]
+    if moved:
+        layout = e.plan.parallelism.context_parallel_load_balancer
+        yield (
+            "positions are wrong under context parallelism: the model is told other positions "
+            f"than those of the tokens a rank holds in the {layout} layout, "
+            f"{name_ranks(moved, e.runs, range(len(e.runs)))}. Cut the positions as the tokens are "
+            "cut; an offset of their own is wrong"
+        )
+    shifted = [run.rank for run in e.runs if not run.steps[step].targets_agree]
+    if shifted and not wrong:
+        yield (
+            "targets are not those of the tokens, "
+            f"{name_ranks(shifted, e.runs, range(len(e.runs)))}: make the targets before the "
+            "sequence is cut"
+        )
+
+
+def _count(e: Evidence) -> Iterator[str]:
+    """One wrong number of targets; where ranks have different ones, `_counts` says so later."""
+    step = max(1, e.step)
+    known = e.reference[step].num_tokens
+    counts = {run.steps[step].num_tokens for run in e.runs}
+    if len(counts) == 1 and counts != {known} and not e.failed("start"):
+        ratio = counts.pop() / known
+        same = e.factor(ratio)
+        because = f", which is {same}" if same else ""
+        yield (
+            f"the plan divides by {ratio:.6g} times as many targets as the step has{because}: "
+            "targets are counted on several ranks that hold the same, or not on all"
+        )
+
+
+def _counts(e: Evidence) -> Iterator[str]:
+    step = max(1, e.step)
+    counts = {run.steps[step].num_tokens for run in e.runs}
+    if len(counts) > 1:
+        yield (
+            f"ranks count different numbers of targets in a step ({listed(sorted(counts))}), and "
+            f"there are {e.reference[step].num_tokens}"
+        )
+
+
+def _cured(e: Evidence) -> Iterator[str]:
+    if not e.cured_by:
+        return
+    details = [*_pending_inputs(e), *_recomputed(e)] or list(_gradients(e))[:1]
+    because = f": {'; '.join(details)}" if details else ""
+    yield f"with {' and also with '.join(e.cured_by)} the plan agrees{because}"
+
+
+def _pending_inputs(e: Evidence) -> list[str]:
+    names = list(dict.fromkeys(name for trace in e.traces for name in trace.pending_inputs))
+    if not names:
+        return []
+    return [
+        f"the compiled module {names[0]} is given the result of a collective that is still "
+        "running (an AsyncCollectiveTensor), which the compiler differentiates wrongly; wait for "
+        "it before the compiled module"
+    ]
+
+
+def _recomputed(e: Evidence) -> list[str]:
+    largest: dict[str, float] = defaultdict(float)
+    for trace in e.traces:
+        for name, output in trace.modules.items():
+            largest[name] = max(largest[name], output.recomputed)
+    wrong = [name for name in _forward_order(e) if largest.get(name, 0.0) > 1e-9]
+    if not wrong:
+        return []
+    return [
+        f"activation checkpointing recomputes other values than the forward pass had, first in "
+        f"{wrong[0]} (by {largest[wrong[0]]:.1e}): what it saves and what it computes again must "
+        "be chosen alike both times, for instance by counts of their own for the forward pass and "
+        "the recomputation"
+    ]
+
+
+def _recomputation(e: Evidence) -> Iterator[str]:
+    if not e.cured_by:
+        yield from _recomputed(e)
+
+
+def _forward(e: Evidence) -> Iterator[str]:
+    wrong: dict[str, dict[int, ModuleOutput]] = defaultdict(dict)
+    holders: dict[str, list[int]] = defaultdict(list)
+    for trace in e.traces:
+        for name, output in trace.modules.items():
+            holders[name].append(trace.rank)
+            if output.wrong_calls:
+                wrong[name][trace.rank] = output
+    first = next((name for name in _forward_order(e) if name in wrong), None)
+    if first is None:
+        return
+    outputs = wrong[first]
+    name = first or "the model's logits"
+    parts = [
+        f"{name} is the first module in forward order whose output differs, "
+        f"{name_ranks(outputs, e.runs, holders[first])}; all before it agree"
+    ]
+    one = next(iter(outputs.values()))
+    if len(one.wrong_calls) < one.num_calls:
+        calls = listed(one.wrong_calls)
+        parts.append(f"of {one.num_calls} microbatches only {calls}")
+    sums = [trace.summed_output for trace in e.traces if trace.rank in outputs]
+    for axis in {axis for of_rank in sums for axis in of_rank}:
+        if all(axis in s and s[axis].difference < EXPLAINED for s in sums):
+            parts.append(
+                f"summed over {axis} it is right: the module puts out a sum that is still to be "
+                f"made. Its output layout must reduce it over {axis} (Replicate() or Shard(...))"
+            )
+    if shape := next((output.shape for output in outputs.values() if output.shape), ""):
+        parts.append(f"its shape on a rank is {shape}: its output layout is another one")
+    if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:
+        parts.append(
+            f"it is what belongs to {listed(sorted(places))}: the position or offset that it is "
+            "given, or counts by itself, is not that of the rank's tokens"
+        )
+    factor, left = pooled([output.agreement for output in outputs.values()])
+    if left < EXPLAINED and not is_near(factor, 1.0):
+        same = e.factor(factor)
+        parts.append(f"it is {factor:.6g} times as large{f', which is {same}' if same else ''}")
+    style = next((t.styles[first] for t in e.traces if first in t.styles), "")
+    if style:
+        parts.append(f"its entry in the tensor-parallel plan is {style}")
+    elif e.dims.cp_enabled and len(outputs) < len(holders[first]):
+        parts.append(
+            "other ranks of cp have it right, so it does not see all keys and values of the "
+            "others, or sees some twice"
+        )
+    yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
+
+
+def _loss(e: Evidence) -> Iterator[str]:
+    if not e.failed("loss"):
+        return
+    own, known = e.runs[0].steps[e.step].loss, e.reference[e.step].loss
+    if len({run.steps[e.step].loss for run in e.runs}) > 1:
+        values = {run.steps[e.step].loss for run in e.runs}
+        yield f"ranks report different losses ({len(values)} of them): a sum over ranks is missing"
+    gradients_agree = not e.failed("gradient")
+    if is_near(own, known):
+        return
+    ratio = own / known if known else float("nan")
+    same = e.factor(ratio)
+    if same:
+        shown = (
+            ". Gradients agree, so it is the shown loss alone that is wrong"
+            if gradients_agree
+            else ""
+        )
+        way = "divided by it once too often" if ratio < 1 else "summed over it once too often"
+        yield f"the loss is {ratio:.6g} times as large, which is {same}: {way}{shown}"
+    elif gradients_agree:
+        yield (
+            f"the loss is {ratio:.6g} times as large though all gradients agree: the shown loss "
+            "alone is wrong"
+        )
+
+
+def _gradients(e: Evidence) -> Iterator[str]:
+    wrong = e.failed("gradient")
+    if not wrong:
+        return
+    pending = [name for run in e.runs for name in run.pending if name in wrong]
+    if pending:
+        yield (
+            f"{name_parameters(set(pending), e.runs, 'gradient')} are sums over ranks that were "
+            "never made when the optimizer is given them: an all-reduce is missing"
+        )
+        return
+    absent = {
+        name
+        for run in e.runs
+        for name in wrong
+        if (found := run.steps[e.step].gradients.get(name)) is not None and not found.digest
+    }
+    if absent:
+        yield (
+            f"gradients are missing: {name_parameters(absent, e.runs, 'gradient')}. The backward "
+            "pass does not come there, as the way back is cut somewhere in the forward pass"
+        )
+    yield from _missing_sums(e, wrong)
+    yield from _factors(e, wrong)
+
+
+def _shared_out(e: Evidence) -> Iterator[str]:
+    """Gradients of which each rank or microbatch has its share, in wrong proportions."""
+    rest = [name for name in e.failed("gradient") if _factor_of(e, name) is None]
+    if rest and e.reference_trace is not None and not list(_missing_sums(e, rest)):
+        yield from describe_shares(e.reference_trace, e.traces, e.runs, rest)
+
+
+def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
+    """Gradients that are right once summed over an axis."""
+    by_axis: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in wrong:
+        sums = [t.summed_gradients[name] for t in e.traces if name in t.summed_gradients]
+        for axis in {axis for of_rank in sums for axis in of_rank}:
+            found = [of_rank[axis] for of_rank in sums if axis in of_rank]
+            factor, left = pooled(found)
+            spread = {round(pooled([one])[0], 6) for one in found}
+            if left < EXPLAINED and len(spread) == 1 and not _has_factor(e, name):
+                words = "" if is_near(factor, 1.0) else f", but for a factor of {factor:.6g}"
+                by_axis[axis, words].append(name)
+    for (axis, words), names in by_axis.items():
+        yield (
+            f"{name_parameters(names, e.runs, 'gradient')} are right only when summed over "
+            f"{axis}{words}: the all-reduce over {axis} is missing, and each rank has the share of "
+            "its own tokens"
+        )
+
+
+def _has_factor(e: Evidence, name: str) -> bool:
+    return _factor_of(e, name) is not None
+
+
+def _factor_of(e: Evidence, name: str) -> float | None:
+    """The one factor between a gradient and the reference's on every rank, if there is one."""
+    parts = [
+        run.steps[e.step].gradients[name]
+        for run in e.runs
+        if name in run.steps[e.step].gradients and run.steps[e.step].gradients[name].bb > 0
+    ]
+    factor, left = pooled(parts)
+    return factor if parts and left < EXPLAINED else None
+
+
+def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
+    """One factor for all or some."""
+    groups: dict[float, list[str]] = defaultdict(list)
+    for name in wrong:
+        factor = _factor_of(e, name)
+        if factor is None or is_near(factor, 1.0):
+            continue
+        known = next((value for value in groups if is_near(factor, value)), factor)
+        groups[known].append(name)
+    for factor, names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        who = name_parameters(names, e.runs, "gradient")
+        same = e.factor(factor)
+        if factor == 0 or abs(factor) < EXPLAINED:
+            yield f"{who} are zero: the backward pass does not reach them"
+        elif same:
+            verb = (
+                "they are reduced, or multiplied, by it once too often"
+                if factor > 1
+                else "they are averaged where they should be summed, or divided once too often"
+            )
+            loss = "" if e.failed("loss") else "; the loss is right"
+            yield f"{who} are {factor:.6g} times as large, which is {same}: {verb}{loss}"
+        else:
+            yield f"{who} are {factor:.6g} times as large"
+
+
+def _norm(e: Evidence) -> Iterator[str]:
+    if not e.failed("norm") or e.failed("gradient") or e.failed("start"):
+        return
+    own, known = e.runs[0].steps[e.step].norm, e.reference[e.step].norm
+    norms = {run.steps[e.step].norm for run in e.runs}
+    if len(norms) > 1:
+        yield f"ranks have different gradient norms ({listed(sorted(norms), 3)})"
+    words = explain_norm(e.runs, e.step, own)
+    ratio = f"the gradient norm is {own / known:.6g} times as large though every gradient agrees"
+    same = e.factor(own / known)
+    if words:
+        yield f"{ratio}: {words}. Count each element of each gradient once, whatever holds it"
+    elif same:
+        yield f"{ratio}; the factor is {same}"
+    else:
+        yield ratio
+
+
+def _update(e: Evidence) -> Iterator[str]:
+    wrong = e.failed("weight")
+    if not wrong or any(e.failed(kind) for kind in ("start", "gradient", "norm")):
+        return
+    shown = name_parameters(wrong, e.runs, "weight")
+    own, known = e.runs[0].steps[e.step].lr, e.reference[e.step].lr
+    if own != known:
+        yield f"the learning rate is {own:.6g}, not {known:.6g}"
+    ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
+    yield (
+        f"gradients and their norm agree and {shown} differ after the step, "
+        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: clipping or the optimizer is wrong"
+    )
+
+
+def _replicas(e: Evidence) -> Iterator[str]:
+    splits = [split for split in e.splits if split.step == e.step]
+    if splits and not any(e.failed(kind) for kind in ("start",)):
+        groups = " and ".join(
+            f"rank{'s' if len(group) > 1 else ''} {listed(group)}" for group in splits[0].groups
+        )
+        names = {split.name for split in splits}
+        yield (
+            f"from step {e.step} on {name_parameters(names, e.runs, 'parameter')} are not the same "
+            f"on ranks that should hold them alike ({groups} have different bits)"
+        )
+
+
+def _growth(e: Evidence) -> list[str]:
+    """Whether it came at once or grew, where it did not come with the first step."""
+    if e.step <= 1 or not e.failures:
+        return []
+    first = min((f for f in e.failures if f.step == e.step), key=lambda f: KINDS.index(f.kind))
+    key = first.kind, first.name
+    series = [of_step.get(key, 0.0) for of_step in e.differences[: e.step + 1]]
+    before = [value for value in series[1:-1] if value > 0.0]
+    if before and first.difference < 1e3 * before[-1] and before[-1] > 3 * before[0]:
+        return [
+            f"it grows, from {before[0]:.1e} at step 1 to {first.difference:.1e} at step {e.step}: "
+            "rounding that is amplified, more than a wrong sum"
+        ]
+    last = before[-1] if before else 0.0
+    return [
+        f"it begins at step {e.step}, with a jump from {last:.1e} to {first.difference:.1e}: "
+        "steps before it agree, so look at what is done only from then on"
+    ]
+
+
+def _unexplained(e: Evidence) -> str:
+    wrong = set(e.failed("gradient"))
+    if wrong:
+        order = _forward_order(e)
+        place = {name: index for index, name in enumerate(order)}
+        last = max(wrong, key=lambda name: place.get(name.rpartition(".")[0], -1))
+        ranks = ranks_of(e, lambda run: worst(run, "gradients", e.step, sorted(wrong)))
+        return (
+            f"every module's output agrees, and {name_parameters(wrong, e.runs, 'gradient')} do "
+            f"not, {name_ranks(ranks, e.runs, range(len(e.runs)))}: the backward pass is wrong, "
+            f"first at {last}, in backward order, by no factor and no share of the batch"
+        )
+    return "no pattern: see the table for what differs"
+
+
+def _forward_order(e: Evidence) -> Sequence[str]:
+    return () if e.reference_trace is None else e.reference_trace.modules
+
+
+QUESTIONS = (
+    _start,
+    _data,
+    _count,
+    _cured,
+    _recomputation,
+    _forward,
+    _shared_out,
+    _loss,
+    _gradients,
+    _counts,
+    _norm,
+    _update,
+    _replicas,
+)

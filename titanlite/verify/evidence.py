@@ -1,0 +1,93 @@
+"""All that was measured of a plan that differs, and the questions' common ways of reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from titanlite.config import JobConfig
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.verify.compare import Failure, Key, Split
+from titanlite.verify.factors import name_factor
+from titanlite.verify.record import Agreement, RankRun, RankTrace, ReferenceStep, ReferenceTrace
+
+# A factor's leftover: what is not explained by it, relative to the whole.
+EXPLAINED = 1e-6
+
+
+@dataclass
+class Evidence:
+    """All that is known of a plan that differs; what follows from it is found by `diagnose`."""
+
+    plan: JobConfig
+    dims: ParallelDims
+    reference: Sequence[ReferenceStep]
+    runs: Sequence[RankRun]
+    differences: Sequence[dict[Key, float]]
+    failures: Sequence[Failure]
+    splits: Sequence[Split]
+    reference_trace: ReferenceTrace | None = None
+    traces: Sequence[RankTrace] = ()
+    cured_by: Sequence[str] = ()
+    """Settings with which the plan agrees, such as "compile.enable = false"."""
+
+    @property
+    def step(self) -> int:
+        """The first step in which something differs."""
+        return min([f.step for f in self.failures] + [s.step for s in self.splits])
+
+    def failed(self, kind: str) -> list[str]:
+        """The names of what of this kind differs at that step."""
+        return [f.name for f in self.failures if f.step == self.step and f.kind == kind]
+
+    @property
+    def num_microbatches(self) -> int:
+        """On a rank and in a step."""
+        size = self.plan.training.local_batch_size
+        if self.dims.pp_enabled:
+            size = self.plan.parallelism.pipeline_parallel_microbatch_size
+        return self.plan.training.global_batch_size // self.dims.dp // size
+
+    def factor(self, value: float) -> str:
+        return name_factor(
+            value,
+            self.dims,
+            num_microbatches=self.num_microbatches,
+            num_targets=self.reference[max(1, self.step)].num_tokens,
+            batch=self.plan.training.global_batch_size,
+        )
+
+
+def pooled(parts: Sequence[Agreement]) -> tuple[float, float]:
+    """The factor that fits all parts best, and what it leaves unexplained, relative to the whole.
+
+    A factor is one only where it fits every part by itself.
+    """
+    bb, ab = sum(p.bb for p in parts), sum(p.ab for p in parts)
+    if bb == 0.0:
+        return 0.0, float("inf")
+    factor = ab / bb
+    left = 0.0
+    for part in parts:
+        residual = part.aa - 2 * factor * part.ab + factor * factor * part.bb
+        size = max(part.aa, factor * factor * part.bb, part.bb)
+        # The difference of nearly equal sums of squares: rounding is of the order of its root.
+        left = max(left, (max(0.0, residual) / size) ** 0.5 if size else 0.0)
+    return factor, 0.0 if left < 3e-7 else left
+
+
+def worst(run: RankRun, tensors: str, step: int, names: Sequence[str]) -> float:
+    found = getattr(run.steps[step], tensors)
+    return max((found[name].difference for name in names if name in found), default=0.0)
+
+
+def ranks_of(e: Evidence, difference: Callable[[RankRun], float]) -> list[int]:
+    """The ranks whose difference is not far below the others'."""
+    values = {run.rank: difference(run) for run in e.runs}
+    largest = max(values.values())
+    return [rank for rank, value in values.items() if value > 0 and value >= 1e-4 * largest]
+
+
+def data_rank(e: Evidence, run: RankRun) -> int:
+    place = run.coordinates
+    return place["dp_replicate"] * e.dims.dp_shard + place["dp_shard"]

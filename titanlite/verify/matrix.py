@@ -1,0 +1,324 @@
+"""Every pair of features over legal plans of one small model: `titanlite verify --matrix`.
+
+    features_of, plans_of    the features, and plans that together have each legal pair of them
+    run_matrix               verify each, keep results in a file, draw the overview
+
+Results are appended to results.jsonl as they come: a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from titanlite.config import JobConfig, make_config
+from titanlite.config.toml import quote
+from titanlite.errors import ConfigError
+from titanlite.mesh.parallel_dims import AXES, divisors
+from titanlite.observe.quantities import format_duration
+from titanlite.observe.terminal import is_terminal, terminal_width
+from titanlite.schedule import SCHEDULES
+from titanlite.verify.covering import Choice, cover_pairs, pairs
+from titanlite.verify.report import describe_key
+from titanlite.verify.verify import Verification, Verifier
+
+OFF = "-"
+"""The value of a feature that has nothing to act on, such as a schedule without a pipeline."""
+
+BATCH = 16
+
+# What needs an axis to be there: feature -> (axes of which one must have ranks, its other values).
+NEEDS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
+    "schedule": (("pp",), tuple(SCHEDULES)),
+    "layout": (("cp",), ("headtail", "striped", "none")),
+    "rotation": (("cp",), ("alltoall", "allgather")),
+    "loss parallel": (("tp",), ("on", "off")),
+    "reshard": (("dp_shard", "cp"), ("default", "always", "never")),
+    "offload": (("dp_shard", "cp"), ("on", "off")),
+}
+
+
+def features_of(num_ranks: int, *, with_compile: bool = False) -> dict[str, list[Any]]:
+    """Each feature and its values, for plans over `num_ranks` ranks."""
+    degrees = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    return {
+        **{axis: degrees if axis != "pp" else [n for n in degrees if n <= 4] for axis in AXES},
+        **{name: [OFF, *values] for name, (_, values) in NEEDS.items()},
+        "checkpoint": ["none", "full", "every 2nd", "by operator"],
+        "accumulation": ["off", "on"],
+        "clipping": ["on", "off"],
+        **({"compile": ["off", "on"]} if with_compile else {}),
+    }
+
+
+@functools.cache
+def plans_of(num_ranks: int, *, with_compile: bool = False, seed: int = 0) -> list[Choice]:
+    """Choices that together have every pair of features that a legal plan has."""
+    features = features_of(num_ranks, with_compile=with_compile)
+    grids = [
+        grid
+        for grid in itertools.product(*(features[axis] for axis in AXES))
+        if math.prod(grid) == num_ranks
+    ]
+    known: dict[str, bool] = {}
+
+    def draw(random_: random.Random, start: Choice) -> Choice:
+        """A grid that has the axes given, and values for what then has something to act on."""
+        fitting = [
+            grid
+            for grid in grids
+            if all(start.get(axis, n) == n for axis, n in zip(AXES, grid, strict=True))
+        ]
+        if not fitting:
+            return {}
+        # Of plans with a feature that needs an axis, only those with that axis are worth a draw.
+        for name, (axes, _) in NEEDS.items():
+            if name in start:
+                fitting = [
+                    grid
+                    for grid in fitting
+                    if (start[name] != OFF) == any(grid[AXES.index(axis)] > 1 for axis in axes)
+                ]
+        if not fitting:
+            return {}
+        choice = dict(zip(AXES, random_.choice(fitting), strict=True))
+        for name, values in features.items():
+            if name in NEEDS:
+                axes, options = NEEDS[name]
+                is_on = any(choice[axis] > 1 for axis in axes)
+                choice[name] = random_.choice(options) if is_on else OFF
+            elif name not in choice:
+                choice[name] = random_.choice(values)
+        return choice | start
+
+    def is_legal(choice: Choice) -> bool:
+        if not choice:
+            return False
+        key = repr(sorted(choice.items()))
+        if key not in known:
+            try:
+                # All degrees are given, so that making it checks all there is.
+                job_of(choice)
+                known[key] = True
+            except ConfigError:
+                known[key] = False
+        return known[key]
+
+    return cover_pairs(features, is_legal, seed, draw, num_draws=60, num_legal=12)
+
+
+def job_of(choice: Mapping[str, Any]) -> JobConfig:
+    """The small model's job under the plan that `choice` describes; ConfigError if not legal.
+
+    A pipeline has as few microbatches as its schedule runs with, but one a rank where it can.
+    """
+    local = BATCH // (choice["dp_replicate"] * choice["dp_shard"])
+    local = max(1, local // 2) if choice["accumulation"] == "on" else max(1, local)
+    problems: ConfigError | None = None
+    sizes = divisors(local) if choice["pp"] > 1 else [1]
+    for size in sorted(sizes, key=lambda size: (local // size < choice["pp"], -size)):
+        try:
+            return make_config(_sections_of(choice, local, size))
+        except ConfigError as error:
+            problems = error
+    assert problems is not None
+    raise problems
+
+
+def _sections_of(
+    choice: Mapping[str, Any], local_batch_size: int, microbatch_size: int
+) -> dict[str, dict[str, Any]]:
+    mode, every = {
+        "none": ("none", "op"),
+        "full": ("full", "op"),
+        "every 2nd": ("selective", "2"),
+        "by operator": ("selective", "op"),
+    }[choice["checkpoint"]]
+    parallelism: dict[str, Any] = {
+        "pipeline_parallel_degree": choice["pp"],
+        "data_parallel_replicate_degree": choice["dp_replicate"],
+        "data_parallel_shard_degree": choice["dp_shard"],
+        "context_parallel_degree": choice["cp"],
+        "tensor_parallel_degree": choice["tp"],
+    }
+    num_blocks = 2
+    if choice["schedule"] != OFF:
+        num_blocks = choice["pp"] * SCHEDULES[choice["schedule"]].min_chunks
+        parallelism |= {
+            "pipeline_parallel_schedule": choice["schedule"],
+            "pipeline_parallel_first_stage_less_layers": 0,
+            "pipeline_parallel_last_stage_less_layers": 0,
+            "pipeline_parallel_microbatch_size": microbatch_size,
+        }
+    if choice["layout"] != OFF:
+        parallelism["context_parallel_load_balancer"] = choice["layout"]
+    if choice["rotation"] != OFF:
+        parallelism["context_parallel_rotate_method"] = choice["rotation"]
+    if choice["reshard"] != OFF:
+        parallelism["fsdp_reshard_after_forward"] = choice["reshard"]
+    if choice["loss parallel"] == "off":
+        parallelism["disable_loss_parallel"] = True
+    return {
+        "model": {"flavor": "debug", "num_layers": num_blocks},
+        "training": {
+            "dataset": "synthetic",
+            "local_batch_size": local_batch_size,
+            "global_batch_size": BATCH,
+            "max_norm": 1.0 if choice["clipping"] == "on" else math.inf,
+            "enable_cpu_offload": choice["offload"] == "on",
+            "steps": 20,
+        },
+        "lr_scheduler": {"warmup_steps": 2},
+        "parallelism": parallelism,
+        "activation_checkpoint": {"mode": mode, "selective_ac_option": every},
+        "compile": {"enable": choice.get("compile") == "on", "backend": "aot_eager"},
+    }
+
+
+def run_matrix(
+    *,
+    num_ranks: int = 8,
+    folder: Path,
+    steps: int = 2,
+    with_compile: bool = False,
+    limit: int | None = None,
+    stream: TextIO | None = None,
+    verifier: Verifier | None = None,
+) -> int:
+    """Verify every plan whose result is not in `folder` yet; 0 if all agree, 1 if not.
+
+    Writes results.jsonl, a line a plan as it comes, and overview.html. With a `limit` no more than
+    the first plans, which show the most pairs.
+    """
+    from titanlite.verify.overview import draw_overview
+
+    out = sys.stdout if stream is None else stream
+    features = features_of(num_ranks, with_compile=with_compile)
+    choices = plans_of(num_ranks, with_compile=with_compile)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        results = read_results(folder, num_ranks, steps)
+    except OSError as error:
+        raise ConfigError(
+            f"--output: {quote(str(folder))} cannot be used ({error.strerror}); give another"
+        ) from error
+    todo = [choice for choice in choices[:limit] if _key(choice) not in results]
+    print(
+        f"{len(choices)} plans of {num_ranks} ranks have all {_count_pairs(choices)} legal pairs "
+        f"of {len(features)} features; {len(results)} are done, {len(todo)} to run",
+        file=out,
+        flush=True,
+    )
+    start = time.monotonic()
+    # A verifier that is given is not ended.
+    opened = contextlib.nullcontext(verifier) if verifier else Verifier()
+    with opened as ranks, (folder / "results.jsonl").open("a") as lines:
+        # What a run that was killed left of its last line is ended.
+        lines.write("\n" if lines.tell() else "")
+        try:
+            for index, choice in enumerate(todo):
+                found = ranks.verify(job_of(choice), steps=steps)
+                result = _result(choice, found, num_ranks, steps)
+                results[_key(choice)] = result
+                lines.write(json.dumps(result) + "\n")
+                lines.flush()
+                _show(out, result, index + 1, len(todo), time.monotonic() - start)
+        finally:
+            shown = [results[_key(choice)] for choice in choices if _key(choice) in results]
+            page = draw_overview(shown, features, num_ranks, choices)
+            (folder / "overview.html").write_text(page, encoding="utf-8")
+    wrong = [result for result in shown if not result["agrees"]]
+    seconds = sum(result["seconds"] for result in shown)
+    print(_summary(shown, wrong, seconds), file=out)
+    for result in wrong:
+        print(f"\n{name_of(result['choice'])}\n  {result['cause']}", file=out)
+    print(f"\n{folder / 'overview.html'}", file=out)
+    return 1 if wrong else 0
+
+
+def read_results(folder: Path, num_ranks: int, steps: int) -> dict[str, dict[str, Any]]:
+    """The results that are in `folder`, by the plan's key; half a line at the end is left out."""
+    path = folder / "results.jsonl"
+    results = {}
+    for line in filter(None, path.read_text().splitlines()) if path.exists() else ():
+        try:
+            result = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if (result["num_ranks"], result["steps"]) == (num_ranks, steps):
+            results[_key(result["choice"])] = result
+    return results
+
+
+def name_of(choice: Mapping[str, Any]) -> str:
+    """A plan in words: its degrees, and what is not off."""
+    degrees = " x ".join(f"{axis} {choice[axis]}" for axis in AXES if choice[axis] > 1)
+    rest = [f"{k} {v}" for k, v in choice.items() if k not in AXES and v not in (OFF, "off")]
+    return ", ".join([degrees or "one rank", *rest])
+
+
+def _key(choice: Mapping[str, Any]) -> str:
+    text = json.dumps(choice, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _count_pairs(choices: Sequence[Choice]) -> int:
+    return len(set().union(*map(pairs, choices)))
+
+
+def _result(choice: Choice, found: Verification, num_ranks: int, steps: int) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "choice": choice,
+        "num_ranks": num_ranks,
+        "steps": steps,
+        "agrees": found.agrees,
+        "seconds": round(found.seconds, 2),
+        "cause": found.cause,
+    }
+    if found.differences:
+        step, key = found.worst
+        difference = found.differences[step][key]
+        result["largest"] = difference if math.isfinite(difference) else None
+        result["margin"] = found.margin if math.isfinite(found.margin) else None
+        result["of"] = f"{describe_key(key)} at step {step}"
+    return result
+
+
+def _show(out: TextIO, result: dict[str, Any], done: int, total: int, seconds: float) -> None:
+    """A line a plan; on a terminal a bar below that stays."""
+    mark = "agrees " if result["agrees"] else "DIFFERS"
+    largest = result.get("largest")
+    figure = "" if largest is None else f"{largest:.0e}"
+    line = f"{done:4}/{total} {mark} {figure:6} {result['seconds']:5.1f} s  "
+    line += name_of(result["choice"])
+    if not is_terminal(out):
+        print(line, file=out, flush=True)
+        return
+    width = terminal_width(out)
+    left = format_duration(seconds / done * (total - done))
+    room = max(10, width - 30)
+    filled = room * done // total
+    bar = f"[{'#' * filled}{'.' * (room - filled)}] {done}/{total}, {left} left"
+    out.write(f"\r\x1b[K{line[: width - 1]}\n{bar[: width - 1]}")
+    out.write("\n" if done == total else "")
+    out.flush()
+
+
+def _summary(shown: list[dict[str, Any]], wrong: list[dict[str, Any]], seconds: float) -> str:
+    largest = max((r["largest"] for r in shown if r.get("largest") is not None), default=0.0)
+    margin = min((r["margin"] for r in shown if r.get("margin") is not None), default=math.inf)
+    verdict = f"{len(wrong)} differ" if wrong else "all agree"
+    return (
+        f"\n{len(shown)} plans, {verdict}; largest difference {largest:.1e}, "
+        f"least margin {margin:,.0f}; {format_duration(seconds)} of verification"
+    )

@@ -1,0 +1,82 @@
+"""Which way of counting gradients gives the norm that a plan has; torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from titanlite.verify.compare import holders_of
+from titanlite.verify.factors import how_in_words, is_near
+from titanlite.verify.record import RankRun
+
+
+def explain_norm(runs: Sequence[RankRun], step: int, norm: float) -> str:
+    """What was counted twice or not at all, if that gives `norm`; empty where nothing does."""
+    if is_near(true_norm(runs, step), norm, 1e-9):
+        return ""
+    for words, predicted in _ways_of_counting(runs, step):
+        if is_near(predicted, norm, 1e-9):
+            return words
+    return ""
+
+
+def true_norm(runs: Sequence[RankRun], step: int) -> float:
+    """The norm of the plan's own gradients, each element counted once."""
+    return math.sqrt(sum(_squares(runs, step, name) for name in holders_of(runs)))
+
+
+def _squares(runs: Sequence[RankRun], step: int, name: str) -> float:
+    """The sum of squares of one gradient, of each of its shards once."""
+    return sum(_local(runs, step, ranks[0], name) for ranks in holders_of(runs)[name].values())
+
+
+def _local(runs: Sequence[RankRun], step: int, rank: int, name: str) -> float:
+    gradient = runs[rank].steps[step].gradients.get(name)
+    return 0.0 if gradient is None else gradient.aa
+
+
+def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str, float]]:
+    holders = holders_of(runs)
+    once = {name: _squares(runs, step, name) for name in holders}
+    total = sum(once.values())
+    placed = {name: axes for run in runs for name, axes in run.placements.items()}
+    axes = sorted({axis for run in runs for axis in next(iter(run.placements.values()), {})})
+    degrees = {axis: len({run.coordinates[axis] for run in runs}) for axis in axes}
+    for axis in axes:
+        replicated = [name for name in placed if placed[name][axis] == "replicated"]
+        extra = (degrees[axis] - 1) * sum(once[name] for name in replicated)
+        yield (
+            f"gradients that are replicated over {axis} are counted {degrees[axis]} times, "
+            "once on each rank that holds them",
+            math.sqrt(total + extra),
+        )
+    copies = {name: len(next(iter(ranks.values()))) for name, ranks in holders.items()}
+    yield (
+        "replicated gradients are counted once on every rank that holds them",
+        math.sqrt(sum(copies[name] * once[name] for name in once)),
+    )
+    for axis in axes:
+        for kinds in (("strided",), ("sharded",), ("sharded", "strided")):
+            names = [name for name in placed if placed[name][axis] in kinds]
+            if not names:
+                continue
+            words = " or ".join(map(how_in_words, kinds))
+            missing = sum(
+                _local(runs, step, ranks[0], name)
+                for name in names
+                for ranks in holders[name].values()
+                if runs[ranks[0]].coordinates[axis] > 0
+            )
+            yield (
+                f"of gradients that are {words} over {axis} only the first rank's shard is "
+                "counted, as if they were replicated",
+                math.sqrt(max(0.0, total - missing)),
+            )
+            yield (
+                f"gradients that are {words} over {axis} are counted {degrees[axis]} times",
+                math.sqrt(total + (degrees[axis] - 1) * sum(once[name] for name in names)),
+            )
+    for run in runs:
+        own = math.sqrt(sum(_local(runs, step, run.rank, name) for name in run.placements))
+        if not is_near(own, math.sqrt(total)):
+            yield "a rank's own gradients are counted alone, without a sum over ranks", own

@@ -1,0 +1,155 @@
+"""On a rank: which part of the reference's output of a module this rank's output should be.
+
+The reference's dimensions are labelled by running it on fewer images and on fewer tokens: the one
+that shrinks counts them. A rank's part is then its images, its tokens, and, where a dimension is
+smaller than that, its chunk over the tensor axis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.job import Job, dp_rank
+from titanlite.names import canonical_name
+from titanlite.training.step import Microbatch
+from titanlite.verify.record import Agreement, ModuleOutput
+from titanlite.verify.run import agreement, held_positions
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""How far outputs may be from the reference's: far above rounding, below what a bug does."""
+
+
+def label_dimensions(model: nn.Module, batch: Microbatch) -> dict[str, tuple[int | None, ...]]:
+    """For each module's output which dimension counts images and which tokens, found by trying."""
+    tokens = batch.tokens[:1].repeat(2, 1)
+    half = tokens.size(1) // 2
+    whole, one, short = (
+        _shapes_of(model, t, batch.positions[: t.size(1)])
+        for t in (tokens, tokens[:1], tokens[:, :half])
+    )
+
+    def changed(name: str, other: Mapping[str, torch.Size]) -> int | None:
+        shape, others = whole[name], other.get(name, whole[name])
+        if len(shape) != len(others):
+            return None
+        return next((dim for dim in range(len(shape)) if shape[dim] != others[dim]), None)
+
+    return {name: (changed(name, one), changed(name, short)) for name in whole}
+
+
+@torch.no_grad()
+def _shapes_of(model: nn.Module, tokens: Tensor, positions: Tensor) -> dict[str, torch.Size]:
+    shapes: dict[str, torch.Size] = {}
+
+    def note(name: str, output: Any) -> None:
+        if isinstance(output, tuple | list) and output:
+            output = output[0]
+        if isinstance(output, Tensor):
+            shapes[name] = output.shape
+
+    hooks = [
+        module.register_forward_hook(lambda _, inputs, output, name=name: note(name, output))
+        for name, module in model.named_modules()
+    ]
+    try:
+        # A model that takes whole images alone leaves its tokens unlabelled.
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            model(tokens, positions)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {canonical_name(name): shape for name, shape in shapes.items()}
+
+
+@dataclass
+class Part:
+    """Which part of the reference's tensors a rank's outputs should be."""
+
+    job: Job
+    microbatches: list[Microbatch]
+
+    def compare(
+        self, calls: list[Tensor], whole: Tensor, labels: tuple[int | None, ...]
+    ) -> tuple[ModuleOutput, list[Tensor]]:
+        """A module's outputs in the order of its calls beside `whole`, the reference's."""
+        num_images = sum(batch.tokens.size(0) for batch in self.microbatches)
+        first = dp_rank(self.job.dims, self.job.world.rank) * num_images
+        per_call = max(1, num_images // len(calls))
+        tolerance = TOLERANCES.get(calls[0].dtype, 0.1)
+        held = held_positions(self.job)
+        wrong, sums, parts = [], [0.0, 0.0, 0.0], []
+        worst = agreement(whole, whole, whole)
+        shape = ""
+        for index, call in enumerate(calls):
+            images = range(first + index * per_call, first + (index + 1) * per_call)
+            part = self._part(call, whole, labels, images, held)
+            if part is None:
+                shape = f"{list(call.shape)}, which is no part of {list(whole.shape)}"
+                part = torch.zeros(0)
+            parts.append(part)
+            found = agreement(call, part, whole)
+            sums = [s + v for s, v in zip(sums, (found.aa, found.ab, found.bb), strict=True)]
+            if found.difference > tolerance:
+                wrong.append(index)
+            worst = max(worst, found, key=lambda a: a.error)
+        elsewhere = ""
+        if wrong and not shape and self.job.dims.cp_enabled and labels[1] is not None:
+            index = wrong[0]
+            images = range(first + index * per_call, first + (index + 1) * per_call)
+            elsewhere = self._elsewhere(calls[index], whole, labels, images, tolerance)
+        combined = Agreement(worst.error, worst.scale, sums[0], sums[1], sums[2], "")
+        return ModuleOutput(combined, len(calls), tuple(wrong), shape, elsewhere), parts
+
+    def _part(
+        self,
+        call: Tensor,
+        whole: Tensor,
+        labels: tuple[int | None, ...],
+        images: range,
+        held: Tensor,
+    ) -> Tensor | None:
+        batch_dim, token_dim = labels
+        if call.ndim != whole.ndim:
+            return None
+        part = whole
+        if batch_dim is not None:
+            part = part.narrow(batch_dim, images.start, len(images))
+        if token_dim is not None:
+            part = part.index_select(token_dim, held)
+        dims = self.job.dims
+        for dim in range(call.ndim):
+            if call.size(dim) != part.size(dim):
+                chunks = part.chunk(dims.tp, dim)
+                place = dims.coordinates(self.job.world.rank)["tp"]
+                if place >= len(chunks) or chunks[place].size(dim) != call.size(dim):
+                    return None
+                part = chunks[place]
+        return part
+
+    def _elsewhere(
+        self,
+        call: Tensor,
+        whole: Tensor,
+        labels: tuple[int | None, ...],
+        images: range,
+        tolerance: float,
+    ) -> str:
+        """The cp rank for whose tokens the output would be right, or the first places."""
+        job, n = self.job, len(held_positions(self.job))
+        num_tokens = n * job.dims.cp
+        candidates = {
+            f"the tokens of cp {rank}": job.layout.positions(rank, num_tokens)
+            for rank in range(job.dims.cp)
+        }
+        candidates[f"positions 0 to {n - 1}"] = torch.arange(n)
+        for words, held in candidates.items():
+            part = self._part(call, whole, labels, images, held)
+            if part is not None and agreement(call, part, whole).difference < tolerance:
+                return words
+        return ""

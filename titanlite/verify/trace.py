@@ -1,0 +1,341 @@
+"""On a rank: one step looked at closely, once something is known to differ in it.
+
+trace_reference   every module's output, and the gradient of each cell of the batch (cells.py)
+trace_plan        this rank's outputs beside its parts of those; its gradients as sums of cells
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from titanlite.config import JobConfig, load_model_spec
+from titanlite.job import Job
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.mesh.world import World
+from titanlite.names import canonical_name
+from titanlite.parallelize.plan import find_plan
+from titanlite.training.loss import IGNORE_INDEX
+from titanlite.training.shards import local_part, shard_of
+from titanlite.training.step import Microbatch
+from titanlite.verify.cells import cells_file, cells_of, cut_cells, shares_of
+from titanlite.verify.parts import Part, label_dimensions
+from titanlite.verify.record import (
+    Agreement,
+    ModuleOutput,
+    RankTrace,
+    ReferenceTrace,
+)
+from titanlite.verify.run import (
+    Patch,
+    agreement,
+    draw_zero_matrices,
+    leave_out_targets,
+    load,
+    named_parameters,
+    open_job,
+    placements_of,
+)
+
+# Outputs and gradients beyond these are not kept.
+MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30
+
+
+def trace_reference(
+    world: World,
+    config: JobConfig,
+    step: int,
+    folder: str,
+    plan: JobConfig,
+    dims: ParallelDims,
+    names: list[str],
+) -> ReferenceTrace:
+    """Look closely at `step` of the reference, for a `plan` over `dims`, and write into `folder`.
+
+    `names` are the parameters whose gradients are wanted cell by cell.
+    """
+    with _at_step(world, config, step, folder) as (job, microbatches):
+        model = job.parts[0]
+        labels = label_dimensions(model, microbatches[0])
+        with _outputs_of(job) as kept:
+            job.trainer.compute_gradients(leave_out_targets(job, microbatches))
+        job.trainer.optimizer.zero_grad(set_to_none=True)
+        outputs, num_bytes, skipped = {}, 0, 0
+        for name, calls in kept.first.items():
+            num_bytes += sum(call.numel() * call.element_size() for call in calls)
+            if num_bytes > MOST_OUTPUT_BYTES:
+                skipped += 1
+                continue
+            batch_dim, _ = labels.get(name, (None, None))
+            outputs[name] = calls[0] if batch_dim is None else torch.cat(calls, batch_dim)
+        torch.save({"outputs": outputs, "labels": labels}, _trace_file(folder))
+
+        batch = _joined(leave_out_targets(job, microbatches))
+        cells, losses, targets, gradients = cells_of(plan, dims), [], [], defaultdict(list)
+        names = _small_enough(job, names, len(cells))
+        num_targets = max(1, int((batch.targets != IGNORE_INDEX).sum()))
+        for own in cut_cells(batch, cells, plan, dims):
+            # The trainer divides by the targets it is given.
+            loss, count = job.trainer.compute_gradients([own])
+            count = int((own.targets != IGNORE_INDEX).sum())
+            losses.append(loss * count)
+            targets.append(count)
+            for name, gradient in job.whole_gradients():
+                if name in names:
+                    gradients[name].append(gradient.cpu() * (count / num_targets))
+            job.trainer.optimizer.zero_grad(set_to_none=True)
+        torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
+        return ReferenceTrace(tuple(outputs), cells, tuple(losses), tuple(targets), skipped)
+
+
+def trace_plan(
+    world: World,
+    config: JobConfig,
+    step: int,
+    folder: str,
+    names: list[str],
+    modules: tuple[str, ...],
+    patch: Patch | None = None,
+) -> RankTrace:
+    """Look closely at `step` of the plan beside the reference's trace in `folder`.
+
+    `names` are the gradients that differ, `modules` the reference's in forward order. Every rank of
+    the world must call this.
+    """
+    with (
+        (patch or contextlib.nullcontext)(),
+        _at_step(world, config, step, folder) as (job, microbatches),
+    ):
+        with _outputs_of(job) as kept:
+            job.trainer.compute_gradients(leave_out_targets(job, microbatches))
+        known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
+        record = load(folder, step)["gradients"]
+        own = Part(job, microbatches)
+        found, expected = {}, {}
+        for name, calls in kept.first.items():
+            if name in known["outputs"]:
+                found[name], expected[name] = own.compare(
+                    calls, known["outputs"][name], known["labels"].get(name, (None, None))
+                )
+                found[name].recomputed = kept.recomputed_difference(name)
+        return RankTrace(
+            rank=world.rank,
+            coordinates=job.dims.coordinates(world.rank),
+            modules=found,
+            summed_output=_sum_outputs(job, modules, found, kept.first, expected),
+            summed_gradients=_sum_gradients(job, names, record),
+            shares=shares_of(job, names, record, folder),
+            pending_inputs=tuple(kept.pending_inputs),
+            styles=_styles(job),
+        )
+
+
+def _small_enough(job: Job, names: list[str], num_cells: int) -> list[str]:
+    """As many of the parameters, from the smallest on, as there is room for once a cell."""
+    sizes = {name: parameter.numel() for name, parameter in named_parameters(job).items()}
+    chosen, num_bytes = [], 0
+    for name in sorted(names, key=lambda name: sizes.get(name, 0)):
+        num_bytes += sizes.get(name, 0) * num_cells * 8
+        if num_bytes <= MOST_CELL_BYTES:
+            chosen.append(name)
+    return chosen
+
+
+def _trace_file(folder: str) -> Path:
+    return Path(folder) / "trace.pt"
+
+
+@contextlib.contextmanager
+def _at_step(
+    world: World, config: JobConfig, step: int, folder: str
+) -> Iterator[tuple[Job, list[Microbatch]]]:
+    """The job as it is just before it computes `step`, and what it is given there."""
+    with open_job(world, config) as job:
+        draw_zero_matrices(job, load(folder, 0)["drawn"])
+        for _ in range(1, step):
+            job.trainer.compute_gradients(leave_out_targets(job, job.draw()))
+            job.trainer.apply_gradients()
+        yield job, job.draw()
+
+
+class _Kept:
+    """Module outputs of one step: those of the forward pass, and how far recomputed ones are."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, list[Tensor]] = defaultdict(list)
+        self.again: dict[str, list[Tensor]] = defaultdict(list)
+        self.pending_inputs: dict[str, None] = {}
+
+    def keep(self, name: str, output: Any) -> None:
+        if isinstance(output, tuple | list) and output:
+            output = output[0]
+        if isinstance(output, Tensor):
+            # Inside a backward pass a module runs to be recomputed.
+            in_backward = torch._C._current_graph_task_id() != -1
+            local = local_part(output.detach()).detach().cpu().clone()
+            (self.again if in_backward else self.first)[name].append(local)
+
+    def recomputed_difference(self, name: str) -> float:
+        """The least difference of each recomputed output from any of the forward pass: the worst.
+
+        Microbatches are recomputed in an order of the schedule's own.
+        """
+        worst = 0.0
+        for again in self.again.get(name, ()):
+            same = [first for first in self.first[name] if first.shape == again.shape]
+            if same:
+                worst = max(worst, min(agreement(again, f, f).difference for f in same))
+        return worst
+
+
+@contextlib.contextmanager
+def _outputs_of(job: Job) -> Iterator[_Kept]:
+    """Inside, the outputs of every module of the job are kept, by canonical name."""
+    kept = _Kept()
+    hooks = []
+    for part in job.parts:
+        # Of a module and its wrappers, which have one canonical name, the innermost comes last.
+        named = {canonical_name(name): module for name, module in _hookable(part)}
+        if not _puts_out_logits(job, part):
+            del named[""]
+        for name, module in named.items():
+            hooks.append(
+                module.register_forward_hook(
+                    lambda module, inputs, output, name=name: kept.keep(name, output)
+                )
+            )
+            if isinstance(module, OptimizedModule):
+                hooks.append(
+                    module.register_forward_pre_hook(
+                        lambda module, inputs, name=name: _note_pending(kept, name, inputs)
+                    )
+                )
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _puts_out_logits(job: Job, part: nn.Module) -> bool:
+    """Whether a part's own output is the model's: a stage's is an activation, but for the last."""
+    if job.pipeline is None:
+        return True
+    return job.pipeline.has_last and part is job.parts[-1]
+
+
+def _hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose calls can be seen: those inside compiled ones are part of a graph."""
+    compiled: list[str] = []
+    for name, module in part.named_modules():
+        if not any(name.startswith(prefix) for prefix in compiled):
+            yield name, module
+            if isinstance(module, OptimizedModule):
+                compiled.append(f"{name}.")
+
+
+def _note_pending(kept: _Kept, name: str, inputs: tuple[Any, ...]) -> None:
+    if any(isinstance(value, AsyncCollectiveTensor) for value in inputs):
+        kept.pending_inputs[name] = None
+
+
+def _sum_outputs(
+    job: Job,
+    modules: tuple[str, ...],
+    found: Mapping[str, ModuleOutput],
+    calls: Mapping[str, list[Tensor]],
+    expected: Mapping[str, list[Tensor]],
+) -> dict[str, Agreement]:
+    """The first wrong module's outputs summed over tp, where each rank has the whole of it."""
+    wrong: list[list[str] | None] = [None] * job.world.size
+    dist.all_gather_object(wrong, [name for name, output in found.items() if output.wrong_calls])
+    everywhere = {name for of_rank in wrong for name in of_rank or ()}
+    first = next((name for name in modules if name in everywhere), None)
+    if first is None or first not in found or not job.dims.tp_enabled:
+        return {}
+    index = 0
+    total = calls[first][index].to(job.world.device).clone()
+    shapes: list[Any] = [None] * job.dims.tp
+    group = job.meshes.world["tp"].get_group()
+    dist.all_gather_object(shapes, total.shape, group=group)
+    if len(set(shapes)) > 1:
+        return {}
+    dist.all_reduce(total, group=group)
+    part = expected[first][index]
+    return {"tp": agreement(total, part, part)} if part.shape == total.shape else {}
+
+
+def _sum_gradients(
+    job: Job, names: list[str], record: Mapping[str, Tensor]
+) -> dict[str, dict[str, Agreement]]:
+    """The wrong gradients summed over each axis over which their parameters are replicated."""
+    parameters = named_parameters(job)
+    sums: dict[str, dict[str, Agreement]] = {}
+    for name in names:
+        parameter = parameters.get(name)
+        if parameter is None or parameter.grad is None or name not in record:
+            continue
+        own = local_part(parameter.grad).detach()
+        expected = shard_of(record[name], parameter)
+        sums[name] = {}
+        for axis in _replicated_axes(job, parameter):
+            total = own.to(job.world.device).clone()
+            dist.all_reduce(total, group=job.meshes.world[axis].get_group())
+            sums[name][axis] = agreement(total, expected, record[name])
+    return sums
+
+
+def _replicated_axes(job: Job, parameter: Tensor) -> list[str]:
+    return [axis for axis, how in placements_of(job, parameter).items() if how == "replicated"]
+
+
+def _joined(microbatches: list[Microbatch]) -> Microbatch:
+    return Microbatch(
+        torch.cat([batch.tokens for batch in microbatches]),
+        torch.cat([batch.targets for batch in microbatches]),
+        microbatches[0].positions,
+    )
+
+
+def _styles(job: Job) -> dict[str, str]:
+    """Module -> its entry in the tensor-parallel plan, in words."""
+    if not job.dims.tp_enabled:
+        return {}
+    spec = load_model_spec(job.config)
+    styles = {}
+    for part in job.parts:
+        plan = spec.load_plans().get(spec.load_model_class()) or find_plan(part)
+        names = [canonical_name(name) for name, _ in part.named_modules()]
+        entries = dict(plan.tensor_parallel)
+        if not job.config.parallelism.disable_loss_parallel:
+            entries.update(plan.loss_parallel)
+        for pattern, style in entries.items():
+            words = type(style).__name__
+            shown = [
+                f"{key}={value}"
+                for key in ("input_layouts", "output_layouts", "dim", "scatter_dim", "layers")
+                if (value := getattr(style, key, None)) is not None
+            ]
+            text = f'"{pattern}": {words}({", ".join(shown)})'
+            for name in names:
+                if _matches(name, pattern):
+                    styles[name] = text
+                    styles.update(
+                        {f"{name}.{child}": text for child in getattr(style, "layers", ())}
+                    )
+    return styles
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, own = pattern.split("."), name.split(".")
+    return len(parts) == len(own) and all(map(fnmatchcase, own, parts))

@@ -1,0 +1,97 @@
+"""Gradients as sums of the batch's cells: which are missing, which count too much; torch-free."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from titanlite.verify.factors import listed, name_parameters, name_ranks
+from titanlite.verify.record import Cell, RankRun, RankTrace, ReferenceTrace
+
+# How near a share has to be to a number, and how much of a gradient may be left unexplained.
+NEAR, LEFT = 1e-5, 1e-6
+
+GROUPS: dict[str, Callable[[Cell], object]] = {
+    "data-parallel rank": lambda cell: cell[0],
+    "rank's part of the sequence": lambda cell: cell[2],
+    "rank (of dp and cp)": lambda cell: (cell[0], cell[2]),
+    "microbatch": lambda cell: (cell[0], cell[1]),
+    "microbatch on each rank": lambda cell: cell,
+}
+
+
+def describe_shares(
+    reference: ReferenceTrace,
+    traces: Sequence[RankTrace],
+    runs: Sequence[RankRun],
+    names: Sequence[str],
+) -> Iterator[str]:
+    """What the gradients `names` are made of, where they are sums of the cells' gradients."""
+    cells = [index for index, count in enumerate(reference.targets) if count]
+    made_of: dict[tuple[float, ...], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for name in names:
+        of_ranks = [(t.rank, *t.shares[name]) for t in traces if name in t.shares]
+        if not of_ranks or any(left > LEFT for _, _, left in of_ranks):
+            continue
+        for rank, shares, _ in of_ranks:
+            key = _known(made_of, tuple(shares[index] for index in cells))
+            made_of[key][name].append(rank)
+    for shares, ranks_of in made_of.items():
+        if all(abs(share - 1.0) < NEAR for share in shares):
+            continue
+        who = name_parameters(list(ranks_of), runs, "gradient")
+        ranks = sorted({rank for ranks in ranks_of.values() for rank in ranks})
+        holders = sorted({t.rank for t in traces if any(name in t.shares for name in ranks_of)})
+        where = name_ranks(ranks, runs, holders)
+        what = _describe(reference, cells, shares)
+        yield f"{who} are sums of the right parts with wrong weights, {where}: {what}"
+
+
+def _known(known: dict[tuple[float, ...], dict[str, list[int]]], own: tuple[float, ...]) -> tuple:
+    for other in known:
+        if all(abs(a - b) < 10 * NEAR for a, b in zip(own, other, strict=True)):
+            return other
+    return own
+
+
+def _describe(reference: ReferenceTrace, cells: list[int], shares: tuple[float, ...]) -> str:
+    chosen = [reference.cells[index] for index in cells]
+    targets = [reference.targets[index] for index in cells]
+    for group, key_of in GROUPS.items():
+        totals: dict[object, int] = defaultdict(int)
+        for cell, count in zip(chosen, targets, strict=True):
+            totals[key_of(cell)] += count
+        predicted = [sum(targets) / (len(totals) * totals[key_of(cell)]) for cell in chosen]
+        if len(totals) > 1 and all(
+            abs(p - s) < NEAR * max(1.0, p) for p, s in zip(predicted, shares, strict=True)
+        ):
+            return (
+                f"a mean of means: the mean of each {group} is taken first, and then the mean of "
+                f"those, though they have {listed(totals.values(), 4)} targets. Divide the sum "
+                "over all by the number of targets in the step"
+            )
+    missing = [c for c, share in zip(chosen, shares, strict=True) if abs(share) < NEAR]
+    present = [share for share in shares if abs(share) >= NEAR]
+    if missing and all(abs(share - 1.0) < NEAR for share in present):
+        return f"nothing of {_name_cells(missing, chosen)} is in them"
+    twice = [c for c, share in zip(chosen, shares, strict=True) if abs(share - 1.0) >= NEAR]
+    other = {round(s, 4) for s in shares if abs(s - 1.0) >= NEAR}
+    if len(twice) < len(chosen) and len(other) == 1:
+        return f"{_name_cells(twice, chosen)} count {other.pop():g} times"
+    shown = [f"{_name_cell(c)}: {s:.4g}" for c, s in zip(chosen, shares, strict=True)]
+    return f"weights other than 1 ({listed(shown, 4)})"
+
+
+def _name_cells(some: Sequence[Cell], cells: Sequence[Cell]) -> str:
+    """Cells in words: by the one axis that they are all of, else one by one."""
+    for axis, words in ((1, "microbatch"), (0, "data-parallel rank"), (2, "cp rank")):
+        places = sorted({cell[axis] for cell in some})
+        if len(some) == sum(cell[axis] in places for cell in cells) and len(some) < len(cells):
+            total = len({cell[axis] for cell in cells})
+            last = ", the last" if places == [total - 1] else ""
+            return f"{words} {listed(places)} of {total} (counted from 0{last})"
+    return listed(map(_name_cell, some), 3)
+
+
+def _name_cell(cell: Cell) -> str:
+    return f"(dp {cell[0]}, microbatch {cell[1]}, cp {cell[2]})"
