@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,7 +52,7 @@ def test_low_precision_is_judged_by_the_references_own_rounding(verifier, dtype)
     assert (max(weights) < 1e-3) == (dtype == "float32")
 
 
-def test_a_wrong_plan_of_a_users_own_model(tmp_path):
+def test_a_wrong_plan_of_a_users_own_model(tmp_path, monkeypatch, capsys):
     """As docs/verify.md tells it: the model of a folder, one entry of its plan wrong."""
     own = Path(__file__).parent / "plain_model"
     folder = tmp_path / "plain_model"
@@ -80,17 +78,11 @@ tensor_parallel_degree = 2
 custom_import = "plain_model"
 """
     )
-    root = Path(__file__).parents[2]
-    run = subprocess.run(
-        [sys.executable, "-m", "titanlite", "verify", "own.toml", "--steps=2", "--json=out.json"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": f"{root}", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 1, run.stderr
-    printed = " ".join(run.stdout.split())
+    monkeypatch.chdir(tmp_path)
+    # Ranks look for modules where this process does.
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["verify", "own.toml", "--steps=2", "--json=out.json"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
     assert "DIFFERS: the loss, the gradient norm, 8 gradients, 8 weights, from step 1 on" in printed
     assert "likely cause: layers.0.w2 is the first module in forward order" in printed
     assert 'Its entry in the tensor-parallel plan is "layers.*.w2"' in printed

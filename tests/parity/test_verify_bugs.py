@@ -137,8 +137,8 @@ CASES = [
     Case(
         bugs.last_microbatch_dropped,
         PP,
-        r"those of the stages on pp 0 are sums .* nothing of microbatch 3 of 4 \(counted from 0, "
-        r"the last\)",
+        r"those of the stages on pp 0 are made of the right parts .* nothing of microbatch 3 of 4 "
+        r"\(counted from 0, the last\)",
         {
             "training": {"local_batch_size": 8},
             "parallelism": {"pipeline_parallel_microbatch_size": 2},
@@ -178,6 +178,13 @@ def test_the_bug_is_caught_and_its_cause_named(verifier: Verifier, case: Case) -
     assert not found.agrees
     assert found.dims.world_size <= 4
     assert re.search(case.cause, found.cause), "\n".join(found.findings)
+
+
+def test_what_differs_in_float32_is_diagnosed_in_float64(verifier: Verifier) -> None:
+    found = verifier.verify(config_of(CASES[0]), steps=1, dtype="float32", patch=CASES[0].patch)
+    assert not found.agrees
+    assert found.dtype == "float32"
+    assert re.search(CASES[0].cause, found.cause), "\n".join(found.findings)
 
 
 def test_the_same_plans_agree_without_a_bug(verifier: Verifier) -> None:

@@ -273,9 +273,12 @@ def _pipeline(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str
             yield from error.problems
 
 
-@reads(MODEL, "compile", "activation_checkpoint", *PIPELINE_KEYS)
+RESHARD = "parallelism.fsdp_reshard_after_forward"
+
+
+@reads(MODEL, "compile", "activation_checkpoint", RESHARD, *PIPELINE_KEYS)
 def _split_backward(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
-    """A backward pass in two parts goes neither with compile nor with "op": PyTorch cannot."""
+    """A backward pass in two parts goes with neither compile, "op" nor "always": PyTorch cannot."""
     if not dims.pp_enabled:
         return
     with contextlib.suppress(ConfigError):
@@ -293,6 +296,31 @@ def _split_backward(config: JobConfig, dims: ParallelDims, model: Any) -> Iterat
                 'and weight gradients apart; take "model" out, or set '
                 'parallelism.pipeline_parallel_schedule to "1F1B" or "Interleaved1F1B"'
             )
+        if schedule.splits_backward and config.parallelism.fsdp_reshard_after_forward == "always":
+            yield (
+                f'{RESHARD}: "always" does not go with {schedule.name}, which runs input and '
+                "weight gradients apart, since FSDP loses a microbatch's weight gradients where it "
+                'frees the weights in between; give "default" or "never"'
+            )
+
+
+@reads(MODEL, "parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel")
+def _loss_parallel(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """Each tensor-parallel rank has a part of the logits that the loss is split over."""
+    vocab, tp = model.vocab_size, dims.tp
+    if tp == 1 or config.parallelism.disable_loss_parallel or model.problems(dims):
+        return
+
+    def count_parts(degree: int) -> int:
+        return math.ceil(vocab / math.ceil(vocab / degree))
+
+    if count_parts(tp) < tp:
+        legal = [n for n in divisors(tp) if count_parts(n) == n]
+        yield (
+            f"parallelism.tensor_parallel_degree: {tp} leaves {tp - count_parts(tp)} ranks without "
+            f"any of model.vocab_size {vocab}, and a loss in parallel needs some on each; "
+            f"give {nearest(tp, legal)}, or set parallelism.disable_loss_parallel = true"
+        )
 
 
 @reads(

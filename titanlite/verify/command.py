@@ -30,8 +30,8 @@ gradient norm, every gradient and every weight, step by step. Where they differ,
 
   --matrix            all pairs of features and degrees, over the legal plans of a small model
   --ranks N           of the matrix: as many ranks as every plan uses (default 8)
-  --output FOLDER     of the matrix: results and overview.html; what is there is not run again
-                      (default outputs/verify)
+  --output FOLDER     of the matrix: results and overview.html; what agrees there is not run
+                      again (default outputs/verify)
   --compile           of the matrix: with torch.compile (aot_eager) as one of the features
   --limit N           of the matrix: only the first N plans, which show the most pairs
 

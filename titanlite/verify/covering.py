@@ -24,13 +24,14 @@ def cover_pairs(
     draw: Draw | None = None,
     num_draws: int = 1000,
     num_legal: int = 40,
+    start: Sequence[Choice] = (),
 ) -> list[Choice]:
     """Choices of one value a feature, all legal, that contain every pair some legal choice has.
 
     Each new choice holds the first pair not shown yet, and is the one of many drawn at random that
     shows the most others. A pair that no draw completes legally is taken to be illegal. `draw`
     completes a choice of two features at random: evenly over all values unless given. The best is
-    chosen of `num_legal` among `num_draws` drawn.
+    chosen of `num_legal` among `num_draws` drawn. The choices of `start` come first.
     """
     random_ = random.Random(seed)
 
@@ -43,7 +44,9 @@ def cover_pairs(
         for a, b in itertools.combinations(sorted(features), 2)
         for value_a, value_b in itertools.product(features[a], features[b])
     ]
-    cover: list[Choice] = []
+    cover: list[Choice] = list(start)
+    known = set().union(*map(pairs, cover)) if cover else set()
+    left = [pair for pair in left if pair not in known]
     while left:
         drawn = (complete(random_, dict(left[0])) for _ in range(num_draws))
         missing = set(left)

@@ -17,6 +17,7 @@ from titanlite.verify.compare import (
 )
 from titanlite.verify.evidence import EXPLAINED, Evidence, data_rank, pooled, ranks_of, worst
 from titanlite.verify.factors import (
+    be,
     is_near,
     listed,
     name_parameters,
@@ -82,8 +83,8 @@ def _data(e: Evidence) -> Iterator[str]:
         )
         yield (
             f"the data depend on the plan: at step {step} rank {rank} read {got}, in place of "
-            f"images {first} to {first + per_rank - 1} "
-            f"({name_ranks(wrong, e.runs, range(len(e.runs)))}). Which sample comes when must not "
+            f"images {first} to {first + per_rank - 1}, and so "
+            f"{name_ranks(wrong, e.runs, range(len(e.runs)))}. Which sample comes when must not "
             "depend on the data-parallel degree: let the sampler count over all ranks together"
         )
     moved = [run.rank for run in e.runs if not run.steps[step].positions_agree]
@@ -292,8 +293,9 @@ def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
                 words = "" if is_near(factor, 1.0) else f", but for a factor of {factor:.6g}"
                 by_axis[axis, words].append(name)
     for (axis, words), names in by_axis.items():
+        who = name_parameters(names, e.runs, "gradient")
         yield (
-            f"{name_parameters(names, e.runs, 'gradient')} are right only when summed over "
+            f"{who} {be(who)} right only when summed over "
             f"{axis}{words}: the all-reduce over {axis} is missing, and each rank has the share of "
             "its own tokens"
         )
@@ -327,7 +329,7 @@ def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
         who = name_parameters(names, e.runs, "gradient")
         same = e.factor(factor)
         if factor == 0 or abs(factor) < EXPLAINED:
-            yield f"{who} are zero: the backward pass does not reach them"
+            yield f"{who} {be(who)} zero: the backward pass does not come there"
         elif same:
             verb = (
                 "they are reduced, or multiplied, by it once too often"
@@ -335,9 +337,9 @@ def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
                 else "they are averaged where they should be summed, or divided once too often"
             )
             loss = "" if e.failed("loss") else "; the loss is right"
-            yield f"{who} are {factor:.6g} times as large, which is {same}: {verb}{loss}"
+            yield f"{who} {be(who)} {factor:.6g} times as large, which is {same}: {verb}{loss}"
         else:
-            yield f"{who} are {factor:.6g} times as large"
+            yield f"{who} {be(who)} {factor:.6g} times as large"
 
 
 def _norm(e: Evidence) -> Iterator[str]:
@@ -381,8 +383,9 @@ def _replicas(e: Evidence) -> Iterator[str]:
         )
         names = {split.name for split in splits}
         yield (
-            f"from step {e.step} on {name_parameters(names, e.runs, 'parameter')} are not the same "
-            f"on ranks that should hold them alike ({groups} have different bits)"
+            f"from step {e.step} on {name_parameters(names, e.runs, 'parameter')} "
+            f"{'is' if len(names) == 1 else 'are'} not the same on ranks that should be alike in "
+            f"that ({groups} have different bits)"
         )
 
 

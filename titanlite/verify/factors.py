@@ -109,6 +109,11 @@ def name_parameters(names: Collection[str], runs: Sequence[RankRun], what: str) 
     return shown
 
 
+def be(who: str) -> str:
+    """The verb for what name_parameters gave: "the gradient of x" is, "all 9 gradients" are."""
+    return "is" if who.startswith("the ") else "are"
+
+
 def how_in_words(how: str) -> str:
     """A placement as a sentence has it."""
     return "sharded twice along one dimension, the second time" if how == "strided" else how

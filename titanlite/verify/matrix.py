@@ -9,7 +9,6 @@ Results are appended to results.jsonl as they come: a run that was stopped goes 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
@@ -61,9 +60,13 @@ def features_of(num_ranks: int, *, with_compile: bool = False) -> dict[str, list
     }
 
 
-@functools.cache
-def plans_of(num_ranks: int, *, with_compile: bool = False, seed: int = 0) -> list[Choice]:
-    """Choices that together have every pair of features that a legal plan has."""
+def plans_of(
+    num_ranks: int, *, with_compile: bool = False, seed: int = 0, done: Sequence[Choice] = ()
+) -> list[Choice]:
+    """Choices that together have every pair of features that a legal plan has.
+
+    Those of `done` that are legal come first, and others show what they do not.
+    """
     features = features_of(num_ranks, with_compile=with_compile)
     grids = [
         grid
@@ -114,7 +117,8 @@ def plans_of(num_ranks: int, *, with_compile: bool = False, seed: int = 0) -> li
                 known[key] = False
         return known[key]
 
-    return cover_pairs(features, is_legal, seed, draw, num_draws=60, num_legal=12)
+    kept = [choice for choice in done if choice.keys() == features.keys() and is_legal(choice)]
+    return cover_pairs(features, is_legal, seed, draw, num_draws=60, num_legal=12, start=kept)
 
 
 def job_of(choice: Mapping[str, Any]) -> JobConfig:
@@ -169,7 +173,12 @@ def _sections_of(
     if choice["loss parallel"] == "off":
         parallelism["disable_loss_parallel"] = True
     return {
-        "model": {"flavor": "debug", "num_layers": num_blocks},
+        # Uneven shards; of 17 values the last of 8 ranks would have none.
+        "model": {
+            "flavor": "debug",
+            "num_layers": num_blocks,
+            "vocab_size": 23 if choice["tp"] == 8 else 17,
+        },
         "training": {
             "dataset": "synthetic",
             "local_batch_size": local_batch_size,
@@ -195,7 +204,7 @@ def run_matrix(
     stream: TextIO | None = None,
     verifier: Verifier | None = None,
 ) -> int:
-    """Verify every plan whose result is not in `folder` yet; 0 if all agree, 1 if not.
+    """Verify every plan that is not in `folder` yet, or differed there; 0 if all agree, 1 if not.
 
     Writes results.jsonl, a line a plan as it comes, and overview.html. With a `limit` no more than
     the first plans, which show the most pairs.
@@ -204,7 +213,6 @@ def run_matrix(
 
     out = sys.stdout if stream is None else stream
     features = features_of(num_ranks, with_compile=with_compile)
-    choices = plans_of(num_ranks, with_compile=with_compile)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = read_results(folder, num_ranks, steps)
@@ -212,10 +220,13 @@ def run_matrix(
         raise ConfigError(
             f"--output: {quote(str(folder))} cannot be used ({error.strerror}); give another"
         ) from error
-    todo = [choice for choice in choices[:limit] if _key(choice) not in results]
+    agreed = {key: result for key, result in results.items() if result["agrees"]}
+    done = [result["choice"] for result in agreed.values()]
+    choices = plans_of(num_ranks, with_compile=with_compile, done=done)
+    todo = [choice for choice in choices[:limit] if _key(choice) not in agreed]
     print(
         f"{len(choices)} plans of {num_ranks} ranks have all {_count_pairs(choices)} legal pairs "
-        f"of {len(features)} features; {len(results)} are done, {len(todo)} to run",
+        f"of {len(features)} features; {len(done)} are done, {len(todo)} to run",
         file=out,
         flush=True,
     )
@@ -223,8 +234,9 @@ def run_matrix(
     # A verifier that is given is not ended.
     opened = contextlib.nullcontext(verifier) if verifier else Verifier()
     with opened as ranks, (folder / "results.jsonl").open("a") as lines:
-        # What a run that was killed left of its last line is ended.
-        lines.write("\n" if lines.tell() else "")
+        if (folder / "results.jsonl").read_text()[-1:] not in ("", "\n"):
+            # What a run that was killed left of its last line.
+            lines.write("\n")
         try:
             for index, choice in enumerate(todo):
                 found = ranks.verify(job_of(choice), steps=steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from titanlite.verify.factors import listed, name_parameters, name_ranks
+from titanlite.verify.factors import be, listed, name_parameters, name_ranks
 from titanlite.verify.record import Cell, RankRun, RankTrace, ReferenceTrace
 
 # How near a share has to be to a number, and how much of a gradient may be left unexplained.
@@ -44,7 +44,7 @@ def describe_shares(
         holders = sorted({t.rank for t in traces if any(name in t.shares for name in ranks_of)})
         where = name_ranks(ranks, runs, holders)
         what = _describe(reference, cells, shares)
-        yield f"{who} are sums of the right parts with wrong weights, {where}: {what}"
+        yield f"{who} {be(who)} made of the right parts with wrong weights, {where}: {what}"
 
 
 def _known(known: dict[tuple[float, ...], dict[str, list[int]]], own: tuple[float, ...]) -> tuple:
