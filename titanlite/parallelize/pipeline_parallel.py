@@ -71,7 +71,7 @@ class _Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         part: Any = self.submod
-        if self.reduces_over_replicas or not isinstance(part, FSDPModule):
+        if self.reduces_over_replicas or not isinstance(self.submod, FSDPModule):
             super().perform_reduce_grad(grad_scale_factor)
             return
 
