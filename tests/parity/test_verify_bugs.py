@@ -188,7 +188,8 @@ def test_what_differs_in_float32_is_diagnosed_in_float64(verifier: Verifier) -> 
 
 
 def test_the_same_plans_agree_without_a_bug(verifier: Verifier) -> None:
-    cases = [case for case in CASES if case.more]
+    # Those that compile on four ranks take as long as all others together.
+    cases = [case for case in CASES if case.more and len(case.plan) == 1]
     assert len(cases) > 4
     for case in cases:
         found = verifier.verify(config_of(case), steps=2)
