@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.faults.watch import Traces, Watch, watching
+from titanlite.mesh.attempt import agree_on_attempt
 from titanlite.mesh.launch import Place
 
 
@@ -124,7 +125,9 @@ def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
         store: Any = dist.FileStore(f"{path}-watch", place.world_size)
         return {"init_method": place.rendezvous}, store
     rendezvous = dist.rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout)
-    shared, _, _ = next(rendezvous)
+    kept, _, _ = next(rendezvous)
+    attempt = agree_on_attempt(kept, place.rank, place.world_size, timeout.total_seconds())
+    shared = dist.PrefixStore(attempt, kept)
     # A connection of its own: one that waits keeps all who share it waiting.
     store = dist.PrefixStore("watch", shared.clone())
     return {"store": dist.PrefixStore("default_pg", shared)}, store

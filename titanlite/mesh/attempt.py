@@ -1,0 +1,51 @@
+"""A name for one attempt of a world, which all its ranks know and no rank of another attempt has.
+
+torchrun's agents keep one store for all the times that they start the ranks, and with it the keys
+of ranks that are dead: addresses that nobody answers at, alarms about what is past. How often an
+agent has started its own ranks says nothing, since agents count differently.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from titanlite.errors import TitanliteError
+
+POLL_SECONDS = 0.01
+
+
+def agree_on_attempt(store: Any, rank: int, num_ranks: int, timeout_seconds: float) -> str:
+    """The name of this attempt, the same on all `num_ranks` ranks; waits until all have come.
+
+    Each rank asks under a name that nobody had before, and rank 0 answers whoever asks; who asked
+    in another attempt is not there to read it. Raises TitanliteError where ranks do not come.
+    """
+    own = secrets.token_hex(8)
+    if rank != 0:
+        number = store.add("attempt/asked", 1)
+        store.set(f"attempt/asked/{number}", own)
+        name: str = store.get(f"attempt/answer/{own}").decode()
+        store.add(f"attempt/{name}/came", 1)
+        return name
+    deadline = time.monotonic() + timeout_seconds
+    unanswered: set[int] = set()
+    num_seen = 0
+    while (num_came := store.add(f"attempt/{own}/came", 0)) < num_ranks - 1:
+        num_asked = store.add("attempt/asked", 0)
+        unanswered |= set(range(num_seen + 1, num_asked + 1))
+        num_seen = num_asked
+        for number in sorted(unanswered):
+            # One that died in between has left a number and no name.
+            if store.check([f"attempt/asked/{number}"]):
+                asker = store.get(f"attempt/asked/{number}").decode()
+                store.set(f"attempt/answer/{asker}", own)
+                unanswered.remove(number)
+        if time.monotonic() > deadline:
+            raise TitanliteError(
+                f"{num_came + 1} of {num_ranks} ranks came within {timeout_seconds:g} s, "
+                "comm.init_timeout_seconds"
+            )
+        time.sleep(POLL_SECONDS)
+    return own
