@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -531,3 +532,45 @@ def test_an_error_of_one_rank_is_all_that_is_said(tmp_path, launcher):
     assert done.stderr.count("Traceback (most recent call last)") - bool(launcher) == 1
     assert "The run has stopped" not in done.stderr
     assert not (tmp_path / "out" / "comm_traces").exists()
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True], ids=["whole", "killed"])
+def test_a_world_without_an_agent(tmp_path, is_killed):
+    words = command(
+        tmp_path / "out",
+        training__steps=FOREVER if is_killed else 3,
+        comm__train_timeout_seconds=5,
+        parallelism__data_parallel_shard_degree=2,
+    )
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    processes = [
+        subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port), **world),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        if is_killed:
+            read_until(processes[0], f" 10/{FOREVER}")
+            processes[0].kill()
+        said = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    if is_killed:
+        assert [process.returncode for process in processes] == [-signal.SIGKILL, 1]
+        assert "rank 1: lost rank 0, which kept the store of the ranks\n" in said[1]
+    else:
+        assert [process.returncode for process in processes] == [0, 0]
+        assert said == ["", ""]

@@ -80,6 +80,7 @@ class Watch:
         self._main = threading.get_ident()
         self._error: BaseException | None = None
         self._aborting = False
+        self._store_is_lost = False
         self._closing = False
         self._wake, self._over, self._left = (threading.Event() for _ in range(3))
         self._timeout_seconds = timeout_seconds
@@ -132,6 +133,9 @@ class Watch:
         with _ignoring_sigterm():
             self._wake.set()
             self._over.wait(2 * ANSWER_SECONDS + POLL_SECONDS)
+        if self._store_is_lost:
+            text = f"rank {self._rank}: lost rank 0, which kept the store of the ranks"
+            print(text, file=sys.stderr, flush=True)
         return True
 
     def close(self, finished: str = FINISHED) -> None:
@@ -170,9 +174,11 @@ class Watch:
                     return
                 self._box.note(show_stack(self._main))
             except RuntimeError:
-                self._tell_of_lost_store()
+                # A world that torchrun did not start has its store in rank 0, which may be done.
+                self._store_is_lost = True
                 self._over.set()
-                self._end_unless_left()
+                if self._error is not None:
+                    self._end_unless_left()
                 return
             except Exception:
                 # Whatever is wrong here, the run may not go on unwatched and then hang.
@@ -180,12 +186,6 @@ class Watch:
                 self._over.set()
                 self._end_unless_left()
                 return
-
-    def _tell_of_lost_store(self) -> None:
-        """A world that torchrun did not start has its store in rank 0, and loses it with it."""
-        if not self._left.is_set():
-            text = f"rank {self._rank}: lost the process that keeps the ranks' store, maybe rank 0"
-            print(text, file=sys.stderr, flush=True)
 
     def _reason(self) -> str:
         """How long ranks have waited, where that is why to raise the alarm."""
