@@ -7,8 +7,8 @@ of those the rank sends; what is sent from rank to rank, as between the stages o
 in it. The bytes of a collective are those of its whole tensor (what a gather
 gives, what a reduction takes); over n ranks each of them sends (n-1)/n of that in a gather or a
 scatter and twice as much in an all-reduce, the least that can be. A plan is a name of PARALLELISM,
-with "+" and a name of CHECKPOINTING for what is recomputed, such as "tp4+full". Counted in step 3,
-since DDP lays out its buckets anew in the first two.
+with "+" and a name of CHECKPOINTING for what is recomputed, such as "tp4+full". Counted in step 2,
+when everything that is made at its first use is there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {
     "op": {"mode": "selective", "selective_ac_option": "op"},
 }
 GLOBAL_BATCH_SIZE = 8
-COUNTED_STEP = 3
+COUNTED_STEP = 2
 
 # How much of a whole tensor's bytes each of n ranks sends, in units of (n-1)/n.
 SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}

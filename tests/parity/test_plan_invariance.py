@@ -9,7 +9,6 @@ import pytest
 from training import (
     FEW_STEPS,
     STEPS,
-    Sections,
     Training,
     debug_config,
     difference,
@@ -144,9 +143,11 @@ def assert_invariant(training: Training, reference: Training, tolerance: float) 
 
 @pytest.fixture(scope="module")
 def few() -> Trained:
-    return Trained(FEW, FEW_STEPS)
+    return Trained(FEW, STEPS)
 
 
+# The reduced matrix of test_verify.py covers as much; these go further in steps and optimizers.
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", FEW, ids=name_of)
 def test_features_together(few: Trained, choice: Choice):
     assert_invariant(*few.pair(choice), TOLERANCE)
@@ -192,20 +193,10 @@ def test_every_shipped_plan(verifier: Verifier, path: Path, steps: int):
     assert found.margin > 100, f"{found.worst} is near the tolerance"
 
 
-PLANS: list[Sections] = [
-    {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}},
-    {"parallelism": {"context_parallel_degree": 2, "data_parallel_shard_degree": 2}},
-    {
-        "parallelism": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
-        "training": {"local_batch_size": 4},
-    },
-]
-
-
 def test_rounding_does_not_grow_over_twenty_steps():
-    reference, *trained = *train([debug_config()]), *train([debug_config(plan) for plan in PLANS])
-    for training in trained:
-        assert_invariant(training, reference, TOLERANCE)
+    plan = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}}
+    (reference,), (training,) = train([debug_config()]), train([debug_config(plan)])
+    assert_invariant(training, reference, TOLERANCE)
 
 
 def test_float32_agrees_over_ten_steps():
@@ -223,16 +214,14 @@ def batch_of(plan: dict[str, int]) -> dict[str, dict[str, int]]:
 
 def test_mixed_precision_is_as_near_to_float32_as_one_process_is():
     """bfloat16 rounds differently under every plan; none may be further off than one process."""
-    float32 = {"training": {"dtype": "float32", "steps": 5}}
-    bfloat16 = {"training": {"dtype": "float32", "mixed_precision_param": "bfloat16", "steps": 5}}
+    float32 = {"training": {"dtype": "float32", "steps": 3}}
+    bfloat16 = {"training": {"dtype": "float32", "mixed_precision_param": "bfloat16", "steps": 3}}
     exact, own = train([debug_config(float32), debug_config(bfloat16)])
     own_error = max(difference(own.weights[name], exact.weights[name]) for name in exact.weights)
     assert own_error > 1e-6, "nothing was computed in bfloat16"
     plans = [
-        {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 1},
         {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
         {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
-        {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
         {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
         {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
         {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},

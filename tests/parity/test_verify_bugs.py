@@ -34,6 +34,7 @@ class Case:
     cause: str
     more: Sections | None = None
     steps: int = 1
+    is_slow: bool = False
 
 
 CASES = [
@@ -77,6 +78,7 @@ CASES = [
         "with compile.enable = false the plan agrees: the compiled module layers.0 is given the "
         "result of a collective that is still running",
         {**OWN, "compile": {"enable": True, "backend": "aot_eager"}},
+        is_slow=True,
     ),
     Case(
         bugs.waiting_cuts_the_way_back,
@@ -172,7 +174,13 @@ def name_of(case: Case) -> str:
     return f"{case.patch.__name__} {' '.join(case.plan)}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case.is_slow else (), id=name_of(case))
+        for case in CASES
+    ],
+)
 def test_the_bug_is_caught_and_its_cause_named(verifier: Verifier, case: Case) -> None:
     found = verifier.verify(config_of(case), steps=case.steps, patch=case.patch)
     assert not found.agrees

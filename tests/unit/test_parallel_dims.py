@@ -74,7 +74,8 @@ def test_divisors(number: int) -> None:
 
 def job(**parallelism: int) -> Any:
     """A job whose model splits up to 3 ways and up to 8."""
-    sizes = {"dim": 48, "num_heads": 24, "ffn_hidden_dim": 48, "image_height": 24}
+    sizes = {"dim": 48, "num_heads": 24, "ffn_hidden_dim": 48, "vocab_size": 24}
+    sizes["image_height"] = 24
     return make_config(
         {
             "parallelism": parallelism,

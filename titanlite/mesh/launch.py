@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -123,7 +124,8 @@ class Ranks:
         context.set_forkserver_preload(PRELOAD)
         with _ignoring_interrupts():
             multiprocessing.forkserver.ensure_running()
-        self._folder = tempfile.TemporaryDirectory(prefix="titanlite-")
+        # Removed by `close` alone: at exit, too, ranks need it until they have ended.
+        self._folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
         self._ranks: list[_Rank] = []
         # Held open by this process alone, until it is done or dead.
         lifeline, held = context.Pipe(duplex=False)
@@ -132,7 +134,7 @@ class Ranks:
         call = cloudpickle.dumps(serve)
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            place = Place(rank, num_ranks, rank, num_ranks, f"file://{self._folder.name}/meet")
+            place = Place(rank, num_ranks, rank, num_ranks, f"file://{self._folder}/meet")
             process = context.Process(
                 target=_run_rank,
                 args=(place, call, theirs, lifeline, sys.path),
@@ -182,7 +184,7 @@ class Ranks:
         """Give the other ranks time to say what they saw, up to a report of them all."""
         start = time.monotonic()
         while waiting and self._report() is None:
-            is_alarmed = (Path(self._folder.name) / FAULTS / ALARM).exists()
+            is_alarmed = (self._folder / FAULTS / ALARM).exists()
             seconds = REPORT_SECONDS + ALARM_SECONDS * is_alarmed
             if time.monotonic() - start > seconds:
                 return
@@ -192,7 +194,7 @@ class Ranks:
 
     def _report(self) -> dict[str, Any] | None:
         with contextlib.suppress(FileNotFoundError):
-            return json.loads((Path(self._folder.name) / FAULTS / REPORT).read_text())
+            return json.loads((self._folder / FAULTS / REPORT).read_text())
         return None
 
     def _take(self, pending: Collection[int], deadline: float | None) -> dict[int, tuple[str, Any]]:
@@ -253,7 +255,7 @@ def _how_ended(exit_code: int) -> str:
     return f"was ended by {signal.Signals(-exit_code).name}"
 
 
-def _end(ranks: list[_Rank], folder: tempfile.TemporaryDirectory[str], held: Connection) -> None:
+def _end(ranks: list[_Rank], folder: Path, held: Connection) -> None:
     """Leave no rank running: each ends when its connection closes, or is made to."""
     for rank in ranks:
         rank.connection.close()
@@ -265,7 +267,7 @@ def _end(ranks: list[_Rank], folder: tempfile.TemporaryDirectory[str], held: Con
             rank.process.join()
         rank.process.close()
     held.close()
-    folder.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_rank(

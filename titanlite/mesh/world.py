@@ -125,12 +125,11 @@ def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
         store: Any = dist.FileStore(f"{path}-watch", place.world_size)
         return {"init_method": place.rendezvous}, store
     rendezvous = dist.rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout)
-    kept, _, _ = next(rendezvous)
+    kept: Any = next(rendezvous)[0]
     attempt = agree_on_attempt(kept, place.rank, place.world_size, timeout.total_seconds())
-    shared = dist.PrefixStore(attempt, kept)
+    meeting = dist.PrefixStore("default_pg", dist.PrefixStore(attempt, kept))
     # A connection of its own: one that waits keeps all who share it waiting.
-    store = dist.PrefixStore("watch", shared.clone())
-    return {"store": dist.PrefixStore("default_pg", shared)}, store
+    return {"store": meeting}, dist.PrefixStore("watch", dist.PrefixStore(attempt, kept.clone()))
 
 
 def num_cores() -> int:
