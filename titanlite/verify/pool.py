@@ -1,4 +1,4 @@
-"""Local ranks in one open world, started once, that run one function after the other.
+"""Local ranks in one open world that run one function after the other, and stay for many.
 
     with RankPool(4) as pool:
         results = pool.call(function, *args)    # function(world, *args) on each, in rank order
@@ -19,6 +19,10 @@ import cloudpickle
 
 from titanlite.mesh.launch import Place, Ranks, not_done
 
+# A job's process groups stay as long as the processes (DTensor's caches hold its meshes), each with
+# three threads of gloo's that wake up now and then: a hundred jobs slow a rank down six-fold.
+CALLS_A_START = 16
+
 
 class RankPool:
     """`num_ranks` local processes with a process group; new ones after a call that failed.
@@ -33,6 +37,7 @@ class RankPool:
         self.device_type = device_type
         self.timeout_seconds = timeout_seconds
         self._ranks: Ranks | None = None
+        self._num_calls = 0
 
     def __enter__(self) -> RankPool:
         return self
@@ -47,9 +52,13 @@ class RankPool:
 
         Raises RankError, and ends all ranks, when one raises, dies or is not done in time.
         """
+        if self._num_calls == CALLS_A_START:
+            self.close()
         if self._ranks is None:
+            self._num_calls = 0
             serve = functools.partial(_serve, device_type=self.device_type)
             self._ranks = Ranks(serve, self.num_ranks)
+        self._num_calls += 1
         message = cloudpickle.dumps((function, args))
         for rank in range(self.num_ranks):
             self._ranks.send(rank, message)
