@@ -200,7 +200,7 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
         eps=config.optimizer.eps,
         weight_decay=config.optimizer.weight_decay,
         momentum=config.optimizer.momentum,
-        implementation=config.optimizer.implementation,
+        implementation=config.optimizer.kernels,
     )
     scheduler = build_scheduler(
         optimizer,

@@ -6,6 +6,7 @@ shared out over the ranks.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ from titanlite.training.shards import whole_tensor
 TOKENS_AT_ONCE = 16 * 3072
 # Pixels from one look at the clock to the next.
 PIXELS_A_LOOK = 128
+# Looks after which the growth of a pixel's cost can be told from noise.
+LOOKS_FOR_A_LINE = 4
 WAIT_SECONDS = 3600
 
 
@@ -101,13 +104,29 @@ class Pace:
         self._limit_seconds = limit_seconds
         self._start = self._last = clock()
         self._was_kept = True
+        # Pixels left and seconds a pixel, at each look since there were as many images as now.
+        self._looks: list[tuple[int, float]] = []
 
     def keeps(self, num_drawn: int, num_left: int) -> bool:
-        """Whether `num_left` pixels fit in, at the pace of the last `num_drawn`."""
+        """Whether `num_left` pixels fit in, after `num_drawn` more; if not, images are given up."""
         now = self._clock()
-        seconds_each, self._last = (now - self._last) / num_drawn, now
-        self._was_kept = now - self._start + num_left * seconds_each <= self._limit_seconds
+        self._looks.append((num_left, (now - self._last) / num_drawn))
+        self._last = now
+        self._was_kept = now - self._start + self._forecast() <= self._limit_seconds
+        if not self._was_kept:
+            self._looks.clear()
         return self._was_kept
+
+    def _forecast(self) -> float:
+        """The seconds that what is left will take.
+
+        A pixel costs more the more there are before it, which a line through the looks foresees.
+        """
+        num_left, seconds_each = self._looks[-1]
+        if len(self._looks) < LOOKS_FOR_A_LINE:
+            return num_left * seconds_each
+        slope, at_end = statistics.linear_regression(*zip(*self._looks, strict=True))
+        return num_left * (at_end + slope * num_left / 2)
 
     def allows_another(self) -> bool:
         """Whether to begin a batch of images: the first, and while at least half is left."""

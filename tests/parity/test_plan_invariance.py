@@ -178,7 +178,7 @@ def test_every_shipped_plan(verifier: Verifier, path: Path, steps: int):
 def test_rounding_does_not_grow_over_twenty_steps():
     """With AdamW; and with SGD, which hides no wrong scale, and grouped key and value heads."""
     plan = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}}
-    optimizer = {"name": "SGD", "momentum": 0.9, "implementation": "foreach"}
+    optimizer = {"name": "SGD", "momentum": 0.9}
     sgd = {"optimizer": optimizer, "model": {"num_kv_heads": 4}}
     references = train([debug_config(), debug_config(sgd)])
     trainings = train([debug_config(plan), debug_config(sgd, plan)])

@@ -152,6 +152,7 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ('[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "op"\ndebug = true', ['activation_checkpoint.debug: PyTorch cannot record under selective_ac_option "op"; set it to false, or selective_ac_option to "1"']),
     ("[compile]\nenable = true\ncomponents = []", ['compile.components: is empty, so nothing would be compiled; add "model" or "loss", or set compile.enable = false']),
     ("[optimizer]\nmomentum = 0.9", ['optimizer.momentum: 0.9 is for SGD, and optimizer.name is "AdamW"; leave it out']),
+    ('[optimizer]\nname = "SGD"\nimplementation = "fused"', ['optimizer.implementation: PyTorch\'s "fused" SGD takes no sharded weights; give "foreach", or leave it out']),
     ("[profiling]\nenable_profiling = true\nprofile_freq = 3", ["profiling.profile_freq: 3 is less than profiler_warmup 3 + profiler_active 1; give at least 4"]),
     ("[training]\nsteps = ten", ['job.config_file: "{FILE}" line 2 is not TOML: invalid value; correct "steps = ten", with text in quotes']),
     ("[training\nsteps = 1", ["job.config_file: \"{FILE}\" line 1 is not TOML: expected ']' at the end of a table declaration; correct \"[training\""]),

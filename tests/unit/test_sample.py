@@ -72,6 +72,18 @@ def test_images_are_given_up_where_time_is_short_and_the_others_are_the_same(mod
     assert torch.equal(draw(model, NUM_TOKENS, Pace(29, Clock(10))), all_images[:2])
 
 
+def test_a_pixel_that_costs_more_the_later_it_comes_is_foreseen():
+    """1, 2, 3 and 4 s a look: at the fourth the ten left are known to take 90 s, not 40."""
+
+    def is_kept(limit_seconds: float) -> list[bool]:
+        times = iter([0, 1, 3, 6, 10])
+        pace = Pace(limit_seconds, lambda: next(times))
+        return [pace.keeps(128, 128 * left) for left in (13, 12, 11, 10)]
+
+    assert is_kept(101) == [True] * 4
+    assert is_kept(99) == [True] * 3 + [False]
+
+
 def test_one_image_is_drawn_however_long_it_takes(model):
     start = torch.zeros(1, 1, dtype=torch.long)
     image = generate(model, start, NUM_TOKENS, [generator_for(0, "x")], pace=Pace(1, Clock(10)))

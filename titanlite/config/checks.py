@@ -391,13 +391,18 @@ def _compilation(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[
 
 
 @reads("optimizer")
-def _momentum(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
-    """Only SGD takes a momentum."""
+def _optimizer(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+    """Only SGD takes a momentum, and PyTorch's fused SGD takes no sharded weights."""
     optimizer = config.optimizer
     if optimizer.momentum and optimizer.name != "SGD":
         yield (
             f"optimizer.momentum: {optimizer.momentum} is for SGD, and optimizer.name is "
             f"{quote(optimizer.name)}; leave it out"
+        )
+    if optimizer.name == "SGD" and optimizer.implementation == "fused":
+        yield (
+            'optimizer.implementation: PyTorch\'s "fused" SGD takes no sharded weights; give '
+            '"foreach", or leave it out'
         )
 
 

@@ -105,10 +105,17 @@ class Optimizer(Section):
     eps: PositiveFloat = key(1e-8, "AdamW, Adam: added to the denominator")
     weight_decay: NonNegativeFloat = key(0.1, "weight decay")
     momentum: float = key(0.0, "SGD: momentum", torchtitan=OWN, ge=0, lt=1)
-    implementation: Literal["fused", "foreach", "for-loop"] = key(
-        "fused", "one kernel for all, kernels over lists of tensors, or tensor by tensor"
+    implementation: Literal["fused", "foreach", "for-loop"] | None = key(
+        None,
+        "one kernel, kernels over lists, or tensor by tensor; fused if not set, SGD: foreach",
+        torchtitan="fused",
     )
     early_step_in_backward: NotYet[bool] = key(False, "step each weight during the backward pass")
+
+    @property
+    def kernels(self) -> Literal["fused", "foreach", "for-loop"]:
+        """The implementation, or what stands for none."""
+        return self.implementation or ("foreach" if self.name == "SGD" else "fused")
 
 
 class LRScheduler(Section):

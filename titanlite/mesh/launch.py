@@ -323,8 +323,12 @@ def _hidden_main() -> Iterator[None]:
 def prepare_environment() -> None:
     """Set what libraries read from the environment when torch is imported, unless it is set."""
     # Threads that wait by spinning take the cores from those that work wherever there are more
-    # runnable threads than cores: on a machine that is doing something else, twenty-fold.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # runnable threads than cores: on a machine that is doing something else, twenty-fold. Those
+    # that sleep at once make small operations twice as slow. GNU's OpenMP, which PyTorch's wheels
+    # for Linux bring along, can do both: some microseconds of spinning, then sleep.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     # The profiler writes lines of its own to stderr, on every rank.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
