@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from titanlite.config import JobConfig, check_job, make_config, make_parallel_dims
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.mesh.world import World
+from titanlite.verify.pool import RankPool
 from titanlite.verify.run import agreement
 
 Sections = Mapping[str, Mapping[str, Any]]
@@ -64,45 +65,41 @@ def merged(*changes: Sections) -> dict[str, dict[str, Any]]:
 
 
 def train(configs: Sequence[JobConfig]) -> list[Training]:
-    """Train each job, all in one world of as many ranks as they need; they need equally many."""
+    """Train each job on the same ranks, as many as they need; they need equally many."""
     (num_ranks,) = {make_parallel_dims(config, None).world_size for config in configs}
-    timeout_seconds = 120 + 60 * len(configs)
-    of_ranks = run_ranks(_train_on_rank, num_ranks, list(configs), timeout_seconds=timeout_seconds)
-    trainings = of_ranks[0]
-    for index, training in enumerate(trainings):
-        training.digests = [of_rank[index].digests[0] for of_rank in of_ranks]
-    return trainings
-
-
-def _train_on_rank(place: Place, configs: list[JobConfig]) -> list[Training]:
-    from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
-
     trainings = []
-    with open_world(place) as world:
+    with RankPool(num_ranks, timeout_seconds=180) as pool:
         for config in configs:
-            # Compiled code of the job before must not be found by this one's shapes.
-            torch._dynamo.reset()
-            dims = make_parallel_dims(config, world.size)
-            check_job(config, dims)
-            job = build_job(config, dims, world)
-            training = Training()
-            for step in range(1, config.training.steps + 1):
-                loss, _ = job.trainer.compute_gradients(job.draw())
-                if step in (1, 2, config.training.steps):
-                    gradients = {name: whole.clone() for name, whole in job.whole_gradients()}
-                    training.gradients[step] = gradients if world.is_first else {}
-                norm, _ = job.trainer.apply_gradients()
-                training.losses.append(loss)
-                training.norms.append(norm)
-            weights = {name: whole.clone() for name, whole in job.whole_parameters()}
-            digest = hashlib.sha256()
-            for name in sorted(weights):
-                digest.update(weights[name].view(torch.uint8).numpy().tobytes())
-            training.digests = [digest.hexdigest()]
-            training.weights = weights if world.is_first else {}
-            trainings.append(training)
+            of_ranks = pool.call(_train_on_rank, config)
+            of_ranks[0].digests = [of_rank.digests[0] for of_rank in of_ranks]
+            trainings.append(of_ranks[0])
     return trainings
+
+
+def _train_on_rank(world: World, config: JobConfig) -> Training:
+    from titanlite.job import build_job
+
+    # Compiled code of the job before must not be found by this one's shapes.
+    torch._dynamo.reset()
+    dims = make_parallel_dims(config, world.size)
+    check_job(config, dims)
+    job = build_job(config, dims, world)
+    training = Training()
+    for step in range(1, config.training.steps + 1):
+        loss, _ = job.trainer.compute_gradients(job.draw())
+        if step in (1, 2, config.training.steps):
+            gradients = {name: whole.clone() for name, whole in job.whole_gradients()}
+            training.gradients[step] = gradients if world.is_first else {}
+        norm, _ = job.trainer.apply_gradients()
+        training.losses.append(loss)
+        training.norms.append(norm)
+    weights = {name: whole.clone() for name, whole in job.whole_parameters()}
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(weights[name].view(torch.uint8).numpy().tobytes())
+    training.digests = [digest.hexdigest()]
+    training.weights = weights if world.is_first else {}
+    return training
 
 
 def difference(tensor: Tensor, reference: Tensor) -> float:
