@@ -20,10 +20,10 @@ from titanlite.config import check_job, check_machine, load_config, make_paralle
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError
 from titanlite.mesh.launch import (
+    ALONE,
     Place,
     choose_device,
     count_gpus,
-    one_rank,
     prepare_environment,
     run_ranks,
     torchrun_place,
@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
         if world_size and place:
             train(place, config, device_type)
         elif dims.world_size == 1:
-            with unwinding_at_sigterm(), one_rank() as place:
-                train(place, config, device_type)
+            with unwinding_at_sigterm():
+                train(ALONE, config, device_type)
         else:
             with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
                 run_ranks(train, dims.world_size, config, device_type, stop=stop)

@@ -1,7 +1,7 @@
 """The errors titanlite raises on purpose: each message is one line a user can act on."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 class TitanliteError(Exception):
@@ -51,3 +51,8 @@ def nearest(value: int, legal: Sequence[int]) -> str:
     """The legal values next to `value`, such as "2 or 4"; `legal` is ascending and not empty."""
     place = bisect.bisect_right(legal, value)
     return " or ".join(map(str, [*legal[max(0, place - 1) : place], *legal[place : place + 1]]))
+
+
+def number_ranks(numbers: Collection[int]) -> str:
+    """Ranks in words, such as "rank 3" or "ranks 0, 2"."""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"

@@ -124,6 +124,7 @@ def test_a_killed_launcher_takes_its_ranks_along_and_nothing_is_lost(tmp_path, n
         f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
         for name, value in flat(config(tmp_path / "out", mode=mode))
     ]
+    (meeting := tmp_path / "meeting").mkdir()
     for _ in range(4):
         left = random_.randint(1, STEPS + 3)
         with subprocess.Popen(
@@ -132,12 +133,15 @@ def test_a_killed_launcher_takes_its_ranks_along_and_nothing_is_lost(tmp_path, n
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=os.environ | {"TMPDIR": str(meeting)},
         ) as process:
             assert process.stdout is not None
+            # Its end is that of the ranks, which hold it too.
             for line in process.stdout:
                 left -= line.startswith(("step", "checkpoint"))
                 if left == 0:
                     process.send_signal(signal.SIGKILL)
+        assert not list(meeting.glob("titanlite-*"))
     run(config(tmp_path / "out", mode=mode))
     assert_same(tmp_path / "out", never_killed, same_process_family=False)
 

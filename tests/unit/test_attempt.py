@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from titanlite.errors import TitanliteError
 from titanlite.mesh.attempt import agree_on_attempt
 
 
@@ -30,8 +29,19 @@ def test_every_attempt_has_a_name_of_its_own():
     assert len(set(attempts)) == 3
 
 
-def test_a_rank_that_does_not_come_is_missed_in_time():
+@pytest.mark.parametrize(
+    ("here", "line"),
+    [([0, 2], "ranks 1, 3 did not come"), ([1, 3], "rank 0 did not come")],
+)
+def test_ranks_that_do_not_come_are_named_in_time(here: list[int], line: str):
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
-    with pytest.raises(TitanliteError, match=r"^1 of 3 ranks came within 0\.05 s"):
-        agree_on_attempt(store, 0, 3, 0.05)
+    store.set_timeout(timedelta(seconds=0.5))
+    with ThreadPoolExecutor(len(here)) as threads:
+        outcomes = [threads.submit(agree_on_attempt, store, rank, 4, 0.5) for rank in here]
+    expected = f"{line} within 0.5 s, comm.init_timeout_seconds"
+    if 0 not in here:
+        assert [str(outcome.exception()) for outcome in outcomes] == [expected] * len(here)
+    else:
+        # The others learn the name, and wait for their peers where the group is made.
+        assert str(outcomes[0].exception()) == expected
+        assert outcomes[1].exception() is None

@@ -16,7 +16,7 @@ MUST_NOT_IMPORT = {
     "titanlite/errors.py": ["titanlite", "models", "torch"],
     "titanlite/mesh/parallel_dims.py": ["titanlite.config", "models", "torch"],
     "titanlite/config": ["torch", "titanlite.job", "titanlite.parallelize", "titanlite.training"],
-    "titanlite/faults/report.py": ["torch", "titanlite"],
+    "titanlite/faults/report.py": ["torch", "titanlite.faults", "titanlite.mesh", "titanlite.job"],
     "titanlite/mesh/signals.py": ["torch"],
     "titanlite/checkpoint/manifest.py": ["torch"],
     "titanlite/checkpoint/folder.py": ["torch"],

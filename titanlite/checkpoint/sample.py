@@ -14,7 +14,7 @@ from titanlite.checkpoint.folder import find_checkpoint
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config import JobConfig, check_job, make_config, make_parallel_dims, override
 from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.mesh.launch import Place, choose_device, one_rank, prepare_environment, run_ranks
+from titanlite.mesh.launch import ALONE, Place, choose_device, prepare_environment, run_ranks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,8 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     device_type = choose_device(asked.device, asked.ranks)
     try:
         if asked.ranks == 1:
-            with one_rank() as place:
-                drawn = draw(place, config, device_type, source, manifest, asked.out)
+            drawn = draw(ALONE, config, device_type, source, manifest, asked.out)
         else:
             args = (config, device_type, source, manifest, asked.out)
             drawn = run_ranks(draw, asked.ranks, *args)[0]

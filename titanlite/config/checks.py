@@ -7,7 +7,6 @@ not known yet: before the ranks are counted, a shard degree of -1 is unknown.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import math
 import os
@@ -18,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.checkpoint import checkpoint_problems
+from titanlite.config.data import fit_problems, shape_of, source_problems
 from titanlite.config.degrees import make_parallel_dims
-from titanlite.config.keys import one_of
-from titanlite.config.model import load_model_spec, make_model_config
+from titanlite.config.model import make_model_config
 from titanlite.config.pipeline import make_pipeline_plan
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
-from titanlite.data.catalog import CATALOG
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, divisors
 
@@ -113,7 +111,7 @@ def _split(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
 @reads("training.dataset", "training.dataset_path")
 def _source(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
     """The data set exists; one that is read from disk has its folder, and no other has one."""
-    yield from _missing("training", config.training.dataset, config.training.dataset_path)
+    yield from source_problems("training", config.training.dataset, config.training.dataset_path)
 
 
 @reads("validation", "training.dataset", "training.dataset_path")
@@ -122,87 +120,20 @@ def _validation_source(config: JobConfig, dims: ParallelDims, model: Any) -> Ite
     own = config.validation.dataset or config.validation.dataset_path
     if config.validation.enable and own:
         dataset, path = config.validation_dataset, config.validation_dataset_path
-        yield from _missing("validation", dataset, path)
-
-
-def _missing(section: str, dataset: str, path: str | None) -> Iterator[str]:
-    info = CATALOG.get(dataset)
-    name = quote(dataset)
-    if info is None:
-        match = difflib.get_close_matches(dataset, CATALOG, n=1)
-        advice = (
-            f"did you mean {quote(match[0])}?" if match else f"give {one_of(map(quote, CATALOG))}"
-        )
-        yield f"{section}.dataset: there is no data set {name}; {advice}"
-    elif info.needs_path and path is None:
-        yield f"{section}.dataset_path: not set, and {name} is read from disk; give its folder"
-    elif info.needs_path and path is not None and not Path(path).expanduser().is_dir():
-        yield f"{section}.dataset_path: {quote(path)} is not a folder; give the folder of {name}"
-    elif not info.needs_path and path is not None:
-        yield f"{section}.dataset_path: {name} is not read from a folder; leave this key out"
+        yield from source_problems("validation", dataset, path)
 
 
 @reads(MODEL, "training.dataset")
 def _data(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
     """The images and pixel values of the data set are those the model takes."""
-    yield from _unlike("training", config.training.dataset, config, model)
+    yield from fit_problems("training", config.training.dataset, config, model)
 
 
 @reads(MODEL, "validation", "training.dataset")
 def _validation_data(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
     """The same for the validation data."""
     if config.validation.enable and config.validation_dataset != config.training.dataset:
-        yield from _unlike("validation", config.validation_dataset, config, model)
-
-
-def _unlike(section: str, dataset: str, config: JobConfig, model: Any) -> Iterator[str]:
-    changes = _changes_for(dataset, model)
-    if not changes:
-        return
-    info = CATALOG[dataset]
-    fitting = [quote(name) for name in CATALOG if not _changes_for(name, model)]
-    ways = [f"{section}.dataset to {one_of(fitting)}"] if fitting else []
-    if section == "training":
-        flavors = load_model_spec(config).load_flavors()
-        whole = [quote(name) for name in flavors if not _changes_for(dataset, flavors[name])]
-        if whole and not config.model.overrides:
-            ways.append(f"model.flavor to {one_of(whole)}")
-        else:
-            ways.append(", ".join(changes))
-    yield (
-        f"{section}.dataset: {quote(dataset)} has images of {info.size} and {info.vocab_size} "
-        f"values, the model takes {_shape(model)} and {model.vocab_size}; "
-        f"set {', or '.join(ways)}"
-    )
-
-
-def _changes_for(dataset: str, model: Any) -> list[str]:
-    """What the sizes of `model` would have to be for `dataset`, where they are not."""
-    info = CATALOG.get(dataset)
-    if info is None:
-        return []
-    needed = (
-        ("image_height", info.height),
-        ("image_width", info.width),
-        ("image_channels", info.channels),
-    )
-    changes = [
-        f"model.{field} to {size}"
-        for field, size in needed
-        if size not in (None, getattr(model, field))
-    ]
-    changes += [
-        f"model.{field} to at most {limit}"
-        for field, limit in (("image_height", info.max_height), ("image_width", info.max_width))
-        if limit is not None and getattr(model, field) > limit
-    ]
-    if info.vocab_size is not None and model.vocab_size < info.vocab_size:
-        changes.append(f"model.vocab_size to {info.vocab_size}")
-    return changes
-
-
-def _shape(model: Any) -> str:
-    return f"{model.image_height} x {model.image_width} x {model.image_channels}"
+        yield from fit_problems("validation", config.validation_dataset, config, model)
 
 
 @reads(MODEL, "training.seq_len", "validation.enable", "validation.seq_len")
@@ -214,7 +145,7 @@ def _sequence(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str
     for section, given in lengths.items():
         if given not in (None, model.num_tokens):
             yield (
-                f"{section}.seq_len: {given} is not the pixel count of {_shape(model)} images; "
+                f"{section}.seq_len: {given} is not the pixel count of {shape_of(model)} images; "
                 f"leave it out or give {model.num_tokens}"
             )
 

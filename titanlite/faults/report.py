@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from titanlite.errors import number_ranks
+
 
 @dataclass(frozen=True)
 class Call:
@@ -193,13 +195,13 @@ def _lines_of(
             for rank, cases in missed.items()
             if rank in ranks and any(waiting == account.rank for waiting, _ in cases)
         )
-        for_whom = f" for {_ranks(late)}" if late else ""
+        for_whom = f" for {number_ranks(late)}" if late else ""
         yield (
             f"waits{for_whom} in {call.operation} {call.number} over {axis} (ranks {members}), "
             f"{call.num_elements:,} {call.dtype}, called at {call.site}"
         )
     if account.message is not None:
-        peers = _ranks(account.message.peers) if account.message.peers else "a peer"
+        peers = number_ranks(account.message.peers) if account.message.peers else "a peer"
         yield f"waits for {peers} in {account.message.operation}, called at {account.message.site}"
     if not account.waits:
         yield f"stands at {account.site}"
@@ -227,7 +229,8 @@ def _blame(
         verb = "waits" if len(waiting) == 1 else "wait"
         where = account.finished or f"stands at {account.site}"
         return rank, (
-            f"did not come to {' and '.join(what)}, where {_ranks(waiting)} {verb}; it {where}"
+            f"did not come to {' and '.join(what)}, where {number_ranks(waiting)} {verb}; "
+            f"it {where}"
         )
     rank = min(missed, default=min(accounts))
     if rank in missed:
@@ -287,7 +290,7 @@ def _explain(
         return [_kind(numbered.get(n), by_site) for n in range(start, max(numbered) + 1)]
 
     own, theirs = at[rank], at[peer]
-    others = _ranks(sorted(r for r in at if r != rank))
+    others = number_ranks([r for r in at if r != rank])
     where = f"as number {number} over {axis} it"
     if _agree(sequence(rank, number + 1), sequence(peer, number + 1)):
         what = f"called {own} at {own.site}, where {others} called {theirs} at {theirs.site}"
@@ -313,7 +316,3 @@ def _who(at: Mapping[int, Call], kind: Any, by_site: bool) -> list[int]:
 def _agree(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two sequences are the same as far as both go, and both go somewhere."""
     return bool(one) and bool(other) and all(a == b for a, b in zip(one, other, strict=False))
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

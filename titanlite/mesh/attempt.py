@@ -11,7 +11,9 @@ import secrets
 import time
 from typing import Any
 
-from titanlite.errors import TitanliteError
+import torch.distributed as dist
+
+from titanlite.errors import TitanliteError, number_ranks
 
 POLL_SECONDS = 0.01
 
@@ -20,19 +22,24 @@ def agree_on_attempt(store: Any, rank: int, num_ranks: int, timeout_seconds: flo
     """The name of this attempt, the same on all `num_ranks` ranks; waits until all have come.
 
     Each rank asks under a name that nobody had before, and rank 0 answers whoever asks; who asked
-    in another attempt is not there to read it. Raises TitanliteError where ranks do not come.
+    in another attempt is not there to read it. Raises TitanliteError with the ranks that do not
+    come; `store` waits for as long, too.
     """
     own = secrets.token_hex(8)
     if rank != 0:
         number = store.add("attempt/asked", 1)
         store.set(f"attempt/asked/{number}", own)
-        name: str = store.get(f"attempt/answer/{own}").decode()
+        try:
+            name: str = store.get(f"attempt/answer/{own}").decode()
+        except dist.DistStoreError:
+            raise _not_come([0], timeout_seconds) from None
+        store.set(f"attempt/{name}/came/{rank}", "")
         store.add(f"attempt/{name}/came", 1)
         return name
     deadline = time.monotonic() + timeout_seconds
     unanswered: set[int] = set()
     num_seen = 0
-    while (num_came := store.add(f"attempt/{own}/came", 0)) < num_ranks - 1:
+    while store.add(f"attempt/{own}/came", 0) < num_ranks - 1:
         num_asked = store.add("attempt/asked", 0)
         unanswered |= set(range(num_seen + 1, num_asked + 1))
         num_seen = num_asked
@@ -43,9 +50,15 @@ def agree_on_attempt(store: Any, rank: int, num_ranks: int, timeout_seconds: flo
                 store.set(f"attempt/answer/{asker}", own)
                 unanswered.remove(number)
         if time.monotonic() > deadline:
-            raise TitanliteError(
-                f"{num_came + 1} of {num_ranks} ranks came within {timeout_seconds:g} s, "
-                "comm.init_timeout_seconds"
-            )
+            others = range(1, num_ranks)
+            missing = [r for r in others if not store.check([f"attempt/{own}/came/{r}"])]
+            raise _not_come(missing, timeout_seconds)
         time.sleep(POLL_SECONDS)
     return own
+
+
+def _not_come(ranks: list[int], timeout_seconds: float) -> TitanliteError:
+    return TitanliteError(
+        f"{number_ranks(ranks)} did not come within {timeout_seconds:g} s, "
+        "comm.init_timeout_seconds"
+    )

@@ -29,7 +29,7 @@ from typing import Any
 
 import cloudpickle
 
-from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError
+from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError, number_ranks
 from titanlite.mesh.signals import StopRequest
 
 # How long the other ranks of a failed run may take to say what they saw, and then to end.
@@ -68,6 +68,10 @@ class Place:
     @property
     def is_one_node(self) -> bool:
         return self.local_world_size == self.world_size
+
+
+# The place of a process that is a world of its own, and meets nobody.
+ALONE = Place(0, 1, 0, 1, rendezvous="")
 
 
 def run_ranks(
@@ -213,11 +217,9 @@ class Ranks:
 
 def not_done(pending: Collection[int], timeout_seconds: float | None) -> RankError:
     """The error for ranks that have not answered in time."""
-    numbers = ", ".join(str(rank) for rank in sorted(pending))
     return RankError(
         min(pending),
-        f"{'rank' if len(pending) == 1 else 'ranks'} {numbers} not done after "
-        f"{timeout_seconds:g} s; all ranks were ended",
+        f"{number_ranks(pending)} not done after {timeout_seconds:g} s; all ranks were ended",
     )
 
 
@@ -275,7 +277,7 @@ def _run_rank(
 ) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.path[:] = path
-    _end_with(lifeline)
+    _end_with(lifeline, Path(place.rendezvous.removeprefix("file://")).parent)
     try:
         cloudpickle.loads(call)(place, connection)
     except BaseException as error:
@@ -365,25 +367,20 @@ def _ignoring_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_with(lifeline: Connection) -> None:
+def _end_with(lifeline: Connection, folder: Path) -> None:
     """End this process as soon as nobody holds the other end of `lifeline`.
 
-    A rank's parent, the fork server, lives as long as any rank: its end says nothing.
+    A rank's parent, the fork server, lives as long as any rank: its end says nothing. A launcher
+    that was killed has left `folder` behind.
     """
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):
             lifeline.recv_bytes()
+        shutil.rmtree(folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
-
-
-@contextlib.contextmanager
-def one_rank() -> Iterator[Place]:
-    """The place of this process as a world of its own, meeting nobody."""
-    with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
-        yield Place(0, 1, 0, 1, f"file://{folder}/rendezvous")
 
 
 def torchrun_place() -> Place | None:

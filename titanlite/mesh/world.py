@@ -119,7 +119,7 @@ def _leave_group() -> None:
 def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
     """How init_process_group meets the other ranks, and a store beside it; None for one rank."""
     if place.world_size == 1:
-        return {"init_method": place.rendezvous}, None
+        return {"store": dist.HashStore()}, None
     if place.rendezvous.startswith("file://"):
         path = Path(place.rendezvous.removeprefix("file://"))
         store: Any = dist.FileStore(f"{path}-watch", place.world_size)
