@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -197,3 +199,70 @@ def test_torchrun_that_is_asked_to_stop_leaves_a_checkpoint(tmp_path):
         assert "stopped as asked" in stdout
         assert_all_gone(process.pid)
     assert saved_step(tmp_path / "out") == len(metrics(tmp_path / "out"))
+
+
+# What SLURM's own commands do for docs/slurm.sh, with two nodes that are this machine.
+SCONTROL = """\
+#!/bin/sh
+case "$1" in
+    show) printf 'localhost\\nlocalhost\\n' ;;
+    requeue) echo "$2" >> "$REQUEUED" ;;
+esac
+"""
+SRUN = """\
+#!{python}
+import signal, subprocess, sys
+
+nodes = [subprocess.Popen(sys.argv[1:]) for _ in range(2)]
+signal.signal(signal.SIGTERM, lambda *_: [node.terminate() for node in nodes])
+sys.exit(max(abs(node.wait()) for node in nodes))
+"""
+
+
+@needs_proc
+@pytest.mark.slow
+def test_the_slurm_script_saves_before_its_time_is_up_and_goes_on(tmp_path, monkeypatch):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in {"scontrol": SCONTROL, "srun": SRUN.format(python=sys.executable)}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    changes = {
+        "job__config_file": "configs/tp2_fsdp2.toml",
+        "model__zero_init_output": False,
+        "training__steps": 40,
+        "lr_scheduler__warmup_steps": 2,
+        "validation__enable": False,
+        "checkpoint__interval": 3,
+        "checkpoint__last_save_model_only": False,
+    }
+    assert run(command(tmp_path / "whole", **changes)).returncode == 0
+    requeued = tmp_path / "requeued"
+    for name, value in {
+        "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "REQUEUED": str(requeued),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_END_TIME": str(int(time.time()) + 170),
+    }.items():
+        monkeypatch.setenv(name, value)
+    options = [
+        word for word in command(tmp_path / "out", **changes)[2:] if "config_file" not in word
+    ]
+    script = ["bash", "docs/slurm.sh", "configs/tp2_fsdp2.toml", *options]
+    with started(script, tmp_path / "tmp") as process:
+        read_until(process, "checkpoint: step-3 saved")
+        (srun,) = children(process.pid)
+        os.kill(srun, signal.SIGTERM)
+        stdout, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        assert "stopped as asked" in stdout
+        assert process.returncode != 0
+        assert_all_gone(process.pid)
+    assert requeued.read_text() == "77\n"
+    again = run(script)
+    assert again.returncode == 0, again.stderr
+    assert "checkpoint: going on from step-" in again.stdout
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
