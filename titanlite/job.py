@@ -176,6 +176,7 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
     model_class, plans = _load_model(spec)
     with torch.device("meta"):
         model = model_class(model_config).to(DTYPES[training.dtype])
+    _refuse_tied_weights(model)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     pipeline_plan = make_pipeline_plan(config, dims, model_config) if dims.pp_enabled else None
     made = split_and_parallelize(
@@ -271,6 +272,17 @@ def _load_model(spec: ModelSpec) -> tuple[Any, Any]:
             f"model.name: loading {spec.model} or {spec.plan} failed with "
             f"{type(error).__name__} ({error}); correct the ModelSpec of {spec.name}"
         ) from error
+
+
+def _refuse_tied_weights(model: nn.Module) -> None:
+    """Cut or given storage, a parameter with two names would become two."""
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(parameter, name) != name:
+            raise ConfigError(
+                f"model.name: {name} and {first[parameter]} of {type(model).__name__} are one "
+                "parameter, and tied weights are not supported; give each its own"
+            )
 
 
 def dp_rank(dims: ParallelDims, rank: int) -> int:

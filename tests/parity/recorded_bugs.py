@@ -263,3 +263,37 @@ def replicas_drift() -> AbstractContextManager[Any]:
         return apply(self)
 
     return patch.object(Trainer, "apply_gradients", drift)
+
+
+def halved_on_one_rank() -> AbstractContextManager[Any]:
+    """One replica scales its gradients once more than the others."""
+    import torch.distributed as dist
+
+    from titanlite.training.step import Trainer
+
+    compute = Trainer.compute_gradients
+
+    def halved(self, microbatches):
+        found = compute(self, microbatches)
+        if dist.get_rank() == 1:
+            for part in self.parts:
+                for parameter in part.parameters():
+                    parameter.grad.mul_(0.5)
+        return found
+
+    return patch.object(Trainer, "compute_gradients", halved)
+
+
+def input_gradient_not_reduced() -> AbstractContextManager[Any]:
+    """A product with a part of the weight, by hand: each rank's gradient of its input is a share.
+
+    The commonest mistake of tensor parallelism written without DTensor.
+    """
+    import torch.nn.functional as F
+    from plain_model.model import Block
+
+    def forward(self, x, positions):
+        seen = x.cumsum(1) / (positions + 1)[None, :, None]
+        return x + self.w2(F.gelu(F.linear(self.norm(x + seen), self.w1.weight.to_local())))
+
+    return patch.object(Block, "forward", forward)

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import recorded_bugs
 
 from titanlite.cli import main
-from titanlite.config import load_config
+from titanlite.config import JobConfig, load_config, make_config
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.verify.matrix import features_of, plans_of, run_matrix
+from titanlite.verify.report import format_verification
 from titanlite.verify.shrink import shrink
 from titanlite.verify.verify import Verifier
 
@@ -25,6 +28,7 @@ def test_a_right_plan(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "dp_shard 2 x tp 2, 4 ranks" in printed
     assert "shrunk     dim 96 -> 48" in printed
+    assert ", generated data\n" in printed
     assert "\nAGREES: " in printed
     found = json.loads(out.read_text())
     assert found["agrees"]
@@ -89,6 +93,56 @@ custom_import = "plain_model"
     found = json.loads((tmp_path / "out.json").read_text())
     assert not found["agrees"]
     assert found["failures"][0]["step"] == 1
+
+
+def odd_job(flavor: str, **parallelism: int) -> JobConfig:
+    return make_config(
+        {
+            "model": {"name": "odd", "flavor": flavor},
+            "training": {"global_batch_size": 8, "local_batch_size": 4},
+            "parallelism": parallelism,
+            "experimental": {"custom_import": "odd_model"},
+        }
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("flavor", "line"),
+    [
+        ("dropout", "model.name: on one process the .* of step 1 depends on how the batch is cut"),
+        ("not finite", "model.name: on one process the loss of step 1 is nan"),
+        ("tied", "model.name: output.weight and tok_emb.weight of OddModel are one parameter"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(verifier, flavor, line, dtype):
+    job = odd_job(flavor, data_parallel_replicate_degree=2, data_parallel_shard_degree=1)
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        verifier.verify(job, steps=1, dtype=dtype)
+
+
+def test_a_model_that_does_not_run_shows_where(verifier):
+    job = odd_job("raises", tensor_parallel_degree=2, data_parallel_shard_degree=1)
+    with pytest.raises(TitanliteError) as raised:
+        verifier.verify(job, steps=1)
+    *_, last = str(raised.value).splitlines()
+    assert last == "the job does not run on one process: ValueError: this model does not run"
+    assert 'odd_model/model.py", line' in str(raised.value)
+
+
+def test_weights_without_gradients_are_compared(verifier):
+    job = odd_job("frozen", tensor_parallel_degree=2, data_parallel_shard_degree=1)
+    found = verifier.verify(job, steps=1, dtype="float32")
+    assert found.agrees, found.findings
+    assert "AGREES: the largest difference is" in format_verification(found)
+
+
+def test_a_module_that_is_called_twice_is_no_cause(verifier):
+    job = odd_job("called twice", tensor_parallel_degree=2, data_parallel_shard_degree=1)
+    assert verifier.verify(job, steps=1).agrees
+    job = odd_job("called twice", data_parallel_replicate_degree=2, data_parallel_shard_degree=1)
+    found = verifier.verify(job, steps=1, patch=recorded_bugs.reduced_twice)
+    assert found.cause.startswith("all 9 gradients are 2 times as large"), found.findings
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

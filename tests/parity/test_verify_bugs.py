@@ -152,6 +152,20 @@ CASES = [
         r"layers.0.attention.inner is the first module .* on rank 1 alone \(cp 1\).*does not see "
         "all keys and values",
     ),
+    Case(
+        bugs.halved_on_one_rank,
+        DDP,
+        r"all 24 gradients are 0.5 times as large, .* on rank 1 alone \(dp_replicate 1\), and "
+        "right on the others",
+    ),
+    Case(
+        bugs.input_gradient_not_reduced,
+        TP,
+        r"the gradient of layers.1.norm.weight is right only when summed over tp, and .* from "
+        r"before it in the forward pass, are wrong in turn: what reads the output of layers.1.norm "
+        r"hands back a gradient of its input that is a sum over tp still to be made",
+        OWN,
+    ),
     Case(bugs.replicas_drift, DDP, "clipping or the optimizer is wrong", steps=3),
 ]
 

@@ -58,6 +58,12 @@ def test_options_are_told_from_the_job():
         (["none.toml"], 'job.config_file: "none.toml" does not exist; give a TOML file'),
         (["--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree: 3 does not divide"),
         (["--model.flavour=debug"], "did you mean model.flavor?"),
+        (["a.toml", "--limit=3"], "--limit: is for --matrix alone; leave it out"),
+        (["a.toml", "--compile"], "--compile: is for --matrix alone; leave it out, or give --com"),
+        (["--matrix", "--shrink"], "--shrink: is for one job, and --matrix has its own; leave it"),
+        (["a.toml", "--json=/"], '--json: "/" is a folder; give a file'),
+        (["a.toml", "--json=/dev/null/x"], '--json: "/dev/null/x" cannot be written; give another'),
+        (["--matrix", "--output=/dev/null"], '--output: "/dev/null" cannot be used (File exists)'),
     ],
 )
 def test_bad_input_is_one_line_and_2(words, line, capsys):

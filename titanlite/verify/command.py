@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...
 Run a job under its plan and on one process, from the same weights and data, and compare loss,
 gradient norm, every gradient and every weight, step by step. Where they differ, say why.
 
-  --steps N           optimizer steps to compare (default 5)
+  --steps N           optimizer steps to compare (default 5; of the matrix 2)
   --dtype DTYPE       float64 (default), float32, or bfloat16: computed in it, weights kept
                       in float32
   --shrink            make layers, widths, image and batch as small as the plan allows
@@ -74,6 +75,8 @@ def verify_one(options: Options) -> int:
     from titanlite.verify.report import format_header, format_verification, to_json
     from titanlite.verify.verify import Verification, Verifier
 
+    if options.json:
+        _require_writable(options.json)
     words = list(options.job)
     if options.shrink:
         # What the file trains on need not be here.
@@ -84,6 +87,7 @@ def verify_one(options: Options) -> int:
         from titanlite.verify.shrink import shrink
 
         config, shrunk = shrink(config)
+        shrunk.append("generated data")
     dims = make_parallel_dims(config, None, 0 if config.job.device == "cpu" else count_gpus())
     device_type = choose_device(config.job.device, dims.world_size)
     check_machine(config, device_type)
@@ -120,10 +124,12 @@ def verify_matrix(options: Options) -> int:
 def parse(arguments: Sequence[str]) -> Options:
     """The options; raises ConfigError for one that is wrong."""
     options = Options([])
+    given = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         name, equals, text = word.partition("=")
+        given.append(name)
         if name in VALUES:
             if not equals:
                 if not rest or rest[0].startswith("--"):
@@ -141,6 +147,12 @@ def parse(arguments: Sequence[str]) -> Options:
                 options.job.append(rest.pop(0))
     if options.matrix and options.job:
         raise ConfigError(f"{quote(options.job[0])}: --matrix makes its own jobs; leave it out")
+    for name in given:
+        if options.matrix and name in OF_ONE_JOB:
+            raise ConfigError(f"{name}: is for one job, and --matrix has its own; leave it out")
+        if not options.matrix and name in OF_THE_MATRIX:
+            instead = ", or give --compile.enable=true" if name == "--compile" else ""
+            raise ConfigError(f"{name}: is for --matrix alone; leave it out{instead}")
     return options
 
 
@@ -171,6 +183,19 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--limit": _count,
 }
 FLAGS = ("--shrink", "--matrix", "--compile")
+OF_ONE_JOB = ("--dtype", "--shrink", "--json")
+OF_THE_MATRIX = ("--ranks", "--output", "--compile", "--limit")
+
+
+def _require_writable(path: str) -> None:
+    """Before anything runs, not after."""
+    folder = Path(path).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if Path(path).is_dir():
+        raise ConfigError(f"--json: {quote(path)} is a folder; give a file")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--json: {quote(path)} cannot be written; give another file")
 
 
 def _write(path: str, text: str) -> None:

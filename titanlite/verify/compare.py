@@ -89,6 +89,13 @@ def differences(
     return found
 
 
+def badness(difference: float, tolerance: float) -> float:
+    """How many times as large as allowed a difference is."""
+    if tolerance == 0.0:
+        return 0.0 if difference == 0.0 else math.inf
+    return difference / tolerance
+
+
 def failures(found: Sequence[Mapping[Key, float]], tolerance: Tolerance) -> list[Failure]:
     """All differences above tolerance, in the order in which a run computes what they are of."""
     failed = [
@@ -155,7 +162,7 @@ def _items(tensors: Iterable[Mapping[str, Agreement]]) -> Iterable[tuple[str, Ag
 
 
 def _relative(value: float, reference: float) -> float:
-    if math.isnan(value):
+    if not math.isfinite(value):
         return math.inf
     if reference == 0.0:
         return 0.0 if value == 0.0 else math.inf

@@ -8,26 +8,16 @@ hand with what each way of going wrong (a sum too many, a share missing, a rank 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from titanlite.verify.compare import (
-    KINDS,
-    same_shards,
-)
+from titanlite.verify.compare import KINDS, same_shards
 from titanlite.verify.evidence import EXPLAINED, Evidence, data_rank, pooled, ranks_of, worst
-from titanlite.verify.factors import (
-    be,
-    is_near,
-    listed,
-    name_parameters,
-    name_ranks,
-)
+from titanlite.verify.factors import agree, is_near, listed, name_parameters, name_ranks
+from titanlite.verify.gradients import explain_gradients, explain_shares
 from titanlite.verify.norms import explain_norm
-from titanlite.verify.record import (
-    ModuleOutput,
-)
-from titanlite.verify.weights import describe_shares
+from titanlite.verify.record import ModuleOutput, module_of
 
 
 def diagnose(evidence: Evidence) -> list[str]:
@@ -133,7 +123,7 @@ def _counts(e: Evidence) -> Iterator[str]:
 def _cured(e: Evidence) -> Iterator[str]:
     if not e.cured_by:
         return
-    details = [*_pending_inputs(e), *_recomputed(e)] or list(_gradients(e))[:1]
+    details = [*_pending_inputs(e), *_recomputed(e)] or list(explain_gradients(e))[:1]
     because = f": {'; '.join(details)}" if details else ""
     yield f"with {' and also with '.join(e.cured_by)} the plan agrees{because}"
 
@@ -154,7 +144,7 @@ def _recomputed(e: Evidence) -> list[str]:
     for trace in e.traces:
         for name, output in trace.modules.items():
             largest[name] = max(largest[name], output.recomputed)
-    wrong = [name for name in _forward_order(e) if largest.get(name, 0.0) > 1e-9]
+    wrong = [name for name in e.forward_order if largest.get(name, 0.0) > 1e-9]
     if not wrong:
         return []
     return [
@@ -178,7 +168,7 @@ def _forward(e: Evidence) -> Iterator[str]:
             holders[name].append(trace.rank)
             if output.wrong_calls:
                 wrong[name][trace.rank] = output
-    first = next((name for name in _forward_order(e) if name in wrong), None)
+    first = next((name for name in e.forward_order if name in wrong), None)
     if first is None:
         return
     outputs = wrong[first]
@@ -187,7 +177,11 @@ def _forward(e: Evidence) -> Iterator[str]:
         f"{name} is the first module in forward order whose output differs, "
         f"{name_ranks(outputs, e.runs, holders[first])}; all before it agree"
     ]
+    if e.reference_trace is not None and e.reference_trace.num_left_out:
+        parts[0] += f", of those that were kept ({e.reference_trace.num_left_out} were too large)"
     one = next(iter(outputs.values()))
+    if not all(math.isfinite(output.agreement.aa) for output in outputs.values()):
+        parts.append("it is not finite there")
     if len(one.wrong_calls) < one.num_calls:
         calls = listed(one.wrong_calls)
         parts.append(f"of {one.num_calls} microbatches only {calls}")
@@ -209,7 +203,8 @@ def _forward(e: Evidence) -> Iterator[str]:
     if left < EXPLAINED and not is_near(factor, 1.0):
         same = e.factor(factor)
         parts.append(f"it is {factor:.6g} times as large{f', which is {same}' if same else ''}")
-    style = next((t.styles[first] for t in e.traces if first in t.styles), "")
+    module = module_of(first)
+    style = next((t.styles[module] for t in e.traces if module in t.styles), "")
     if style:
         parts.append(f"its entry in the tensor-parallel plan is {style}")
     elif e.dims.cp_enabled and len(outputs) < len(holders[first]):
@@ -224,8 +219,11 @@ def _loss(e: Evidence) -> Iterator[str]:
     if not e.failed("loss"):
         return
     own, known = e.runs[0].steps[e.step].loss, e.reference[e.step].loss
-    if len({run.steps[e.step].loss for run in e.runs}) > 1:
-        values = {run.steps[e.step].loss for run in e.runs}
+    values = {run.steps[e.step].loss for run in e.runs}
+    if strange := [value for value in values if not math.isfinite(value)]:
+        yield f"the loss is {strange[0]}"
+        return
+    if len(values) > 1:
         yield f"ranks report different losses ({len(values)} of them): a sum over ranks is missing"
     gradients_agree = not e.failed("gradient")
     if is_near(own, known):
@@ -245,101 +243,6 @@ def _loss(e: Evidence) -> Iterator[str]:
             f"the loss is {ratio:.6g} times as large though all gradients agree: the shown loss "
             "alone is wrong"
         )
-
-
-def _gradients(e: Evidence) -> Iterator[str]:
-    wrong = e.failed("gradient")
-    if not wrong:
-        return
-    pending = [name for run in e.runs for name in run.pending if name in wrong]
-    if pending:
-        yield (
-            f"{name_parameters(set(pending), e.runs, 'gradient')} are sums over ranks that were "
-            "never made when the optimizer is given them: an all-reduce is missing"
-        )
-        return
-    absent = {
-        name
-        for run in e.runs
-        for name in wrong
-        if (found := run.steps[e.step].gradients.get(name)) is not None and not found.digest
-    }
-    if absent:
-        yield (
-            f"gradients are missing: {name_parameters(absent, e.runs, 'gradient')}. The backward "
-            "pass does not come there, as the way back is cut somewhere in the forward pass"
-        )
-    yield from _missing_sums(e, wrong)
-    yield from _factors(e, wrong)
-
-
-def _shared_out(e: Evidence) -> Iterator[str]:
-    """Gradients of which each rank or microbatch has its share, in wrong proportions."""
-    rest = [name for name in e.failed("gradient") if _factor_of(e, name) is None]
-    if rest and e.reference_trace is not None and not list(_missing_sums(e, rest)):
-        yield from describe_shares(e.reference_trace, e.traces, e.runs, rest)
-
-
-def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
-    """Gradients that are right once summed over an axis."""
-    by_axis: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name in wrong:
-        sums = [t.summed_gradients[name] for t in e.traces if name in t.summed_gradients]
-        for axis in {axis for of_rank in sums for axis in of_rank}:
-            found = [of_rank[axis] for of_rank in sums if axis in of_rank]
-            factor, left = pooled(found)
-            spread = {round(pooled([one])[0], 6) for one in found}
-            if left < EXPLAINED and len(spread) == 1 and not _has_factor(e, name):
-                words = "" if is_near(factor, 1.0) else f", but for a factor of {factor:.6g}"
-                by_axis[axis, words].append(name)
-    for (axis, words), names in by_axis.items():
-        who = name_parameters(names, e.runs, "gradient")
-        yield (
-            f"{who} {be(who)} right only when summed over "
-            f"{axis}{words}: the all-reduce over {axis} is missing, and each rank has the share of "
-            "its own tokens"
-        )
-
-
-def _has_factor(e: Evidence, name: str) -> bool:
-    return _factor_of(e, name) is not None
-
-
-def _factor_of(e: Evidence, name: str) -> float | None:
-    """The one factor between a gradient and the reference's on every rank, if there is one."""
-    parts = [
-        run.steps[e.step].gradients[name]
-        for run in e.runs
-        if name in run.steps[e.step].gradients and run.steps[e.step].gradients[name].bb > 0
-    ]
-    factor, left = pooled(parts)
-    return factor if parts and left < EXPLAINED else None
-
-
-def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
-    """One factor for all or some."""
-    groups: dict[float, list[str]] = defaultdict(list)
-    for name in wrong:
-        factor = _factor_of(e, name)
-        if factor is None or is_near(factor, 1.0):
-            continue
-        known = next((value for value in groups if is_near(factor, value)), factor)
-        groups[known].append(name)
-    for factor, names in sorted(groups.items(), key=lambda item: -len(item[1])):
-        who = name_parameters(names, e.runs, "gradient")
-        same = e.factor(factor)
-        if factor == 0 or abs(factor) < EXPLAINED:
-            yield f"{who} {be(who)} zero: the backward pass does not come there"
-        elif same:
-            verb = (
-                "they are reduced, or multiplied, by it once too often"
-                if factor > 1
-                else "they are averaged where they should be summed, or divided once too often"
-            )
-            loss = "" if e.failed("loss") else "; the loss is right"
-            yield f"{who} {be(who)} {factor:.6g} times as large, which is {same}: {verb}{loss}"
-        else:
-            yield f"{who} {be(who)} {factor:.6g} times as large"
 
 
 def _norm(e: Evidence) -> Iterator[str]:
@@ -370,7 +273,7 @@ def _update(e: Evidence) -> Iterator[str]:
         yield f"the learning rate is {own:.6g}, not {known:.6g}"
     ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
     yield (
-        f"gradients and their norm agree and {shown} differ after the step, "
+        f"gradients and their norm agree and {shown} {agree(shown, 'differ')} after the step, "
         f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: clipping or the optimizer is wrong"
     )
 
@@ -412,20 +315,17 @@ def _growth(e: Evidence) -> list[str]:
 def _unexplained(e: Evidence) -> str:
     wrong = set(e.failed("gradient"))
     if wrong:
-        order = _forward_order(e)
+        order = e.forward_order
         place = {name: index for index, name in enumerate(order)}
         last = max(wrong, key=lambda name: place.get(name.rpartition(".")[0], -1))
         ranks = ranks_of(e, lambda run: worst(run, "gradients", e.step, sorted(wrong)))
+        shown = name_parameters(wrong, e.runs, "gradient")
         return (
-            f"every module's output agrees, and {name_parameters(wrong, e.runs, 'gradient')} do "
-            f"not, {name_ranks(ranks, e.runs, range(len(e.runs)))}: the backward pass is wrong, "
+            f"every module's output agrees, and {shown} {agree(shown, 'do')} not, "
+            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: the backward pass is wrong, "
             f"first at {last}, in backward order, by no factor and no share of the batch"
         )
     return "no pattern: see the table for what differs"
-
-
-def _forward_order(e: Evidence) -> Sequence[str]:
-    return () if e.reference_trace is None else e.reference_trace.modules
 
 
 QUESTIONS = (
@@ -435,9 +335,9 @@ QUESTIONS = (
     _cured,
     _recomputation,
     _forward,
-    _shared_out,
+    explain_shares,
     _loss,
-    _gradients,
+    explain_gradients,
     _counts,
     _norm,
     _update,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,11 @@ class Evidence:
         return [f.name for f in self.failures if f.step == self.step and f.kind == kind]
 
     @property
+    def forward_order(self) -> Sequence[str]:
+        """The reference's modules in the order in which the forward pass leaves them."""
+        return () if self.reference_trace is None else self.reference_trace.modules
+
+    @property
     def num_microbatches(self) -> int:
         """On a rank and in a step."""
         size = self.plan.training.local_batch_size
@@ -64,8 +70,8 @@ def pooled(parts: Sequence[Agreement]) -> tuple[float, float]:
     A factor is one only where it fits every part by itself.
     """
     bb, ab = sum(p.bb for p in parts), sum(p.ab for p in parts)
-    if bb == 0.0:
-        return 0.0, float("inf")
+    if bb == 0.0 or not math.isfinite(bb + ab + sum(p.aa for p in parts)):
+        return 0.0, math.inf
     factor = ab / bb
     left = 0.0
     for part in parts:

@@ -114,6 +114,12 @@ def be(who: str) -> str:
     return "is" if who.startswith("the ") else "are"
 
 
+def agree(who: str, verb: str) -> str:
+    """Another verb for it: "differ" or "differs"."""
+    is_one = be(who) == "is"
+    return {"do": "does"}.get(verb, f"{verb}s") if is_one else verb
+
+
 def how_in_words(how: str) -> str:
     """A placement as a sentence has it."""
     return "sharded twice along one dimension, the second time" if how == "strided" else how

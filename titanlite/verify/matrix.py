@@ -3,13 +3,16 @@
     features_of, plans_of    the features, and plans that together have each legal pair of them
     run_matrix               verify each, keep results in a file, draw the overview
 
-Results are appended to results.jsonl as they come: a run that was stopped goes on where it was.
+Results are appended to results.jsonl as they come: a run that was stopped goes on where it was, as
+long as the code is the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import math
@@ -212,35 +215,37 @@ def run_matrix(
     from titanlite.verify.overview import draw_overview
 
     out = sys.stdout if stream is None else stream
-    features = features_of(num_ranks, with_compile=with_compile)
+    features, code = features_of(num_ranks, with_compile=with_compile), code_digest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        results = read_results(folder, num_ranks, steps)
+        results = read_results(folder, num_ranks, steps, code)
+        lines = (folder / "results.jsonl").open("a")
     except OSError as error:
         raise ConfigError(
             f"--output: {quote(str(folder))} cannot be used ({error.strerror}); give another"
         ) from error
+    print(f"choosing plans of {num_ranks} ranks", file=out, flush=True)
     agreed = {key: result for key, result in results.items() if result["agrees"]}
     done = [result["choice"] for result in agreed.values()]
     choices = plans_of(num_ranks, with_compile=with_compile, done=done)
     todo = [choice for choice in choices[:limit] if _key(choice) not in agreed]
+    num_done = sum(_key(choice) in agreed for choice in choices)
     print(
-        f"{len(choices)} plans of {num_ranks} ranks have all {_count_pairs(choices)} legal pairs "
-        f"of {len(features)} features; {len(done)} are done, {len(todo)} to run",
+        f"{len(choices)} plans have all {_count_pairs(choices)} legal pairs "
+        f"of {len(features)} features; {num_done} are done, {len(todo)} to run",
         file=out,
         flush=True,
     )
     start = time.monotonic()
     # A verifier that is given is not ended.
     opened = contextlib.nullcontext(verifier) if verifier else Verifier()
-    with opened as ranks, (folder / "results.jsonl").open("a") as lines:
-        if (folder / "results.jsonl").read_text()[-1:] not in ("", "\n"):
-            # What a run that was killed left of its last line.
-            lines.write("\n")
+    with opened as ranks, lines:
+        # After what a run that was killed left of its last line.
+        lines.write("\n" if lines.tell() else "")
         try:
             for index, choice in enumerate(todo):
                 found = ranks.verify(job_of(choice), steps=steps)
-                result = _result(choice, found, num_ranks, steps)
+                result = _result(choice, found, num_ranks, steps) | {"code": code}
                 results[_key(choice)] = result
                 lines.write(json.dumps(result) + "\n")
                 lines.flush()
@@ -258,18 +263,28 @@ def run_matrix(
     return 1 if wrong else 0
 
 
-def read_results(folder: Path, num_ranks: int, steps: int) -> dict[str, dict[str, Any]]:
-    """The results that are in `folder`, by the plan's key; half a line at the end is left out."""
+def read_results(folder: Path, num_ranks: int, steps: int, code: str) -> dict[str, dict[str, Any]]:
+    """What is in `folder` of this `code`, by the plan's key; a line that is none is left out."""
     path = folder / "results.jsonl"
     results = {}
-    for line in filter(None, path.read_text().splitlines()) if path.exists() else ():
-        try:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             result = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if (result["num_ranks"], result["steps"]) == (num_ranks, steps):
-            results[_key(result["choice"])] = result
+            if (result["num_ranks"], result["steps"], result["code"]) == (num_ranks, steps, code):
+                results[_key(result["choice"])] = result
     return results
+
+
+def code_digest() -> str:
+    """Of what a result depends on: titanlite, the models, and PyTorch's version."""
+    digest = hashlib.sha256(importlib.metadata.version("torch").encode())
+    for package in ("titanlite", "models"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        for path in sorted(Path(spec.origin).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def name_of(choice: Mapping[str, Any]) -> str:

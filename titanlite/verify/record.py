@@ -26,7 +26,8 @@ class Agreement(NamedTuple):
         """max|a - b| / max|b|; where b is all zero, 0 if a is too, else infinity."""
         if self.scale == 0.0:
             return 0.0 if self.error == 0.0 else math.inf
-        return self.error / self.scale
+        ratio = self.error / self.scale
+        return ratio if math.isfinite(ratio) else math.inf
 
 
 @dataclass
@@ -79,15 +80,26 @@ class ReferenceTrace:
     """What the reference knows of one step, beside the tensors in the trace's files.
 
     `modules` are in the order in which the forward pass leaves them, each before the one that holds
-    it. `losses` and `targets` are the sum of losses and the number of targets of each cell.
+    it, once for each call in a forward pass. `losses` and `targets` are the sum of losses and the
+    number of targets of each cell.
     """
 
     modules: tuple[str, ...]
     cells: tuple[Cell, ...]
     losses: tuple[float, ...]
     targets: tuple[int, ...]
-    skipped: int = 0
-    """Modules whose outputs were too large to keep."""
+    num_left_out: int = 0
+    """Outputs that were too large to keep."""
+
+
+def name_call(module: str, number: int) -> str:
+    """The name of a module's output: a forward pass may call it more than once."""
+    return module if number == 1 else f"{module} (call {number})"
+
+
+def module_of(call: str) -> str:
+    """The module of what `name_call` gave."""
+    return call.partition(" (call ")[0]
 
 
 @dataclass

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from titanlite.verify.compare import Failure, Key
+from titanlite.verify.compare import Failure, Key, badness
 from titanlite.verify.verify import Verification
 
 WIDTH = 100
@@ -35,6 +35,8 @@ def format_verification(found: Verification) -> str:
         lines += [_table(found), ""]
     lines.append(textwrap.fill(_verdict(found), WIDTH, break_long_words=False))
     for index, finding in enumerate(found.findings):
+        if finding == found.error_finding:
+            continue
         text = f"{'likely cause' if index == 0 else 'also seen'}: {finding}"
         lines += ["", textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)]
     return "\n".join(lines)
@@ -72,11 +74,7 @@ def _cell(found: Verification, step: int, of_step: Mapping[Key, float], kind: st
     if not values:
         return ""
 
-    def badness(key: Key) -> tuple[float, float]:
-        tolerance = found.tolerance.of(step, key)
-        return (values[key] / tolerance if tolerance else values[key], values[key])
-
-    worst = max(values, key=badness)
+    worst = max(values, key=lambda k: (badness(values[k], found.tolerance.of(step, k)), values[k]))
     text = _figure(values[worst])
     failed = [f for f in found.failures if f.step == step and f.kind == kind]
     if failed:
@@ -98,6 +96,8 @@ def _verdict(found: Verification) -> str:
         return f"DOES NOT RUN: {found.error} ({seconds})"
     if found.agrees:
         step, key = found.worst
+        if math.isinf(found.margin):
+            return f"AGREES: every number is equal ({seconds})"
         return (
             f"AGREES: the largest difference is {_figure(found.differences[step][key])}, of "
             f"{describe_key(key)} at step {step}, and {found.tolerance.of(step, key):.1e} is "

@@ -83,7 +83,7 @@ def _told(config: JobConfig, small: JobConfig) -> list[str]:
         (f.name, getattr(before, f.name), getattr(after, f.name)) for f in dataclasses.fields(after)
     ]
     for section, names in (
-        ("training", ("local_batch_size", "global_batch_size", "dataset")),
+        ("training", ("local_batch_size", "global_batch_size")),
         ("parallelism", ("pipeline_parallel_microbatch_size",)),
     ):
         pairs += [

@@ -7,7 +7,7 @@ trace_plan        this rank's outputs beside its parts of those; its gradients a
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,6 +35,8 @@ from titanlite.verify.record import (
     ModuleOutput,
     RankTrace,
     ReferenceTrace,
+    module_of,
+    name_call,
 )
 from titanlite.verify.run import (
     Patch,
@@ -70,13 +72,13 @@ def trace_reference(
         with _outputs_of(job) as kept:
             job.trainer.compute_gradients(leave_out_targets(job, microbatches))
         job.trainer.optimizer.zero_grad(set_to_none=True)
-        outputs, num_bytes, skipped = {}, 0, 0
+        outputs, num_bytes, num_left_out = {}, 0, 0
         for name, calls in kept.first.items():
             num_bytes += sum(call.numel() * call.element_size() for call in calls)
             if num_bytes > MOST_OUTPUT_BYTES:
-                skipped += 1
+                num_left_out += 1
                 continue
-            batch_dim, _ = labels.get(name, (None, None))
+            batch_dim, _ = labels.get(module_of(name), (None, None))
             outputs[name] = calls[0] if batch_dim is None else torch.cat(calls, batch_dim)
         torch.save({"outputs": outputs, "labels": labels}, _trace_file(folder))
 
@@ -95,7 +97,7 @@ def trace_reference(
                     gradients[name].append(gradient.cpu() * (count / num_targets))
             job.trainer.optimizer.zero_grad(set_to_none=True)
         torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
-        return ReferenceTrace(tuple(outputs), cells, tuple(losses), tuple(targets), skipped)
+        return ReferenceTrace(tuple(outputs), cells, tuple(losses), tuple(targets), num_left_out)
 
 
 def trace_plan(
@@ -125,7 +127,9 @@ def trace_plan(
         for name, calls in kept.first.items():
             if name in known["outputs"]:
                 found[name], expected[name] = own.compare(
-                    calls, known["outputs"][name], known["labels"].get(name, (None, None))
+                    calls,
+                    known["outputs"][name],
+                    known["labels"].get(module_of(name), (None, None)),
                 )
                 found[name].recomputed = kept.recomputed_difference(name)
         return RankTrace(
@@ -176,14 +180,19 @@ class _Kept:
         self.again: dict[str, list[Tensor]] = defaultdict(list)
         self.pending_inputs: dict[str, None] = {}
 
-    def keep(self, name: str, output: Any) -> None:
+    def keep(self, name: str, output: Any, num_calls: Counter[str]) -> None:
+        """Keep an output; `num_calls` are those of each module in this forward pass."""
         if isinstance(output, tuple | list) and output:
             output = output[0]
-        if isinstance(output, Tensor):
+        if not isinstance(output, Tensor):
+            return
+        local = local_part(output.detach()).detach().cpu().clone()
+        if torch._C._current_graph_task_id() != -1:
             # Inside a backward pass a module runs to be recomputed.
-            in_backward = torch._C._current_graph_task_id() != -1
-            local = local_part(output.detach()).detach().cpu().clone()
-            (self.again if in_backward else self.first)[name].append(local)
+            self.again[name].append(local)
+            return
+        num_calls[name] += 1
+        self.first[name_call(name, num_calls[name])].append(local)
 
     def recomputed_difference(self, name: str) -> float:
         """The least difference of each recomputed output from any of the forward pass: the worst.
@@ -191,8 +200,9 @@ class _Kept:
         Microbatches are recomputed in an order of the schedule's own.
         """
         worst = 0.0
+        forward = [f for call in self.first if module_of(call) == name for f in self.first[call]]
         for again in self.again.get(name, ()):
-            same = [first for first in self.first[name] if first.shape == again.shape]
+            same = [first for first in forward if first.shape == again.shape]
             if same:
                 worst = max(worst, min(agreement(again, f, f).difference for f in same))
         return worst
@@ -208,10 +218,14 @@ def _outputs_of(job: Job) -> Iterator[_Kept]:
         named = {canonical_name(name): module for name, module in _hookable(part)}
         if not _puts_out_logits(job, part):
             del named[""]
+        num_calls: Counter[str] = Counter()
+        hooks.append(part.register_forward_pre_hook(lambda *_, calls=num_calls: calls.clear()))
         for name, module in named.items():
             hooks.append(
                 module.register_forward_hook(
-                    lambda module, inputs, output, name=name: kept.keep(name, output)
+                    lambda module, inputs, output, name=name, calls=num_calls: kept.keep(
+                        name, output, calls
+                    )
                 )
             )
             if isinstance(module, OptimizedModule):

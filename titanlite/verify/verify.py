@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,13 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titanlite.config import JobConfig, check_job, make_parallel_dims, override
-from titanlite.errors import RankError, TitanliteError
+from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.verify.compare import (
     Failure,
     Key,
     Split,
     Tolerance,
+    badness,
     differences,
     failures,
     split_replicas,
@@ -36,6 +38,11 @@ from titanlite.verify.evidence import Evidence
 from titanlite.verify.jobs import features_off, plan_job, reference_job
 from titanlite.verify.pool import RankPool
 from titanlite.verify.record import RankRun, ReferenceStep
+
+# In how many parts the reference takes its batch to measure its own rounding, where it has as many.
+PARTS = 4
+# How far two orders of sums may be apart in float64; what is random is 1e-3 apart and more.
+ONE_ANSWER = 1e-9
 
 Patch = Callable[[], AbstractContextManager[Any]]
 """Something to be in force while a plan is built and run, such as a bug to be found."""
@@ -80,15 +87,22 @@ class Verification:
                 for key in of_step
                 if key[0] != "start"
             ),
-            key=lambda place: self.differences[place[0]][place[1]] / self.tolerance.of(*place),
+            key=lambda place: badness(
+                self.differences[place[0]][place[1]], self.tolerance.of(*place)
+            ),
         )
 
     @property
     def margin(self) -> float:
         """Tolerance over difference, where that is least; infinite where all are equal."""
         step, key = self.worst
-        difference = self.differences[step][key]
-        return self.tolerance.of(step, key) / difference if difference else float("inf")
+        times = badness(self.differences[step][key], self.tolerance.of(step, key))
+        return 1 / times if times else math.inf
+
+    @property
+    def error_finding(self) -> str:
+        """What says no more than that the plan does not run."""
+        return f"the plan does not run: {self.error}"
 
 
 class Verifier:
@@ -123,8 +137,8 @@ class Verifier:
         """Run `config` under its plan and on one process for `steps` steps, and compare.
 
         `patch` is in force on the plan's ranks alone; `on_start` is told what will be compared
-        once the job has been checked. Raises ConfigError where the job cannot be
-        built; whatever else a rank raises is part of the verification.
+        once the job has been checked. Raises ConfigError where the job cannot be built or
+        compared; whatever else a rank raises is part of the verification.
         """
         start = time.perf_counter()
         dims = dims or make_parallel_dims(config, None)
@@ -141,7 +155,7 @@ class Verifier:
             )
         except RankError as error:
             found.error = error
-            found.findings = [f"the plan does not run: {error}"]
+            found.findings = [found.error_finding]
             if cures := self._cures(found, folder, reference, steps, patch):
                 found.findings.insert(0, f"with {' and also with '.join(cures)} it runs and agrees")
         else:
@@ -252,8 +266,10 @@ class Verifier:
                 )
             except RankError as error:
                 raise TitanliteError(
-                    f"the job does not run on one process: {error.message}"
+                    f"{error.rank_traceback}\nthe job does not run on one process: "
+                    f"{error.message}".strip()
                 ) from error
+            _require_finite(numbers)
             self._references[key] = folder, numbers
         return self._references[key]
 
@@ -266,10 +282,11 @@ class Verifier:
     ) -> Tolerance:
         """The reference beside itself in parts, and beside float64 where that is not its dtype."""
         plan = found.plan
-        parts = min(4, plan.training.global_batch_size)
-        others = [reference_job(plan, num_parts=parts)]
+        exact = plan_job(plan, "float64", found.dims)
+        self._require_one_answer(exact)
+        others = [reference_job(plan, num_parts=PARTS)]
         if found.dtype != "float64":
-            others.append(reference_job(plan_job(plan, "float64", found.dims)))
+            others.append(reference_job(exact))
         rounding: list[dict[Key, float]] = [{} for _ in reference]
         for other in others:
             runs = self.pool(1).call(
@@ -279,3 +296,32 @@ class Verifier:
                 for key, value in of_step.items():
                     total[key] = max(total.get(key, 0.0), value)
         return Tolerance(found.dtype, rounding)
+
+    def _require_one_answer(self, exact: JobConfig) -> None:
+        """Raises ConfigError where the job itself depends on how its batch is cut.
+
+        Its rounding would then be as large as anything, and every plan would agree with it.
+        """
+        folder, reference = self._reference(reference_job(exact), 1)
+        cut = reference_job(exact, num_parts=PARTS)
+        runs = self.pool(1).call("titanlite.verify.run:run_plan", cut, 1, folder, None)
+        of_step = differences(runs, reference)[1]
+        worst = max(("loss", "norm"), key=lambda kind: of_step[kind, ""])
+        if of_step[worst, ""] > ONE_ANSWER:
+            words = {"loss": "loss", "norm": "gradient norm"}[worst]
+            raise ConfigError(
+                f"model.name: on one process the {words} of step 1 depends on how the batch is cut "
+                f"(by {of_step[worst, '']:.0e}), as dropout, batch statistics and other randomness "
+                "make it; turn them off to verify"
+            )
+
+
+def _require_finite(reference: list[ReferenceStep]) -> None:
+    for step, numbers in enumerate(reference):
+        for words, value in (("loss", numbers.loss), ("gradient norm", numbers.norm)):
+            if not math.isfinite(value):
+                raise ConfigError(
+                    f"model.name: on one process the {words} of step {step} is {value}, and what "
+                    "is not finite cannot be compared; give a lower optimizer.lr, fewer --steps or "
+                    "another model"
+                )

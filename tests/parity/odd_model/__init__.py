@@ -1,0 +1,12 @@
+"""Models that are right or wrong in a way of their own, by flavor; for the tests of verify."""
+
+from models import ModelSpec, register
+
+register(
+    ModelSpec(
+        name="odd",
+        config="odd_model.config:OddConfig",
+        model="odd_model.model:OddModel",
+        plan="odd_model.model:PLANS",
+    )
+)

@@ -1,0 +1,20 @@
+"""The plain model with one oddity; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plain_model.config import PlainConfig
+
+
+@dataclass(frozen=True)
+class OddConfig(PlainConfig):
+    """`oddity` is what is odd about it."""
+
+    oddity: str = "none"
+
+
+FLAVORS = {
+    name: OddConfig(oddity=name)
+    for name in ("dropout", "not finite", "tied", "called twice", "frozen", "raises")
+}

@@ -1,0 +1,179 @@
+"""What is wrong with gradients, from the numbers that ranks measured of them; torch-free.
+
+A factor, a sum over an axis that is still to be made, shares of the batch in wrong proportions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from titanlite.verify.evidence import EXPLAINED, Evidence, pooled
+from titanlite.verify.factors import be, is_near, name_parameters, name_ranks
+from titanlite.verify.weights import describe_shares
+
+
+def explain_gradients(e: Evidence) -> Iterator[str]:
+    """What is wrong with the gradients, seen from their numbers alone."""
+    wrong = e.failed("gradient")
+    if not wrong:
+        return
+    pending = [name for run in e.runs for name in run.pending if name in wrong]
+    if pending:
+        yield (
+            f"{name_parameters(set(pending), e.runs, 'gradient')} are sums over ranks that were "
+            "never made when the optimizer is given them: an all-reduce is missing"
+        )
+        return
+    absent = {
+        name
+        for run in e.runs
+        for name in wrong
+        if (found := run.steps[e.step].gradients.get(name)) is not None and not found.digest
+    }
+    if absent:
+        yield (
+            f"gradients are missing: {name_parameters(absent, e.runs, 'gradient')}. The backward "
+            "pass does not come there, as the way back is cut somewhere in the forward pass"
+        )
+    by_rank = list(_factors_of_ranks(e, wrong))
+    yield from by_rank
+    if not by_rank:
+        yield from _missing_sums(e, wrong)
+    yield from _factors(e, wrong)
+
+
+def explain_shares(e: Evidence) -> Iterator[str]:
+    """Gradients of which each rank or microbatch has its share, in wrong proportions."""
+    rest = [name for name in e.failed("gradient") if _factor_of(e, name) is None]
+    if rest and e.reference_trace is not None and not list(_missing_sums(e, rest)):
+        yield from describe_shares(e.reference_trace, e.traces, e.runs, rest)
+
+
+def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
+    """Gradients that are right once summed over an axis."""
+    by_axis: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in wrong:
+        sums = [t.summed_gradients[name] for t in e.traces if name in t.summed_gradients]
+        for axis in {axis for of_rank in sums for axis in of_rank}:
+            found = [of_rank[axis] for of_rank in sums if axis in of_rank]
+            factor, left = pooled(found)
+            spread = {round(pooled([one])[0], 6) for one in found}
+            if left < EXPLAINED and len(spread) == 1 and not _has_factor(e, name):
+                words = "" if is_near(factor, 1.0) else f", but for a factor of {factor:.6g}"
+                by_axis[axis, words].append(name)
+    for (axis, words), names in by_axis.items():
+        who = name_parameters(names, e.runs, "gradient")
+        if before := _all_before(e, wrong, names):
+            others = name_parameters(before, e.runs, "gradient")
+            yield (
+                f"{who} {be(who)} right only when summed over {axis}{words}, and {others}, from "
+                f"before it in the forward pass, {be(others)} wrong in turn: what reads the output "
+                f"of {_module_of(_last(e, names))} hands back a gradient of its input that is a "
+                f"sum over {axis} still to be made; all-reduce it there, in the backward pass"
+            )
+            continue
+        yield (
+            f"{who} {be(who)} right only when summed over "
+            f"{axis}{words}: the all-reduce over {axis} is missing, and each rank has the share of "
+            "its own tokens"
+        )
+
+
+def _all_before(e: Evidence, wrong: Sequence[str], explained: Sequence[str]) -> list[str]:
+    """The other wrong gradients, where nothing else explains them and all come earlier."""
+    rest = [name for name in wrong if name not in explained]
+    order = _places(e)
+    if any(name not in order for name in wrong) or any(_has_factor(e, name) for name in rest):
+        return []
+    first = min(order[name] for name in explained)
+    return rest if all(order[name] < first for name in rest) else []
+
+
+def _last(e: Evidence, names: Sequence[str]) -> str:
+    order = _places(e)
+    return max(names, key=lambda name: order[name])
+
+
+def _places(e: Evidence) -> dict[str, int]:
+    """Parameter -> where its module is in forward order, for those whose modules are known."""
+    modules = e.forward_order
+    place = {module: index for index, module in enumerate(modules)}
+    names = {name for run in e.runs for name in run.placements}
+    return {name: place[m] for name in names if (m := _module_of(name)) in place}
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _factors_of_ranks(e: Evidence, wrong: list[str]) -> Iterator[str]:
+    """Gradients that are right on some ranks, and by one factor larger or smaller on others."""
+    found: dict[tuple[tuple[int, ...], float], list[str]] = defaultdict(list)
+    for name in wrong:
+        if _has_factor(e, name):
+            continue
+        factors = {}
+        for run in e.runs:
+            part = run.steps[e.step].gradients.get(name)
+            if part is not None and part.bb > 0:
+                factor, left = pooled([part])
+                if left >= EXPLAINED or factor == 0.0:
+                    break
+                factors[run.rank] = factor
+        else:
+            bad = {rank: f for rank, f in factors.items() if not is_near(f, 1.0)}
+            factor = next(iter(bad.values()), 1.0)
+            if len(bad) < len(factors) and all(is_near(f, factor) for f in bad.values()):
+                found[tuple(bad), round(factor, 6)].append(name)
+    for (ranks, factor), names in found.items():
+        if not ranks:
+            continue
+        who = name_parameters(names, e.runs, "gradient")
+        same = e.factor(factor)
+        yield (
+            f"{who} {be(who)} {factor:.6g} times as large{f', which is {same},' if same else ''} "
+            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}, and right on the others"
+        )
+
+
+def _has_factor(e: Evidence, name: str) -> bool:
+    return _factor_of(e, name) is not None
+
+
+def _factor_of(e: Evidence, name: str) -> float | None:
+    """The one factor between a gradient and the reference's on every rank, if there is one."""
+    parts = [
+        run.steps[e.step].gradients[name]
+        for run in e.runs
+        if name in run.steps[e.step].gradients and run.steps[e.step].gradients[name].bb > 0
+    ]
+    factor, left = pooled(parts)
+    return factor if parts and left < EXPLAINED else None
+
+
+def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
+    """One factor for all or some."""
+    groups: dict[float, list[str]] = defaultdict(list)
+    for name in wrong:
+        factor = _factor_of(e, name)
+        if factor is None or is_near(factor, 1.0):
+            continue
+        known = next((value for value in groups if is_near(factor, value)), factor)
+        groups[known].append(name)
+    for factor, names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        who = name_parameters(names, e.runs, "gradient")
+        same = e.factor(factor)
+        if factor == 0 or abs(factor) < EXPLAINED:
+            yield f"{who} {be(who)} zero: the backward pass does not come there"
+        elif same:
+            often = "twice" if "the square of" in same else "once"
+            verb = (
+                f"they are reduced, or multiplied, by it {often} too often"
+                if factor > 1
+                else "they are averaged where they should be summed, or divided once too often"
+            )
+            loss = "" if e.failed("loss") else "; the loss is right"
+            yield f"{who} {be(who)} {factor:.6g} times as large, which is {same}: {verb}{loss}"
+        else:
+            yield f"{who} {be(who)} {factor:.6g} times as large"
