@@ -62,8 +62,9 @@ def main(argv: list[str]) -> int:
     except LostWorldError:
         return 1
     except TitanliteError as error:
-        # Every rank of a world makes the same mistake: one a machine says so.
-        if place is None or place.local_rank == 0:
+        # Before ranks have met, each makes the same mistake: one a machine says so.
+        is_told = error.is_told_here
+        if is_told or (is_told is None and (place is None or place.local_rank == 0)):
             print(error, file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt as stop:

@@ -7,6 +7,9 @@ from collections.abc import Collection, Sequence
 class TitanliteError(Exception):
     """Root of every error titanlite raises on purpose."""
 
+    is_told_here: bool | None = None
+    """Whether this rank is the one to print it; None where the ranks have not settled that."""
+
 
 class ConfigError(TitanliteError):
     """A mistake in a file or on the command line: `section.key: what is wrong; what to do`.

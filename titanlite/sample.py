@@ -52,7 +52,7 @@ def sample_images(
     if not _fits(job):
         return None
     # A rank that draws none, or is quicker, waits for the others at the end.
-    job.world.set_timeout(WAIT_SECONDS)
+    job.world.set_timeout(WAIT_SECONDS, "the limit of sampling")
     model, num_tokens = whole_model(job), job.model_config.num_tokens
     # An image and whether it is there, both zero on all ranks but the one that drew it.
     images = torch.zeros(num_images, num_tokens + 1, dtype=torch.long)

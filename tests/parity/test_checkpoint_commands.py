@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from plans import checksums, config_of, make_job
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_train_script import png_size, run
 
@@ -96,10 +97,62 @@ def test_to_safetensors_and_back(tmp_path, trained, capsys):
     assert "one of source and --out is a .safetensors file" in capsys.readouterr().err
     assert titanlite("convert", checkpoints, "--out", again) == 2
     assert "again.safetensors is there already" in capsys.readouterr().err
-    assert titanlite("sample", file, "--out", tmp_path / "grid.png", "--ranks", 2) == 0
+    # Of 8 images a step, by two at once, three ranks could not train.
+    assert titanlite("sample", file, "--out", tmp_path / "grid.png", "--ranks", 3) == 0
     assert png_size(tmp_path / "grid.png")[0] > 200
+    capsys.readouterr()
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    more = {f"layers.{number}.w1.weight": torch.zeros(1) for number in range(7, 12)}
+    whole_numbers = {name: tensor.int() for name, tensor in found.items()}
+    for tensors, said in (
+        (found | more, "has layers.10.w1.weight, layers.11.w1.weight, layers.7.w1.weight and 2 "),
+        (whole_numbers, "is int32, and float64 in the model; give weights of floating point"),
+        ({"norm.weight": found["norm.weight"]}, " more; give the weights of this model"),
+    ):
+        save_file(tensors, altered := tmp_path / "altered.safetensors", metadata)
+        assert titanlite("sample", altered, "--out", tmp_path / "none.png") == 2
+        assert said in capsys.readouterr().err
     assert titanlite("convert", tmp_path, "--out", tmp_path / "x.safetensors") == 2
     assert "is no checkpoint, nor a folder of them" in capsys.readouterr().err
+
+
+def go_or_say(place: Place, runs: list[tuple[Path, dict]]) -> list[tuple[int, list[str]]]:
+    """The first step of each run and what it said; 0 and the line where it is refused."""
+    results = []
+    for folder, keys in runs:
+        try:
+            ((first, said, *_),) = go(place, [config("single", folder, **keys)])
+        except ConfigError as error:
+            first, said = 0, [str(error)]
+        results.append((first, said))
+    return results
+
+
+def test_what_is_left_can_be_gone_on_from_with_the_same_model(tmp_path):
+    longer = {"training__steps": 3, "lr_scheduler__total_steps": 3, "checkpoint__load_only": True}
+    # It changes no shape.
+    heads = {"model__num_heads": 4}
+    source = {"checkpoint__initial_load_path": str(tmp_path / "a" / "checkpoint" / "step-2")}
+    saves = {"training__steps": 2, "checkpoint__keep_latest_k": 1}
+    runs = [
+        (tmp_path / "a", {**saves, "checkpoint__interval": 1}),
+        (tmp_path / "a", longer),
+        (tmp_path / "a", longer | heads),
+        (tmp_path / "new", longer | heads | source),
+        (tmp_path / "b", saves),
+        (tmp_path / "b", longer),
+    ]
+    _, again, refused, new, _, without = run_ranks(go_or_say, 1, runs)[0]
+    assert {path.name for path in (tmp_path / "a" / "checkpoint").iterdir()} == {"step-1", "step-2"}
+    assert again[0] == 2
+    assert again[1][1] == "checkpoint: going on from step-1 instead, saved by one rank"
+    assert refused[0] == 0
+    assert "step-1 is of another model: model.num_heads 8 -> 4; give the [model]" in refused[1][0]
+    assert new[0] == 1
+    assert new[1][1] == "checkpoint: changed since: model.num_heads 8 -> 4"
+    assert "can be used (step-2 is refused: it holds the weights alone)" in without[1][0]
+    assert "initial_load_path then takes the weights of step-2" in without[1][0]
 
 
 @pytest.mark.slow

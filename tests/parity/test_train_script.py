@@ -509,13 +509,21 @@ def test_a_stuck_or_dead_rank_ends_the_run_with_a_report(tmp_path, launcher, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [(), BY_TORCHRUN], ids=["own", "torchrun"])
-def test_an_error_of_one_rank_is_all_that_is_said(tmp_path, launcher):
+@pytest.mark.parametrize(
+    ("launcher", "error", "is_traced"),
+    [
+        ((), "LookupError", True),
+        (BY_TORCHRUN, "LookupError", True),
+        (BY_TORCHRUN, "titanlite.errors.ConfigError", False),
+    ],
+    ids=["own", "torchrun", "torchrun-mistake"],
+)
+def test_an_error_of_one_rank_is_all_that_is_said(tmp_path, launcher, error, is_traced):
     text = MODEL["model.py"].replace(
         "    def forward(self, tokens_BT, positions_T):\n",
         "    def forward(self, tokens_BT, positions_T):\n"
         "        if torch.distributed.get_rank() == 1:\n"
-        "            raise LookupError('no such table')\n",
+        f"            import titanlite.errors; raise {error}('no such table')\n",
     )
     write_model(tmp_path, model=text)
     words = command(
@@ -528,8 +536,11 @@ def test_an_error_of_one_rank_is_all_that_is_said(tmp_path, launcher):
     )
     done = run(words, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
-    assert "LookupError: no such table\n" in done.stderr
-    assert done.stderr.count("Traceback (most recent call last)") - bool(launcher) == 1
+    told = done.stderr.splitlines().count(
+        f"{error}: no such table" if is_traced else "no such table"
+    )
+    assert told == 1
+    assert done.stderr.count("Traceback (most recent call last)") - bool(launcher) == is_traced
     assert "The run has stopped" not in done.stderr
     assert not (tmp_path / "out" / "comm_traces").exists()
 

@@ -27,11 +27,11 @@ from titanlite.errors import ConfigError
 TENSORS = {"model.a": torch.arange(6.0).view(2, 3), "model.b": torch.tensor(3.0)}
 
 
-def manifest(step: int, serial: int, **files) -> Manifest:
+def manifest(step: int, serial: int, holds: str = "training", **files) -> Manifest:
     return Manifest(
         step=step,
         serial=serial,
-        holds="training",
+        holds=holds,
         stored_as="dcp",
         shapes={"a": [2, 3]},
         dtype="float32",
@@ -44,12 +44,12 @@ def manifest(step: int, serial: int, **files) -> Manifest:
     )
 
 
-def put(folder: CheckpointFolder, step: int, serial: int | None = None, text: str = "data") -> Path:
+def put(folder: CheckpointFolder, step: int, text: str = "data", holds: str = "training") -> Path:
     """A checkpoint of one file."""
     path = folder.unfinished(step, "run")
     path.mkdir(parents=True)
     (path / "data").write_text(text)
-    made = manifest(step, serial or folder.next_serial(), data=record_of(path / "data"))
+    made = manifest(step, folder.next_serial(), holds, data=record_of(path / "data"))
     folder.commit(path, folder.at(step), made, "run")
     return folder.at(step)
 
@@ -95,6 +95,14 @@ def test_only_as_many_as_asked_for_are_kept(tmp_path):
     folder.keep_latest(2, "run")
     # One that is broken does not count.
     assert names(folder) == ["step-40", "step-30", "step-20"]
+
+
+def test_the_last_that_a_run_can_go_on_from_is_kept(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for step, holds in ((10, "training"), (20, "training"), (30, "weights"), (40, "weights")):
+        put(folder, step, holds=holds)
+    folder.keep_latest(1, "run")
+    assert names(folder) == ["step-40", "step-20"]
 
 
 def test_what_a_killed_run_left_is_cleared_away(tmp_path):
@@ -173,6 +181,19 @@ def test_tensors_come_back_in_any_cut(tmp_path):
         None,
     )
     assert torch.equal(part, TENSORS["model.a"][1:, 1:])
+
+
+def test_what_is_synced_has_been_flushed(tmp_path, monkeypatch):
+    synced: dict[int, int] = {}
+
+    def fsync(descriptor: int) -> None:
+        about = os.fstat(descriptor)
+        synced[about.st_ino] = about.st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_tensors(tmp_path)
+    for name, record in read_manifest(tmp_path).files.items():
+        assert synced[(tmp_path / name).stat().st_ino] == record.size_bytes, name
 
 
 class Evil:

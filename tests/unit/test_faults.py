@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.errors import RankError
+from titanlite.errors import ConfigError, RankError
 from titanlite.mesh.launch import Place, run_ranks
 
 TIMEOUT_SECONDS = 2.0
@@ -219,6 +219,73 @@ def test_a_rank_that_never_comes_is_named():
     with pytest.raises(RankError, match="rank 1: never came to the meeting of the ranks") as raised:
         run_ranks(stay_away, 3, timeout_seconds=60)
     assert "comm.init_timeout_seconds" in raised.value.rank_traceback
+
+
+def save_behind(place: Place) -> None:
+    """Rank 0 waits for rank 1 in a step; behind them, 1 waits for 0 in a save."""
+    import torch.distributed as dist
+
+    from titanlite.checkpoint.agreement import Agreement
+    from titanlite.mesh.world import open_world
+
+    with open_world(place) as world:
+        ranks = Agreement(world, 60)
+        world.set_timeout(1)
+        if world.rank == 1:
+            threading.Thread(target=ranks.gathered, args=[0], daemon=True).start()
+            threading.Event().wait()
+        dist.all_reduce(zeros(8))
+
+
+def stay_in_a_save(place: Place) -> None:
+    from titanlite.checkpoint.agreement import Agreement
+    from titanlite.mesh.world import open_world
+
+    with open_world(place, init_timeout_seconds=60) as world:
+        ranks = Agreement(world, 1)
+        with ranks.patiently():
+            ranks.all_do(read_what_does_not_come if world.rank == 1 else lambda: None)
+
+
+def read_what_does_not_come() -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("function", "reason", "named"),
+    [
+        (save_behind, "1 s, comm.train_timeout_seconds", "all_reduce 1 over the world"),
+        (stay_in_a_save, "1 s, comm.checkpoint_timeout_seconds", "over checkpoints"),
+    ],
+)
+def test_a_save_is_told_from_a_step(function, reason, named):
+    with pytest.raises(RankError) as raised:
+        run_ranks(function, 2, timeout_seconds=60)
+    said = f"{raised.value.rank_traceback}\n{raised.value}"
+    assert f"The run has stopped: ranks waited {reason}.\n" in said, said
+    assert raised.value.rank == 1, said
+    assert "rank 1: did not come to " in said, said
+    assert named in str(raised.value), said
+    assert f"  {HERE}" in said.split("Python stack of rank 1")[1], said
+    assert "unknown place" not in said, said
+
+
+def test_under_torchrun_the_first_rank_that_fails_says_so():
+    import torch.distributed as dist
+
+    from titanlite.faults.watch import Watch
+
+    store = dist.HashStore()
+    told = []
+    for rank in (1, 0):
+        watch = Watch(Place(rank, 2, rank, 2, rendezvous="env://"), store, 60)
+        error = ConfigError("metrics.enable_wandb: no")
+        # Looked into at once, and again when the world is left.
+        assert not watch.explain(error)
+        assert not watch.explain(error)
+        watch.close()
+        told.append(error.is_told_here)
+    assert told == [True, False]
 
 
 def share_first(dist: Any) -> None:

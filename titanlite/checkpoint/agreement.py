@@ -6,33 +6,44 @@ own collectives; and what fails on one rank is raised on all, so that none waits
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from titanlite.errors import TitanliteError
+from titanlite.faults.account import CHECKPOINTS
 from titanlite.mesh.world import World
 
 T = TypeVar("T")
 
-# Ranks wait here for each other's disks, not for a step.
-WAIT = timedelta(hours=2)
-
 
 class Agreement:
-    """Every rank of the world must make the same calls, from one thread at a time."""
+    """Every rank of the world must make the same calls, from one thread at a time.
 
-    def __init__(self, world: World) -> None:
+    Ranks wait here for each other's disks, not for a step: for `timeout_seconds`, which is
+    comm.checkpoint_timeout_seconds.
+    """
+
+    def __init__(self, world: World, timeout_seconds: float) -> None:
         self.world = world
-        group = dist.new_group(backend="gloo", timeout=WAIT, group_desc="checkpoints")
+        self._timeout_seconds = timeout_seconds
+        group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINTS
+        )
         assert group is not None
         self.group = group
 
-    def be_patient(self) -> None:
-        """Wait as long as it takes in this group; the timeouts of all groups are set alike."""
-        dist.distributed_c10d._set_pg_timeout(WAIT, self.group)
+    @contextlib.contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Inside, this rank waits so long, and a save that is begun inside does."""
+        # The timeouts of all groups are set alike.
+        limit = timedelta(seconds=self._timeout_seconds)
+        dist.distributed_c10d._set_pg_timeout(limit, self.group)
+        with self.world.allowing(self._timeout_seconds, "comm.checkpoint_timeout_seconds"):
+            yield
 
     def from_first(self, function: Callable[[], T]) -> T:
         """What `function` gives on the first rank, on all; so with what it raises there."""

@@ -86,10 +86,14 @@ class CheckpointFolder:
     def keep_latest(self, count: int, token: str) -> list[Path]:
         """Remove all but the last `count` good checkpoints (0: none); what was removed.
 
+        The last one that a run can go on from stays too, where newer ones hold weights alone.
         Broken ones are no good to keep, and not ours to remove.
         """
-        good = [one.path for one in self.newest_first() if one.manifest]
-        surplus = good[count:] if count else []
+        good = [one for one in self.newest_first() if one.manifest]
+        last = next(
+            (one for one in good if one.manifest and one.manifest.holds == "training"), None
+        )
+        surplus = [one.path for one in good[count:] if one is not last] if count else []
         for path in surplus:
             # From here on it is not a checkpoint any more, so that it is never half of one.
             doomed = path.with_name(f"{path.name}.removed-{token}")

@@ -62,11 +62,13 @@ class Checkpoints:
 
     def __enter__(self) -> Checkpoints:
         if self._section.enable:
-            self._ranks = Agreement(self._job.world)
-            self._token = self._ranks.from_first(lambda: secrets.token_hex(4))
-            if self._saves:
-                self.notes += self._ranks.from_first(self._prepare)
-            last_step, notes = start_from(self._job, self._folder, self._ranks)
+            seconds = self._job.config.comm.checkpoint_timeout_seconds
+            self._ranks = Agreement(self._job.world, seconds)
+            with self._ranks.patiently():
+                self._token = self._ranks.from_first(lambda: secrets.token_hex(4))
+                if self._saves:
+                    self.notes += self._ranks.from_first(self._prepare)
+                last_step, notes = start_from(self._job, self._folder, self._ranks)
             self.first_step = last_step + 1
             self.notes += notes
         return self
@@ -126,12 +128,12 @@ class Checkpoints:
             state=state.numbers_of(job),
         )
         self._saving_to = self._folder.at(step)
-        self._ranks.be_patient()
         if in_background and self._section.async_mode != "disabled":
-            self._saving = save_async(pieces, folder, self._ranks.group, seal, self._copies)
+            with self._ranks.patiently():
+                self._saving = save_async(pieces, folder, self._ranks.group, seal, self._copies)
             seconds = time.perf_counter() - start
             return f"checkpoint: step-{step} is being saved; copied in {seconds:.2g} s"
-        with self._explaining():
+        with self._explaining(), self._ranks.patiently():
             save(pieces, folder, self._ranks.group, seal)
         return self._said(step, start)
 
@@ -150,8 +152,7 @@ class Checkpoints:
             dtype=section.export_dtype,
         )
         self._saving_to = self._folder.at(step)
-        self._ranks.be_patient()
-        with self._explaining():
+        with self._explaining(), self._ranks.patiently():
             if section.last_save_in_hf:
                 self._ranks.all_do(lambda: save_safetensors(job, folder, dtype, seal, self._ranks))
             else:
@@ -162,7 +163,7 @@ class Checkpoints:
         """Return when no save is going on; raises what the last one in the background raised."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            with self._explaining():
+            with self._explaining(), self._ranks.patiently():
                 saving.result()
 
     def _sealer(self, folder: Path, **of_manifest: Any) -> Seal:

@@ -65,13 +65,14 @@ def draw(
 
     with open_world(place, device_type) as world:
         job = build_job(config, make_parallel_dims(config, world.size), world)
-        ranks = Agreement(world)
-        if manifest is None:
-            ranks.all_do(lambda: load_safetensors(job, source))
-        else:
-            if problem := problem_of(look_at(source), ranks):
-                raise ConfigError(f"{source} is refused: {problem}; give another checkpoint")
-            load_weights(job, source, manifest, ranks)
+        ranks = Agreement(world, config.comm.checkpoint_timeout_seconds)
+        with ranks.patiently():
+            if manifest is None:
+                load_safetensors(job, source, ranks)
+            else:
+                if problem := problem_of(look_at(source), ranks):
+                    raise ConfigError(f"{source} is refused: {problem}; give another checkpoint")
+                load_weights(job, source, manifest, ranks)
         images = sample_images(
             job, config.sampling.num_images, temperature=config.sampling.temperature
         )
@@ -103,18 +104,20 @@ def _open(path: Path) -> tuple[Path, Manifest | None, dict[str, Any]]:
 def _for_sampling(stored: dict[str, Any], asked: argparse.Namespace) -> JobConfig:
     """The job with the plan that sampling needs: shards to load into, and nothing else."""
     kept = ("job", "model", "training", "sampling", "debug", "experimental")
+    sections = {section: dict(values) for section, values in stored.items() if section in kept}
+    # Before anything is checked: the job's batch need not divide by the ranks asked for here.
+    sections.setdefault("training", {}).update(
+        local_batch_size=1, global_batch_size=-1, enable_cpu_offload=False
+    )
     config = make_config(
         {
-            **{section: values for section, values in stored.items() if section in kept},
+            **sections,
             "parallelism": {"data_parallel_shard_degree": asked.ranks},
             "activation_checkpoint": {"mode": "none"},
         }
     )
     changes: dict[str, Any] = {
         "job.device": asked.device,
-        "training.local_batch_size": 1,
-        "training.global_batch_size": -1,
-        "training.enable_cpu_offload": False,
         "sampling.num_images": asked.num_images,
         "sampling.temperature": asked.temperature,
     }

@@ -12,7 +12,7 @@ from titanlite.checkpoint.folder import CheckpointFolder, Found, look_at
 from titanlite.checkpoint.manifest import BrokenCheckpointError, Manifest, check_files
 from titanlite.checkpoint.storage import first_failure, load, stored_tensors
 from titanlite.checkpoint.weights import load_safetensors
-from titanlite.config.changes import changed_keys
+from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
@@ -34,16 +34,19 @@ def start_from(job: Job, folder: CheckpointFolder, ranks: Agreement) -> tuple[in
         )
     refused: list[str] = []
     for found in candidates:
-        problem = problem_of(found, ranks)
-        if not problem and _is_weights(found) and found.step < job.config.training.steps:
+        if _is_weights(found) and found.step < job.config.training.steps:
             problem = "it holds the weights alone"
+        else:
+            problem = problem_of(found, ranks)
         if not problem:
             return _go_on(job, found, refused, ranks)
         refused.append(f"{found.path.name} is refused: {problem}")
     if refused:
+        there = next((found.path.name for found in candidates if _is_weights(found)), "")
+        start = f"; checkpoint.initial_load_path then takes the weights of {there}" if there else ""
         raise ConfigError(
             f"checkpoint.folder: no checkpoint in {quote(str(folder.path))} can be used "
-            f"({'; '.join(refused)}); move them away to start anew"
+            f"({'; '.join(refused)}); move them away to start anew{start}"
         )
     if section.initial_load_path:
         return _load_initial(job, Path(section.initial_load_path).expanduser(), ranks)
@@ -72,7 +75,7 @@ def load_weights(job: Job, path: Path, manifest: Manifest, ranks: Agreement) -> 
     """
     _check_model(job, path, manifest)
     if manifest.stored_as == "safetensors":
-        ranks.all_do(lambda: load_safetensors(job, path))
+        load_safetensors(job, path, ranks)
     else:
         _read(state.weight_pieces(job), path, ranks)
 
@@ -96,6 +99,7 @@ def _go_on(job: Job, found: Found, refused: list[str], ranks: Agreement) -> tupl
     manifest, path = _manifest(found), found.path
     notes = [f"checkpoint: {line}" for line in refused]
     if manifest.holds == "weights":
+        _check_same_model(job, path, manifest)
         load_weights(job, path, manifest, ranks)
         return manifest.step, [*notes, f"checkpoint: {path.name} is the end of this run"]
     step = _load_training(job, path, manifest, ranks)
@@ -109,7 +113,7 @@ def _go_on(job: Job, found: Found, refused: list[str], ranks: Agreement) -> tupl
 def _load_initial(job: Job, path: Path, ranks: Agreement) -> tuple[int, list[str]]:
     section = job.config.checkpoint
     if section.initial_load_in_hf:
-        ranks.all_do(lambda: load_safetensors(job, path))
+        load_safetensors(job, path, ranks)
         return 0, [f"checkpoint: a new run from the weights in {path}"]
     found = ranks.from_first(lambda: look_at(path))
     if problem := problem_of(found, ranks):
@@ -120,7 +124,10 @@ def _load_initial(job: Job, path: Path, ranks: Agreement) -> tuple[int, list[str
     manifest = _manifest(found)
     if section.initial_load_model_only:
         load_weights(job, path, manifest, ranks)
-        return 0, [f"checkpoint: a new run from the weights of {path}"]
+        notes = [f"checkpoint: a new run from the weights of {path}"]
+        if changes := changed_sizes(manifest.config, job.config):
+            notes.append(f"checkpoint: changed since: {', '.join(changes)}")
+        return 0, notes
     if manifest.holds == "weights":
         raise ConfigError(
             f"checkpoint.initial_load_model_only: {path} holds the weights alone; set it to true"
@@ -132,7 +139,7 @@ def _load_initial(job: Job, path: Path, ranks: Agreement) -> tuple[int, list[str
 def _load_training(job: Job, path: Path, manifest: Manifest, ranks: Agreement) -> int:
     """Everything but what is to be left out; the step it was saved after."""
     left_out = job.config.checkpoint.exclude_from_loading
-    _check_model(job, path, manifest)
+    _check_same_model(job, path, manifest)
     if manifest.dtype != job.config.training.dtype:
         raise ConfigError(
             f"training.dtype: {path} is in {manifest.dtype}; give that, or load its weights alone "
@@ -154,13 +161,23 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: Agreement) -
 
 
 def _read(pieces: state.Pieces, path: Path, ranks: Agreement) -> None:
-    ranks.be_patient()
     try:
         load(pieces, path, ranks.group)
     except CheckpointException as error:
         rank, cause = first_failure(error)
         line = f"checkpoint: loading {path} failed on rank {rank}: {cause}"
         raise TitanliteError(line) from error
+
+
+def _check_same_model(job: Job, path: Path, manifest: Manifest) -> None:
+    """Heads or an epsilon change no shape, and yet what the weights mean."""
+    _check_model(job, path, manifest)
+    if changes := changed_sizes(manifest.config, job.config):
+        raise ConfigError(
+            f"checkpoint: {path} is of another model: {', '.join(changes)}; give the [model] it "
+            "was trained with, or load its weights alone into a new run: "
+            "checkpoint.initial_load_path"
+        )
 
 
 def _check_model(job: Job, path: Path, manifest: Manifest) -> None:
@@ -170,7 +187,7 @@ def _check_model(job: Job, path: Path, manifest: Manifest) -> None:
         if here != there:
             raise ConfigError(
                 f"checkpoint: {path} is of another model: {name} is {there} there and {here} "
-                "here; give the [model] it was trained with, or another job.dump_folder"
+                "here; give the [model] it was trained with, or another checkpoint"
             )
 
 

@@ -245,6 +245,8 @@ class _HashingFile:
         self._file.flush()
 
     def fileno(self) -> int:
+        # It is asked for to sync the file, which DCP does with the metadata before flushing it.
+        self._file.flush()
         return cast(int, self._file.fileno())
 
     def close(self) -> None:

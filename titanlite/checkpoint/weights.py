@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,29 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
         os.fsync(file.fileno())
 
 
-def load_safetensors(job: Job, path: Path) -> None:
-    """Fill this rank's part of each parameter from a .safetensors file, or a folder of them.
+def load_safetensors(job: Job, path: Path, ranks: Agreement) -> None:
+    """Fill each rank's part of each parameter from a .safetensors file, or a folder of them.
 
-    Raises ConfigError where a parameter is missing, or of another shape.
+    Every rank must call this. Raises ConfigError where a parameter is missing, where one is of
+    another shape or not of floating point, and where there is more than the model has.
     """
     pieces = {name.partition(".")[2]: piece for name, piece in state.weight_pieces(job).items()}
+    # A rank of a pipeline has some of the names.
+    whole = set().union(*ranks.gathered(set(pieces)))
+    ranks.all_do(lambda: _fill(pieces, path, whole))
+    parameters = {name for name, _ in state.named_parameters(job)}
+    ranks.all_do(lambda: _refuse_missing(sorted(parameters & set(pieces)), path))
+
+
+def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:
+    """Take those that are there out of `pieces`; `whole` are the names of the whole model."""
     for file in files_of(path):
         with _opened(file) as stored:
+            if more := sorted(set(stored.keys()) - whole):
+                raise ConfigError(
+                    f"checkpoint: {file} has {_list(more)}, and the model has not; give the "
+                    "[model] it belongs to"
+                )
             for name in set(stored.keys()) & set(pieces):
                 piece, source = pieces.pop(name), stored.get_slice(name)
                 if tuple(source.get_shape()) != tuple(piece.shape):
@@ -83,12 +98,30 @@ def load_safetensors(job: Job, path: Path) -> None:
                         slice(start, start + size)
                         for start, size in zip(piece.offsets, piece.local.shape, strict=True)
                     )
-                    piece.local.copy_(source[where] if where else stored.get_tensor(name))
-    parameters = {name for name, _ in state.named_parameters(job)}
-    if missing := sorted(parameters & set(pieces)):
+                    found = source[where] if where else stored.get_tensor(name)
+                    if found.is_floating_point() != piece.local.is_floating_point():
+                        raise ConfigError(
+                            f"checkpoint: {name} in {file} is {_dtype(found)}, and "
+                            f"{_dtype(piece.local)} in the model; give weights of floating point"
+                        )
+                    piece.local.copy_(found)
+
+
+def _refuse_missing(names: list[str], path: Path) -> None:
+    if names:
         raise ConfigError(
-            f"checkpoint: {path} lacks {', '.join(missing)}; give the weights of this model"
+            f"checkpoint: {path} lacks {_list(names)}; give the weights of this model"
         )
+
+
+def _list(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from titanlite.config.keys import job_keys
+from titanlite.config.model import make_model_config
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import show
+from titanlite.errors import ConfigError
 
 # What decides which numbers are computed; the other sections decide where, and what is shown.
 SECTIONS = ("training", "optimizer", "lr_scheduler", "debug")
@@ -30,3 +33,24 @@ def changed_keys(saved: Mapping[str, Any], config: JobConfig) -> list[str]:
             if old != new:
                 changes.append(f"{name} {show(old)} -> {show(new)}")
     return changes
+
+
+def changed_sizes(saved: Mapping[str, Any], config: JobConfig) -> list[str]:
+    """ "model.num_heads 8 -> 2" for each field of the model's configuration that has changed.
+
+    Nothing where the saved one cannot be read here: it is of another version, or not given.
+    """
+    if not saved:
+        return []
+    # A module that it names is not imported: nothing is run because a checkpoint says so.
+    values = {section: keys for section, keys in saved.items() if section != "experimental"}
+    try:
+        before = dataclasses.asdict(make_model_config(JobConfig.model_validate(values)))
+    except (ValidationError, ConfigError):
+        return []
+    now = dataclasses.asdict(make_model_config(config))
+    return [
+        f"model.{name} {show(before[name])} -> {show(value)}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    ]

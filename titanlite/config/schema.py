@@ -320,6 +320,9 @@ class Comm(Section):
 
     init_timeout_seconds: PositiveInt = key(300, "longest wait up to the end of the first step")
     train_timeout_seconds: PositiveInt = key(100, "longest wait after it")
+    checkpoint_timeout_seconds: PositiveInt = key(
+        3600, "longest wait for each other's disks, in a save or a load", torchtitan=OWN
+    )
     trace_buf_size: NonNegativeInt = key(
         20000, "collectives the flight recorder keeps, for reports and traces; 0: none"
     )

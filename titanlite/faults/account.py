@@ -29,6 +29,9 @@ from titanlite.faults.report import Account, Call, Message
 # What torch has for the flight recorder is not in its type stubs.
 c10d: Any = torch._C._distributed_c10d
 
+# The process group of saves and loads. A save in the background calls its collectives from a thread
+# of its own, which the main thread does not wait for unless it waits for that save.
+CHECKPOINTS = "checkpoints"
 # Calls a rank tells the others of, for each group; all of them go to the trace files.
 REMEMBERED_CALLS = 100
 
@@ -41,11 +44,16 @@ DTYPES = {
     "Byte": "uint8",
     "Char": "int8",
 }
+UNKNOWN = "an unknown place"
 TORCH = os.path.dirname(torch.__file__) + os.sep
 STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 SITE_PACKAGES = os.sep + "site-packages" + os.sep
 OURS = str(Path(__file__).parents[2]) + os.sep
 MODULE_CALL = os.path.join("torch", "nn", "modules", "module.py")
+SAVING = (
+    os.path.join(TORCH, "distributed", "checkpoint") + os.sep,
+    os.path.join(OURS, "titanlite", "checkpoint") + os.sep,
+)
 # What a call passes through, and is not the place of a call.
 PLUMBING = (
     os.path.join(OURS, "titanlite", "faults") + os.sep,
@@ -67,14 +75,23 @@ def take_account(
     """
     account = Account(rank, place=place)
     frames = _frames(thread, error)
+    saves = _is_saving(frames)
+    account.site = call_site(_places(reversed(frames))) or UNKNOWN
+    if saves and error is None and (behind := _frames_of_save(thread)):
+        # What the main thread waits for is what the thread does that saves.
+        frames = behind
+        account.site = call_site(_places(reversed(frames))) or account.site
     account.stack = [_show(frame.f_code.co_filename, line, frame) for frame, line in frames]
-    account.site = call_site(_places(reversed(frames))) or "an unknown place"
     if error is not None:
         account.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if not dist.is_initialized():
         return account
     account.groups = group_ranks(axes or {})
     account.calls = recorded_calls(REMEMBERED_CALLS)
+    for index, call in enumerate(account.calls):
+        if account.groups.get(call.group, ("", ()))[0] == CHECKPOINTS:
+            site = account.site if call.site == UNKNOWN else call.site
+            account.calls[index] = replace(call, site=site, is_done=call.is_done or not saves)
     if not account.pending():
         account.message = find_message(frames, account.groups)
         if error is not None and account.calls and not (account.message and account.message.peers):
@@ -130,7 +147,7 @@ def recorded_calls(num_remembered: int | None = None) -> list[Call]:
                 operation=operation,
                 num_elements=sum(math.prod(sizes) for sizes in inputs),
                 dtype=DTYPES.get(dtypes[0], dtypes[0].lower()),
-                site=call_site(frames) or "an unknown place",
+                site=call_site(frames) or UNKNOWN,
                 is_done=entry["retired"] or entry["state"] == "completed",
             )
         )
@@ -174,10 +191,12 @@ def is_overdue(thread: int, seconds: float) -> bool:
     frames = _frames(thread, None)
     if not frames or not _waits(*frames[-1]):
         return False
+    saves = _is_saving(frames)
     limits = [
         entry["timeout_ms"] / 1000
         for entry in _recorded(with_stacks=False)
         if not entry["retired"] and not entry["is_p2p"]
+        if saves or entry["process_group"][1] != CHECKPOINTS
     ]
     return not limits or seconds > max(limits)
 
@@ -191,7 +210,7 @@ def find_message(
     """
     if not frames or not _waits(*frames[-1]):
         return None
-    site = call_site(_places(reversed(frames))) or "an unknown place"
+    site = call_site(_places(reversed(frames))) or UNKNOWN
     operation = "a message"
     for frame, line in reversed(frames):
         name = frame.f_code.co_name
@@ -254,6 +273,18 @@ def _without_start(frames: list[tuple[FrameType, int]]) -> list[tuple[FrameType,
     kept = frames[starts[-1] + 1 :] if starts else frames
     said = [frame for frame in kept if not _file(frame[0]).endswith(MODULE_CALL)]
     return said or frames
+
+
+def _is_saving(frames: Sequence[tuple[FrameType, int]]) -> bool:
+    return any(_file(frame).startswith(SAVING) for frame, _ in frames)
+
+
+def _frames_of_save(main: int) -> list[tuple[FrameType, int]]:
+    """Those of the thread that saves in the background, where there is one."""
+    for thread in sys._current_frames():
+        if thread != main and _is_saving(frames := _frames(thread, None)):
+            return frames
+    return []
 
 
 def _waits(frame: FrameType, line: int) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.errors import LostWorldError
+from titanlite.errors import LostWorldError, TitanliteError
 from titanlite.faults.account import (
     c10d,
     dump_recorders,
@@ -102,10 +102,18 @@ class Watch:
         """Where this rank is in the mesh, and which axes the process groups belong to."""
         self._place, self._axes = place, dict(axes)
 
-    def set_timeout(self, seconds: float) -> None:
-        """From now on, let nothing wait for longer."""
+    def set_timeout(self, seconds: float, key: str = "comm.train_timeout_seconds") -> None:
+        """From now on, let nothing wait for longer; `key` is what a report calls this limit."""
         self._still_since = time.monotonic()
-        self._timeout_seconds, self._timeout_key = seconds, "comm.train_timeout_seconds"
+        self._timeout_seconds, self._timeout_key = seconds, key
+
+    @contextlib.contextmanager
+    def allowing(self, seconds: float, key: str) -> Iterator[None]:
+        """Inside, another limit. It stays where an error leaves: that wait was under it."""
+        before = self._timeout_seconds, self._timeout_key
+        self.set_timeout(seconds, key)
+        yield
+        self.set_timeout(*before)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -128,6 +136,7 @@ class Watch:
         if not is_communication_error(error):
             finished = f"failed with {type(error).__name__}: {error}".splitlines()[0]
             self._leave(finished if _is_failure(error) else FINISHED)
+            self._settle_who_tells(error)
             return False
         self._error = error
         with _ignoring_sigterm():
@@ -153,6 +162,16 @@ class Watch:
         with contextlib.suppress(RuntimeError):
             if not self._store.check([f"left/{self._rank}"]):
                 self._store.set(f"left/{self._rank}", how)
+
+    def _settle_who_tells(self, error: BaseException) -> None:
+        """The first rank that fails prints its error, whichever it is; a launcher does for its own.
+
+        What all ranks raise is then printed once, and what one alone raises is printed too.
+        """
+        if self._folder is None and isinstance(error, TitanliteError):
+            with contextlib.suppress(RuntimeError):
+                if error.is_told_here is None:
+                    error.is_told_here = self._store.add("told", 1) == 1
 
     def prepare_abort(self) -> None:
         """Called where the process is about to abort: it may not before its account is given."""

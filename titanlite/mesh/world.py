@@ -38,11 +38,20 @@ class World:
         """Whether this is the one rank that prints and writes."""
         return self.rank == 0
 
-    def set_timeout(self, seconds: float) -> None:
-        """From now on, end the world when a rank has waited for others for so long."""
+    def set_timeout(self, seconds: float, key: str = "comm.train_timeout_seconds") -> None:
+        """From now on, end the world when a rank has waited for others for so long.
+
+        The report then calls that limit `key`.
+        """
         if self.watch is not None:
-            self.watch.set_timeout(seconds)
+            self.watch.set_timeout(seconds, key)
         _set_group_timeouts(seconds)
+
+    def allowing(self, seconds: float, key: str) -> AbstractContextManager[None]:
+        """Inside, another limit, which the groups in use have to have too."""
+        if self.watch is None:
+            return contextlib.nullcontext()
+        return self.watch.allowing(seconds, key)
 
     def explaining(self) -> AbstractContextManager[None]:
         """Have errors of communication inside looked into at once, not when the world is left."""
