@@ -292,6 +292,12 @@ def _send(connection: Connection, message: tuple[str, Any]) -> None:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     message = f"{type(error).__name__}: {error}"
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is not error:
+        # A pipeline's schedule tells of a stage that failed, with what it was given, and not why.
+        message += f" (from {type(cause).__name__}: {cause})"
     lost = (
         "Connection closed by peer",
         "Connection reset by peer",
