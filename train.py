@@ -27,9 +27,8 @@ from titanlite.mesh.launch import (
     prepare_environment,
     run_ranks,
     torchrun_place,
-    unwinding_at_sigterm,
 )
-from titanlite.mesh.signals import StopRequest
+from titanlite.mesh.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
 
 
 def main(argv: list[str]) -> int:
@@ -68,9 +67,7 @@ def main(argv: list[str]) -> int:
             print(error, file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt as stop:
-        number = stop.args[0] if stop.args else signal.SIGINT
-        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
-        return 128 + number
+        return told_of_interrupt(stop)
     return 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from titanlite.errors import TitanliteError
+from titanlite.mesh.signals import told_of_interrupt, unwinding_at_sigterm
 
 # command: (module, what it does). The module has main(arguments) -> exit status.
 COMMANDS = {
@@ -33,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"titanlite: no command {name!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        status: int = import_module(COMMANDS[name][0]).main(rest)
+        with unwinding_at_sigterm():
+            status: int = import_module(COMMANDS[name][0]).main(rest)
+    except KeyboardInterrupt as stop:
+        return told_of_interrupt(stop)
     except TitanliteError as error:
         print(f"titanlite {name}: {error}", file=sys.stderr)
         return 2

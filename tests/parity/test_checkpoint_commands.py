@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_train_script import png_size, run
 
 from titanlite import cli
+from titanlite.checkpoint import convert
 from titanlite.checkpoint.folder import find_checkpoint
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.checkpoint.weights import read_config
@@ -62,16 +66,16 @@ def one(plan: str, num_ranks: int, folder: Path, **keys: object):
     return run_ranks(go, num_ranks, [config(plan, folder, **keys)])[0][0]
 
 
+def titanlite(*words: object) -> int:
+    return cli.main([str(word) for word in words])
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run whose last checkpoint holds the weights alone, and the one before everything."""
     folder = tmp_path_factory.mktemp("trained")
     *_, weights = one("pp2", 2, folder, checkpoint__interval=3)
     return folder / "checkpoint", weights
-
-
-def titanlite(*words: object) -> int:
-    return cli.main([str(word) for word in words])
 
 
 def test_to_safetensors_and_back(tmp_path, trained, capsys):
@@ -115,6 +119,55 @@ def test_to_safetensors_and_back(tmp_path, trained, capsys):
         assert said in capsys.readouterr().err
     assert titanlite("convert", tmp_path, "--out", tmp_path / "x.safetensors") == 2
     assert "is no checkpoint, nor a folder of them" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_one_line_and_nothing_is_left_or_lost(
+    tmp_path, trained, capsys, monkeypatch
+):
+    checkpoints, _ = trained
+    file = tmp_path / "model.safetensors"
+    own = [tmp_path / "model.safetensors.new", tmp_path / "step-7.new" / "keep.txt"]
+    own[1].parent.mkdir()
+    for path in own:
+        path.write_text("the user's")
+    assert titanlite("convert", checkpoints, "--out", file) == 0
+    for source, out in ((checkpoints, file / "x.safetensors"), (file, file / "x")):
+        capsys.readouterr()
+        assert titanlite("convert", source, "--out", out) == 2
+        said = f"titanlite convert: --out: writing {out} failed: Not a directory\n"
+        assert capsys.readouterr().err == said
+
+    def write(self: object, data: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr("titanlite.checkpoint.storage._HashingFile.write", write)
+        assert titanlite("convert", file, "--out", tmp_path / "step-7") == 2
+    assert capsys.readouterr().err.endswith("step-7 failed: No space left on device\n")
+    assert sorted(tmp_path.iterdir()) == sorted([file, own[0], own[1].parent])
+    assert titanlite("convert", file, "--out", tmp_path / "step-7") == 0
+    assert find_checkpoint(tmp_path)[1].step == 7
+    assert [path.read_text() for path in own] == ["the user's"] * 2
+
+
+@pytest.mark.parametrize(
+    ("option", "number"), [("--num-images", 0), ("--ranks", -1), ("--ranks", 0)]
+)
+def test_too_few_images_or_ranks(tmp_path, option, number, capsys):
+    assert titanlite("sample", tmp_path, "--out", tmp_path / "x.png", option, number) == 2
+    said = f"titanlite sample: {option}: {number} is too few; give at least 1\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_stopped_says_so(number, monkeypatch, capsys):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(convert, "main", lambda arguments: signal.raise_signal(number))
+    try:
+        assert titanlite("convert") == 128 + number
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == f"stopped by {number.name}\n"
 
 
 def go_or_say(place: Place, runs: list[tuple[Path, dict]]) -> list[tuple[int, list[str]]]:

@@ -108,15 +108,34 @@ def test_the_last_that_a_run_can_go_on_from_is_kept(tmp_path):
 def test_what_a_killed_run_left_is_cleared_away(tmp_path):
     folder = CheckpointFolder(tmp_path)
     whole = put(folder, 10)
-    put(folder, 20).rename(tmp_path / "step-20.replaced-abc")
-    for name in ("step-30.new-abc", "step-5.removed-abc", "step-10.replaced-abc"):
+    put(folder, 20).rename(tmp_path / "step-20.replaced-0123abcd")
+    left = ("step-30.new-0123abcd", "step-5.removed-0123abcd", "step-10.replaced-0123abcd")
+    own = ["notes", "step-9.new-best"]
+    for name in (*left, *own):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    (tmp_path / "notes").mkdir()
     folder.clean()
     # What had only been set aside, when nothing had taken its place yet, is back.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-10", "step-20"]
+    assert {path.name for path in tmp_path.iterdir()} == {*own, "step-10", "step-20"}
     assert look_at(whole).manifest is not None
+
+
+def test_a_link_goes_and_what_it_leads_to_stays(tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoint")
+    put(folder, 10).rename(tmp_path / "elsewhere")
+    folder.at(10).symlink_to(tmp_path / "elsewhere")
+    put(folder, 20)
+    folder.keep_latest(1, "run")
+    assert [path.name for path in folder.path.iterdir()] == ["step-20"]
+    assert (tmp_path / "elsewhere" / MANIFEST).exists()
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_in_the_way(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    put(folder, 10)
+    assert folder.in_the_way() is None
+    folder.at(20).touch()
+    assert folder.in_the_way() == folder.at(20)
 
 
 def test_a_manifest_of_another_step_is_refused(tmp_path):

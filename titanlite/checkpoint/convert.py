@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint
+from titanlite.checkpoint.folder import STEP, CheckpointFolder, find_checkpoint, make_token
 from titanlite.checkpoint.manifest import (
     BrokenCheckpointError,
     FileRecord,
@@ -37,11 +38,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     if asked.out.exists():
         raise ConfigError(f"--out: {asked.out} is there already; give another name")
-    try:
-        convert = to_checkpoint if is_file else to_safetensors
-        count = convert(asked.source, asked.out, asked.dtype)
-    except OSError as error:
-        raise ConfigError(f"--out: writing {asked.out} failed: {error.strerror}") from error
+    convert = to_checkpoint if is_file else to_safetensors
+    count = convert(asked.source, asked.out, asked.dtype)
     print(f"{count:,} parameters: {asked.out}")
     return 0
 
@@ -49,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
     """Write the weights of a checkpoint as one file; the number of parameters."""
     import torch
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from titanlite.checkpoint import storage
     from titanlite.checkpoint.state import MODEL
@@ -68,14 +67,15 @@ def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
             whole = {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in stored.items()}
             storage.load({n: storage.Piece.whole(t) for n, t in whole.items()}, path, None)
             tensors = {name.partition(".")[2]: tensor for name, tensor in whole.items()}
-    except BrokenCheckpointError as error:
-        raise ConfigError(f"{path} is refused: {error}; give another checkpoint") from error
+    except (BrokenCheckpointError, CheckpointException) as error:
+        why = storage.told(storage.first_cause(error))
+        raise ConfigError(f"{path} is refused: {why}; give another checkpoint") from error
     if dtype:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f"{out.name}.new")
-    write_file(unfinished, tensors, manifest.config)
-    unfinished.rename(out)
+    with _making(out) as unfinished:
+        unfinished.touch(exist_ok=False)
+        write_file(unfinished, tensors, manifest.config)
+        unfinished.rename(out)
     return sum(tensor.numel() for tensor in tensors.values())
 
 
@@ -91,13 +91,13 @@ def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
     if dtype:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    unfinished = out.with_name(f"{out.name}.new")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    # In a run's folder it is that step's, and the newest.
+    folder, named = CheckpointFolder(out.parent), STEP.fullmatch(out.name)
 
     def seal(files: Mapping[str, FileRecord]) -> None:
         manifest = Manifest(
-            step=0,
-            serial=1,
+            step=int(named[1]) if named else 0,
+            serial=folder.next_serial() if named else 1,
             holds="weights",
             stored_as="dcp",
             shapes={name: list(tensor.shape) for name, tensor in tensors.items()},
@@ -109,8 +109,32 @@ def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
             torch=torch.__version__,
             files=dict(files),
         )
-        CheckpointFolder(out.parent).commit(unfinished, out, manifest, "convert")
+        folder.commit(unfinished, out, manifest, make_token())
 
     pieces = {f"{MODEL}.{name}": storage.Piece.whole(tensor) for name, tensor in tensors.items()}
-    storage.save(pieces, unfinished, None, seal)
+    with _making(out) as unfinished:
+        unfinished.mkdir()
+        storage.save(pieces, unfinished, None, seal)
     return sum(tensor.numel() for tensor in tensors.values())
+
+
+@contextlib.contextmanager
+def _making(out: Path) -> Iterator[Path]:
+    """A name of its own beside `out`, to write under and then rename; nothing is left under it.
+
+    Raises ConfigError where writing fails.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from titanlite.checkpoint.storage import first_cause, told
+
+    unfinished = out.with_name(f"{out.name}.new-{make_token()}")
+    try:
+        if not out.parent.exists():
+            out.parent.mkdir(parents=True)
+        yield unfinished
+    except (OSError, CheckpointException) as error:
+        raise ConfigError(f"--out: writing {out} failed: {told(first_cause(error))}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,13 @@ from titanlite.checkpoint.manifest import (
 from titanlite.errors import ConfigError
 
 STEP = re.compile(r"step-(0|[1-9]\d*)")
-# Being written; set aside while another takes its name; being removed.
-LEFTOVER = re.compile(r"(step-\d+)\.(new|replaced|removed)-\w+")
+# Being written; set aside while another takes its name; being removed. After it, make_token's.
+LEFTOVER = re.compile(r"(step-\d+)\.(new|replaced|removed)-[0-9a-f]{8}")
+
+
+def make_token() -> str:
+    """What tells the unfinished things of one run from all others."""
+    return secrets.token_hex(4)
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,17 @@ class CheckpointFolder:
             final.rename(replaced)
             unfinished.rename(final)
             flush_folder(self.path)
-            shutil.rmtree(replaced)
+            remove(replaced)
         else:
             unfinished.rename(final)
             flush_folder(self.path)
+
+    def in_the_way(self) -> Path | None:
+        """Something that has a checkpoint's name and is no folder, where there is such a thing."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            named = sorted(path for path in self.path.iterdir() if STEP.fullmatch(path.name))
+            return next((path for path in named if not path.is_dir()), None)
+        return None
 
     def keep_latest(self, count: int, token: str) -> list[Path]:
         """Remove all but the last `count` good checkpoints (0: none); what was removed.
@@ -98,7 +111,7 @@ class CheckpointFolder:
             # From here on it is not a checkpoint any more, so that it is never half of one.
             doomed = path.with_name(f"{path.name}.removed-{token}")
             path.rename(doomed)
-            shutil.rmtree(doomed)
+            remove(doomed)
         return surplus
 
     def clean(self) -> list[Path]:
@@ -112,7 +125,7 @@ class CheckpointFolder:
             if kind == "replaced" and not path.with_name(name).exists():
                 path.rename(path.with_name(name))
             else:
-                shutil.rmtree(path)
+                remove(path)
                 removed.append(path)
         return removed
 
@@ -153,6 +166,14 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
     if found.manifest is None:
         raise ConfigError(f"{path} is refused: {found.reason}; give another checkpoint")
     return found.path, found.manifest
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it; of a link to one, the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def flush_folder(path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -22,11 +21,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import state
 from titanlite.checkpoint.agreement import Agreement
-from titanlite.checkpoint.folder import CheckpointFolder, look_at
+from titanlite.checkpoint.folder import CheckpointFolder, look_at, make_token
 from titanlite.checkpoint.manifest import FileRecord, Manifest
 from titanlite.checkpoint.staging import Copies
 from titanlite.checkpoint.start import start_from
-from titanlite.checkpoint.storage import Seal, first_failure, save, save_async
+from titanlite.checkpoint.storage import Seal, first_failure, save, save_async, told
 from titanlite.checkpoint.weights import save_safetensors
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
@@ -65,7 +64,7 @@ class Checkpoints:
             seconds = self._job.config.comm.checkpoint_timeout_seconds
             self._ranks = Agreement(self._job.world, seconds)
             with self._ranks.patiently():
-                self._token = self._ranks.from_first(lambda: secrets.token_hex(4))
+                self._token = self._ranks.from_first(make_token)
                 if self._saves:
                     self.notes += self._ranks.from_first(self._prepare)
                 last_step, notes = start_from(self._job, self._folder, self._ranks)
@@ -204,6 +203,11 @@ class Checkpoints:
             probe.touch()
             probe.unlink()
             removed = self._folder.clean()
+            if there := self._folder.in_the_way():
+                raise ConfigError(
+                    f"checkpoint.folder: {there} is no folder, and has the name of a checkpoint; "
+                    "move it away"
+                )
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.folder: {path} cannot be written: {error.strerror or error}; "
@@ -223,8 +227,7 @@ class Checkpoints:
             if self._job.world.is_first:
                 name = f"{self._saving_to.name}.new-{self._token}"
                 shutil.rmtree(self._saving_to.with_name(name), ignore_errors=True)
-            told = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
-            line = f"saving {self._saving_to} failed on rank {rank}: {' '.join(told.split())}"
+            line = f"saving {self._saving_to} failed on rank {rank}: {told(cause)}"
             if isinstance(cause, OSError):
                 raise ConfigError(
                     f"checkpoint.folder: {line}; make room, or give another folder. Checkpoints "

@@ -29,9 +29,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the work (1)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     asked = parser.parse_args(arguments)
+    for option, number in (("--num-images", asked.num_images), ("--ranks", asked.ranks)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{option}: {number} is too few; give at least 1")
     prepare_environment()
     source, manifest, stored = _open(asked.checkpoint)
     config = _for_sampling(stored, asked)
+    if config.sampling.num_images == 0:
+        raise ConfigError("--num-images: the job itself draws none; say how many")
     check_job(config, make_parallel_dims(config, None))
     device_type = choose_device(asked.device, asked.ranks)
     try:
@@ -58,6 +63,7 @@ def draw(
     from titanlite.checkpoint.agreement import Agreement
     from titanlite.checkpoint.folder import look_at
     from titanlite.checkpoint.start import load_weights, problem_of
+    from titanlite.checkpoint.storage import told
     from titanlite.checkpoint.weights import load_safetensors
     from titanlite.job import build_job
     from titanlite.mesh.world import open_world
@@ -82,7 +88,7 @@ def draw(
             try:
                 save_samples(job, images, out)
             except OSError as error:
-                raise ConfigError(f"--out: writing {out} failed: {error.strerror}") from error
+                raise ConfigError(f"--out: writing {out} failed: {told(error)}") from error
         return len(images)
 
 

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.futures import Future
 
 from titanlite.checkpoint.manifest import BrokenCheckpointError, FileRecord, record_of
+from titanlite.errors import TitanliteError
 
 METADATA = ".metadata"
 
@@ -321,3 +322,15 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     """The rank that failed, and how, out of DCP's account of all."""
     rank, (cause, _) = min(error.failures.items())
     return rank, cause
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What failed first, where DCP raised `error`; else the error itself."""
+    return first_failure(error)[1] if isinstance(error, CheckpointException) else error
+
+
+def told(error: BaseException) -> str:
+    """What went wrong, on one line: the system's words, or the error's own."""
+    text = getattr(error, "strerror", None) or str(error)
+    name = "" if isinstance(error, OSError | TitanliteError) else f"{type(error).__name__}: "
+    return " ".join(f"{name}{text}".split())

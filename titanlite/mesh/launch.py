@@ -31,6 +31,7 @@ import cloudpickle
 
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError, number_ranks
 from titanlite.mesh.signals import StopRequest
+from titanlite.mesh.signals import unwinding_at_sigterm as unwinding_at_sigterm
 
 # How long the other ranks of a failed run may take to say what they saw, and then to end.
 REPORT_SECONDS = 2.0
@@ -339,20 +340,6 @@ def prepare_environment() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     # The profiler writes lines of its own to stderr, on every rank.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
-
-@contextlib.contextmanager
-def unwinding_at_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt(SIGTERM): everything is closed on the way out."""
-
-    def unwind(number: int, _frame: object) -> None:
-        raise KeyboardInterrupt(number)
-
-    before = signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,13 @@
-"""SIGINT and SIGTERM as a request: finish the step, save, and end well; torch-free."""
+"""SIGINT and SIGTERM: a request to finish, save and end well, or an end at once; torch-free."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -57,3 +59,24 @@ class StopRequest:
             self.on_request()
         elif now - self._asked_at >= ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt(number)
+
+
+@contextlib.contextmanager
+def unwinding_at_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM raises KeyboardInterrupt(SIGTERM): everything is closed on the way out."""
+
+    def unwind(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def told_of_interrupt(interrupt: KeyboardInterrupt) -> int:
+    """Say what stopped this process, in one line; its exit status."""
+    number = interrupt.args[0] if interrupt.args else signal.SIGINT
+    print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+    return 128 + int(number)
