@@ -38,6 +38,7 @@ from titanlite.parallelize import (
     uses_loss_parallel,
 )
 from titanlite.parallelize.activation_checkpoint import CheckpointReport
+from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.training.initialize import initialize
 from titanlite.training.loss import make_loss_function
 from titanlite.training.optimizer import build_optimizer, build_scheduler
@@ -211,6 +212,7 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
         decay_type=config.lr_scheduler.decay_type,
         min_lr_factor=config.lr_scheduler.min_lr_factor,
     )
+    keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
     compiles_loss = config.compile.enable and "loss" in config.compile.components
     trainer = Trainer(
         parts=made.parts,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 import torch
 import torch._inductor.config
+import torch.compiler.config
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.parallelize.plan import ParallelPlan, find_plan, match_modules
 
@@ -27,6 +32,9 @@ def apply_compile(
     plan = plan or find_plan(model)
     # Every rank compiles at the same time: more workers than its share of cores only contend.
     torch._inductor.config.compile_threads = torch.get_num_threads()
+    if dist.is_initialized() and dist.get_rank() != 0:
+        # What it says of activation checkpointing is said once.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     container = match_modules(model, plan.blocks).get(plan.blocks)
     if container is None:
         return 0
@@ -37,6 +45,18 @@ def apply_compile(
         compiled.register_forward_pre_hook(_wait_for_inputs)
         container.register_module(key, compiled)
     return len(blocks)
+
+
+def keep_caches_apart(tp_mesh: DeviceMesh | None) -> None:
+    """From now on compiled code on disk is found by ranks of the same place on `tp_mesh` alone.
+
+    PyTorch looks for the code of a graph with DTensors by their whole shapes. But ranks may hold
+    unequal shards (9 and 8 of 17 logits), and the name of the process group is in the code.
+    """
+    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    if tp_mesh is not None:
+        tag += f" {tp_mesh.get_group().group_name} {tp_mesh.get_local_rank()}"
+    torch.compiler.config.cache_key_tag = tag
 
 
 def _wait_for_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
