@@ -107,7 +107,7 @@ def train(place: Place, config: JobConfig, device_type: str) -> None:
                 reporter.say(checkpoints.save(0))
                 return
             for step in range(checkpoints.first_step, config.training.steps + 1):
-                result = job.step()
+                result = job.step(step)
                 if step == checkpoints.first_step:
                     world.set_timeout(comm.train_timeout_seconds)
                 if step % config.training.gc_freq == 0 or config.training.gc_debug:
@@ -122,7 +122,7 @@ def train(place: Place, config: JobConfig, device_type: str) -> None:
                 if stops:
                     reporter.say("stopped as asked; the same command goes on from here")
                     return
-            reporter.finish()
+            reporter.finish(lambda: stop.is_asked)
 
 
 if __name__ == "__main__":

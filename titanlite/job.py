@@ -75,9 +75,9 @@ class Job:
         size = self.config.training.global_batch_size
         return self.config.training.local_batch_size * self.dims.dp if size == -1 else size
 
-    def step(self) -> StepResult:
-        """Train on the next global batch."""
-        return self.trainer.step(self.draw())
+    def step(self, number: int | None = None) -> StepResult:
+        """Train on the next global batch, in the run's step `number`."""
+        return self.trainer.step(self.draw(), number)
 
     def draw(self) -> list[Microbatch]:
         """This rank's microbatches of the next global batch."""

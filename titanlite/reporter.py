@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -177,12 +177,15 @@ class Reporter:
         if self._job.config.training.gc_debug:
             self._progress.print(f"garbage collection: {num_objects} unreachable objects")
 
-    def finish(self) -> None:
-        """Draw the loss curve, and images from the trained model beside real ones."""
-        with self._writing():
-            self._finish()
+    def finish(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Draw the loss curve, and images from the trained model beside real ones.
 
-    def _finish(self) -> None:
+        Where `is_stopped` comes true on a rank, it leaves off drawing.
+        """
+        with self._writing():
+            self._finish(is_stopped)
+
+    def _finish(self, is_stopped: Callable[[], bool]) -> None:
         job, sampling = self._job, self._job.config.sampling
         if job.world.is_first:
             # matplotlib takes its time to import: on this rank alone, and not before it is needed.
@@ -203,7 +206,11 @@ class Reporter:
             f"sampling {wanted} {_plural('image', wanted)}, {num_tokens:,} pixels each"
         )
         images = sample_images(
-            job, wanted, temperature=sampling.temperature, on_pixels=self._show_sampling
+            job,
+            wanted,
+            temperature=sampling.temperature,
+            on_pixels=self._show_sampling,
+            is_stopped=is_stopped,
         )
         if not job.world.is_first:
             return
@@ -211,9 +218,10 @@ class Reporter:
             self._progress.print("no images sampled: the whole model does not fit on one rank")
             return
         if len(images) < wanted:
-            self._progress.print(
-                f"{len(images)} of {wanted} images are drawn: all would take over a minute"
-            )
+            why = "stopped as asked" if is_stopped() else "all would take over a minute"
+            self._progress.print(f"{len(images)} of {wanted} images are drawn: {why}")
+        if not len(images):
+            return
         grid = self._folder / "samples.png"
         save_samples(job, images, grid)
         self._progress.print(f"sampled images: {grid}")

@@ -40,6 +40,7 @@ def sample_images(
     temperature: float = 1.0,
     limit_seconds: float = 60,
     on_pixels: Callable[[int], None] = lambda num_drawn: None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Tensor | None:
     """Up to `num_images` sampled images as tokens [N, T]; every rank must call this.
 
@@ -47,7 +48,8 @@ def sample_images(
     is drawn from the model's logits over `temperature`. The same images come from every plan with
     the same weights, up to rounding. Where all would take longer than `limit_seconds`, a rank
     gives up as many as it has to, but for one. `on_pixels` hears now and then how many pixels of
-    each image this rank has drawn. None where the whole model does not fit beside its shards.
+    each image this rank has drawn. Where `is_stopped` comes true a rank gives up what it has begun.
+    None where the whole model does not fit beside its shards.
     """
     if not _fits(job):
         return None
@@ -59,24 +61,37 @@ def sample_images(
     left = list(range(job.world.rank, num_images, job.world.size))
     at_once = max(1, TOKENS_AT_ONCE // num_tokens)
     pace = Pace(limit_seconds)
-    while left and pace.allows_another():
+
+    def look(num_drawn: int) -> None:
+        on_pixels(num_drawn)
+        if is_stopped():
+            raise _StoppedError
+
+    while left and pace.allows_another() and not is_stopped():
         drawn, left = left[:at_once], left[at_once:]
         first_pixels = torch.stack([job.dataset.sample(index)[:1] for index in drawn])
         generators = [generator_for(job.config.debug.seed, f"sample {index}") for index in drawn]
-        tokens = generate(
-            model,
-            first_pixels.to(job.world.device),
-            num_tokens,
-            generators,
-            temperature,
-            pace=pace,
-            on_pixels=on_pixels,
-        )
+        try:
+            tokens = generate(
+                model,
+                first_pixels.to(job.world.device),
+                num_tokens,
+                generators,
+                temperature,
+                pace=pace,
+                on_pixels=look,
+            )
+        except _StoppedError:
+            break
         images[drawn[: len(tokens)], :-1] = tokens.cpu()
         images[drawn[: len(tokens)], -1] = 1
     images = images.to(job.world.device)
     dist.all_reduce(images)
     return images[images[:, -1] == 1, :-1].cpu()
+
+
+class _StoppedError(Exception):
+    """Raised at a look, to leave a batch of images that is half drawn."""
 
 
 def save_samples(job: Job, images: Tensor, path: Path) -> None:

@@ -17,11 +17,12 @@ from test_train_script import png_size, run
 
 from titanlite import cli
 from titanlite.checkpoint import convert
-from titanlite.checkpoint.folder import find_checkpoint
+from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.checkpoint.weights import read_config
 from titanlite.config import JobConfig, override
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, NonFiniteError
+from titanlite.job import Job
 from titanlite.mesh.launch import Place, run_ranks
 
 STEPS = 4
@@ -53,7 +54,7 @@ def go(place: Place, configs: list[JobConfig]) -> list[tuple[int, list[str], dic
                     said.append(checkpoints.save(0))
                 else:
                     for step in range(checkpoints.first_step, config.training.steps + 1):
-                        job.step()
+                        job.step(step)
                         is_last = step == config.training.steps
                         said.append(checkpoints.after_step(step, is_last=is_last))
             weights = {name: whole.clone() for name, whole in job.whole_parameters()}
@@ -171,12 +172,28 @@ def test_a_command_that_is_stopped_says_so(number, monkeypatch, capsys):
 
 
 def go_or_say(place: Place, runs: list[tuple[Path, dict]]) -> list[tuple[int, list[str]]]:
-    """The first step of each run and what it said; 0 and the line where it is refused."""
+    """The first step of each run and what it said; 0 and the line where it is refused.
+
+    A run that only loads does as one on a GPU, which has a generator that was not saved on CPU.
+    """
+    from titanlite.checkpoint import folder as folders
+    from titanlite.checkpoint import state
+
+    folders.PATIENCE_SECONDS = 0
+    own_pieces = state.rng_pieces
+
+    def rng_pieces(job: Job) -> state.Pieces:
+        pieces = own_pieces(job)
+        if job.config.checkpoint.load_only:
+            pieces["rng.0.cuda"] = pieces["rng.0.cpu"]
+        return pieces
+
+    state.rng_pieces = rng_pieces
     results = []
     for folder, keys in runs:
         try:
             ((first, said, *_),) = go(place, [config("single", folder, **keys)])
-        except ConfigError as error:
+        except (ConfigError, NonFiniteError) as error:
             first, said = 0, [str(error)]
         results.append((first, said))
     return results
@@ -188,6 +205,8 @@ def test_what_is_left_can_be_gone_on_from_with_the_same_model(tmp_path):
     heads = {"model__num_heads": 4}
     source = {"checkpoint__initial_load_path": str(tmp_path / "a" / "checkpoint" / "step-2")}
     saves = {"training__steps": 2, "checkpoint__keep_latest_k": 1}
+    behind = saves | {"checkpoint__interval": 1, "checkpoint__async_mode": "async"}
+    wild = saves | {"checkpoint__interval": 1, "optimizer__lr": 1e200, "optimizer__name": "SGD"}
     runs = [
         (tmp_path / "a", {**saves, "checkpoint__interval": 1}),
         (tmp_path / "a", longer),
@@ -195,8 +214,16 @@ def test_what_is_left_can_be_gone_on_from_with_the_same_model(tmp_path):
         (tmp_path / "new", longer | heads | source),
         (tmp_path / "b", saves),
         (tmp_path / "b", longer),
+        (tmp_path / "behind", behind),
+        (tmp_path / "held", saves),
+        (tmp_path / "wild", wild),
+        (tmp_path / "wild", wild),
     ]
-    _, again, refused, new, _, without = run_ranks(go_or_say, 1, runs)[0]
+    held = CheckpointFolder(tmp_path / "held" / "checkpoint")
+    held.path.mkdir(parents=True)
+    with held.holding():
+        results = run_ranks(go_or_say, 1, runs)[0]
+    _, again, refused, new, _, without, asynchronous, beside, blown, spoilt = results
     assert {path.name for path in (tmp_path / "a" / "checkpoint").iterdir()} == {"step-1", "step-2"}
     assert again[0] == 2
     assert again[1][1] == "checkpoint: going on from step-1 instead, saved by one rank"
@@ -206,6 +233,16 @@ def test_what_is_left_can_be_gone_on_from_with_the_same_model(tmp_path):
     assert new[1][1] == "checkpoint: changed since: model.num_heads 8 -> 4"
     assert "can be used (step-2 is refused: it holds the weights alone)" in without[1][0]
     assert "initial_load_path then takes the weights of step-2" in without[1][0]
+    lines = "\n".join(asynchronous[1]).splitlines()
+    assert [line.split(" in ")[0].split(";")[0].split(",")[0] for line in lines[1:]] == [
+        "checkpoint: step-1 is being saved",
+        "checkpoint: step-1 saved",
+        "checkpoint: step-2 saved",
+    ]
+    assert "another run is using" in beside[1][0]
+    assert blown[1][0].startswith("step 2: loss ")
+    assert "may be spoilt" not in blown[1][0]
+    assert f"this is the first step from {tmp_path}/wild/checkpoint/step-1, whose" in spoilt[1][0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import pickle
@@ -17,6 +19,7 @@ from titanlite.checkpoint.manifest import (
     MANIFEST,
     BrokenCheckpointError,
     Manifest,
+    _digest,
     check_files,
     read_manifest,
     record_of,
@@ -136,6 +139,49 @@ def test_a_file_with_the_name_of_a_checkpoint_is_in_the_way(tmp_path):
     assert folder.in_the_way() is None
     folder.at(20).touch()
     assert folder.in_the_way() == folder.at(20)
+
+
+def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
+    folder, other = CheckpointFolder(tmp_path), CheckpointFolder(tmp_path)
+    monkeypatch.setattr("titanlite.checkpoint.folder.PATIENCE_SECONDS", 0)
+    for _ in range(2):
+        with (
+            folder.holding(),
+            pytest.raises(ConfigError, match="another run is using"),
+            other.holding(),
+        ):
+            pytest.fail("both hold it")
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with folder.holding(), other.holding():
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_manifest_or_metadata_is_refused(tmp_path):
+    put(CheckpointFolder(tmp_path), 10)
+    path = tmp_path / "step-10" / MANIFEST
+    whole = json.loads(path.read_text())
+    whole.pop("sha256")
+    lacking = {name: value for name, value in whole.items() if name != "files"}
+    for content in (
+        lacking,
+        whole | {"more": 1},
+        whole | {"files": 1},
+        whole | {"files": {"a": 1}},
+    ):
+        path.write_text(json.dumps({"sha256": _digest(content), **content}))
+        with pytest.raises(BrokenCheckpointError, match="lacks something, or has too much"):
+            read_manifest(path.parent)
+    write_tensors(tmp_path / "step-1")
+    metadata = pickle.loads((tmp_path / "step-1" / METADATA).read_bytes())
+    for places in (dict.fromkeys(metadata.storage_data, 1), 1):
+        metadata.storage_data = places
+        (tmp_path / "step-1" / METADATA).write_bytes(pickle.dumps(metadata))
+        with pytest.raises(BrokenCheckpointError, match="does not say which file holds what"):
+            stored_tensors(tmp_path / "step-1")
 
 
 def test_a_manifest_of_another_step_is_refused(tmp_path):

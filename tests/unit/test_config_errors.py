@@ -120,6 +120,7 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ("[checkpoint]\nenable = true\ninitial_load_in_hf = true", ["checkpoint.initial_load_in_hf: there is nothing to load; give checkpoint.initial_load_path, or leave it out"]),
     ('[checkpoint]\nenable = true\ninitial_load_path = "nowhere"', ['checkpoint.initial_load_path: "nowhere" is not a folder; give the folder step-N of a checkpoint, or set checkpoint.initial_load_in_hf for a .safetensors file']),
     ('[checkpoint]\nenable = true\ninitial_load_path = "nowhere"\ninitial_load_in_hf = true', ['checkpoint.initial_load_path: "nowhere" is no .safetensors file, nor a folder of them; give one']),
+    ('[checkpoint]\ninitial_load_path = "nowhere"\nload_step = 0', [f"checkpoint.{name}: nothing is loaded where checkpoint.enable is false; set that to true, or leave this out" for name in ("initial_load_path", "load_step")]),
     ("[checkpoint]\nload_step = -2", ["checkpoint.load_step: -2 is out of range; give an integer of at least -1"]),
     ('[checkpoint]\nexclude_from_loading = ["model"]', ['checkpoint.exclude_from_loading: "model" is not one of its values; give a list of "optimizer" and "lr_scheduler" and "dataloader" and "train_state"']),
     ("[memory_estimation]\nenable = true", ["memory_estimation.enable: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),

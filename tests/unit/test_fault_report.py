@@ -119,6 +119,20 @@ def test_ranks_that_wait_for_each_other():
     assert "did not come to" in report.headline
 
 
+def test_without_a_recorder_the_one_that_does_not_wait_is_named():
+    message = Message("a message", (), "dp.py:1 in step")
+    accounts = {
+        0: account(0, "", message=message, error="RuntimeError: Timed out"),
+        1: account(1, ""),
+        2: account(2, "", message=message),
+    }
+    report = write_report(accounts, {})
+    assert (report.rank, report.headline) == (
+        1,
+        "does not wait, as ranks 0, 2 wait; it stands at data.py:1 in read",
+    )
+
+
 def test_an_account_survives_its_journey():
     sent = account(1, "AB", done=1, message=Message("recv", (0,), "x"), stack=["a"])
     assert Account.from_json(sent.to_json()) == sent

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from models.image_transformer.config import FLAVORS
 from models.image_transformer.model import ImageTransformer
-from titanlite.sample import Pace, generate
+from titanlite import sample
+from titanlite.sample import Pace, generate, sample_images
 from titanlite.training.initialize import generator_for
 
 NUM_TOKENS = 3 * 16 * 8
@@ -88,6 +91,34 @@ def test_one_image_is_drawn_however_long_it_takes(model):
     start = torch.zeros(1, 1, dtype=torch.long)
     image = generate(model, start, NUM_TOKENS, [generator_for(0, "x")], pace=Pace(1, Clock(10)))
     assert image.shape == (1, NUM_TOKENS)
+
+
+def test_a_rank_that_is_asked_to_stop_leaves_off(model, monkeypatch):
+    monkeypatch.setattr(sample, "_fits", lambda job: True)
+    monkeypatch.setattr(sample, "whole_model", lambda job: model)
+    monkeypatch.setattr(sample.dist, "all_reduce", lambda images: None)
+    job: Any = SimpleNamespace(
+        world=SimpleNamespace(
+            rank=0, size=1, device=torch.device("cpu"), set_timeout=lambda *limit: None
+        ),
+        model_config=SimpleNamespace(num_tokens=NUM_TOKENS),
+        config=SimpleNamespace(debug=SimpleNamespace(seed=0)),
+        dataset=SimpleNamespace(sample=lambda index: torch.zeros(NUM_TOKENS, dtype=torch.long)),
+    )
+    monkeypatch.setattr(sample, "TOKENS_AT_ONCE", NUM_TOKENS)
+    seen: list[int] = []
+
+    def draw_until(looks: int) -> int:
+        seen.clear()
+        images = sample_images(job, 3, on_pixels=seen.append, is_stopped=lambda: len(seen) >= looks)
+        assert images is not None
+        return len(images)
+
+    assert draw_until(9) == 3
+    # Half of the second one is drawn.
+    assert draw_until(3) == 1
+    assert seen == [128, 256, 128]
+    assert draw_until(0) == 0
 
 
 def test_another_batch_is_begun_only_while_half_the_time_is_left():

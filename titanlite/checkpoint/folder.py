@@ -7,10 +7,13 @@ the disk. What a killed run leaves behind has a name of the other kind, and `cle
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
 import shutil
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,10 @@ from titanlite.errors import ConfigError
 STEP = re.compile(r"step-(0|[1-9]\d*)")
 # Being written; set aside while another takes its name; being removed. After it, make_token's.
 LEFTOVER = re.compile(r"(step-\d+)\.(new|replaced|removed)-[0-9a-f]{8}")
+
+
+# The ranks of a run that was killed may take so long to end, and let go of the folder.
+PATIENCE_SECONDS = 10.0
 
 
 def make_token() -> str:
@@ -55,6 +62,27 @@ class CheckpointFolder:
     def unfinished(self, step: int, token: str) -> Path:
         """Where the checkpoint of `step` is written; `token` is the run's own."""
         return self.path / f"step-{step}.new-{token}"
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside, no other run holds this folder, whose unfinished checkpoints would be removed.
+
+        Raises ConfigError where one does. A file system without locks keeps nobody out.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        try:
+            # It goes with the process, however that ends.
+            while not _is_locked(descriptor):
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"checkpoint.folder: another run is using {self.path}; end that one, or "
+                        "give another folder"
+                    )
+                time.sleep(0.1)
+            yield
+        finally:
+            os.close(descriptor)
 
     def newest_first(self) -> list[Found]:
         """All checkpoints, the last written first; those without a good manifest by their step."""
@@ -133,6 +161,17 @@ class CheckpointFolder:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(path for path in self.path.iterdir() if path.is_dir())
         return []
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether there is nothing more to wait for: a lock, or a file system that has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _serial(found: Found) -> int:

@@ -87,8 +87,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise BrokenCheckpointError(f"{MANIFEST} is not as it was written")
     if content.pop("format", None) != FORMAT:
         raise BrokenCheckpointError(f"{MANIFEST} is of another version of titanlite")
-    files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-    return Manifest(files=files, **content)
+    try:
+        files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+        return Manifest(files=files, **content)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BrokenCheckpointError(f"{MANIFEST} lacks something, or has too much") from error
 
 
 def check_files(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ from titanlite.checkpoint.staging import Copies
 from titanlite.checkpoint.start import start_from
 from titanlite.checkpoint.storage import Seal, first_failure, save, save_async, told
 from titanlite.checkpoint.weights import save_safetensors
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError, NonFiniteError, TitanliteError
 from titanlite.job import Job
 from titanlite.observe.quantities import format_bytes
 from titanlite.parallelize import DTYPES
@@ -58,16 +58,22 @@ class Checkpoints:
         )
         self._saving: concurrent.futures.Future[Any] | None = None
         self._saving_to = Path()
+        self._exits = contextlib.ExitStack()
+        self._has_gone_on = False
+        # Of a save in the background: when it began and ended, and what is still to be said of it.
+        self._times: list[float] = []
+        self._ended = ""
 
     def __enter__(self) -> Checkpoints:
         if self._section.enable:
             seconds = self._job.config.comm.checkpoint_timeout_seconds
             self._ranks = Agreement(self._job.world, seconds)
-            with self._ranks.patiently():
+            with contextlib.ExitStack() as exits, self._ranks.patiently():
                 self._token = self._ranks.from_first(make_token)
                 if self._saves:
-                    self.notes += self._ranks.from_first(self._prepare)
+                    self.notes += self._ranks.from_first(lambda: self._prepare(exits))
                 last_step, notes = start_from(self._job, self._folder, self._ranks)
+                self._exits = exits.pop_all()
             self.first_step = last_step + 1
             self.notes += notes
         return self
@@ -78,11 +84,15 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.wait()
-        elif self._saving is not None and isinstance(error, Exception):
-            # It may well become a good checkpoint; what failed is on its way up already.
-            concurrent.futures.wait([self._saving], LAST_WAIT_SECONDS)
+        with self._exits:
+            if error is None:
+                self.wait()
+            elif self._saving is not None and isinstance(error, Exception):
+                # It may well become a good checkpoint; what failed is on its way up already.
+                concurrent.futures.wait([self._saving], LAST_WAIT_SECONDS)
+        if isinstance(error, NonFiniteError) and self.first_step > 1 and not self._has_gone_on:
+            # The same error, on its way up: the ranks have settled already which of them prints it.
+            error.args = (f"{error}; {self._advice()}",)
 
     @property
     def has_failed(self) -> bool:
@@ -97,8 +107,17 @@ class Checkpoints:
     def after_step(self, step: int, *, is_last: bool = False, stops: bool = False) -> str:
         """Save if the step calls for it: the last one, one the run stops after, or by interval.
 
-        A line for a person, or "". Every rank must pass the same.
+        Lines for a person, or "": on this save, and on one in the background that has ended. Every
+        rank must pass the same.
         """
+        self._has_gone_on = True
+        if self._saving is not None and self._saving.done() and not self.has_failed:
+            self.wait()
+        line = self._save_if_due(step, is_last=is_last, stops=stops)
+        ended, self._ended = self._ended, ""
+        return "\n".join(filter(None, (ended, line)))
+
+    def _save_if_due(self, step: int, *, is_last: bool, stops: bool) -> str:
         section = self._section
         is_first = step == 1 and section.enable_first_step_checkpoint
         if not self._saves or not (is_last or stops or is_first or step % section.interval == 0):
@@ -130,11 +149,13 @@ class Checkpoints:
         if in_background and self._section.async_mode != "disabled":
             with self._ranks.patiently():
                 self._saving = save_async(pieces, folder, self._ranks.group, seal, self._copies)
+            self._times = times = [start]
+            self._saving.add_done_callback(lambda _: times.append(time.perf_counter()))
             seconds = time.perf_counter() - start
             return f"checkpoint: step-{step} is being saved; copied in {seconds:.2g} s"
         with self._explaining(), self._ranks.patiently():
             save(pieces, folder, self._ranks.group, seal)
-        return self._said(step, start)
+        return self._said(self._saving_to, start)
 
     def save_weights(self, step: int) -> str:
         """Save the weights alone, in checkpoint.export_dtype."""
@@ -156,7 +177,8 @@ class Checkpoints:
                 self._ranks.all_do(lambda: save_safetensors(job, folder, dtype, seal, self._ranks))
             else:
                 save(state.weight_pieces(job, dtype), folder, self._ranks.group, seal)
-        return f"{self._said(step, start)}: weights alone, {section.export_dtype}"
+        said = self._said(self._saving_to, start)
+        return f"{said}: weights alone, {section.export_dtype}"
 
     def wait(self) -> None:
         """Return when no save is going on; raises what the last one in the background raised."""
@@ -164,6 +186,7 @@ class Checkpoints:
             saving, self._saving = self._saving, None
             with self._explaining(), self._ranks.patiently():
                 saving.result()
+            self._ended = self._said(self._saving_to, *self._times)
 
     def _sealer(self, folder: Path, **of_manifest: Any) -> Seal:
         """What makes a checkpoint of the files in `folder`; called on the first rank alone."""
@@ -186,22 +209,32 @@ class Checkpoints:
 
         return seal
 
-    def _said(self, step: int, start: float) -> str:
-        seconds = time.perf_counter() - start
+    def _said(self, path: Path, start: float, end: float | None = None) -> str:
+        seconds = (end or time.perf_counter()) - start
         size = ""
         if self._job.world.is_first:
-            manifest = look_at(self._folder.at(step)).manifest
+            manifest = look_at(path).manifest
             size = f", {format_bytes(manifest.size_bytes)}" if manifest else ""
-        return f"checkpoint: step-{step} saved{size} in {seconds:.2g} s"
+        return f"checkpoint: {path.name} saved{size} in {seconds:.2g} s"
 
-    def _prepare(self) -> list[str]:
-        """Make the folder, and clear away what a killed run left there; on the first rank."""
+    def _advice(self) -> str:
+        """What to do where the very first step from a checkpoint is not finite."""
+        own = self._folder.at(self.first_step - 1)
+        path = own if own.exists() else self._section.initial_load_path
+        return (
+            f"this is the first step from {path}, whose weights may be spoilt already: move it "
+            "away, or give another"
+        )
+
+    def _prepare(self, exits: contextlib.ExitStack) -> list[str]:
+        """Make the folder, hold it, and clear away what a killed run left; on the first rank."""
         path = self._folder.path
         try:
             path.mkdir(parents=True, exist_ok=True)
             probe = path / f"probe-{self._token}"
             probe.touch()
             probe.unlink()
+            exits.enter_context(self._folder.holding())
             removed = self._folder.clean()
             if there := self._folder.in_the_way():
                 raise ConfigError(

@@ -146,11 +146,14 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: Agreement) -
             "into a new run: checkpoint.initial_load_path"
         )
     numbers, pieces = manifest.state, state.weight_pieces(job)
+    stored = stored_tensors(path)
     if "optimizer" not in left_out:
         state.check_optimizer(job, numbers["optimizer"])
-        pieces |= state.make_optimizer_state(job, stored_tensors(path))
+        pieces |= state.make_optimizer_state(job, stored)
     # A generator belongs to a rank: under another plan there is no telling which is whose.
     rng = state.rng_pieces(job) if manifest.plan == job.dims.describe() else {}
+    # What was saved on CPU has none of a GPU's.
+    rng = {name: piece for name, piece in rng.items() if name in stored}
     _read(pieces | rng, path, ranks)
     state.restore_rng(job, rng)
     if "lr_scheduler" not in left_out:

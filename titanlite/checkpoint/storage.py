@@ -274,8 +274,12 @@ class SafeReader(FileSystemReader):
             raise BrokenCheckpointError(f"{METADATA} cannot be read ({error})") from error
         if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
             raise BrokenCheckpointError(f"{METADATA} holds no metadata")
-        for stored in (metadata.storage_data or {}).values():
-            if Path(stored.relative_path).name != stored.relative_path:
+        places = metadata.storage_data or {}
+        for stored in places.values() if isinstance(places, dict) else [None]:
+            path_in = getattr(stored, "relative_path", None)
+            if not isinstance(path_in, str):
+                raise BrokenCheckpointError(f"{METADATA} does not say which file holds what")
+            if Path(path_in).name != path_in:
                 raise BrokenCheckpointError(f"{METADATA} names a file outside the checkpoint")
         return metadata
 

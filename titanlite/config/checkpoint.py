@@ -18,6 +18,12 @@ def checkpoint_problems(config: JobConfig) -> Iterator[str]:
             "true and checkpoint.load_only to false, or leave it out"
         )
     if not section.enable:
+        for name in ("initial_load_path", "initial_load_in_hf", "load_step"):
+            if getattr(section, name) != type(section).model_fields[name].default:
+                yield (
+                    f"checkpoint.{name}: nothing is loaded where checkpoint.enable is false; set "
+                    "that to true, or leave this out"
+                )
         return
     if section.last_save_in_hf and not section.last_save_model_only:
         yield (

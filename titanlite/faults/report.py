@@ -226,18 +226,27 @@ def _blame(
         account = accounts[rank]
         what = list(dict.fromkeys(what for _, what in missed[rank]))
         waiting = sorted({waiting for waiting, _ in missed[rank]})
-        verb = "waits" if len(waiting) == 1 else "wait"
         where = account.finished or f"stands at {account.site}"
         return rank, (
-            f"did not come to {' and '.join(what)}, where {number_ranks(waiting)} {verb}; "
-            f"it {where}"
+            f"did not come to {' and '.join(what)}, where {number_ranks(waiting)} "
+            f"{_verb(waiting)}; it {where}"
         )
+    others = [rank for rank, account in sorted(accounts.items()) if account.waits]
+    idle = [rank for rank in sorted(accounts) if rank not in others]
+    if not missed and others and idle:
+        # Nothing is known of collectives, whose recorder is off.
+        where = accounts[idle[0]].finished or f"stands at {accounts[idle[0]].site}"
+        return idle[0], f"does not wait, as {number_ranks(others)} {_verb(others)}; it {where}"
     rank = min(missed, default=min(accounts))
     if rank in missed:
         waiter, what_missed = missed[rank][0]
         own = next(_lines_of(accounts[rank], missed, groups))
         return rank, f"did not come to {what_missed}, where rank {waiter} waits; it {own}"
     return rank, accounts[rank].error or "waits, and no rank is missing"
+
+
+def _verb(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def find_astray(

@@ -107,8 +107,11 @@ class Trainer:
     def parameters(self) -> list[nn.Parameter]:
         return [p for part in self.parts for p in part.parameters() if p.requires_grad]
 
-    def step(self, microbatches: Sequence[Microbatch]) -> StepResult:
-        """Train on this rank's microbatches of one global batch."""
+    def step(self, microbatches: Sequence[Microbatch], number: int | None = None) -> StepResult:
+        """Train on this rank's microbatches of one global batch.
+
+        `number` is what a message calls this step; the schedule's, where none is given.
+        """
         start = time.perf_counter()
         loss, num_tokens = self.compute_gradients(microbatches)
         norm = gradient_norm(self.parameters, self.world_mesh)
@@ -116,7 +119,8 @@ class Trainer:
             self.before_update()
         note = ""
         if self.non_finite != "ignore" and not (math.isfinite(loss) and torch.isfinite(norm)):
-            note = self._refuse(microbatches, loss, float(norm))
+            number = number or self.scheduler.last_epoch + 1
+            note = self._refuse(microbatches, number, loss, float(norm))
             lr = self._skip()
         else:
             lr = self._update(norm)
@@ -176,12 +180,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return lr
 
-    def _refuse(self, microbatches: Sequence[Microbatch], loss: float, norm: float) -> str:
+    def _refuse(
+        self, microbatches: Sequence[Microbatch], step: int, loss: float, norm: float
+    ) -> str:
         """Say where a step's values stopped being finite; raise it unless such steps are skipped.
 
         Every rank comes here, since loss and norm are the same on all.
         """
-        step = self.scheduler.last_epoch + 1
         numbers = (0,) if self.stages is None else self.stages.numbers
         cause = explain_non_finite(
             dict(zip(numbers, self.parts, strict=True)),
