@@ -537,7 +537,7 @@ def test_an_error_of_one_rank_is_all_that_is_said(tmp_path, launcher, error, is_
     done = run(words, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     line = f"{error}: no such table" if is_traced else "no such table"
-    # torchrun says "[rank1]: " before it; a launcher of our own gives it once more, as the last line.
+    # torchrun says "[rank1]: " before it; a launcher of our own gives it once more at the end.
     told = sum(said.endswith(line) for said in done.stderr.splitlines())
     assert told == (1 if launcher else 2)
     assert done.stderr.count("Traceback (most recent call last)") - bool(launcher) == is_traced
