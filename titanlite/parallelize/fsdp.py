@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,6 +46,10 @@ def apply_fsdp(
     step. Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     plan = plan or find_plan(model)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        # Warned of for changes in place, which would skip a hook. What a tensor-parallel style puts
+        # out is such a view wherever it is a DTensor's local part.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     reshard = {"always": True, "never": False, "default": not pipelined}[reshard_after_forward]
     offload = (
         # Pinning needs an accelerator's driver: https://github.com/pytorch/pytorch/issues/150240
