@@ -31,7 +31,6 @@ import cloudpickle
 
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError, number_ranks
 from titanlite.mesh.signals import StopRequest
-from titanlite.mesh.signals import unwinding_at_sigterm as unwinding_at_sigterm
 
 # How long the other ranks of a failed run may take to say what they saw, and then to end.
 REPORT_SECONDS = 2.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from titanlite.config import check_machine, load_config, make_parallel_dims
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
-from titanlite.mesh.launch import choose_device, count_gpus, unwinding_at_sigterm
+from titanlite.mesh.launch import choose_device, count_gpus
 from titanlite.verify.jobs import DTYPES
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
@@ -61,13 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     options = parse(arguments)
-    try:
-        with unwinding_at_sigterm():
-            return verify_matrix(options) if options.matrix else verify_one(options)
-    except KeyboardInterrupt as stop:
-        number = stop.args[0] if stop.args else signal.SIGINT
-        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
-        return 128 + number
+    return verify_matrix(options) if options.matrix else verify_one(options)
 
 
 def verify_one(options: Options) -> int:
