@@ -232,7 +232,8 @@ def save_behind(place: Place) -> None:
         ranks = Agreement(world, 60)
         world.set_timeout(1)
         if world.rank == 1:
-            threading.Thread(target=ranks.gathered, args=[0], daemon=True).start()
+            with ranks.patiently():
+                threading.Thread(target=ranks.gathered, args=[0], daemon=True).start()
             threading.Event().wait()
         dist.all_reduce(zeros(8))
 
