@@ -58,7 +58,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
     try:
         save_file(dict(tensors), path, metadata=metadata)
     except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
+        raise OSError(str(error)) from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
