@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 import models
+from titanlite.verify.verify import Verifier
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +16,10 @@ def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in [name for name in sys.modules if name.startswith(("plain_model", "odd_model"))]:
         del sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def verifier() -> Iterator[Verifier]:
+    """One for all that verify small plans: starting ranks takes longer than most of them."""
+    with Verifier(timeout_seconds=120) as verifier:
+        yield verifier

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from titanlite.errors import ConfigError, TitanliteError
 from titanlite.verify.matrix import features_of, plans_of, run_matrix
 from titanlite.verify.report import format_verification
 from titanlite.verify.shrink import shrink
-from titanlite.verify.verify import Verifier
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -37,12 +35,6 @@ def test_a_right_plan(capsys, tmp_path):
     assert [row["step"] for row in found["steps"]] == [0, 1, 2]
     assert found["steps"][1]["gradients"].keys() == found["steps"][1]["weights"].keys()
     assert 0 < max(found["steps"][2]["weights"].values()) < 1e-13
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with Verifier(timeout_seconds=120) as verifier:
-        yield verifier
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,12 +175,6 @@ def config_of(case: Case) -> JobConfig:
     if "experimental" in sections:
         del sections["model"]["zero_init_output"]
     return make_config(sections)
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with Verifier(timeout_seconds=60) as verifier:
-        yield verifier
 
 
 def name_of(case: Case) -> str:
