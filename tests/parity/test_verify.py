@@ -137,7 +137,7 @@ def test_a_module_that_is_called_twice_is_no_cause(verifier):
     assert found.cause.startswith("all 9 gradients are 2 times as large"), found.findings
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_matrix_has_every_schedule_with_every_degree(num_ranks):
     plans = plans_of(num_ranks)
     features = features_of(num_ranks)

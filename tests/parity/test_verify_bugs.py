@@ -34,6 +34,7 @@ class Case:
     more: Sections | None = None
     steps: int = 1
     is_slow: bool = False
+    """Takes long, or is like another: not part of `make test`."""
 
 
 CASES = [
@@ -65,6 +66,7 @@ CASES = [
         bugs.mean_of_means,
         CP,
         "a mean of means: the mean of each rank's part of the sequence is taken first",
+        is_slow=True,
     ),
     Case(
         bugs.shards_start_alike,
@@ -85,6 +87,7 @@ CASES = [
         "with compile.enable = false the plan agrees: gradients are missing: the gradient of "
         "tok_emb.weight",
         {**OWN, "compile": {"enable": True, "backend": "aot_eager"}},
+        is_slow=True,
     ),
     Case(
         bugs.one_counter_for_both_passes,
@@ -111,6 +114,7 @@ CASES = [
         bugs.positions_from_zero_in_the_model,
         CP,
         "embeddings.row_emb is the first module .* positions 0 to 31: the position or offset",
+        is_slow=True,
     ),
     Case(
         bugs.norm_counts_replicas,
@@ -122,12 +126,14 @@ CASES = [
         bugs.norm_counts_replicas,
         DDP,
         "gradients that are replicated over dp_replicate are counted 2 times",
+        is_slow=True,
     ),
     Case(
         bugs.norm_misses_strided_shards,
         {**TP, **FSDP},
         "sharded twice along one dimension, the second time over dp_shard only the first rank's "
         "shard is counted",
+        is_slow=True,
     ),
     Case(
         bugs.data_by_rank,
@@ -165,7 +171,7 @@ CASES = [
         r"hands back a gradient of its input that is a sum over tp still to be made",
         OWN,
     ),
-    Case(bugs.replicas_drift, DDP, "clipping or the optimizer is wrong", steps=3),
+    Case(bugs.replicas_drift, DDP, "clipping or the optimizer is wrong", steps=3, is_slow=True),
 ]
 
 
@@ -195,6 +201,7 @@ def test_the_bug_is_caught_and_its_cause_named(verifier: Verifier, case: Case) -
     assert re.search(case.cause, found.cause), "\n".join(found.findings)
 
 
+@pytest.mark.slow
 def test_what_differs_in_float32_is_diagnosed_in_float64(verifier: Verifier) -> None:
     found = verifier.verify(config_of(CASES[0]), steps=1, dtype="float32", patch=CASES[0].patch)
     assert not found.agrees
@@ -202,6 +209,7 @@ def test_what_differs_in_float32_is_diagnosed_in_float64(verifier: Verifier) -> 
     assert re.search(CASES[0].cause, found.cause), "\n".join(found.findings)
 
 
+@pytest.mark.slow
 def test_the_same_plans_agree_without_a_bug(verifier: Verifier) -> None:
     # Those that compile on four ranks take as long as all others together.
     cases = [case for case in CASES if case.more and len(case.plan) == 1]
