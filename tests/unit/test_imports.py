@@ -32,6 +32,7 @@ MUST_NOT_IMPORT = {
                 "diagnose",
                 "evidence",
                 "factors",
+                "gradients",
                 "jobs",
                 "matrix",
             ),
