@@ -31,7 +31,7 @@ LEFTOVER = re.compile(r"(step-\d+)\.(new|replaced|removed)-[0-9a-f]{8}")
 
 
 # The ranks of a run that was killed may take so long to end, and let go of the folder.
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS, POLL_SECONDS = 10.0, 0.1
 
 
 def make_token() -> str:
@@ -79,7 +79,7 @@ class CheckpointFolder:
                         f"checkpoint.folder: another run is using {self.path}; end that one, or "
                         "give another folder"
                     )
-                time.sleep(0.1)
+                time.sleep(POLL_SECONDS)
             yield
         finally:
             os.close(descriptor)

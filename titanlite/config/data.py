@@ -80,4 +80,5 @@ def _changes_for(dataset: str, model: Any) -> list[str]:
 
 
 def shape_of(model: Any) -> str:
+    """The images that the model takes, in words: height x width x channels."""
     return f"{model.image_height} x {model.image_width} x {model.image_channels}"

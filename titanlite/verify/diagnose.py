@@ -315,9 +315,8 @@ def _growth(e: Evidence) -> list[str]:
 def _unexplained(e: Evidence) -> str:
     wrong = set(e.failed("gradient"))
     if wrong:
-        order = e.forward_order
-        place = {name: index for index, name in enumerate(order)}
-        last = max(wrong, key=lambda name: place.get(name.rpartition(".")[0], -1))
+        order = e.parameter_order
+        last = max(wrong, key=lambda name: order.get(name, -1))
         ranks = ranks_of(e, lambda run: worst(run, "gradients", e.step, sorted(wrong)))
         shown = name_parameters(wrong, e.runs, "gradient")
         return (

@@ -47,6 +47,13 @@ class Evidence:
         return () if self.reference_trace is None else self.reference_trace.modules
 
     @property
+    def parameter_order(self) -> dict[str, int]:
+        """Parameter -> where its module is in forward order, for those whose modules are known."""
+        place = {module: index for index, module in enumerate(self.forward_order)}
+        names = {name for run in self.runs for name in run.placements}
+        return {name: place[m] for name in names if (m := holder_of(name)) in place}
+
+    @property
     def num_microbatches(self) -> int:
         """On a rank and in a step."""
         size = self.plan.training.local_batch_size
@@ -62,6 +69,11 @@ class Evidence:
             num_targets=self.reference[max(1, self.step)].num_tokens,
             batch=self.plan.training.global_batch_size,
         )
+
+
+def holder_of(parameter: str) -> str:
+    """The module that holds a parameter."""
+    return parameter.rpartition(".")[0]
 
 
 def pooled(parts: Sequence[Agreement]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from titanlite.verify.evidence import EXPLAINED, Evidence, pooled
+from titanlite.verify.evidence import EXPLAINED, Evidence, holder_of, pooled
 from titanlite.verify.factors import be, is_near, name_parameters, name_ranks
 from titanlite.verify.weights import describe_shares
 
@@ -66,11 +66,12 @@ def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
         who = name_parameters(names, e.runs, "gradient")
         if before := _all_before(e, wrong, names):
             others = name_parameters(before, e.runs, "gradient")
+            last = max(names, key=e.parameter_order.__getitem__)
             yield (
                 f"{who} {be(who)} right only when summed over {axis}{words}, and {others}, from "
                 f"before it in the forward pass, {be(others)} wrong in turn: what reads the output "
-                f"of {_module_of(_last(e, names))} hands back a gradient of its input that is a "
-                f"sum over {axis} still to be made; all-reduce it there, in the backward pass"
+                f"of {holder_of(last)} hands back a gradient of its input that is a sum over "
+                f"{axis} still to be made; all-reduce it there, in the backward pass"
             )
             continue
         yield (
@@ -83,28 +84,11 @@ def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
 def _all_before(e: Evidence, wrong: Sequence[str], explained: Sequence[str]) -> list[str]:
     """The other wrong gradients, where nothing else explains them and all come earlier."""
     rest = [name for name in wrong if name not in explained]
-    order = _places(e)
+    order = e.parameter_order
     if any(name not in order for name in wrong) or any(_has_factor(e, name) for name in rest):
         return []
     first = min(order[name] for name in explained)
     return rest if all(order[name] < first for name in rest) else []
-
-
-def _last(e: Evidence, names: Sequence[str]) -> str:
-    order = _places(e)
-    return max(names, key=lambda name: order[name])
-
-
-def _places(e: Evidence) -> dict[str, int]:
-    """Parameter -> where its module is in forward order, for those whose modules are known."""
-    modules = e.forward_order
-    place = {module: index for index, module in enumerate(modules)}
-    names = {name for run in e.runs for name in run.placements}
-    return {name: place[m] for name in names if (m := _module_of(name)) in place}
-
-
-def _module_of(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
 
 
 def _factors_of_ranks(e: Evidence, wrong: list[str]) -> Iterator[str]:
@@ -124,11 +108,9 @@ def _factors_of_ranks(e: Evidence, wrong: list[str]) -> Iterator[str]:
         else:
             bad = {rank: f for rank, f in factors.items() if not is_near(f, 1.0)}
             factor = next(iter(bad.values()), 1.0)
-            if len(bad) < len(factors) and all(is_near(f, factor) for f in bad.values()):
+            if 0 < len(bad) < len(factors) and all(is_near(f, factor) for f in bad.values()):
                 found[tuple(bad), round(factor, 6)].append(name)
     for (ranks, factor), names in found.items():
-        if not ranks:
-            continue
         who = name_parameters(names, e.runs, "gradient")
         same = e.factor(factor)
         yield (
