@@ -69,6 +69,18 @@ class _Stage(PipelineStage):
 
     reduces_over_replicas = True
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        # Torch 2.11 has neighbours greet each other at the first step, as NCCL needs it. In a V a
+        # stage's neighbour may be on its own rank, to which gloo cannot send.
+        parent: Any = super()
+        return [] if self.device.type == "cpu" else parent._get_init_p2p_neighbors_ops()
+
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        # Torch 2.11 holds the last stage, too, to a shape that is given for those who receive.
+        if not self.is_last:
+            parent: Any = super()
+            parent._validate_fwd_outputs(outputs)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         part: Any = self.submod
         if self.reduces_over_replicas or not isinstance(self.submod, FSDPModule):
