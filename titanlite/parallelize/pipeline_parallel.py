@@ -76,10 +76,7 @@ class _Stage(PipelineStage):
         return [] if self.device.type == "cpu" else parent._get_init_p2p_neighbors_ops()
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        # Torch 2.11 holds the last stage, too, to a shape that is given for those who receive.
-        if not self.is_last:
-            parent: Any = super()
-            parent._validate_fwd_outputs(outputs)
+        """Nothing: torch 2.11 compares strides, even of dimensions of one, and the last output."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         part: Any = self.submod
