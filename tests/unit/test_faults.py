@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titanlite.errors import ConfigError, RankError
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.faults.last_words import BlackBox, read_black_box
+from titanlite.mesh.launch import FAULTS, Place, run_ranks
 
 TIMEOUT_SECONDS = 2.0
 # From the end of the timeout to the end of the last process, on a machine that is busy.
@@ -56,6 +61,13 @@ def fall_asleep(dist: Any, mesh: Any, is_bad: bool) -> None:
 def hold_the_interpreter(dist: Any, mesh: Any, is_bad: bool) -> None:
     if is_bad:
         ctypes.PyDLL(None).pause()
+    dist.all_reduce(zeros(8), group=mesh.get_group("tp"))
+    dist.all_reduce(zeros(4))
+
+
+def compute_in_c(dist: Any, mesh: Any, is_bad: bool) -> None:
+    if is_bad:
+        re.fullmatch(r"(a+)+b", "a" * 40)
     dist.all_reduce(zeros(8), group=mesh.get_group("tp"))
     dist.all_reduce(zeros(4))
 
@@ -156,6 +168,12 @@ SLOW: dict[Callable[..., None], tuple[str, ...]] = {
         "Python stack of rank 2, as last seen, innermost last:",
         "in hold_the_interpreter",
     ),
+    compute_in_c: (
+        "rank 2: does not answer (process ",
+        "Python stack of rank 2, as last seen, innermost last:",
+        "in compute_in_c",
+        "re.py:" if sys.version_info < (3, 11) else "re/__init__.py:",
+    ),
     be_stopped: (
         "rank 2: is stopped by a signal (process ",
         "rank 3 (dp_shard 1, tp 1) waits for rank 2 in all_reduce 3 over tp",
@@ -204,6 +222,88 @@ def test_a_bad_rank_is_named(misbehave):
 @pytest.mark.parametrize("misbehave", SLOW, ids=lambda function: function.__name__)
 def test_a_bad_rank_is_named_in_other_cases(misbehave):
     check(misbehave, SLOW[misbehave])
+
+
+def keep_the_interpreter(place: Place, seconds: float) -> str:
+    """Rank 1 runs Python in which no other thread gets a turn; what is in its black box then."""
+    import torch.distributed as dist
+
+    from titanlite.mesh.world import open_world
+
+    with open_world(place):
+        dist.barrier()
+        if place.rank == 1:
+            interval = sys.getswitchinterval()
+            sys.setswitchinterval(1000)
+            end, count = time.monotonic() + seconds, 0
+            while time.monotonic() < end:
+                count += sum(map(abs, range(10)))
+            box = Path(place.rendezvous.removeprefix("file://")).parent / FAULTS / "stack-1"
+            text = box.read_text()
+            sys.setswitchinterval(interval)
+        dist.barrier()
+        return text if place.rank == 1 else ""
+
+
+def test_nobody_reads_the_stack_of_a_healthy_rank_without_the_interpreters_lock():
+    """Whatever does so crashes the process now and then, however long its watch is kept waiting."""
+    _, text = run_ranks(keep_the_interpreter, 2, 4.0, timeout_seconds=60)
+    thread, *noted = text.strip().splitlines()
+    assert thread.startswith("0x")
+    # As `note` writes it; the interpreter's own lines would be added behind.
+    assert all(re.fullmatch(r"\S+:\d+ in \S+", line) for line in noted), text
+
+
+def test_a_watch_that_fails_leaves_the_run_alone(capfd):
+    import torch.distributed as dist
+
+    from titanlite.faults.watch import Watch
+
+    class OddStore:
+        """Another thread's store: it is there, and what it says makes no sense."""
+
+        def __init__(self, store: Any) -> None:
+            self.store = store
+            self.was_asked = threading.Event()
+
+        def check(self, keys: list[str]) -> bool:
+            self.was_asked.set()
+            raise ValueError("no such word")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+    store = OddStore(dist.HashStore())
+    watch = Watch(Place(0, 2, 0, 2, rendezvous="env://"), store, 60)
+    assert store.was_asked.wait(10)
+    store.check = lambda keys: False  # type: ignore[method-assign]
+    lost = dist.DistNetworkError("Connection closed by peer")
+    # Nobody else tells of an error of this rank now, so that it is raised as it is.
+    assert not watch.explain(lost)
+    watch.close()
+    said = "rank 0: the watch for stuck ranks has failed with ValueError (no such word); "
+    assert said + "the run goes on without it\n" in capfd.readouterr().err
+
+
+def test_a_black_box_harms_no_file(tmp_path):
+    box = BlackBox(tmp_path, 0, threading.get_ident())
+    box.note(["one", "two"])
+    assert read_black_box(box.path) == ["one", "two"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        box.note(["a disk that is full"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    box.note(["three"])
+    assert read_black_box(box.path) == ["three"]
+    box.close()
+    with (tmp_path / "next").open("w+") as file:  # which gets the number that is free now
+        file.write("kept")
+        file.flush()
+        box.note(["four"])
+        assert (tmp_path / "next").read_text() == "kept"
+    assert read_black_box(box.path) == ["three"]
 
 
 @pytest.mark.slow

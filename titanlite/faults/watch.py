@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -34,11 +33,12 @@ from titanlite.faults.account import (
     take_account,
 )
 from titanlite.faults.last_words import (
+    GONE,
+    RUNNING,
+    STOPPED,
     BlackBox,
+    ProcessRecord,
     before_abort,
-    describe_process,
-    process_status,
-    read_black_box,
 )
 from titanlite.faults.report import Absent, Account, Report, write_report
 from titanlite.mesh.launch import ALARM, FAULTS, REPORT, Place
@@ -48,10 +48,7 @@ POLL_SECONDS = 0.5
 # How long the ranks may take to give their accounts, and then to end by themselves.
 ANSWER_SECONDS = 3.0
 END_SECONDS = 2.0
-# A thread that holds the interpreter for so long more has its stack written by faulthandler.
-SILENCE_SECONDS = 1.5
 
-GONE, STOPPED, RUNNING = "has died", "is stopped", "does not answer"
 FINISHED = "has finished its run"
 REPORTED = b"reported"
 
@@ -81,6 +78,7 @@ class Watch:
         self._error: BaseException | None = None
         self._aborting = False
         self._store_is_lost = False
+        self._has_given_up = False
         self._closing = False
         self._wake, self._over, self._left = (threading.Event() for _ in range(3))
         self._timeout_seconds = timeout_seconds
@@ -89,9 +87,9 @@ class Watch:
         self._still: Any = None
         self._place = ""
         self._axes: dict[str, str] = {}
-        self._box = BlackBox(self._folder, place.rank, self._main, POLL_SECONDS + SILENCE_SECONDS)
+        self._box = BlackBox(self._folder, place.rank, self._main)
         self._thread = threading.Thread(target=self._run, name="fault watch", daemon=True)
-        store.set(f"place/{place.rank}", describe_process(self._box.path))
+        store.set(f"place/{place.rank}", ProcessRecord.of_this(self._box).to_json())
         self._thread.start()
 
     @property
@@ -145,7 +143,7 @@ class Watch:
         if self._store_is_lost:
             text = f"rank {self._rank}: lost rank 0, which kept the store of the ranks"
             print(text, file=sys.stderr, flush=True)
-        return True
+        return self._store_is_lost or not self._has_given_up
 
     def close(self, finished: str = FINISHED) -> None:
         """Stop watching; the world is left in order."""
@@ -185,26 +183,43 @@ class Watch:
             self._wake.clear()
             if self._closing and self._error is None:
                 return
+            is_alarmed = self._error is not None or self._aborting
             try:
                 reason = self._reason()
-                is_alarmed = reason or self._error is not None or self._aborting
-                if is_alarmed or self._store.check(["alarm"]):
+                self._box.note(show_stack(self._main))
+                is_alarmed = is_alarmed or bool(reason) or self._others_are_alarmed()
+                if is_alarmed:
                     self._end_together(reason)
                     return
-                self._box.note(show_stack(self._main))
-            except RuntimeError:
-                # A world that torchrun did not start has its store in rank 0, which may be done.
-                self._store_is_lost = True
-                self._over.set()
-                if self._error is not None:
-                    self._end_unless_left()
+            except Exception as error:
+                self._give_up(error, is_alarmed)
                 return
-            except Exception:
-                # Whatever is wrong here, the run may not go on unwatched and then hang.
-                traceback.print_exc()
-                self._over.set()
-                self._end_unless_left()
-                return
+
+    def _others_are_alarmed(self) -> bool:
+        try:
+            return bool(self._store.check(["alarm"]))
+        except RuntimeError:
+            # A world that torchrun did not start has its store in rank 0, which may be done.
+            self._store_is_lost = True
+            raise
+
+    def _give_up(self, error: Exception, is_alarmed: bool) -> None:
+        """Watch no longer. A world that is lost is ended; a run that may be well goes on."""
+        self._has_given_up = True
+        if is_alarmed and isinstance(error, RuntimeError):
+            self._store_is_lost = True
+        self._over.set()
+        if is_alarmed:
+            if not self._store_is_lost:
+                traceback.print_exception(error)
+            self._end_unless_left()
+        elif not self._store_is_lost:
+            print(
+                f"rank {self._rank}: the watch for stuck ranks has failed with "
+                f"{type(error).__name__} ({error}); the run goes on without it",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _reason(self) -> str:
         """How long ranks have waited, where that is why to raise the alarm."""
@@ -256,8 +271,8 @@ class Watch:
         # A rank that has failed by itself says so itself.
         self._store.set("verdict", "failed" if failed else REPORTED)
         if not failed:
-            for rank in absent:
-                self._kill(rank)
+            for process in filter(None, map(self._process, absent)):
+                process.kill()
             self._write_traces()
             here = [f"traced/{rank}" for rank, other in accounts.items() if not other.finished]
             _wait_until(lambda: self._store.check(here), END_SECONDS)
@@ -288,44 +303,31 @@ class Watch:
                 elif self._store.check([f"account/{rank}"]):
                     answer = json.loads(self._store.get(f"account/{rank}"))
                     accounts[rank] = Account.from_json(answer)
-                elif is_late or self._process_state(rank) in (GONE, STOPPED):
+                elif is_late or self._is_out(rank):
                     absent[rank] = self._absent(rank)
             pending -= {*accounts, *absent}
             if pending:
                 time.sleep(POLL_SECONDS / 10)
         return accounts, absent
 
-    def _kill(self, rank: int) -> None:
-        """End a rank of this machine that can no longer do so itself."""
-        if self._process_state(rank) not in ("", GONE):
-            _, process, *_ = self._store.get(f"place/{rank}").decode().split("\n")
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
+    def _is_out(self, rank: int) -> bool:
+        """Whether a rank can give no account, since it is dead or stopped."""
+        process = self._process(rank)
+        return process is not None and process.state() in (GONE, STOPPED)
+
+    def _process(self, rank: int) -> ProcessRecord | None:
+        """Where a rank is; None where it never came."""
+        key = f"place/{rank}"
+        return ProcessRecord.from_json(self._store.get(key)) if self._store.check([key]) else None
 
     def _absent(self, rank: int) -> Absent:
-        if not self._store.check([f"place/{rank}"]):
+        process = self._process(rank)
+        if process is None:
             return Absent("never came to the meeting of the ranks")
-        state = self._process_state(rank)
-        host, process, _, box = self._store.get(f"place/{rank}").decode().split("\n")
-        if state == GONE:
-            text = f"{GONE} (process {process} on {host})"
-        elif state == STOPPED:
-            text = f"{STOPPED} by a signal (process {process} on {host})"
-        else:
-            text = f"does not answer (process {process} on {host})"
-        return Absent(text, read_black_box(box) if host == socket.gethostname() else [])
-
-    def _process_state(self, rank: int) -> str:
-        """GONE, STOPPED or RUNNING; "" for a process that this machine cannot see."""
-        if not self._store.check([f"place/{rank}"]):
-            return ""
-        host, process, start, _ = self._store.get(f"place/{rank}").decode().split("\n")
-        if host != socket.gethostname() or not Path("/proc/self/stat").exists():
-            return ""
-        state, started = process_status(process)
-        if state in "ZX" or started != start:
-            return GONE
-        return STOPPED if state in "Tt" else RUNNING
+        state = process.state()
+        at = f"(process {process.number} on {process.host})"
+        text = f"{state} by a signal {at}" if state == STOPPED else f"{state or RUNNING} {at}"
+        return Absent(text, process.stack())
 
     def _deliver(self, report: Report) -> None:
         body = report.body

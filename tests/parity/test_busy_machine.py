@@ -1,0 +1,58 @@
+"""A run on a machine that is busy with other things: the watch is on, and nothing happens."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_train_script import command, metrics, needs_proc, own_files, started
+
+NUM_RANKS, NUM_OTHERS = 8, 4
+STEPS, LONGEST_SECONDS = 5000, 30 * 60
+
+
+@pytest.fixture
+def busy_machine() -> Iterator[None]:
+    """Other processes that compute, all the time."""
+    others = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NUM_OTHERS)
+    ]
+    yield
+    for process in others:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONGEST_SECONDS + 600)
+@needs_proc
+@pytest.mark.usefixtures("busy_machine")
+def test_eight_ranks_on_a_busy_machine_train_for_half_an_hour(tmp_path: Path) -> None:
+    words = command(
+        tmp_path / "out",
+        training__steps=STEPS,
+        parallelism__data_parallel_shard_degree=4,
+        parallelism__tensor_parallel_degree=2,
+        # So that it ends well when it is asked to.
+        checkpoint__enable=True,
+        checkpoint__interval=STEPS,
+    )
+    with started(words, tmp_path / "tmp") as process:
+        stop = threading.Timer(LONGEST_SECONDS, process.send_signal, [signal.SIGTERM])
+        stop.start()
+        try:
+            stdout, stderr = process.communicate()
+        finally:
+            stop.cancel()
+        assert (process.returncode, stderr) == (0, ""), stdout[-2000:]
+        assert "The run has stopped" not in stdout
+        assert own_files(tmp_path / "tmp") == []
+    steps = [row["step"] for row in metrics(tmp_path / "out")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) == STEPS or "stopped as asked" in stdout
+    print(f"{len(steps)} steps")
