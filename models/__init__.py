@@ -14,7 +14,8 @@ config  a frozen dataclass whose fields are the keys that [model] takes beside `
                                          ("model.num_heads", "4 does not divide dim 90; ...")
 model   an nn.Module class, constructed as `model(config)`. `forward(tokens, positions)` gives the
         logits [B, T, V] for what comes after each of the tokens [B, T], which stand at the places
-        `positions` [T] of the image; they may be any part of it. It may also have
+        `positions` of the image, [T] or [B, T]; they may be any part of it. `positions` is passed
+        by name, to every stage of a pipeline; context parallelism needs it. It may also have
             init_parameter(name, parameter, generator)    fills a whole parameter in place
             init_buffers()               sets the buffers' values; needed where there are any
             make_cache(num_tokens)       what `forward(tokens, cache=...)` fills while sampling,

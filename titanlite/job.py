@@ -24,7 +24,7 @@ from titanlite.config.pipeline import make_pipeline_plan
 from titanlite.config.schema import JobConfig
 from titanlite.data.datasets import ImageDataset, build_dataset
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, make_targets
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.faults.order import OrderCheck
 from titanlite.mesh.device_mesh import Meshes, build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
@@ -39,6 +39,7 @@ from titanlite.parallelize import (
 )
 from titanlite.parallelize.activation_checkpoint import CheckpointReport
 from titanlite.parallelize.compile import keep_caches_apart
+from titanlite.parallelize.plan import refuse_tied_weights
 from titanlite.training.initialize import initialize
 from titanlite.training.loss import make_loss_function
 from titanlite.training.optimizer import build_optimizer, build_scheduler
@@ -177,7 +178,10 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
     model_class, plans = _load_model(spec)
     with torch.device("meta"):
         model = model_class(model_config).to(DTYPES[training.dtype])
-    _refuse_tied_weights(model)
+    try:
+        refuse_tied_weights(model)
+    except TitanliteError as error:
+        raise ConfigError(f"model.name: {error}") from None
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     pipeline_plan = make_pipeline_plan(config, dims, model_config) if dims.pp_enabled else None
     made = split_and_parallelize(
@@ -274,17 +278,6 @@ def _load_model(spec: ModelSpec) -> tuple[Any, Any]:
             f"model.name: loading {spec.model} or {spec.plan} failed with "
             f"{type(error).__name__} ({error}); correct the ModelSpec of {spec.name}"
         ) from error
-
-
-def _refuse_tied_weights(model: nn.Module) -> None:
-    """Cut or given storage, a parameter with two names would become two."""
-    first: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(parameter, name) != name:
-            raise ConfigError(
-                f"model.name: {name} and {first[parameter]} of {type(model).__name__} are one "
-                "parameter, and tied weights are not supported; give each its own"
-            )
 
 
 def dp_rank(dims: ParallelDims, rank: int) -> int:

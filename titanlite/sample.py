@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.batch import call_model
 from titanlite.config import load_model_spec
 from titanlite.job import Job
 from titanlite.mesh.world import free_memory_bytes
@@ -171,7 +172,7 @@ def generate(
     for drawn in range(tokens_BT.size(1), num_tokens):
         if cache is None:
             positions_T = torch.arange(drawn, device=tokens_BT.device)
-            logits_BTV = model(tokens_BT, positions_T)
+            logits_BTV = call_model(model, tokens_BT, positions=positions_T)
         else:
             logits_BTV = model(new, cache=cache)
         logits_BV = logits_BTV[:, -1].float() / temperature

@@ -54,20 +54,21 @@ class ImageTransformer(nn.Module):
     def forward(
         self,
         tokens_BT: Tensor,
-        positions_T: Tensor | None = None,
+        positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Logits [B, T, V] for the pixel after each of `tokens_BT` (integers in [0, V)).
 
-        `positions_T` are the tokens' places in the image, 0 to T-1 unless given. With a `cache`
-        the tokens follow those it has seen. Without embeddings the input is what the part before
-        has put out, activations [T, B, D], and so is the output of a part without output layer.
+        `positions` [T] or [B, T] are the places of the tokens in the image, 0 to T-1 unless given.
+        With a `cache` the tokens follow those it has seen. Without embeddings the input is what
+        the part before has put out, activations [T, B, D], and so is the output of a part without
+        output layer.
         """
         if cache is not None:
-            positions_T = torch.arange(tokens_BT.size(1), device=tokens_BT.device) + cache.length
+            positions = torch.arange(tokens_BT.size(1), device=tokens_BT.device) + cache.length
         x_TBD = tokens_BT
         if self.embeddings is not None:
-            x_BTD = self.embeddings(tokens_BT, positions=positions_T)
+            x_BTD = self.embeddings(tokens_BT, positions=positions)
             x_TBD = x_BTD.transpose(0, 1).contiguous()
         for layer in self.layers.values():
             x_TBD = layer(x_TBD) if cache is None else layer(x_TBD, cache=cache)
@@ -120,22 +121,22 @@ class ImageEmbeddings(nn.Module):
         device: torch.device | str | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Embeddings [B, T, D] of pixel values `tokens_BT` at `positions` [T].
+        """Embeddings [B, T, D] of pixel values `tokens_BT` at `positions` [T] or [B, T].
 
         The positions are 0 to T-1 on `device` (that of the tokens by default) unless given.
         """
         if positions is None:
             positions = torch.arange(tokens_BT.size(1), device=device or tokens_BT.device)
         # One batch dimension: the tables' outputs then have the sequence where the tokens' has.
-        positions_1T = positions[None]
-        channels_1T = positions_1T // (self.height * self.width)
-        rows_1T = positions_1T % (self.height * self.width) // self.width
-        columns_1T = positions_1T % self.width
+        positions_BT = positions if positions.ndim == 2 else positions[None]
+        channels_BT = positions_BT // (self.height * self.width)
+        rows_BT = positions_BT % (self.height * self.width) // self.width
+        columns_BT = positions_BT % self.width
         return (
             self.tok_emb(tokens_BT)
-            + self.row_emb(rows_1T)
-            + self.col_emb(columns_1T)
-            + self.chan_emb(channels_1T)
+            + self.row_emb(rows_BT)
+            + self.col_emb(columns_BT)
+            + self.chan_emb(channels_BT)
         )
 
 

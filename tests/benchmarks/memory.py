@@ -13,6 +13,7 @@ without checkpointing; what is recomputed counts again. Plans are named as in co
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from communication import CHECKPOINTING, PARALLELISM, REPLICATE, SHARD, TRAINING
@@ -82,7 +83,8 @@ def measure(place: Place, config: Any) -> dict[str, int]:
         kept = []
         for _ in range(REPEATS):
             batch = job.draw()[0]
-            kept.append(allocations(lambda b=batch: job.parts[0](b.tokens, b.positions))[-1])
+            forward = partial(job.parts[0], batch.tokens, positions=batch.positions)
+            kept.append(allocations(forward)[-1])
             job.step()  # frees what FSDP has gathered for the backward pass
         found["activations"] = min(kept)
         return found

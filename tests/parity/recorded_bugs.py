@@ -176,6 +176,18 @@ def positions_from_zero() -> AbstractContextManager[Any]:
     return patch.object(Job, "_microbatch", counted_from_zero)
 
 
+def positions_for_the_first_stage_alone() -> AbstractContextManager[Any]:
+    """The stages of a pipeline after the first count their tokens by themselves."""
+    from titanlite.parallelize.pipeline_parallel import _Stage
+
+    forward = _Stage.forward_one_chunk
+
+    def without_fields(self, chunk, args, kwargs=None, **rest):
+        return forward(self, chunk, args, kwargs if self.is_first else {}, **rest)
+
+    return patch.object(_Stage, "forward_one_chunk", without_fields)
+
+
 def positions_from_zero_in_the_model() -> AbstractContextManager[Any]:
     """The embeddings do not look at the positions they are given."""
     from models.image_transformer.model import ImageEmbeddings

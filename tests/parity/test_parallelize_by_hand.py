@@ -23,6 +23,13 @@ def _in_world(place: Place, function: Callable):
         return function(world)
 
 
+def _in_world_with(place: Place, function: Callable, *args):
+    from titanlite.mesh.world import open_world
+
+    with open_world(place) as world:
+        return function(world, *args)
+
+
 def tp_by_hand(world):
     """The notes' plan, by hand, on a bare ImageEmbeddings; also the plan registered for it."""
     import torch
@@ -156,8 +163,163 @@ def test_a_style_on_the_wrong_module_says_so():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
         apply_tp(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": NormLocal()})
 
-    with pytest.raises(TitanliteError, match="NormLocal in a tensor-parallel plan cuts RMSNorm or"):
+    message = "tensor-parallel plan, 0: NormLocal is for RMSNorm or LayerNorm, and this is a Linear"
+    with pytest.raises(TitanliteError, match=message):
         on_ranks(wrong, num_ranks=1)
+
+
+def refused_layers(world):
+    """What each style says of layers that compute something else than the style would."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.utils import parametrizations
+
+    from titanlite.errors import TitanliteError
+    from titanlite.parallelize import apply_tp
+    from titanlite.parallelize.styles import (
+        EmbeddingLocal,
+        GatherColwise,
+        NormLocal,
+        RowwiseLocal,
+    )
+
+    class LowPrecisionLinear(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.bfloat16().to(x.dtype))
+
+    class LowRankLinear(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.lora_a = nn.Parameter(torch.zeros(4, 1))
+
+    class ShiftedNorm(nn.RMSNorm):
+        def forward(self, x):
+            return super().forward(x) + x
+
+    class NamedLinear(nn.Linear):
+        """The plain layer under another name: nothing of it is left out."""
+
+    def patched():
+        layer = nn.Linear(4, 4)
+        layer.forward = lambda x: x
+        return layer
+
+    def model_of(layer):
+        return nn.ModuleDict({"block": nn.ModuleDict({"layer": layer})})
+
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    said = {}
+    for name, layer, plan in (
+        ("low precision", LowPrecisionLinear(4, 4), {"block": GatherColwise(0, "layer")}),
+        ("patched", patched(), {"block.layer": RowwiseLocal(0)}),
+        ("more parameters", LowRankLinear(), {"block.layer": RowwiseLocal(0)}),
+        (
+            "parametrized",
+            parametrizations.weight_norm(nn.Linear(4, 4)),
+            {"block": GatherColwise(0, "layer")},
+        ),
+        ("norm", ShiftedNorm(4), {"block.layer": NormLocal()}),
+        ("embedding", nn.Embedding(4, 4, max_norm=1.0), {"block.layer": EmbeddingLocal(0)}),
+        ("named", NamedLinear(4, 4), {"block": GatherColwise(0, "layer")}),
+    ):
+        try:
+            apply_tp(model_of(layer), mesh, plan)
+        except TitanliteError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_style_never_leaves_out_what_a_layer_computes():
+    said = on_ranks(refused_layers, num_ranks=1)[0]
+    assert said["low precision"] == (
+        "tensor-parallel plan, block: GatherColwise computes what Linear computes, and layer, a "
+        "LowPrecisionLinear, has a forward of its own, which would be left out; give "
+        "ColwiseParallel or RowwiseParallel of torch.distributed.tensor.parallel for it, which "
+        "calls the module itself"
+    )
+    assert "has a forward of its own" in said["patched"]
+    assert "a LowRankLinear, has more parameters (lora_a)" in said["more parameters"]
+    assert "has parametrized weights" in said["parametrized"]
+    assert "a ShiftedNorm, has a forward of its own" in said["norm"]
+    assert "SequenceParallel of torch" in said["norm"]
+    assert "a Embedding, has max_norm set" in said["embedding"]
+    assert "named" not in said
+
+
+def steps_without_blocks(world):
+    """What each step says of a model whose plan names blocks that it does not have."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from titanlite.errors import TitanliteError
+    from titanlite.parallelize import ParallelPlan, apply_ac, apply_compile, apply_cp
+
+    class Model(nn.Module):
+        def __init__(self, **parts):
+            super().__init__()
+            self.layers = nn.ModuleDict(parts)
+
+        def forward(self, x, positions):
+            return x
+
+    class Blind(Model):
+        def forward(self, x):
+            return x
+
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    steps = {
+        "context parallelism": lambda model, plan: apply_cp(model, mesh, plan=plan),
+        "activation checkpointing": lambda model, plan: apply_ac(model, "full", plan=plan),
+        "compile": lambda model, plan: apply_compile(model, backend="eager", plan=plan),
+    }
+    said, done = {}, []
+    for name, apply in steps.items():
+        done.append(apply(Model(), ParallelPlan()))  # an empty stage of a pipeline
+        try:
+            apply(Model(**{"0": nn.Linear(2, 2)}), ParallelPlan(blocks="blocks"))
+        except TitanliteError as error:
+            said[name] = str(error)
+    try:
+        apply_cp(Blind(), mesh, plan=ParallelPlan())
+    except TitanliteError as error:
+        said["blind"] = str(error)
+    return said, [0 if isinstance(one, int) else len(one.wrapped) for one in done]
+
+
+def test_a_step_that_would_do_nothing_says_so():
+    said, done = on_ranks(steps_without_blocks, num_ranks=1)[0]
+    for step in ("context parallelism", "activation checkpointing", "compile"):
+        assert said[step] == (
+            "Model has no module 'blocks', whose children are the blocks that "
+            f"{step} works on; name it in the plan's `blocks`"
+        )
+    assert "forward of Blind takes no `positions`" in said["blind"]
+    assert done == [0, 0, 0]
+
+
+def test_tied_weights_are_not_untied_in_silence():
+    from titanlite.errors import TitanliteError
+
+    def tied(world, step):
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel
+
+        from titanlite.parallelize import apply_tp, split_model
+
+        model = nn.ModuleDict({"table": nn.Embedding(4, 4), "output": nn.Linear(4, 4, bias=False)})
+        model["output"].weight = model["table"].weight
+        if step == "apply_tp":
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+            apply_tp(model, mesh, {"output": ColwiseParallel()})
+        else:
+            split_model(model, [["table"], ["output"]])
+
+    message = "output.weight and table.weight of ModuleDict are one parameter, and tied weights"
+    for step in ("apply_tp", "split_model"):
+        with pytest.raises(TitanliteError, match=message):
+            run_ranks(_in_world_with, 1, tied, step, timeout_seconds=60)
 
 
 def shards_of_every_kind(world):

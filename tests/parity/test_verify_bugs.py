@@ -22,6 +22,10 @@ OWN: Sections = {
     "model": {"name": "plain", "flavor": "small"},
     "experimental": {"custom_import": "plain_model"},
 }
+ROTARY: Sections = {
+    "model": {"name": "rotary", "flavor": "small"},
+    "experimental": {"custom_import": "rotary_model"},
+}
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,13 @@ CASES = [
         OWN,
     ),
     Case(bugs.positions_from_zero, CP, "positions are wrong under context parallelism"),
+    Case(
+        bugs.positions_for_the_first_stage_alone,
+        {**PP, **CP},
+        "stage 1 of the pipeline takes `positions` and is given none, on the ranks with pp 1: "
+        "without them a stage counts its tokens from 0",
+        {**ROTARY, "training": {"local_batch_size": 8}},
+    ),
     Case(
         bugs.positions_from_zero_in_the_model,
         CP,

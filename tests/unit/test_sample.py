@@ -40,8 +40,8 @@ class WithoutCache(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens_BT: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        return self.model(tokens_BT, positions_T)
+    def forward(self, tokens_BT: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens_BT, positions)
 
 
 class Clock:

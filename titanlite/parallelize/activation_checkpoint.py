@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titanlite.parallelize.plan import ParallelPlan, find_plan, match_modules
+from titanlite.parallelize.plan import ParallelPlan, find_container, find_plan
 
 aten = torch.ops.aten
 
@@ -92,6 +92,8 @@ def apply_ac(
     "n": AOTAutograd mistakes its recomputation for one that needs a random state, and then fails
     on tensor-parallel graphs.
 
+    Raises TitanliteError where `model` lacks the container of blocks that the plan names.
+
     Sources: arXiv 2205.05198 (selective recomputation);
     https://pytorch.org/blog/activation-checkpointing-techniques/
     """
@@ -119,15 +121,14 @@ def apply_ac(
         every = int(selective_option) if mode == "selective" else 1
         if save_cpu_attention:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, [CPU_ATTENTION])
-    container = match_modules(model, plan.blocks).get(plan.blocks)
+    container = find_container(model, plan, "activation checkpointing")
     wrapped = []
-    if container is not None:
-        for index, (key, block) in enumerate(list(container.named_children())):
-            # A part of a split model has its blocks under the keys of the whole.
-            place = int(key) if key.isdigit() else index
-            if (place + 1) % every == 0:
-                container.register_module(key, checkpoint_wrapper(block, **options))
-                wrapped.append(f"{plan.blocks}.{key}")
+    for index, (key, block) in enumerate(list(container.named_children())):
+        # A part of a split model has its blocks under the keys of the whole.
+        place = int(key) if key.isdigit() else index
+        if (place + 1) % every == 0:
+            container.register_module(key, checkpoint_wrapper(block, **options))
+            wrapped.append(f"{plan.blocks}.{key}")
     return CheckpointReport(tuple(wrapped), tally)
 
 

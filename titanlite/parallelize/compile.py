@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.parallelize.plan import ParallelPlan, find_plan, match_modules
+from titanlite.parallelize.plan import ParallelPlan, find_container, find_plan
 
 
 def apply_compile(
@@ -27,7 +27,8 @@ def apply_compile(
     """Compile each block of `model` in place; return how many.
 
     Dynamo meets one block's code once and reuses its graph for every block of the same shape. With
-    `fullgraph` a block that cannot be one graph raises instead of running in pieces.
+    `fullgraph` a block that cannot be one graph raises instead of running in pieces. Raises
+    TitanliteError where `model` lacks the container of blocks that the plan names.
     """
     plan = plan or find_plan(model)
     # Every rank compiles at the same time: more workers than its share of cores only contend.
@@ -35,9 +36,7 @@ def apply_compile(
     if dist.is_initialized() and dist.get_rank() != 0:
         # What it says of activation checkpointing is said once.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    container = match_modules(model, plan.blocks).get(plan.blocks)
-    if container is None:
-        return 0
+    container = find_container(model, plan, "compile")
     blocks = list(container.named_children())
     for key, block in blocks:
         compiled: Any = torch.compile(block, backend=backend, fullgraph=fullgraph)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.attention import Layout, RingAttention
+from titanlite.batch import asked_for
 from titanlite.errors import TitanliteError
-from titanlite.parallelize.plan import ParallelPlan, find_blocks, find_plan
+from titanlite.parallelize.plan import ParallelPlan, find_container, find_plan
 
 
 def apply_cp(
@@ -23,11 +25,17 @@ def apply_cp(
     `plan.attention` names it within a block: a module that is called with q [B, H, T, E] and k, v
     [B, K, T, E] and is causal. Everything else in a block works token by token and stays as it is,
     given the tokens' true positions: `layout` says which tokens each rank of the 1-D `cp_mesh`
-    holds, and cuts the batch accordingly where it enters. Raises TitanliteError where a block has
-    no such module.
+    holds, and cuts the batch accordingly where it enters. Raises TitanliteError where the model
+    lacks the container of blocks that the plan names, where a block has no such module, and where
+    the model's forward takes no `positions`: it would count a rank's tokens from 0.
     """
     plan = plan or find_plan(model)
-    blocks = find_blocks(model, plan)
+    blocks = dict(find_container(model, plan, "context parallelism").named_children())
+    if not asked_for(model, positions=torch.empty(0)):
+        raise TitanliteError(
+            f"context parallelism needs a model that is told which tokens it has, and forward of "
+            f"{type(model).__name__} takes no `positions`; let it take them, [T] or [B, T]"
+        )
     for key, block in blocks.items():
         try:
             block.get_submodule(plan.attention)

@@ -27,7 +27,9 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from titanlite.batch import asked_for, call_model, dims_of
 from titanlite.errors import TitanliteError
+from titanlite.parallelize.plan import refuse_tied_weights
 from titanlite.schedule import Schedule
 from titanlite.schedule.actions import COMPUTE_KINDS
 
@@ -37,8 +39,10 @@ def split_model(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[nn.Mo
 
     A module keeps its name in every part: one that a part lacks is taken out of its ModuleDict, or
     is None where it is an attribute. `stages` together name each such module once. Raises
-    TitanliteError for a name that the model does not have.
+    TitanliteError for a name that the model does not have, and for tied weights, which would be
+    two parameters on two ranks.
     """
+    refuse_tied_weights(model)
     names = [name for stage in stages for name in stage]
     for name in names:
         try:
@@ -101,7 +105,8 @@ class Pipeline:
 
     `parts` are this rank's, by stage, parallelized; `plain_parts` those of all stages as
     split_model made them on the "meta" device, from which the shapes between stages come. Such
-    activations have dtype `dtype` and are sharded `num_shards` ways along `sequence_dim`. Each
+    activations have dtype `dtype` and are sharded `num_shards` ways along `sequence_dim`, or whole
+    on every rank if that is None. Each
     batch has the same number of images, cut into `schedule.num_microbatches`, and `num_tokens`
     tokens an image on this rank. The schedule is PyTorch's of that name; where it has none, or
     `from_table` asks for it, PyTorch's runtime executes the table.
@@ -118,7 +123,7 @@ class Pipeline:
         num_tokens: int,
         dtype: torch.dtype,
         num_shards: int = 1,
-        sequence_dim: int = 0,
+        sequence_dim: int | None = 0,
         from_table: bool = False,
     ) -> None:
         self.table = schedule
@@ -161,21 +166,29 @@ class Pipeline:
     ) -> None:
         """Run the schedule on a batch, and add the gradients to the parameters'.
 
-        Tokens and targets [B, T], positions [T]. `loss_function(logits, targets)` is called for
-        each microbatch, on the rank that has the last stage; the gradients are those of its sum.
-        Where several batches make up a step, only the last of them has replicas exchange gradients.
+        Tokens and targets are [B, T], positions [T] or [B, T]; every stage gets the positions that
+        asks for them. `loss_function(logits, targets)` is called for each microbatch, on the rank
+        that has the last stage; the gradients are those of its sum. Where several batches make up
+        a step, only the last of them has replicas exchange gradients.
         """
         self._loss_function = loss_function
         for stage in self.stages:
             stage.reduces_over_replicas = is_last
-        inputs = (tokens, positions) if self.has_first else ()
+        inputs = (tokens,) if self.has_first else ()
         target = targets if self.has_last else None
-        self._schedule.step(*inputs, target=target, return_outputs=False)
+        fields = asked_for(self.stages[0].submod, positions=positions)
+        # Not every class of schedule takes it as an argument.
+        self._schedule._kwargs_chunk_spec = {
+            name: _chunks_of(name, field) for name, field in fields.items()
+        }
+        self._schedule.step(*inputs, target=target, return_outputs=False, **fields)
         self._loss_function = None
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        """The logits of tokens [B, T] at positions [T] on the rank of the last stage, else None.
+        """The logits of tokens [B, T] on the rank of the last stage, else None.
+
+        Positions are [T] or [B, T], for every stage that asks for them.
 
         PyTorch's schedules cannot run forwards alone where they are V-shaped.
         """
@@ -186,12 +199,12 @@ class Pipeline:
         x: Any = None
         for stage, part in self._parts.items():
             if stage == 0:
-                x = part(tokens, positions)
+                x = call_model(part, tokens, positions=positions)
             else:
                 if place[stage - 1] != rank:
                     x = torch.empty(shapes[stage - 1], dtype=self._dtype, device=self._device)
                     dist.recv(x, group=self.group, group_src=place[stage - 1])
-                x = part(x)
+                x = call_model(part, x, positions=positions)
             if stage < self.table.num_stages - 1 and place[stage + 1] != rank:
                 sent = x.contiguous()
                 sends.append((dist.isend(sent, group=self.group, group_dst=place[stage + 1]), sent))
@@ -218,14 +231,12 @@ class Pipeline:
         x: Any = torch.empty(batch_size, self._num_tokens, dtype=torch.long, device="meta")
         shapes = []
         with torch.no_grad():
-            for index, part in enumerate(self._plain_parts[:-1]):
-                x = (
-                    part(x, torch.arange(self._num_tokens, device="meta"))
-                    if index == 0
-                    else part(x)
-                )
+            positions = torch.arange(self._num_tokens, device="meta")
+            for part in self._plain_parts[:-1]:
+                x = call_model(part, x, positions=positions)
                 shape = list(x.shape)
-                shape[self._sequence_dim] //= self._num_shards
+                if self._sequence_dim is not None:
+                    shape[self._sequence_dim] //= self._num_shards
                 shapes.append(torch.Size(shape))
         self._known_shapes[batch_size] = shapes
         return shapes
@@ -244,7 +255,7 @@ class Pipeline:
             stage,
             self.table.num_stages,
             self._device,
-            input_args=(tokens, tokens[0]) if stage == 0 else (activation(stage - 1),),
+            input_args=(tokens,) if stage == 0 else (activation(stage - 1),),
             # Nobody receives what the last stage puts out.
             output_args=(activation(min(stage, last - 1)),),
             group=self.group,
@@ -282,6 +293,11 @@ class Pipeline:
             schedule = cls(self.stages[0], **options)
         else:
             schedule = cls(self.stages, **options)
-        # Not every class takes it as an argument: tokens are cut into microbatches, positions not.
-        schedule._args_chunk_spec = (TensorChunkSpec(0), _Replicate())
+        schedule._args_chunk_spec = (TensorChunkSpec(0),)
         return schedule
+
+
+def _chunks_of(name: str, field: Tensor) -> Any:
+    """How PyTorch cuts a field of a batch into microbatches."""
+    batch_dim = dims_of(name, field).batch
+    return _Replicate() if batch_dim is None else TensorChunkSpec(batch_dim)

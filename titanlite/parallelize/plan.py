@@ -28,7 +28,8 @@ class ParallelPlan:
     activation checkpointing, compile and FSDP work block by block. `embeddings` and `head` are the
     modules before and after the blocks; each group is one FSDP unit. `attention` is the name,
     within a block, of the module that takes q, k and v. `sequence_dim` is the dimension along
-    which tensor parallelism shards what passes from block to block.
+    which tensor parallelism shards what passes from block to block; None where each rank has all
+    of it, as in tensor parallelism without sequence parallelism.
     """
 
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class ParallelPlan:
     embeddings: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
     attention: str = "attention.inner"
-    sequence_dim: int = 0
+    sequence_dim: int | None = 0
 
 
 def find_plan(model: nn.Module) -> ParallelPlan:
@@ -67,6 +68,34 @@ def match_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
         if len(name_parts) == len(parts) and all(map(fnmatchcase, name_parts, parts)):
             matches[name] = module
     return matches
+
+
+def find_container(model: nn.Module, plan: ParallelPlan, step: str) -> nn.Module:
+    """The module that holds the blocks; it may be empty, as in a stage that has none.
+
+    Raises TitanliteError where `model` has none, since `step` would then do nothing.
+    """
+    containers = match_modules(model, plan.blocks)
+    if plan.blocks not in containers:
+        raise TitanliteError(
+            f"{type(model).__name__} has no module '{plan.blocks}', whose children are the blocks "
+            f"that {step} works on; name it in the plan's `blocks`"
+        )
+    return containers[plan.blocks]
+
+
+def refuse_tied_weights(model: nn.Module) -> None:
+    """Raises TitanliteError where two names are one parameter.
+
+    Cut, or given storage on several ranks, it would become two in silence.
+    """
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(parameter, name) != name:
+            raise TitanliteError(
+                f"{name} and {first[parameter]} of {type(model).__name__} are one parameter, and "
+                "tied weights are not supported; give each its own"
+            )
 
 
 def find_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:

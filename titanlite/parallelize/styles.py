@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.utils.parametrize import is_parametrized
 
 from titanlite.errors import TitanliteError
 
@@ -41,7 +42,7 @@ class GatherColwise(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layers: dict[str, Any] = {name: module.get_submodule(name) for name in self.layers}
         for name, layer in layers.items():
-            _require(layer, nn.Linear, self)
+            _require(layer, nn.Linear, self, name)
             placements = {"weight": Shard(0), "bias": Shard(0)}
             _distribute(layer, device_mesh, placements, self.src_data_rank)
             # The module hands each layer all outputs in place of the input they share.
@@ -164,11 +165,47 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> nn.Mo
 
 
 def _require(
-    module: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...], style: ParallelStyle
+    module: nn.Module,
+    kind: type[nn.Module] | tuple[type[nn.Module], ...],
+    style: ParallelStyle,
+    name: str = "",
 ) -> None:
-    if not isinstance(module, kind):
-        names = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
+    """Raises TitanliteError unless `module` computes just what `style` computes in its place.
+
+    A subclass that computes something else (float8, LoRA, a norm of another formula) would be
+    trained as the plain layer.
+    """
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    base = next((k for k in kinds if isinstance(module, k)), None)
+    who = f"{name}, a {type(module).__name__}" if name else f"a {type(module).__name__}"
+    names = " or ".join(k.__name__ for k in kinds)
+    if base is None:
+        raise TitanliteError(f"{type(style).__name__} is for {names}, and this is {who}")
+    reason = ""
+    if type(module).forward is not base.forward or "forward" in vars(module):
+        reason = "has a forward of its own"
+    elif is_parametrized(module):
+        reason = "has parametrized weights"
+    elif more := {key for key, _ in module.named_parameters(recurse=False)} - {"weight", "bias"}:
+        reason = f"has more parameters ({', '.join(sorted(more))})"
+    elif base is nn.Embedding:
+        options = [
+            option
+            for option in ("max_norm", "scale_grad_by_freq", "sparse")
+            if getattr(module, option)
+        ]
+        reason = f"has {' and '.join(options)} set" if options else ""
+    if reason:
         raise TitanliteError(
-            f"{type(style).__name__} in a tensor-parallel plan cuts {names}, "
-            f"not {type(module).__name__}"
+            f"{type(style).__name__} computes what {base.__name__} computes, and {who}, {reason}, "
+            f"which would be left out; give {INSTEAD[base]} of "
+            "torch.distributed.tensor.parallel for it, which calls the module itself"
         )
+
+
+INSTEAD: dict[type[nn.Module], str] = {
+    nn.Linear: "ColwiseParallel or RowwiseParallel",
+    nn.Embedding: "RowwiseParallel or ColwiseParallel",
+    nn.RMSNorm: "SequenceParallel",
+    nn.LayerNorm: "SequenceParallel",
+}

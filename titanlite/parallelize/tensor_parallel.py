@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
-from titanlite.parallelize.plan import ParallelPlan, find_plan, match_modules
+from titanlite.errors import TitanliteError
+from titanlite.parallelize.plan import ParallelPlan, find_plan, match_modules, refuse_tied_weights
 from titanlite.parallelize.styles import EmbeddingLocal
 
 
@@ -37,9 +38,12 @@ def apply_tp(
     plain dictionary of module name to style. A key that matches no module is warned about and
     skipped, as by `parallelize_module`, unless it is among `known_unmatched`.
 
+    Raises TitanliteError for tied weights, which would become two parameters in silence.
+
     An embedding table with fewer rows than there are ranks stays whole on each: a rank without a
     row would break FSDP2, which refuses empty shards.
     """
+    refuse_tied_weights(model)
     if plan is None:
         plan = find_plan(model)
     if isinstance(plan, ParallelPlan):
@@ -63,7 +67,12 @@ def apply_tp(
                 )
         for name, module in matches.items():
             whole = _style_of_short_table(module, style, tp_mesh.size())
-            parallelize_module(module, tp_mesh, whole or style)
+            try:
+                parallelize_module(module, tp_mesh, whole or style)
+            except TitanliteError as error:
+                raise TitanliteError(
+                    f"tensor-parallel plan, {name or 'the model'}: {error}"
+                ) from None
             (replicated if whole else parallelized).append(name)
     return TensorParallelReport(tuple(parallelized), tuple(replicated), tuple(unmatched))
 

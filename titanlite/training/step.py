@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.batch import call_model
 from titanlite.errors import NonFiniteError
 from titanlite.training.gradient_norm import (
     clip_gradients,
@@ -27,7 +28,9 @@ from titanlite.training.non_finite import explain_non_finite
 
 @dataclass(frozen=True)
 class Microbatch:
-    """This rank's part of some images: tokens [B, T], targets [B, T] and true positions [T].
+    """This rank's part of some images: tokens [B, T], targets [B, T] and their true positions.
+
+    Positions are [T], or [B, T] where they differ from image to image.
 
     T is a rank's share of the sequence under context parallelism.
     """
@@ -149,10 +152,12 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         for part in self.parts:
             part.eval()
-        run = self.parts[0] if self.stages is None else self.stages.forward
         for batch in microbatches:
             with loss_context(self.logits_are_sharded):
-                logits = run(batch.tokens, batch.positions)
+                if self.stages is None:
+                    logits = call_model(self.parts[0], batch.tokens, positions=batch.positions)
+                else:
+                    logits = self.stages.forward(batch.tokens, batch.positions)
                 if logits is not None:
                     totals[0] += self.loss_function(logits, batch.targets)
             totals[1] += (batch.targets != IGNORE_INDEX).sum()
@@ -225,7 +230,7 @@ class Trainer:
                 )
             else:
                 self._set_replica_sync(enabled=is_last)
-                logits = self.parts[0](batch.tokens, batch.positions)
+                logits = call_model(self.parts[0], batch.tokens, positions=batch.positions)
                 loss_function(logits, batch.targets).backward()
         return sums
 

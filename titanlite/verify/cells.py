@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from titanlite.attention import make_layout
+from titanlite.batch import dims_of
 from titanlite.config import JobConfig
 from titanlite.job import Job
 from titanlite.mesh.parallel_dims import ParallelDims
@@ -89,4 +90,6 @@ def cut_cells(
         targets = torch.full_like(batch.targets[images], IGNORE_INDEX)
         held = held.to(targets.device)
         targets[:, held] = batch.targets[images][:, held]
-        yield Microbatch(batch.tokens[images], targets, batch.positions)
+        by_image = dims_of("positions", batch.positions).batch is not None
+        positions = batch.positions[images] if by_image else batch.positions
+        yield Microbatch(batch.tokens[images], targets, positions)

@@ -95,6 +95,27 @@ def _data(e: Evidence) -> Iterator[str]:
         )
 
 
+def _stage_positions(e: Evidence) -> Iterator[str]:
+    """Stages of a pipeline that take positions and do not get those of their tokens."""
+    blind = {t.rank: t.blind_stages for t in e.traces if t.blind_stages}
+    if not blind:
+        return
+    stages = sorted({stage for of_rank in blind.values() for stage in of_rank})
+    which = next(words for of_rank in blind.values() for words in of_rank.values())
+    who = f"stage{'s' * (len(stages) > 1)} {listed(stages)} of the pipeline"
+    because = (
+        ": without them a stage counts its tokens from 0, and under context parallelism a rank "
+        "holds others"
+        if which == "none" and e.dims.cp_enabled
+        else ""
+    )
+    yield (
+        f"{who if e.dims.pp_enabled else 'the model'} takes `positions` and is given {which}, "
+        f"{name_ranks(blind, e.runs, range(len(e.runs)))}{because}. Give every stage the positions "
+        "of its tokens, cut as the tokens are"
+    )
+
+
 def _count(e: Evidence) -> Iterator[str]:
     """One wrong number of targets; where ranks have different ones, `_counts` says so later."""
     step = max(1, e.step)
@@ -330,6 +351,7 @@ def _unexplained(e: Evidence) -> str:
 QUESTIONS = (
     _start,
     _data,
+    _stage_positions,
     _count,
     _cured,
     _recomputation,

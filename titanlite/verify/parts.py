@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlite.batch import call_model
 from titanlite.job import Job, dp_rank
 from titanlite.names import canonical_name
 from titanlite.training.step import Microbatch
@@ -30,7 +31,7 @@ def label_dimensions(model: nn.Module, batch: Microbatch) -> dict[str, tuple[int
     tokens = batch.tokens[:1].repeat(2, 1)
     half = tokens.size(1) // 2
     whole, one, short = (
-        _shapes_of(model, t, batch.positions[: t.size(1)])
+        _shapes_of(model, t, torch.arange(t.size(1), device=t.device))
         for t in (tokens, tokens[:1], tokens[:, :half])
     )
 
@@ -60,7 +61,7 @@ def _shapes_of(model: nn.Module, tokens: Tensor, positions: Tensor) -> dict[str,
     try:
         # A model that takes whole images alone leaves its tokens unlabelled.
         with contextlib.suppress(Exception):
-            model(tokens, positions)
+            call_model(model, tokens, positions=positions)
     finally:
         for hook in hooks:
             hook.remove()

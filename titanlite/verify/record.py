@@ -134,3 +134,5 @@ class RankTrace:
     """Compiled modules that were given the result of a collective that was still running."""
     styles: dict[str, str]
     """Module -> the entry of the tensor-parallel plan that it is cut by."""
+    blind_stages: dict[int, str] = field(default_factory=dict)
+    """Stages whose forward takes positions, and that have wrong ones or none: stage -> which."""

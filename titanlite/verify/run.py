@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from titanlite.batch import dims_of
 from titanlite.config import JobConfig, check_job, make_parallel_dims
 from titanlite.job import Job, build_job, dp_rank
 from titanlite.mesh.world import World
@@ -53,6 +54,7 @@ def run_reference(world: World, config: JobConfig, steps: int, folder: str) -> l
             microbatches = job.draw()
             tokens = torch.cat([batch.tokens for batch in microbatches]).cpu()
             targets = torch.cat([batch.targets for batch in microbatches]).cpu()
+            positions = joined_positions(microbatches).cpu()
             loss, num_tokens = job.trainer.compute_gradients(leave_out_targets(job, microbatches))
             gradients = _whole(job.whole_gradients())
             norm, lr = job.trainer.apply_gradients()
@@ -60,6 +62,7 @@ def run_reference(world: World, config: JobConfig, steps: int, folder: str) -> l
             record = {
                 "tokens": tokens,
                 "targets": targets,
+                "positions": positions,
                 "gradients": gradients,
                 "weights": _whole(job.whole_parameters()),
             }
@@ -201,9 +204,30 @@ def _look_at_data(job: Job, microbatches: list[Microbatch], record: Any) -> dict
             images.append(int(same[0]) if len(same) else -1)
     return {
         "images": tuple(images),
-        "positions_agree": all(torch.equal(b.positions.cpu(), held) for b in microbatches),
+        "positions_agree": _positions_agree(microbatches, record["positions"], held, images),
         "targets_agree": -1 in images or torch.equal(targets, known_targets[images]),
     }
+
+
+def joined_positions(microbatches: list[Microbatch]) -> Tensor:
+    """The positions of all microbatches as those of one: [T], or [B, T] where images differ."""
+    positions = [batch.positions for batch in microbatches]
+    if dims_of("positions", positions[0]).batch is not None:
+        return torch.cat(positions)
+    return positions[0]
+
+
+def _positions_agree(
+    microbatches: list[Microbatch], known: Tensor, held: Tensor, images: list[int]
+) -> bool:
+    """Whether this rank's positions are those of the reference, of the images that it read."""
+    expected = known[..., held]
+    if known.ndim == 2:
+        expected = expected[[image for image in images if image != -1]]
+    own = joined_positions(microbatches).cpu()
+    if own.ndim == 2 and -1 in images:
+        own = own[[row for row, image in enumerate(images) if image != -1]]
+    return torch.equal(own, expected)
 
 
 def _agreements(

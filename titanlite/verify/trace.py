@@ -7,6 +7,7 @@ trace_plan        this rank's outputs beside its parts of those; its gradients a
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from titanlite.batch import asked_for, dims_of
 from titanlite.config import JobConfig, load_model_spec
 from titanlite.job import Job
 from titanlite.mesh.parallel_dims import ParallelDims
@@ -42,6 +44,7 @@ from titanlite.verify.run import (
     Patch,
     agreement,
     draw_zero_matrices,
+    joined_positions,
     leave_out_targets,
     load,
     named_parameters,
@@ -140,6 +143,7 @@ def trace_plan(
             summed_gradients=_sum_gradients(job, names, record),
             shares=shares_of(job, names, record, folder),
             pending_inputs=tuple(kept.pending_inputs),
+            blind_stages=_blind_stages(job, kept, microbatches),
             styles=_styles(job),
         )
 
@@ -179,6 +183,8 @@ class _Kept:
         self.first: dict[str, list[Tensor]] = defaultdict(list)
         self.again: dict[str, list[Tensor]] = defaultdict(list)
         self.pending_inputs: dict[str, None] = {}
+        self.positions: dict[int, list[Tensor | None]] = defaultdict(list)
+        """Part of the model, by its place among this rank's -> the positions it was given."""
 
     def keep(self, name: str, output: Any, num_calls: Counter[str]) -> None:
         """Keep an output; `num_calls` are those of each module in this forward pass."""
@@ -213,7 +219,15 @@ def _outputs_of(job: Job) -> Iterator[_Kept]:
     """Inside, the outputs of every module of the job are kept, by canonical name."""
     kept = _Kept()
     hooks = []
-    for part in job.parts:
+    for index, part in enumerate(job.parts):
+        hooks.append(
+            part.register_forward_pre_hook(
+                lambda part, args, kwargs, given=kept.positions[index]: given.append(
+                    _argument(part, "positions", args, kwargs)
+                ),
+                with_kwargs=True,
+            )
+        )
         # Of a module and its wrappers, which have one canonical name, the innermost comes last.
         named = {canonical_name(name): module for name, module in _hookable(part)}
         if not _puts_out_logits(job, part):
@@ -239,6 +253,41 @@ def _outputs_of(job: Job) -> Iterator[_Kept]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _argument(
+    module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """What a module's forward is given under a name, by name or by place."""
+    with contextlib.suppress(TypeError):
+        value = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get(name)
+        return value if isinstance(value, Tensor) else None
+    return None
+
+
+def _blind_stages(job: Job, kept: _Kept, microbatches: list[Microbatch]) -> dict[int, str]:
+    """This rank's stages that take positions and are not given those of their tokens."""
+    numbers = [0] if job.pipeline is None else job.pipeline.numbers
+    known = [batch.positions for batch in microbatches]
+    blind = {}
+    for index, (stage, part) in enumerate(zip(numbers, job.parts, strict=True)):
+        if not asked_for(part, positions=known[0]):
+            continue
+        given = kept.positions[index]
+        if any(positions is None for positions in given):
+            blind[stage] = "none"
+        elif not all(any(_is_part(own, whole) for whole in known) for own in given):
+            blind[stage] = "other ones"
+    return blind
+
+
+def _is_part(own: Tensor | None, whole: Tensor) -> bool:
+    """Whether positions are those of a batch, or of some images in a row of it."""
+    if own is None or own.ndim != whole.ndim or own.size(-1) != whole.size(-1):
+        return False
+    if dims_of("positions", whole).batch is None:
+        return torch.equal(own, whole)
+    return any(torch.equal(own, part) for part in whole.unfold(0, len(own), 1).movedim(-1, 1))
 
 
 def _puts_out_logits(job: Job, part: nn.Module) -> bool:
@@ -317,7 +366,7 @@ def _joined(microbatches: list[Microbatch]) -> Microbatch:
     return Microbatch(
         torch.cat([batch.tokens for batch in microbatches]),
         torch.cat([batch.targets for batch in microbatches]),
-        microbatches[0].positions,
+        joined_positions(microbatches),
     )
 
 

@@ -1,0 +1,121 @@
+"""A model with rotary positions trains as one process does: every stage is told which tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from training import (
+    DEBUG_JOB,
+    FEW_STEPS,
+    Sections,
+    Training,
+    differences,
+    make_config,
+    merged,
+    train,
+)
+
+from titanlite.mesh.launch import Place, run_ranks
+
+TOLERANCE = 1e-11
+JOB: Sections = {
+    "experimental": {"custom_import": "rotary_model"},
+    "training": {"local_batch_size": 8, "steps": FEW_STEPS},
+}
+PP, CP, TP = (
+    {"pipeline_parallel_degree": 2},
+    {"context_parallel_degree": 2},
+    {"tensor_parallel_degree": 2},
+)
+SPLIT = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
+ON_TWO_RANKS: dict[str, dict[str, Any]] = {
+    "PP": PP,
+    "PP with a split backward": PP | SPLIT,
+}
+ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "PP and CP": PP | CP,
+    "PP and CP, striped, a split backward": PP
+    | CP
+    | SPLIT
+    | {"context_parallel_load_balancer": "striped"},
+    "PP and TP": PP | TP,
+    "CP and TP": CP | TP,
+}
+
+
+def config(name: str, plan: dict[str, Any]) -> Any:
+    sections = merged(DEBUG_JOB, JOB, {"parallelism": plan})
+    sections["model"] = {"name": name, "flavor": "small"}
+    return make_config(sections)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Training:
+    return train([config("rotary", {})])[0]
+
+
+@pytest.mark.parametrize("plans", [ON_TWO_RANKS, ON_FOUR_RANKS], ids=["two ranks", "four ranks"])
+def test_every_stage_has_the_positions_of_its_tokens(reference, plans):
+    jobs = {(name, "rotary"): config("rotary", plan) for name, plan in plans.items()}
+    jobs |= {  # sequence parallelism is tensor parallelism's
+        (name, "rotary_sp"): config("rotary_sp", plan)
+        for name, plan in plans.items()
+        if "tensor_parallel_degree" in plan
+    }
+    for job, training in zip(jobs, train(list(jobs.values())), strict=True):
+        for what, difference in differences(training, reference).items():
+            assert difference < TOLERANCE, f"{job}: {what}: {difference:.1e}"
+
+
+def step_with_positions_of_each_sequence(place: Place) -> tuple[Any, Any]:
+    """Logits and gradients of a pipeline whose positions are [B, T], by hand."""
+    import torch
+    from rotary_model.config import RotaryConfig
+    from rotary_model.model import RotaryModel
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.functional import cross_entropy
+
+    from titanlite.mesh.world import open_world
+    from titanlite.parallelize import Pipeline, split_model
+    from titanlite.schedule import make_schedule
+
+    names = RotaryConfig().module_names
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(17, (4, 16), generator=generator)
+    targets = torch.randint(17, (4, 16), generator=generator)
+    positions = torch.randint(50, (4, 16), generator=generator).sort(dim=1).values
+
+    def loss_function(logits, wanted):
+        return cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+
+    with open_world(place) as world:
+        torch.manual_seed(0)
+        whole = RotaryModel(RotaryConfig()).double()
+        plain = [part.to("meta") for part in split_model(whole, [names[:3], names[3:]])]
+        part = split_model(whole, [names[:3], names[3:]])[world.rank]
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        pipeline = Pipeline(
+            make_schedule("1F1B", num_ranks=2, num_microbatches=4),
+            {world.rank: part},
+            plain,
+            mesh,
+            microbatch_size=1,
+            num_tokens=16,
+            dtype=torch.float64,
+        )
+        pipeline.step(tokens, positions, targets, loss_function)
+        logits = pipeline.forward(tokens, positions)
+        expected = whole(tokens, positions)
+        loss_function(expected, targets).backward()
+        if logits is not None:
+            torch.testing.assert_close(logits, expected.detach())
+        for name, parameter in part.named_parameters():
+            torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)
+        return len(list(part.parameters())), logits is not None
+
+
+def test_positions_may_differ_from_sequence_to_sequence():
+    counts = run_ranks(step_with_positions_of_each_sequence, 2, timeout_seconds=120)
+    assert [has_logits for _, has_logits in counts] == [False, True]
+    assert sum(count for count, _ in counts) == 3 + 4 * 8
