@@ -86,8 +86,9 @@ def data_parallel(plan: str, m: int) -> Expected:
         return of_shards if shards > 1 else of_replicas
     total = sum(units.values())
     if shards > 1:
-        again = {"fsdp4_never": 0, "fsdp4_always": total}.get(plan, total - units["head"])
-        num_again = {"fsdp4_never": 0, "fsdp4_always": L + 2}.get(plan, L + 1)
+        kept = units["head"] + units[f"layers.{L - 1}"]
+        again = {"fsdp4_never": 0, "fsdp4_always": total}.get(plan, total - kept)
+        num_again = {"fsdp4_never": 0, "fsdp4_always": L + 2}.get(plan, L)
         gathered_word = 2 if plan == "fsdp4_bf16" else WORD
         gathered = gathered_word * (total + again)
         expected["all_gather", "dp_shard"] = (m * (L + 2 + num_again), m * gathered)
@@ -161,8 +162,8 @@ def test_fsdp_gathers_the_next_block_before_it_reduces_this_one(counted):
         "all_gather layers",
         "all_gather layers",
         "all_gather head",
-        # Backward: the block before is on its way while this one's gradients are reduced.
-        "all_gather layers",
+        # Backward: the block before is on its way while this one's gradients are reduced. The last
+        # block is still there.
         "reduce_scatter head",
         "all_gather layers",
         "reduce_scatter layers",

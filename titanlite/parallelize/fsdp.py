@@ -40,7 +40,8 @@ def apply_fsdp(
 
     `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the
     backward pass, "default" is "always", but "never" when `pipelined`, where each microbatch would
-    gather it again. The head is needed again at once and stays gathered but under "always".
+    gather it again. The head and the last block are needed again at once: they stay gathered but
+    under "always".
 
     Gradients are summed, not averaged: the loss is already divided by the tokens of the whole
     step. Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -78,8 +79,9 @@ def apply_fsdp(
         if group:
             shard(group[0] if len(group) == 1 else group, reshard_unit)
             units += 1
-    for block in find_blocks(model, plan).values():
-        shard(block, reshard)
+    blocks = list(find_blocks(model, plan).values())
+    for block in blocks:
+        shard(block, reshard_after_forward == "always" if block is blocks[-1] else reshard)
         units += 1
     # The root takes what is left; often there is nothing.
     units += any(not _is_sharded_over(parameter, dp_mesh) for parameter in model.parameters())
