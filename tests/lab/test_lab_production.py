@@ -125,7 +125,7 @@ def by_ddp(device, data):
 
 def by_fsdp(device, data):
     model = Chain()
-    apply_fsdp(model, init_device_mesh("cpu", (W,)), plan=PLAN)
+    apply_fsdp(model, init_device_mesh("cpu", (W,)), reshard_after_forward="always", plan=PLAN)
     fill(model)
     return train(model, data.chunk(W)[device.rank], data.numel())
 
@@ -141,7 +141,7 @@ def by_tp_and_fsdp(device, data):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Chain()
     apply_tp(model, mesh["tp"], PLAN)
-    apply_fsdp(model, mesh["dp"], plan=PLAN)
+    apply_fsdp(model, mesh["dp"], reshard_after_forward="always", plan=PLAN)
     fill(model)
     return train(model, data.chunk(2)[mesh.get_local_rank("dp")], data.numel())
 
