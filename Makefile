@@ -1,6 +1,8 @@
 # `make train` and `make test` set up what they need in .venv first; later calls skip that.
+# TORCH=2.14.1 takes that version of torch, in a .venv of its own, and PYTHON=python3.12 sets it up
+# with that interpreter; VENV=folder says where.
 PYTHON ?= python3
-VENV := .venv
+VENV := .venv$(TORCH:%=-torch%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -25,9 +27,10 @@ docs: $(READY)
 	$(BIN)/python docs/make_pictures.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -e '.[dev]'
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' .ci/constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $(READY)

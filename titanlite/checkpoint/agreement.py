@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from titanlite.errors import TitanliteError
 from titanlite.faults.account import CHECKPOINTS
-from titanlite.mesh.world import World
+from titanlite.mesh.world import World, set_group_timeout
 
 T = TypeVar("T")
 
@@ -40,8 +40,7 @@ class Agreement:
     def patiently(self) -> Iterator[None]:
         """Inside, this rank waits so long, and a save that is begun inside does."""
         # The timeouts of all groups are set alike.
-        limit = timedelta(seconds=self._timeout_seconds)
-        dist.distributed_c10d._set_pg_timeout(limit, self.group)
+        set_group_timeout(timedelta(seconds=self._timeout_seconds), self.group)
         with self.world.allowing(self._timeout_seconds, "comm.checkpoint_timeout_seconds"):
             yield
 

@@ -20,6 +20,9 @@ from titanlite.faults.watch import Traces, Watch, watching
 from titanlite.mesh.attempt import agree_on_attempt
 from titanlite.mesh.launch import Place
 
+# torch 2.14 makes this public as set_timeout, and warns of the old name.
+set_group_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+
 
 @dataclass(frozen=True)
 class World:
@@ -176,4 +179,4 @@ def free_memory_bytes(device: torch.device) -> int:
 
 def _set_group_timeouts(seconds: float) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        set_group_timeout(timedelta(seconds=seconds), group)
