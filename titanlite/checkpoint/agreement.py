@@ -33,7 +33,7 @@ class Agreement:
         group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINTS
         )
-        assert group is not None
+        assert isinstance(group, dist.ProcessGroup)
         self.group = group
 
     @contextlib.contextmanager

@@ -30,7 +30,9 @@ class OrderCheck:
         self._names = {name for group in (*axes, everyone) for name in names_of(group)}
         self._compared: dict[str, int] = {}
         # A group of its own: the order in the others is what is in question.
-        self._group = dist.new_group(backend="gloo", group_desc="order check")
+        group = dist.new_group(backend="gloo", group_desc="order check")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
 
     def __call__(self) -> None:
         """Raises OrderError, the same on all ranks, with the first call that is not alike."""

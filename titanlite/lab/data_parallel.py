@@ -7,6 +7,8 @@ DistributedDataParallel does (Li et al. 2020, https://arxiv.org/abs/2006.15704, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -51,9 +53,10 @@ def data_parallelism_main(
     ]
     optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
     record = TrainingRecord()
-    works: list[dist.Work] = []
+    works: list[Any] = []
 
     def start_all_reduce(param: torch.Tensor) -> None:
+        assert param.grad is not None
         works.append(dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, async_op=True))
 
     if overlap:

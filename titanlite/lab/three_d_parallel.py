@@ -7,6 +7,8 @@ tensor_parallel.py and pipeline_parallel.py, of which this is the composition.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -93,9 +95,10 @@ def three_d_parallelism_main(
                 record=record,
                 overlap=overlap,
             )
-            works = [
+            works: list[Any] = [
                 dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=groups["dp"], async_op=True)
                 for param in params
+                if param.grad is not None
             ]
             with record.waiting():
                 for work in works:
@@ -114,7 +117,7 @@ def three_d_parallelism_main(
 
 def open_groups(mesh: Mesh, rank: int) -> dict[str, dist.ProcessGroup]:
     """This rank's process group along each axis. All ranks open all groups, in the same order."""
-    mine = {}
+    mine: dict[str, Any] = {}
     for axis in mesh.axes:
         for ranks in sorted({mesh.group(index, [axis]) for index in mesh}):
             group = dist.new_group(list(ranks))
