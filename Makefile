@@ -6,7 +6,7 @@ VENV := .venv$(TORCH:%=-torch%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-all check docs clean
+.PHONY: train test test-all test-versions check docs clean
 
 train: $(READY)
 	$(BIN)/torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
@@ -16,6 +16,11 @@ test: $(READY) check
 
 test-all: $(READY) check
 	$(BIN)/pytest -q
+
+# On the oldest and the newest torch. For Linux, PyPI has them as CUDA builds of several GB each.
+test-versions:
+	$(MAKE) test TORCH=2.11.0
+	$(MAKE) test TORCH=2.14.1
 
 check: $(READY)
 	$(BIN)/ruff check .
