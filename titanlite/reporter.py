@@ -34,6 +34,7 @@ from titanlite.observe.pipeline_timeline import (
 )
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
+from titanlite.observe.run_rows import run_rows
 from titanlite.sample import sample_images, save_samples
 from titanlite.training.step import StepResult
 
@@ -280,6 +281,13 @@ class Reporter:
         say(draw_mesh(job.dims))
         say("")
         rows = [PlanRow(a.feature, a.requested, a.active, a.note) for a in job.applied]
+        rows += run_rows(
+            job.config,
+            job.dims,
+            job.world.device.type,
+            num_local_ranks=job.world.local_size,
+            num_gpus=torch.cuda.device_count(),
+        )
         say(render_plan(rows, stream=sys.stdout, color=self._color))
         say("")
         for note in self._notes:

@@ -23,6 +23,7 @@ from titanlite.config import (
     make_model_config,
     override,
 )
+from titanlite.config.changes import changed_keys
 from titanlite.config.document import format_config, markdown
 from titanlite.config.keys import job_keys, job_sections
 from titanlite.config.toml import parse_toml, quote
@@ -231,6 +232,11 @@ def test_mixed_precision_follows_dtype_unless_set() -> None:
         ({"warmup_steps": 5}, 20, (5, 15)),
         ({"warmup_steps": 5, "total_steps": 100}, 20, (5, 95)),
         ({"warmup_steps": 0, "decay_ratio": 1.0}, 20, (0, 20)),
+        ({"warmup_steps": 30}, 3, (3, 0)),
+        ({"warmup_steps": 30, "total_steps": 100}, 3, (30, 70)),
+        ({"warmup_steps": 30, "total_steps": 20}, 3, (20, 0)),
+        ({"warmup_steps": 20, "decay_ratio": 0.9}, 100, (20, 80)),
+        ({"warmup_steps": 20, "decay_ratio": 0.9}, 10, (10, 0)),
     ],
 )
 def test_schedule(keys: dict[str, Any], steps: int, expected: tuple[int, int]) -> None:
@@ -281,6 +287,21 @@ def test_whole_configuration_as_toml_is_the_same_job() -> None:
     assert again.warmup_steps == config.warmup_steps == 20
     assert override(again, {"model.name": config.model.name}).training == config.training
     assert again.job == config.job
+
+
+def test_a_warm_up_that_is_cut_is_written_as_given() -> None:
+    config = load_config(["--training.steps=3", "--lr_scheduler.warmup_steps=30"])
+    longer = override(make_config(parse_toml(format_config(config))), {"training.steps": 40})
+    assert (config.warmup_steps, longer.warmup_steps) == (3, 30)
+
+
+def test_a_run_that_goes_on_longer_is_told_of_the_warm_up() -> None:
+    short = load_config(["--training.steps=3", "--lr_scheduler.warmup_steps=30"])
+    longer = override(short, {"training.steps": 40})
+    assert changed_keys(short.model_dump(mode="json", exclude_unset=True), longer) == [
+        "training.steps 3 -> 40",
+        "the warm-up 3 -> 30 steps",
+    ]
 
 
 def test_quoted_text_is_toml_on_one_line() -> None:

@@ -32,6 +32,10 @@ def changed_keys(saved: Mapping[str, Any], config: JobConfig) -> list[str]:
             old, new = (getattr(getattr(c, key.section), key.leaf) for c in (before, config))
             if old != new:
                 changes.append(f"{name} {show(old)} -> {show(new)}")
+    same_warmup = before.lr_scheduler.warmup_steps == config.lr_scheduler.warmup_steps
+    if same_warmup and before.warmup_steps != config.warmup_steps:
+        # A short run cuts the warm-up, and a longer one does not.
+        changes.append(f"the warm-up {before.warmup_steps} -> {config.warmup_steps} steps")
     return changes
 
 

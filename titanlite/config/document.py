@@ -79,8 +79,8 @@ def _by_section(keys: Iterable[Key]) -> list[tuple[str, list[Key]]]:
 def format_config(config: JobConfig) -> str:
     """The whole configuration as TOML that can be a job file again.
 
-    Sizes of the model and the length of the warm-up stand as they came out; keys that are not
-    set, and those of features titanlite lacks, are left out.
+    Sizes of the model stand as they came out, and so does a warm-up that the job does not set.
+    Keys that are not set, and those of features titanlite lacks, are left out.
     """
     model = make_model_config(config)
     sizes = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
@@ -92,7 +92,7 @@ def format_config(config: JobConfig) -> str:
         values = {key.leaf: getattr(part, key.leaf) for key in keys}
         if section == "model":
             values |= sizes
-        if section == "lr_scheduler":
+        if section == "lr_scheduler" and "warmup_steps" not in config.lr_scheduler.model_fields_set:
             values["warmup_steps"] = config.warmup_steps
         lines.append(f"[{section}]")
         lines += [f"{leaf} = {show(value)}" for leaf, value in values.items() if value is not None]

@@ -122,11 +122,12 @@ class LRScheduler(Section):
     """Learning rate over the run: warm-up, plateau, decay"""
 
     warmup_steps: NonNegativeInt = key(
-        200, "steps of linear warm-up; if not set, at most what the decay leaves"
+        200, "steps of linear warm-up, cut to the run; if not set, to what the decay leaves"
     )
     total_steps: PositiveInt | None = key(None, "length of the schedule; training.steps if not set")
     decay_ratio: Fraction | None = key(
-        None, "share of the schedule that decays; all after the warm-up if not set"
+        None,
+        "share of the run that decays, cut to what warm-up leaves; if not set, all of that",
     )
     decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "shape of the decay")
     min_lr_factor: Fraction = key(0.0, "the decay ends at this share of the learning rate")
@@ -420,20 +421,22 @@ class JobConfig(Section):
 
     @property
     def decay_steps(self) -> int:
-        """Steps of learning-rate decay at the end of the schedule."""
-        if self.lr_scheduler.decay_ratio is None:
-            return self.schedule_steps - self.warmup_steps
-        return round(self.schedule_steps * self.lr_scheduler.decay_ratio)
+        """Steps of learning-rate decay at the end of the schedule, cut to what warm-up leaves."""
+        room = self.schedule_steps - self.warmup_steps
+        ratio = self.lr_scheduler.decay_ratio
+        return room if ratio is None else min(round(self.schedule_steps * ratio), room)
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up: as set, or the default cut to what schedule and decay leave."""
-        given = self.lr_scheduler.warmup_steps
-        if "warmup_steps" in self.lr_scheduler.model_fields_set:
-            return given
-        decay = self.lr_scheduler.decay_ratio
-        room = self.schedule_steps - (round(self.schedule_steps * decay) if decay else 0)
-        return min(given, room)
+        """Steps of warm-up, cut to the schedule, as TorchTitan does.
+
+        A warm-up that the job does not set also leaves room for the decay that it does set.
+        """
+        room = self.schedule_steps
+        ratio = self.lr_scheduler.decay_ratio
+        if ratio is not None and "warmup_steps" not in self.lr_scheduler.model_fields_set:
+            room -= round(self.schedule_steps * ratio)
+        return min(self.lr_scheduler.warmup_steps, room)
 
     @property
     def validation_dataset(self) -> str:
