@@ -295,7 +295,7 @@ def _data_parallel(
     dtype = training.dtype
     param, reduce = training.param_dtype, training.reduce_dtype
     is_mixed = param != dtype or reduce != dtype
-    requested = _data_parallel_name(dims)
+    requested = _data_parallel_name(dims.dp_replicate, dims.dp_shard)
     plain = not is_mixed and not training.enable_cpu_offload and not dims.fsdp_enabled
     # DDP cannot be told which of a schedule's backward passes is the last.
     if plain and dims.tp == 1 and dims.pp == 1:
@@ -316,20 +316,25 @@ def _data_parallel(
         pin_memory=training.cpu_offload_pin_memory,
         plan=plan,
     )
-    active = requested if dims.fsdp_enabled else f"HSDP {dims.dp_replicate} x 1"
+    num_shards = dims.dp_shard * dims.cp
+    active = _data_parallel_name(dims.dp_replicate, num_shards)
     notes = [f"{units} units", f"reshard after forward: {parallelism.fsdp_reshard_after_forward}"]
-    if not dims.fsdp_enabled:
-        carries = [
-            name
-            for name, wanted in (
+    if dims.cp_enabled:
+        reason = f"the {dims.cp} ranks of cp share one set of weights, so FSDP2 shards over them"
+        notes.insert(0, reason)
+    if num_shards == 1:
+        active = f"HSDP {dims.dp_replicate} x 1" if dims.dp_replicate > 1 else "FSDP 1"
+        reasons = [
+            reason
+            for reason, applies in (
                 ("replicas of tensor-parallel shards", dims.dp_replicate > 1 and dims.tp > 1),
                 ("replicas of stages", dims.dp_replicate > 1 and dims.pp > 1 and dims.tp == 1),
                 ("mixed precision", is_mixed),
                 ("CPU offload", training.enable_cpu_offload),
             )
-            if wanted
+            if applies
         ]
-        notes.append(f"FSDP2 that shards over one rank carries {', '.join(carries)}")
+        notes.insert(0, f"FSDP2 with one shard, for {', '.join(reasons)}")
     if is_mixed:
         notes.append(f"computes in {param}, reduces in {reduce}")
     if training.enable_cpu_offload:
@@ -338,11 +343,7 @@ def _data_parallel(
     return Applied("data parallel", requested, active, "; ".join(notes))
 
 
-def _data_parallel_name(dims: ParallelDims) -> str:
-    # The ranks of the cp axis share one set of parameters, so FSDP2 shards over them too.
-    shard = dims.dp_shard * dims.cp
-    if shard == 1:
-        return "off" if dims.dp_replicate == 1 else f"DDP {dims.dp_replicate}"
-    if dims.dp_replicate == 1:
-        return f"FSDP {shard}"
-    return f"HSDP {dims.dp_replicate} x {shard}"
+def _data_parallel_name(num_replicas: int, num_shards: int) -> str:
+    if num_shards == 1:
+        return "off" if num_replicas == 1 else f"DDP {num_replicas}"
+    return f"FSDP {num_shards}" if num_replicas == 1 else f"HSDP {num_replicas} x {num_shards}"
