@@ -34,7 +34,7 @@ from titanlite.observe.pipeline_timeline import (
 )
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
-from titanlite.observe.run_rows import run_rows
+from titanlite.observe.run_rows import name_idle_keys, run_rows
 from titanlite.sample import sample_images, save_samples
 from titanlite.training.step import StepResult
 
@@ -289,6 +289,8 @@ class Reporter:
             num_gpus=torch.cuda.device_count(),
         )
         say(render_plan(rows, stream=sys.stdout, color=self._color))
+        if idle := name_idle_keys(job.config):
+            say(idle)
         say("")
         for note in self._notes:
             say(note)

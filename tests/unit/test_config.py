@@ -28,6 +28,7 @@ from titanlite.config.document import format_config, markdown
 from titanlite.config.keys import job_keys, job_sections
 from titanlite.config.toml import parse_toml, quote
 from titanlite.errors import ConfigError
+from titanlite.observe.run_rows import name_idle_keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,12 +196,44 @@ def test_what_a_torchtitan_file_asks_beyond_titanlite_is_refused_by_name(tmp_pat
     argv = ["--checkpoint.initial_load_in_hf_quantized", "--parallelism.expert_parallel_degree=4"]
     with pytest.raises(ConfigError) as caught:
         load_config([f"--job.config_file={file}", *argv])
-    lack = "asks for a TorchTitan feature that titanlite does not have; leave it at"
+    lack = "asks for a TorchTitan feature that titanlite does not have; write"
     assert sorted(caught.value.problems) == [
-        f"checkpoint.initial_load_in_hf_quantized: true {lack} false",
-        f'model.converters: ["float8"] {lack} []',
-        f"parallelism.expert_parallel_degree: 4 {lack} 1",
+        f"checkpoint.initial_load_in_hf_quantized: true {lack} false, or remove this option",
+        f'model.converters: ["float8"] {lack} [], or remove this line',
+        f"parallelism.expert_parallel_degree: 4 {lack} 1, or remove this option",
     ]
+
+
+IDLE_KEYS = """
+[model]
+hf_assets_path = "./assets/hf/Llama-3.1-8B"
+[parallelism]
+expert_tensor_parallel_degree = 2
+[quantize.linear.float8]
+filter_fqns = ["output"]
+recipe_name = "rowwise"
+[quantize.grouped_mm.float8]
+fqns = ["experts"]
+[fault_tolerance]
+group_size = 2
+"""
+
+
+def test_keys_of_features_that_are_off_are_accepted_and_named(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(IDLE_KEYS)
+    config = load_config([f"--job.config_file={file}"])
+    assert name_idle_keys(config) == (
+        "no effect here, as the TorchTitan feature is not on: model.hf_assets_path, "
+        "parallelism.expert_tensor_parallel_degree, quantize.linear.float8.recipe_name, "
+        "quantize.linear.float8.filter_fqns, quantize.grouped_mm.float8.fqns, "
+        "fault_tolerance.group_size"
+    )
+    assert name_idle_keys(load_config([])) == ""
+    # The key that turns a feature on is refused, and they need no line of their own.
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"--job.config_file={file}", "--model.converters=float8"])
+    assert [line.partition(":")[0] for line in caught.value.problems] == ["model.converters"]
 
 
 def test_every_default_is_accepted_when_written_out() -> None:
@@ -477,7 +510,7 @@ def test_document_is_up_to_date() -> None:
         "run: python -m titanlite.config.document > docs/configuration.md"
     )
     for key in job_keys().values():
-        assert f"`{key.name if key.not_yet else key.leaf}`" in made
+        assert f"`{key.leaf if key.is_live else key.name}`" in made
 
 
 def test_reading_a_job_is_quick_and_imports_no_torch() -> None:

@@ -82,10 +82,10 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ("[model]\nn_layers = 4", ["model.n_layers: there is no such key; did you mean model.num_layers?"]),
     ("[model]\ncolour = 3", ["model.colour: there is no such key; image_transformer has dim, num_layers, num_heads, num_kv_heads, ffn_hidden_dim, vocab_size, image_height, image_width, image_channels, norm_eps, zero_init_output"]),
     ("[training.loader]\nnum_workers = 2", ["training.loader: there is no such section; did you mean [training.dataloader]?"]),
-    ('[model]\nname = "llama3"', ['model.name: there is no model "llama3"; give "image_transformer", or name a module that registers yours in experimental.custom_import']),
+    ('[model]\nname = "llama3"', ['model.name: "llama3" is a TorchTitan model that titanlite does not have; give "image_transformer", or name a module that registers yours in experimental.custom_import']),
     ('[model]\nflavor = "8B"', ['model.flavor: image_transformer has no flavor "8B"; give "digits", "cifar" or "debug"']),
     ('[model]\nflavor = "digit"', ['model.flavor: image_transformer has no flavor "digit"; did you mean "digits"?']),
-    ('[training]\ndataset = "c4"', ['training.dataset: there is no data set "c4"; give "digits", "photos", "cifar10" or "synthetic"']),
+    ('[training]\ndataset = "c4"', ['training.dataset: "c4" is a TorchTitan data set that titanlite does not have; give "digits", "photos", "cifar10" or "synthetic"']),
     ('[training]\ndataset = "photo"', ['training.dataset: there is no data set "photo"; did you mean "photos"?']),
     ('[experimental]\ncustom_import = "no_such_package.model"', ["experimental.custom_import: importing \"no_such_package.model\" failed with ModuleNotFoundError (No module named 'no_such_package'); give a module that imports from \"{CWD}\""]),
     ("[parallelism]\npipeline_parallel_degree = 8", ["parallelism.pipeline_parallel_degree: 8 stages for 4 blocks, embeddings counted as 1 and output as 1; give fewer ranks, or a model of at least 6 blocks"]),
@@ -108,13 +108,20 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ('[parallelism]\ncontext_parallel_degree = 128\ncontext_parallel_load_balancer = "none"', ["parallelism.context_parallel_degree: the 64 tokens of an image are not a multiple of context_parallel_degree 128; give 64"]),
     ("[parallelism]\ncontext_parallel_degree = 32\ntensor_parallel_degree = 2", ['parallelism.context_parallel_degree: the 64 tokens of an image are not a multiple of context_parallel_degree 32 x 2 ("headtail") x tensor_parallel_degree 2; give 16']),
     ('[parallelism]\ncontext_parallel_rotate_method = "ring"', ['parallelism.context_parallel_rotate_method: "ring" is not one of its values; give "allgather" or "alltoall"']),
-    ("[parallelism]\nenable_async_tensor_parallel = true", ["parallelism.enable_async_tensor_parallel: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
-    ('[parallelism]\nexpert_parallel_degree = "2"', ['parallelism.expert_parallel_degree: "2" asks for a TorchTitan feature that titanlite does not have; leave it at 1']),
-    ('[parallelism]\ncontext_parallel_load_balancer = "ptrr"', ['parallelism.context_parallel_load_balancer: "ptrr" is not one of its values; give "headtail", "striped" or "none"']),
-    ('[model]\nconverters = ["float8"]', ['model.converters: ["float8"] asks for a TorchTitan feature that titanlite does not have; leave it at []']),
-    ("[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true", ["quantize.linear.float8.enable_fsdp_float8_all_gather: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
-    ('[quantize.linear.float8]\nrecipe_name = "rowwise"', ['quantize.linear.float8.recipe_name: "rowwise" asks for a TorchTitan feature that titanlite does not have; leave it unset']),
-    ("[checkpoint]\ninitial_load_in_hf_quantized = true", ["checkpoint.initial_load_in_hf_quantized: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
+    ("[parallelism]\nenable_async_tensor_parallel = true", ["parallelism.enable_async_tensor_parallel: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),
+    ('[parallelism]\nexpert_parallel_degree = "2"', ['parallelism.expert_parallel_degree: "2" asks for a TorchTitan feature that titanlite does not have; write 1, or remove this line']),
+    ('[parallelism]\ncontext_parallel_load_balancer = "ptrr"', ['parallelism.context_parallel_load_balancer: "ptrr" asks for a TorchTitan feature that titanlite does not have; give "headtail", "striped" or "none"']),
+    ('[comm]\nmode = "fake_backend"', ['comm.mode: "fake_backend" asks for a TorchTitan feature that titanlite does not have; give "default" or "debug"']),
+    ('[comm]\nmode = "local_tensor"', ['comm.mode: "local_tensor" asks for a TorchTitan feature that titanlite does not have; give "default" or "debug"']),
+    ('[model]\ntokenizer_path = "./tokenizer.model"', ['model.tokenizer_path: "./tokenizer.model" asks for a TorchTitan feature that titanlite does not have; remove this line']),
+    ('[job]\nuse_for_integration_test = true', ["job.use_for_integration_test: was for TorchTitan's own tests; remove this line"]),
+    ('[checkpoint]\ninitial_load_dequantize = true', ['checkpoint.initial_load_dequantize: asks for a TorchTitan feature that titanlite does not have; remove this line']),
+    ('[checkpoint]\nmodel_weights_only = false', ['checkpoint.model_weights_only: there is no such key; did you mean checkpoint.last_save_model_only?']),
+    ('[validation]\nsave_img_folder = "img"', ["validation.save_img_folder: belongs to TorchTitan's model flux, which titanlite does not have; remove this line"]),
+    ('[encoder]\nt5_encoder = "google/t5-v1_1-xxl"', ["encoder: belongs to TorchTitan's model flux, which titanlite does not have; remove this section"]),
+    ('[quantize.moe.float8]\nfqns = ["experts"]', ["quantize.moe: there is no such section; did you mean [quantize.grouped_mm]?"]),
+    ('[model]\nconverters = ["float8"]', ['model.converters: ["float8"] asks for a TorchTitan feature that titanlite does not have; write [], or remove this line']),
+    ("[checkpoint]\ninitial_load_in_hf_quantized = true", ["checkpoint.initial_load_in_hf_quantized: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),
     ("[checkpoint]\ncreate_seed_checkpoint = true", ["checkpoint.create_seed_checkpoint: nothing would be saved; set checkpoint.enable to true and checkpoint.load_only to false, or leave it out"]),
     ("[checkpoint]\nenable = true\nlast_save_in_hf = true\nlast_save_model_only = false", ["checkpoint.last_save_in_hf: a .safetensors file holds weights alone; set checkpoint.last_save_model_only = true"]),
     ("[checkpoint]\nenable = true\ninitial_load_in_hf = true", ["checkpoint.initial_load_in_hf: there is nothing to load; give checkpoint.initial_load_path, or leave it out"]),
@@ -123,10 +130,9 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ('[checkpoint]\ninitial_load_path = "nowhere"\nload_step = 0', [f"checkpoint.{name}: nothing is loaded where checkpoint.enable is false; set that to true, or leave this out" for name in ("initial_load_path", "load_step")]),
     ("[checkpoint]\nload_step = -2", ["checkpoint.load_step: -2 is out of range; give an integer of at least -1"]),
     ('[checkpoint]\nexclude_from_loading = ["model"]', ['checkpoint.exclude_from_loading: "model" is not one of its values; give a list of "optimizer" and "lr_scheduler" and "dataloader" and "train_state"']),
-    ("[memory_estimation]\nenable = true", ["memory_estimation.enable: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
-    ("[optimizer]\nearly_step_in_backward = true", ["optimizer.early_step_in_backward: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
-    ("[training.dataloader]\nnum_workers = 2", ["training.dataloader.num_workers: 2 asks for a TorchTitan feature that titanlite does not have; leave it at 0"]),
-    ('[model]\nhf_assets_path = "./assets"', ['model.hf_assets_path: "./assets" asks for a TorchTitan feature that titanlite does not have; leave it at "./tests/assets/tokenizer"']),
+    ("[memory_estimation]\nenable = true", ["memory_estimation.enable: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),
+    ("[optimizer]\nearly_step_in_backward = true", ["optimizer.early_step_in_backward: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),
+    ("[training.dataloader]\nnum_workers = 2", ["training.dataloader.num_workers: 2 asks for a TorchTitan feature that titanlite does not have; write 0, or remove this line"]),
     ("[parallelism]\ntensor_parallel_degree = 3", ["parallelism.tensor_parallel_degree: 3 does not divide model.num_heads 4 or model.ffn_hidden_dim 256 or the number of tokens 64; give 2 or 4"]),
     ("[parallelism]\ntensor_parallel_degree = 8", ["parallelism.tensor_parallel_degree: 8 does not divide model.num_heads 4; give 4"]),
     ("[model]\nnum_kv_heads = 2\n[parallelism]\ntensor_parallel_degree = 4", ["parallelism.tensor_parallel_degree: 4 does not divide model.num_kv_heads 2; give 2"]),
@@ -160,12 +166,12 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ("[training]\n[training]", ["job.config_file: \"{FILE}\" line 2 is not TOML: cannot declare ('training',) twice; correct \"[training]\""]),
     ('name = "open', ['job.config_file: "{FILE}" line 1 is not TOML: unterminated string; correct "name = \\"open"']),
     ("= 3", ['job.config_file: "{FILE}" line 1 is not TOML: invalid statement; correct "= 3"']),
-    ('[validation]\nenable = true\ndataset = "c4_validation"', ['validation.dataset: there is no data set "c4_validation"; give "digits", "photos", "cifar10" or "synthetic"']),
+    ('[validation]\nenable = true\ndataset = "c4_validation"', ['validation.dataset: "c4_validation" is a TorchTitan data set that titanlite does not have; give "digits", "photos", "cifar10" or "synthetic"']),
     ('[activation_checkpoint]\nselective_ac_option = "0"', ['activation_checkpoint.selective_ac_option: "0" is not one of its values; give "op", or a positive integer as a string such as "2"']),
     ("[model.rope]\ntheta = 1", ["model.rope: there is no such key; image_transformer has dim, num_layers, num_heads, num_kv_heads, ffn_hidden_dim, vocab_size, image_height, image_width, image_channels, norm_eps, zero_init_output"]),
-    ("[fault_tolerance]\nenable = true", ["fault_tolerance.enable: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
+    ("[fault_tolerance]\nenable = true", ["fault_tolerance.enable: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),
     ("[quantize]\nlinear = 3", ["quantize.linear: 3 is not a section; write [quantize.linear] above its keys"]),
-    ('[job]\ncustom_config_module = "my.config"', ['job.custom_config_module: "my.config" asks for a TorchTitan feature that titanlite does not have; leave it at ""']),
+    ('[job]\ncustom_config_module = "my.config"', ['job.custom_config_module: "my.config" asks for a TorchTitan feature that titanlite does not have; name a module that registers your model in experimental.custom_import, or remove this line']),
     ("[validation]\nsteps = 0", ["validation.steps: 0 is out of range; give an integer of at least 1, or -1"]),
     ("[validation]\nfreq = 0", ["validation.freq: 0 is out of range; give an integer of at least 1"]),
 ]
@@ -195,10 +201,9 @@ BAD_COMMAND_LINES: list[tuple[Any, list[str]]] = [
     (["--job.config_file=/nowhere/job.toml"], ['job.config_file: "/nowhere/job.toml" does not exist; give a TOML file']),
     (["--job.config_file=/"], ['job.config_file: "/" is a folder; give a TOML file']),
     (["--job.config_file=a.toml", "--job.config_file=b.toml"], ["job.config_file: given 2 times; give one file"]),
-    (["--training.dtype=fp8", "--training.step=1", "--parallelism.tensor_parallel_degree=3", "--quantize.linear.float8.emulate=true", "--training.global_batch_size=-2"], ["training.step: there is no such key; did you mean training.steps?", "training.global_batch_size: -2 is out of range; give an integer of at least 1, or -1", 'training.dtype: "fp8" is not one of its values; give "float32", "float64" or "bfloat16"', "quantize.linear.float8.emulate: true asks for a TorchTitan feature that titanlite does not have; leave it at false", "parallelism.tensor_parallel_degree: 3 does not divide model.num_heads 4 or model.ffn_hidden_dim 256 or the number of tokens 64; give 2 or 4"]),
-    (["--model.name=llama3", "--model.dim=3"], ['model.name: there is no model "llama3"; give "image_transformer", or name a module that registers yours in experimental.custom_import']),
-    (["--quantize.linear.float8.emulate=true"], ["quantize.linear.float8.emulate: true asks for a TorchTitan feature that titanlite does not have; leave it at false"]),
-    (["--parallelism.expert-parallel-degree=2"], ["parallelism.expert_parallel_degree: 2 asks for a TorchTitan feature that titanlite does not have; leave it at 1"]),
+    (["--training.dtype=fp8", "--training.step=1", "--parallelism.tensor_parallel_degree=3", "--optimizer.early_step_in_backward=true", "--training.global_batch_size=-2"], ["training.step: there is no such key; did you mean training.steps?", "training.global_batch_size: -2 is out of range; give an integer of at least 1, or -1", 'training.dtype: "fp8" is not one of its values; give "float32", "float64" or "bfloat16"', "optimizer.early_step_in_backward: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this option", "parallelism.tensor_parallel_degree: 3 does not divide model.num_heads 4 or model.ffn_hidden_dim 256 or the number of tokens 64; give 2 or 4"]),
+    (["--model.name=llama3", "--model.dim=3"], ['model.name: "llama3" is a TorchTitan model that titanlite does not have; give "image_transformer", or name a module that registers yours in experimental.custom_import']),
+    (["--parallelism.expert-parallel-degree=2"], ["parallelism.expert_parallel_degree: 2 asks for a TorchTitan feature that titanlite does not have; write 1, or remove this option"]),
     (["--training.seq_len=64.0"], ["training.seq_len: 64.0 is a number, not an integer; write 64"]),
     (["--debug.seed=99999999999999999999"], ["debug.seed: 99999999999999999999 is out of range; give an integer of at least 0 and at most 9223372036854775807"]),
     (["--job.dump_folder="], ['job.dump_folder: "" is empty; give a string that is not empty']),
@@ -259,6 +264,54 @@ def test_problems_of_file_and_command_line_come_together(tmp_path: Path) -> None
         "chekpoint",
         "parallelism.tensor_parallel_degree",
     ]
+
+
+TOGETHER: list[tuple[str, list[str], list[str]]] = [
+    # An unknown name keeps silent only about the key that it may have meant.
+    (
+        "[checkpoint]\nenable = true\nfoo = 1\nlast_save_in_hf = true\nlast_save_model_only = false",
+        [],
+        ["checkpoint.foo", "checkpoint.last_save_in_hf"],
+    ),
+    (
+        "[training]\nglobal_batch_size = 20\nbatch_size = 4\n[parallelism]\ndata_parallel_shard_degree = 1",
+        [],
+        ["training.batch_size"],
+    ),
+    # One in [model] that is like no key there leaves the sizes known.
+    (
+        "[model]\ncolour = 3\n[parallelism]\ntensor_parallel_degree = 3",
+        [],
+        ["model.colour", "parallelism.tensor_parallel_degree"],
+    ),
+    ("[model]\nheads = 3\n[parallelism]\ntensor_parallel_degree = 3", [], ["model.heads"]),
+    # A flavor of the wrong type does not hide names that no flavor has.
+    ("[model]\nflavor = 3\ncolour = 3", [], ["model.flavor", "model.colour"]),
+    # Each wrong item of a list.
+    ('[compile]\ncomponents = ["modl", 3]', [], ["compile.components", "compile.components"]),
+    # Each wrong thing about a pipeline.
+    (
+        '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "1F2B"\npipeline_parallel_microbatch_size = 3',
+        [],
+        ["parallelism.pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_schedule"],
+    ),
+    # What is wrong with the file does not hide what is wrong on the command line.
+    (
+        "[training\n",
+        ["--trainin.x=1", "--training.steps=ten"],
+        ["job.config_file", "trainin.x", "training.steps"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "argv", "expected"), TOGETHER)
+def test_problems_that_can_be_known_together_come_together(
+    text: str, argv: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    found = problems_of([f"--job.config_file={file}", *argv])
+    assert [line.partition(":")[0] for line in found] == expected
 
 
 def test_a_key_that_is_wrong_itself_is_not_blamed_again() -> None:

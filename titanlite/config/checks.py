@@ -19,7 +19,7 @@ from typing import Any
 from titanlite.config.checkpoint import checkpoint_problems
 from titanlite.config.data import fit_problems, shape_of, source_problems
 from titanlite.config.degrees import make_parallel_dims
-from titanlite.config.model import make_model_config
+from titanlite.config.model import ResolvedModel, make_model_config, resolve_model
 from titanlite.config.pipeline import make_pipeline_plan
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
@@ -48,17 +48,15 @@ def check_machine(config: JobConfig, device_type: str) -> None:
 
 
 def find_problems(config: JobConfig, wrong: Collection[str]) -> list[str]:
-    """What can be said before the number of ranks is known; `wrong` names keys already refused."""
-    model, found = None, []
-    if not {"model", "model.name", "model.flavor", "experimental.custom_import"} & set(wrong):
-        try:
-            model = make_model_config(config)
-        except ConfigError as error:
-            found = list(error.problems)
-    unknown = set(wrong)
+    """What can be said before the number of ranks is known; `wrong` names keys in doubt."""
+    model, unknown = ResolvedModel(), set(wrong)
+    if not {"model", "model.name", "experimental", "experimental.custom_import"} & unknown:
+        model = resolve_model(config, flavor_is_known="model.flavor" not in unknown)
+    unknown |= model.doubtful
     if config.parallelism.data_parallel_shard_degree == -1:
         unknown.add("parallelism.data_parallel_shard_degree")
-    return found + list(_run_checks(config, make_parallel_dims(config, None), model, unknown))
+    dims = make_parallel_dims(config, None)
+    return model.problems + list(_run_checks(config, dims, model.sizes, unknown))
 
 
 Check = Callable[[JobConfig, ParallelDims, Any], Iterator[str]]

@@ -13,12 +13,22 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
 from titanlite.data.catalog import CATALOG
 
+TORCHTITAN_DATASETS = (
+    *("c4", "c4_test", "c4_validation"),
+    *("cc12m-wds", "cc12m-test", "coco-validation"),
+)
+
 
 def source_problems(section: str, dataset: str, path: str | None) -> Iterator[str]:
     """What is wrong with the name of a data set, or with its folder, as `section` gives them."""
     info = CATALOG.get(dataset)
     name = quote(dataset)
-    if info is None:
+    if dataset in TORCHTITAN_DATASETS:
+        yield (
+            f"{section}.dataset: {name} is a TorchTitan data set that titanlite does not have; "
+            f"give {one_of(map(quote, CATALOG))}"
+        )
+    elif info is None:
         match = difflib.get_close_matches(dataset, CATALOG, n=1)
         advice = (
             f"did you mean {quote(match[0])}?" if match else f"give {one_of(map(quote, CATALOG))}"

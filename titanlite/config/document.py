@@ -28,6 +28,7 @@ A job is a TOML file and, on top of it, the command line: --training.steps=100 o
 """
 
 ABSENT = "Keys of TorchTitan's that titanlite does not have; each is accepted at this value alone:"
+IDLE = "Keys that only say more about those features; accepted at any value, without effect:"
 
 LEFT_WIDTH = 36  # of the column with key and default
 GLUE = "\0"  # a space at which no line breaks
@@ -37,17 +38,21 @@ def help_text(own_keys: Mapping[str, Key]) -> str:
     """What --help prints; `own_keys` are those of the model's own configuration."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 72), 120)
     lines = [USAGE]
-    for section, keys in _by_section(key for key in job_keys().values() if not key.not_yet):
+    for section, keys in _by_section(key for key in job_keys().values() if key.is_live):
         lines.append(f"[{section}]  {job_sections()[section].__doc__}")
         for key in keys + (list(own_keys.values()) if section == "model" else []):
             lines += _help_lines(key, width, is_own=key.name in own_keys)
         lines.append("")
-    lines += [ABSENT, ""]
-    for section, keys in _by_section(key for key in job_keys().values() if key.not_yet):
-        lines.append(f"[{section}]")
-        for key in keys:
-            lines += _help_lines(key, width)
-        lines.append("")
+    for title, absent in (
+        (ABSENT, [key for key in job_keys().values() if key.not_yet]),
+        (IDLE, [key for key in job_keys().values() if key.inert]),
+    ):
+        lines += [title, ""]
+        for section, keys in _by_section(absent):
+            lines.append(f"[{section}]")
+            for key in keys:
+                lines += _help_lines(key, width)
+            lines.append("")
     return "\n".join(lines).rstrip()
 
 
@@ -85,7 +90,7 @@ def format_config(config: JobConfig) -> str:
     model = make_model_config(config)
     sizes = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     lines = []
-    for section, keys in _by_section(key for key in job_keys().values() if not key.not_yet):
+    for section, keys in _by_section(key for key in job_keys().values() if key.is_live):
         part: Any = config
         for name in section.split("."):
             part = getattr(part, name)
@@ -103,7 +108,7 @@ def format_config(config: JobConfig) -> str:
 def markdown() -> str:
     """docs/configuration.md."""
     keys = list(job_keys().values())
-    live = [key for key in keys if not key.not_yet]
+    live = [key for key in keys if key.is_live]
     parts = [HEAD]
     for section, members in _by_section(live):
         parts.append(f"### [{section}]\n\n{job_sections()[section].__doc__}.\n")
@@ -125,6 +130,9 @@ def markdown() -> str:
         (f"`{k.name}`", " or ".join(map(_default, _accepted(k))), k.text) for k in keys if k.not_yet
     )
     parts.append(_table(("key", "accepted at", "what it does in TorchTitan"), lacking))
+    parts.append(f"### Keys without effect\n\n{NO_EFFECT}")
+    idle = ((f"`{k.name}`", _default(k.default), k.text) for k in keys if k.inert)
+    parts.append(_table(("key", "default", "what it does in TorchTitan"), idle))
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -166,6 +174,14 @@ of ranks as soon as it is known, all else on reading the job.
 LACKS = """\
 TorchTitan files may name these keys. Each is accepted at TorchTitan's default, where it asks for
 nothing, and refused by name at any other value.
+"""
+
+NO_EFFECT = """\
+These keys only say more about a feature that another key turns on (`model.converters`,
+`parallelism.expert_parallel_degree`, `fault_tolerance.enable`, `memory_estimation.enable`), or
+about text, which titanlite does not train on. That other key is refused, and these have no effect
+without it, in TorchTitan either: they are accepted at any value, and a line at the start of the
+run names those that are set.
 """
 
 

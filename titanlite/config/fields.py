@@ -20,7 +20,14 @@ T = TypeVar("T")
 
 
 class NotYetMark:
-    """Metadata of a key whose feature titanlite lacks."""
+    """Metadata of a key whose feature titanlite lacks: any value but the default is refused."""
+
+
+class InertMark:
+    """Metadata of a key that has no effect here, whatever its value: any value is accepted.
+
+    It says more about a feature that another key turns on, and that other key is refused.
+    """
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ def _block_interval_or_op(value: str) -> str:
 
 NOT_YET = NotYetMark()
 NotYet = Annotated[T, NOT_YET]
+INERT = InertMark()
+Inert = Annotated[T, INERT]
 Name = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "float64", "bfloat16"]
@@ -63,12 +72,23 @@ BlockIntervalOrOp = Annotated[
 OWN = "titanlite's own"
 
 
-def key(default: Any, text: str, *, torchtitan: Any = ..., **limits: Any) -> Any:
+def key(
+    default: Any,
+    text: str,
+    *,
+    torchtitan: Any = ...,
+    lacking: tuple[str, ...] = (),
+    instead: str = "",
+    **limits: Any,
+) -> Any:
     """A key with its default, one line of text, and the limits that pydantic's Field takes.
 
     `torchtitan` is TorchTitan's default where it is another, OWN where it has no such key.
+    `lacking` are the values that TorchTitan takes beside those of titanlite. `instead` says what
+    to do, for a key that titanlite does not have, where that is more than to remove it.
     """
-    return Field(default, description=text, json_schema_extra={"torchtitan": torchtitan}, **limits)
+    extra = {"torchtitan": torchtitan, "lacking": lacking, "instead": instead}
+    return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
 class Section(BaseModel):

@@ -18,7 +18,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from titanlite.config.fields import NOT_YET, Section, Wanted
+from titanlite.config.fields import INERT, NOT_YET, Section, Wanted
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import TOML_ERRORS, parse_toml, quote
 
@@ -27,9 +27,47 @@ KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", tuple:
 # Names of earlier TorchTitan releases that are too unlike today's to be found by spelling.
 RENAMED = {
     "training.compile": "compile.enable",
+    "training.seed": "debug.seed",
+    "training.deterministic": "debug.deterministic",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
     "job.print_args": "job.print_config",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "validation.enabled": "validation.enable",
+    "parallelism.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
+    "experimental.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+}
+RENAMED_SECTIONS = {
+    "float8": "quantize.linear.float8",
+    "quantize.dense": "quantize.linear",
+    "quantize.moe": "quantize.grouped_mm",
+}
+
+# Keys and sections of TorchTitan's job files that one of its models reads, or its tests did.
+FOREIGN = {
+    **dict.fromkeys(
+        (
+            "encoder",
+            "inference",
+            "training.classifier_free_guidance_prob",
+            "training.img_size",
+            "training.test_mode",
+            "validation.enable_classifier_free_guidance",
+            "validation.classifier_free_guidance_scale",
+            "validation.denoising_steps",
+            "validation.save_img_count",
+            "validation.save_img_folder",
+            "validation.all_timesteps",
+        ),
+        "belongs to TorchTitan's model flux, which titanlite does not have",
+    ),
+    "job.use_for_integration_test": "was for TorchTitan's own tests",
+    **dict.fromkeys(
+        ("checkpoint.initial_load_dequantize", "parallelism.enable_compiled_autograd"),
+        "asks for a TorchTitan feature that titanlite does not have",
+    ),
 }
 
 
@@ -46,12 +84,20 @@ class Key:
     wanted: Wanted | None = None
     optional: bool = False  # may be left unset
     not_yet: bool = False
+    inert: bool = False
     torchtitan: Any = ...  # TorchTitan's default where it is another, OWN where it has no such key
+    lacking: tuple[str, ...] = ()  # values that TorchTitan takes and titanlite does not
+    instead: str = ""  # what to do in place of setting a key that titanlite does not have
     item: Key | None = None  # what a list holds
 
     @property
     def section(self) -> str:
         return self.name.rpartition(".")[0]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether titanlite acts on it."""
+        return not self.not_yet and not self.inert
 
     @property
     def leaf(self) -> str:
@@ -173,7 +219,10 @@ def make_key(name: str, field: FieldInfo) -> Key:
         wanted=next((mark for mark in marks if isinstance(mark, Wanted)), None),
         optional=optional,
         not_yet=NOT_YET in marks,
+        inert=INERT in marks,
         torchtitan=extra.get("torchtitan", ...),
+        lacking=typing.cast(tuple[str, ...], extra.get("lacking", ())),
+        instead=str(extra.get("instead", "")),
         item=item,
     )
 
@@ -244,7 +293,7 @@ def nearest_key(name: str, known: Mapping[str, Key]) -> str | None:
     if name in RENAMED:
         return RENAMED[name]
     section, _, leaf = name.rpartition(".")
-    live = [key for key in known.values() if not key.not_yet]
+    live = [key for key in known.values() if key.is_live]
     siblings = {key.leaf: key.name for key in live if key.section == section}
     if match := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.76):
         return siblings[match[0]]

@@ -13,9 +13,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from titanlite.config.checks import find_problems
-from titanlite.config.keys import Key, job_keys, job_sections, model_keys, nearest_key
+from titanlite.config.keys import (
+    FOREIGN,
+    RENAMED_SECTIONS,
+    Key,
+    job_keys,
+    job_sections,
+    model_keys,
+    nearest_key,
+)
 from titanlite.config.model import load_config_class, load_model_spec
-from titanlite.config.problems import explain
+from titanlite.config.problems import REMOVE, REMOVE_OPTION, REMOVE_SECTION, explain
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import TOML_ERRORS, parse_toml, quote, show, show_name
 from titanlite.errors import ConfigError
@@ -45,8 +53,11 @@ def load_config(argv: Sequence[str]) -> JobConfig:
         if files:
             values = _read_file(files[0])
     except ConfigError as error:
-        # Checking the rest against defaults would blame keys that the file may set right.
-        raise ConfigError(*problems, *error.problems) from None
+        # What does not fit together cannot be told: the file may set other keys.
+        problems += error.problems
+        typed = [(name, text) for name, text in texts if not name.startswith("model.")]
+        _read_values({}, typed, problems)
+        raise ConfigError(*dict.fromkeys(problems)) from None
     return _build(values, texts, problems)
 
 
@@ -69,13 +80,28 @@ def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
 def _build(
     values: dict[str, Any], texts: Sequence[tuple[str, str | None]], problems: list[str]
 ) -> JobConfig:
-    wrong: set[str] = set()  # keys, or whole sections, that have a problem already
+    config, doubtful = _read_values(values, texts, problems)
+    problems += find_problems(config, doubtful)
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    return config
+
+
+def _read_values(
+    values: dict[str, Any], texts: Sequence[tuple[str, str | None]], problems: list[str]
+) -> tuple[JobConfig, set[str]]:
+    """The job of those values that are right by themselves, and the keys that are in doubt.
+
+    What is wrong with one value, or with a name, joins `problems`. In doubt are keys and sections
+    with a wrong value, and those that an unknown name may have meant.
+    """
+    doubtful: set[str] = set()
     keys = job_keys()
     for name, text in texts:
         if name in keys:
             _put_text(values, keys[name], text, problems)
         elif not name.startswith("model."):
-            problems.append(_unknown(name, keys))
+            problems.append(_unknown(name, keys, None, doubtful).replace(REMOVE, REMOVE_OPTION))
     own_keys = _own_keys(values)
     for name, text in texts:
         if name in own_keys:
@@ -83,20 +109,20 @@ def _build(
         elif name.startswith("model.") and name not in keys:
             _put(values, name, text)  # for the model to refuse by name
     try:
-        config = JobConfig.model_validate(values)
+        return JobConfig.model_validate(values), doubtful
     except ValidationError as error:
+        typed = {name for name, _ in texts}
+        wrong: dict[str, None] = {}
         for found in error.errors():
             name, depth = _locate(found)
-            if name not in wrong:
-                problems.append(_line(name, found, values, depth))
-            wrong.add(name)
+            # Of one value everything is said by the first error, of a list each item has its own.
+            if name not in wrong or depth:
+                line = _line(name, found, values, depth, doubtful)
+                problems.append(line.replace(REMOVE, REMOVE_OPTION) if name in typed else line)
+            wrong[name] = None
         for name in wrong:
             _drop(values, name)
-        config = JobConfig.model_validate(values)
-    problems += find_problems(config, wrong)
-    if problems:
-        raise ConfigError(*dict.fromkeys(problems))
-    return config
+        return JobConfig.model_validate(values), doubtful
 
 
 def _own_keys(values: Mapping[str, Any]) -> dict[str, Key]:
@@ -191,28 +217,37 @@ def _locate(error: Any) -> tuple[str, int]:
     return ".".join(path), depth
 
 
-def _line(name: str, error: Any, values: Mapping[str, Any], depth: int) -> str:
+def _line(name: str, error: Any, values: Mapping[str, Any], depth: int, doubtful: set[str]) -> str:
     if name in job_keys():
+        doubtful.add(name)
         return explain(job_keys()[name], error, _get(values, name), depth)
     if name in job_sections():
+        doubtful.add(name)
         shown = show(error["input"])
         return f"{name}: {shown} is not a section; write [{name}] above its keys"
-    return _unknown(name, job_keys(), error["input"])
+    return _unknown(name, job_keys(), error["input"], doubtful)
 
 
-def _unknown(name: str, keys: Mapping[str, Key], value: Any = None) -> str:
+def _unknown(name: str, keys: Mapping[str, Key], value: Any, doubtful: set[str]) -> str:
+    """The line about a name that is no key; what it may have meant is then in doubt."""
     sections = job_sections()
     shown = show_name(name)
+    if name in FOREIGN:
+        return f"{shown}: {FOREIGN[name]}; {REMOVE_SECTION if type(value) is dict else REMOVE}"
     if isinstance(value, dict):
-        match = difflib.get_close_matches(name, sections, n=1) or [
-            section for section in sections if section.rpartition(".")[2] == name
-        ]
+        match = [RENAMED_SECTIONS[name]] if name in RENAMED_SECTIONS else []
+        match = match or difflib.get_close_matches(name, sections, n=1)
+        match = match or [other for other in sections if other.rpartition(".")[2] == name]
+        doubtful.update(match[:1])
         advice = f"did you mean [{match[0]}]?" if match else "see --help for the sections"
         return f"{shown}: there is no such section; {advice}"
     meant = nearest_key(name, keys)
+    if meant:
+        doubtful.add(meant)
+        return f"{shown}: there is no such key; did you mean {meant}?"
     section = name.rpartition(".")[0]
     place = f"[{section}] in --help" if section in sections else "--help"
-    return f"{shown}: there is no such key; {f'did you mean {meant}?' if meant else f'see {place}'}"
+    return f"{shown}: there is no such key; see {place}"
 
 
 def _put_text(values: dict[str, Any], key: Key, text: str | None, problems: list[str]) -> None:

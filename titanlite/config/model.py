@@ -9,6 +9,7 @@ import os
 import sys
 import typing
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -28,6 +29,8 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote, show_name
 from titanlite.errors import ConfigError
 
+TORCHTITAN_MODELS = ("llama3", "llama4", "deepseek_v3", "qwen3", "gpt_oss", "flux", "vlm")
+
 
 def load_model_spec(config: JobConfig) -> ModelSpec:
     """The model that [model] names, after importing [experimental] custom_import.
@@ -38,8 +41,11 @@ def load_model_spec(config: JobConfig) -> ModelSpec:
         _import_module(config.experimental.custom_import)
     name = config.model.name
     if name not in models.MODELS:
+        wrong = f"there is no model {quote(name)}"
+        if name in TORCHTITAN_MODELS:
+            wrong = f"{quote(name)} is a TorchTitan model that titanlite does not have"
         raise ConfigError(
-            f"model.name: there is no model {quote(name)}; {_suggest(name, models.MODELS)}, "
+            f"model.name: {wrong}; {_suggest(name, models.MODELS)}, "
             "or name a module that registers yours in experimental.custom_import"
         )
     return models.find_model(name)
@@ -83,35 +89,68 @@ def make_model_config(config: JobConfig) -> Any:
 
     Raises ConfigError for an unknown model, flavor or key, and for a value of the wrong type.
     """
-    spec = load_model_spec(config)
-    config_class = load_config_class(spec)
-    flavors = spec.load_flavors()
-    problems: list[str] = []
-    values = _read_overrides(config.model.overrides, config_class, spec.name, problems)
-    flavor = config.model.flavor
-    if flavor not in flavors:
-        problems.append(
+    found = resolve_model(config)
+    if found.problems:
+        raise ConfigError(*found.problems)
+    return found.sizes
+
+
+@dataclass
+class ResolvedModel:
+    """What [model] comes to: the model's sizes, and what is wrong."""
+
+    sizes: Any = None
+    """None where something that is wrong leaves them unknown."""
+    problems: list[str] = field(default_factory=list)
+    doubtful: set[str] = field(default_factory=set)
+    """Keys of other sections that an unknown name may have meant."""
+
+
+def resolve_model(config: JobConfig, *, flavor_is_known: bool = True) -> ResolvedModel:
+    """The sizes of the job's model as far as they can be told, and everything wrong with them."""
+    found = ResolvedModel()
+    try:
+        spec = load_model_spec(config)
+        config_class = load_config_class(spec)
+    except ConfigError as error:
+        found.problems += error.problems
+        return found
+    flavors, flavor = spec.load_flavors(), config.model.flavor
+    values = _read_overrides(config.model.overrides, config_class, spec.name, found)
+    if flavor_is_known and flavor not in flavors:
+        found.problems.append(
             f"model.flavor: {spec.name} has no flavor {quote(flavor)}; {_suggest(flavor, flavors)}"
         )
-    if problems:
-        raise ConfigError(*problems)
+        flavor_is_known = False
+    if values is None or not flavor_is_known:
+        return found
     try:
-        return dataclasses.replace(flavors[flavor], **values)
+        found.sizes = dataclasses.replace(flavors[flavor], **values)
     except ValueError as error:
-        raise ConfigError(f"model: {_told(error)}; change the sizes in [model]") from error
+        found.problems.append(f"model: {_told(error)}; change the sizes in [model]")
+    return found
 
 
 def _read_overrides(
-    overrides: dict[str, Any], config_class: Any, model: str, problems: list[str]
-) -> dict[str, Any]:
-    """The overrides as the types of `config_class` have them; what is wrong joins `problems`."""
+    overrides: dict[str, Any], config_class: Any, model: str, found: ResolvedModel
+) -> dict[str, Any] | None:
+    """The overrides as the types of `config_class` have them; None where one is in doubt.
+
+    What is wrong joins `found`.
+    """
     keys = model_keys(config_class)
     hints = field_types(config_class)
-    values = {}
+    values: dict[str, Any] = {}
+    is_sure = True
     for name, value in overrides.items():
         key = keys.get(f"model.{name}")
         if key is None:
-            problems.append(_unknown(f"model.{name}", keys, model))
+            meant = nearest_key(f"model.{name}", job_keys() | keys)
+            found.problems.append(_unknown(f"model.{name}", meant, keys, model))
+            if meant in keys:
+                is_sure = False
+            elif meant:
+                found.doubtful.add(meant)
             continue
         adapter = TypeAdapter(hints[name], config=ConfigDict(strict=True, allow_inf_nan=False))
         # TOML has lists alone; strict pydantic would refuse one for a tuple.
@@ -120,12 +159,12 @@ def _read_overrides(
             values[name] = adapter.validate_python(tuple(value) if is_tuple else value)
         except ValidationError as error:
             first = error.errors()[0]
-            problems.append(explain(key, first, value, depth=len(first["loc"])))
-    return values
+            found.problems.append(explain(key, first, value, depth=len(first["loc"])))
+            is_sure = False
+    return values if is_sure else None
 
 
-def _unknown(name: str, keys: dict[str, Key], model: str) -> str:
-    meant = nearest_key(name, job_keys() | keys)
+def _unknown(name: str, meant: str | None, keys: dict[str, Key], model: str) -> str:
     name = show_name(name)
     if meant:
         return f"{name}: there is no such key; did you mean {meant}?"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,28 +66,57 @@ def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> Pip
 
     Raises ConfigError where stages, microbatches and schedule do not fit together.
     """
-    num_microbatches = _count_microbatches(config)
     names: tuple[str, ...] = getattr(model, "module_names", ())
     if not names:
         raise ConfigError(
             f"{KEY}degree: {config.model.name} does not say what can be cut; give its "
             "configuration class module_names, its modules in the order of the forward pass"
         )
+    problems: list[str] = []
     path = config.parallelism.pipeline_parallel_schedule_csv
-    if path:
-        schedule = _load_schedule(config, dims, num_microbatches)
-        num_stages = schedule.num_stages
-    else:
-        num_stages = _count_stages(config, dims, names)
-        schedule = _make_schedule(config, dims, num_microbatches, num_stages)
-    given = config.parallelism.module_fqns_per_model_part
-    if given is None:
-        stages = _share_out(config, names, num_stages)
-    else:
-        stages = tuple(map(tuple, given))
-        _check_given(stages, names, num_stages)
+    num_microbatches: int | None = None
+    num_stages: int | None = None
+    schedule: Schedule | None = None
+    stages: tuple[tuple[str, ...], ...] = ()
+    with _collecting(problems):
+        num_microbatches = _count_microbatches(config)
+    if not path:
+        with _collecting(problems):
+            num_stages = _count_stages(config, dims, names)
+    if num_microbatches is not None:
+        with _collecting(problems):
+            if path:
+                schedule = _load_schedule(config, dims, num_microbatches)
+                num_stages = schedule.num_stages
+            elif num_stages is not None:
+                schedule = _make_schedule(config, dims, num_microbatches, num_stages)
+    if num_stages is not None:
+        with _collecting(problems):
+            stages = _make_stages(config, names, num_stages)
+    if problems or schedule is None:
+        raise ConfigError(*problems)
     size = config.parallelism.pipeline_parallel_microbatch_size
     return PipelinePlan(schedule, stages, size, bool(path))
+
+
+@contextlib.contextmanager
+def _collecting(problems: list[str]) -> Iterator[None]:
+    """What a ConfigError inside says joins `problems`."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
+def _make_stages(
+    config: JobConfig, names: Sequence[str], num_stages: int
+) -> tuple[tuple[str, ...], ...]:
+    given = config.parallelism.module_fqns_per_model_part
+    if given is None:
+        return _share_out(config, names, num_stages)
+    stages = tuple(map(tuple, given))
+    _check_given(stages, names, num_stages)
+    return stages
 
 
 def _count_microbatches(config: JobConfig) -> int:

@@ -9,6 +9,10 @@ from typing import Any
 from titanlite.config.keys import KINDS, Key, one_of
 from titanlite.config.toml import show
 
+LACKS = "asks for a TorchTitan feature that titanlite does not have"
+REMOVE, REMOVE_OPTION = "remove this line", "remove this option"
+REMOVE_SECTION = "remove this section"
+
 
 def explain(key: Key, error: Mapping[str, Any], value: Any, depth: int = 0) -> str:
     """One line about `value` of `key`, which pydantic refused with `error`.
@@ -17,11 +21,13 @@ def explain(key: Key, error: Mapping[str, Any], value: Any, depth: int = 0) -> s
     """
     if key.not_yet:
         legal = [key.default] if key.torchtitan is ... else [key.default, key.torchtitan]
-        keep = [f"at {show(value)}" if value is not None else "unset" for value in legal]
-        return (
-            f"{key.name}: {show(value)} asks for a TorchTitan feature that titanlite does not "
-            f"have; leave it {one_of(keep)}"
-        )
+        ways = [show(value) for value in legal if value not in (None, "")]
+        advice = f"write {one_of(ways)}, or {REMOVE}" if ways else REMOVE
+        if key.instead:
+            advice = f"{key.instead} {REMOVE}"
+        return f"{key.name}: {show(value)} {LACKS}; {advice}"
+    if value in key.lacking:
+        return f"{key.name}: {show(value)} {LACKS}; give {key.describe()}"
     target, item = key, value
     if depth:
         item = error["input"]

@@ -3,7 +3,8 @@
 Names, meanings and defaults are those of TorchTitan v0.2.2; `torchtitan=` records its default
 where titanlite's is another, OWN where it has no such key. `NotYet[...]` marks a key of
 TorchTitan's that titanlite does not act on, so that only the default is accepted: removing that
-one word makes the key live. Sections that are missing as a whole stand in absent.py.
+one word makes the key live. `Inert[...]` marks one that only says more about such a feature: any
+value is accepted, and named at the start. Sections that are missing as a whole stand in absent.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from titanlite.config.fields import (
     CountOrMinusOne,
     Dtype,
     Fraction,
+    Inert,
     Name,
     NotYet,
     Section,
@@ -43,7 +45,11 @@ class Job(Section):
         "cuda with NCCL, cpu with gloo; auto: cuda where every rank has a GPU, else cpu",
         torchtitan=OWN,
     )
-    custom_config_module: NotYet[str] = key("", "module that extends the configuration")
+    custom_config_module: NotYet[str] = key(
+        "",
+        "module that extends the configuration",
+        instead="name a module that registers your model in experimental.custom_import, or",
+    )
 
 
 class Profiling(Section):
@@ -85,7 +91,10 @@ class Model(Section):
 
     name: str = key("image_transformer", "which model", torchtitan="llama3")
     flavor: str = key("digits", "a set of sizes: digits, cifar or debug", torchtitan="debugmodel")
-    hf_assets_path: NotYet[str] = key("./tests/assets/tokenizer", "folder of Hugging Face assets")
+    hf_assets_path: Inert[str] = key(
+        "./tests/assets/tokenizer", "folder of Hugging Face assets, such as a tokenizer of text"
+    )
+    tokenizer_path: NotYet[str | None] = key(None, "tokenizer of text; later hf_assets_path")
     converters: NotYet[Values[str]] = key((), "conversions of the model, such as float8")
     print_after_conversion: NotYet[bool] = key(False, "print the model once converted")
 
@@ -225,19 +234,19 @@ class Parallelism(Section):
         "", "PP: CSV file that holds a schedule, in place of it"
     )
     pipeline_parallel_microbatch_size: PositiveInt = key(1, "PP: images in a microbatch")
-    pipeline_parallel_expert_parallel_overlap: NotYet[bool] = key(
+    pipeline_parallel_expert_parallel_overlap: Inert[bool] = key(
         True, "PP: overlap with the communication of experts"
     )
     context_parallel_degree: PositiveInt = key(1, "ways the sequence is split (CP)")
     context_parallel_load_balancer: Literal["headtail", "striped", "none"] = key(
-        "headtail", "CP: which tokens a rank holds"
+        "headtail", "CP: which tokens a rank holds", lacking=("ptrr",)
     )
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = key(
         "alltoall", "CP: keys and values gathered at once or passed round", torchtitan="allgather"
     )
     expert_parallel_degree: NotYet[PositiveInt] = key(1, "ways the experts are split (EP)")
-    expert_tensor_parallel_degree: NotYet[PositiveInt] = key(1, "TP degree within experts")
-    expert_parallel_comm_backend: NotYet[Literal["standard", "deepep"]] = key(
+    expert_tensor_parallel_degree: Inert[PositiveInt] = key(1, "TP degree within experts")
+    expert_parallel_comm_backend: Inert[Literal["standard", "deepep"]] = key(
         "standard", "EP: which all-to-all"
     )
 
@@ -308,7 +317,7 @@ class Checkpoint(Section):
     enable_first_step_checkpoint: bool = key(False, "save after the first step too")
     create_seed_checkpoint: bool = key(False, "save the initial weights as step-0, and stop")
     load_only: bool = key(False, "load, never save")
-    enable_ft_dataloader_checkpoints: NotYet[bool] = key(True, "data state of fault tolerance")
+    enable_ft_dataloader_checkpoints: Inert[bool] = key(True, "data state of fault tolerance")
 
     @property
     def saves(self) -> bool:
@@ -332,7 +341,9 @@ class Comm(Section):
     )
     save_traces_file_prefix: Name = key("rank_", "how their names begin; the rank follows")
     mode: Literal["default", "debug"] = key(
-        "default", '"debug": each step, compare what all ranks called, and from where'
+        "default",
+        '"debug": each step, compare what all ranks called, and from where',
+        lacking=("fake_backend", "local_tensor"),
     )
 
 
@@ -366,14 +377,18 @@ class Debug(Section):
         "where loss or gradient norm is not finite: stop before the update, skip it, or take it",
         torchtitan=OWN,
     )
-    moe_force_load_balance: NotYet[bool] = key(False, "tokens go to experts in turn")
+    moe_force_load_balance: Inert[bool] = key(False, "tokens go to experts in turn")
 
 
 class Experimental(Section):
     """Code from outside"""
 
     custom_import: str = key("", 'module ("package.module") to import; it registers a model')
-    custom_args_module: NotYet[str] = key("", "module that extends the configuration")
+    custom_args_module: NotYet[str] = key(
+        "",
+        "module that extends the configuration",
+        instead="name a module that registers your model in experimental.custom_import, or",
+    )
 
 
 class Sampling(Section):

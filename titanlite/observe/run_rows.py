@@ -5,6 +5,9 @@ The rows of the parallel features come from the steps that applied them (titanli
 
 from __future__ import annotations
 
+from typing import Any
+
+from titanlite.config.keys import job_keys
 from titanlite.config.schema import JobConfig
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.observe.effective_plan import PlanRow
@@ -27,6 +30,21 @@ def run_rows(
         _batch(config, dims),
         _learning_rate(config),
     ]
+
+
+def name_idle_keys(config: JobConfig) -> str:
+    """One line about the keys that the job sets and that have no effect; "" without any."""
+    idle = []
+    for key in job_keys().values():
+        if key.inert:
+            section: Any = config
+            for name in key.section.split("."):
+                section = getattr(section, name)
+            if getattr(section, key.leaf) != key.default:
+                idle.append(key.name)
+    if not idle:
+        return ""
+    return f"no effect here, as the TorchTitan feature is not on: {', '.join(idle)}"
 
 
 def _device(asked: str, active: str, num_ranks: int, num_gpus: int) -> PlanRow:
