@@ -30,6 +30,8 @@ from titanlite.mesh.launch import (
 )
 from titanlite.mesh.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
 
+EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
+
 
 def main(argv: list[str]) -> int:
     """Check everything that can be checked, then train; the exit status."""
@@ -39,7 +41,7 @@ def main(argv: list[str]) -> int:
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         place = torchrun_place()
-        config = load_config(argv)
+        config = load_config(argv, needs_file=EXAMPLE)
         world_size = None if place is None or place.world_size == 1 else place.world_size
         num_gpus = 0 if config.job.device == "cpu" else count_gpus()
         dims = make_parallel_dims(config, world_size, num_gpus)

@@ -30,7 +30,9 @@ imports a module that calls `register(ModelSpec(...))`.
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 
@@ -68,11 +70,43 @@ class ModelSpec:
 MODELS: dict[str, ModelSpec] = {}
 """Every registered model by name."""
 
+REGISTERED_BY: dict[str, set[str]] = {}
+"""Name of a model -> the modules that registered it: those whose import called `register`."""
+
 
 def register(spec: ModelSpec) -> None:
     """Makes a model known under `spec.name`; raises ValueError if another one has that name."""
     if MODELS.setdefault(spec.name, spec) != spec:
         raise ValueError(f"a model named {spec.name!r} is registered already")
+    REGISTERED_BY.setdefault(spec.name, set()).update(_registering_modules())
+
+
+def models_of(module: str) -> list[str]:
+    """The names of the models that `module`, or a module of that package, has registered."""
+    return [
+        name
+        for name, modules in REGISTERED_BY.items()
+        if name in MODELS and any(f"{by}.".startswith(f"{module}.") for by in modules)
+    ]
+
+
+def is_built_in(name: str) -> bool:
+    """Whether only this package has registered the model `name`."""
+    return REGISTERED_BY.get(name) == {__name__}
+
+
+def _registering_modules() -> set[str]:
+    """The module that calls `register`, and those whose import led there."""
+    frame: FrameType | None = sys._getframe(2)  # of the caller of `register`
+    assert frame is not None
+    names = {frame.f_globals.get("__name__", "")}
+    if names == {__name__}:
+        return names  # whoever imports this package registers nothing by that
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            names.add(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    return names
 
 
 def find_model(name: str) -> ModelSpec:

@@ -36,8 +36,10 @@ SMALL = {
 
 def command(folder: Path, *launcher: str, **changes: object) -> list[str]:
     """The command line that trains a small model; `section__key=value` for section.key."""
+    file = Path(f"{folder}.toml")
+    file.write_text("")
     options = {key.replace("__", "."): value for key, value in changes.items()}
-    options = {**SMALL, "job.dump_folder": folder, **options}
+    options = {"job.config_file": file, **SMALL, "job.dump_folder": folder, **options}
     words = [
         f"--{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in options.items()
     ]
@@ -243,6 +245,16 @@ def test_a_world_that_does_not_fit_the_plan_is_refused_once(tmp_path):
             words[:1] + words[words.index(str(ROOT / "train.py")) :], LOCAL_RANK=str(rank), **place
         )
         assert (own.returncode, own.stderr, own.stdout) == (2, said, "")
+
+
+@pytest.mark.parametrize("words", [(), ("--training.steps=3", "--model.flavor=debug")])
+def test_without_a_file_nothing_is_trained(tmp_path, words):
+    done = run([sys.executable, str(ROOT / "train.py"), *words], PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "job.config_file: no file is given; "
+        "type python train.py --job.config_file=configs/tp2_fsdp2.toml\n"
+    )
 
 
 def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):

@@ -447,6 +447,49 @@ def test_a_model_that_fails_to_import_is_one_line(
     )
 
 
+PACKAGE = {
+    "__init__.py": "from own_package import parts\n",
+    "parts.py": OWN_MODEL.replace("own_model:", "own_package.parts:"),
+    "imports_parts.py": "import own_package.parts\n",
+    "idle.py": "import models\n",
+}
+
+
+def test_a_module_that_registers_no_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_package").mkdir()
+    for name, text in PACKAGE.items():
+        (tmp_path / "own_package" / name).write_text(text)
+    (tmp_path / "idle_module.py").write_text("import models\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    monkeypatch.setattr(models, "REGISTERED_BY", dict(models.REGISTERED_BY))
+    imported = set(sys.modules)
+    try:
+        for module in ("os", "idle_module", "os"):
+            with pytest.raises(ConfigError) as caught:
+                load_config([f"--experimental.custom_import={module}"])
+            assert caught.value.problems == (
+                f'experimental.custom_import: "{module}" registers no model; give a module that '
+                "calls models.register(ModelSpec(...)), or remove this key",
+            )
+        own = ("--model.name=own", "--model.flavor=small")
+        # The second time, and from inside the package, the import itself registers nothing.
+        for module in ("own_package", "own_package", "own_package.parts"):
+            load_config([f"--experimental.custom_import={module}"])
+            assert load_config([f"--experimental.custom_import={module}", *own]).model.name == "own"
+        # What it imports was imported before: the model of the job is there all the same.
+        load_config(["--experimental.custom_import=own_package.imports_parts", *own])
+        with pytest.raises(ConfigError, match="registers no model"):
+            load_config(["--experimental.custom_import=own_package.idle"])
+    finally:
+        for name in set(sys.modules) - imported:
+            if name.startswith(("own_package", "idle_module")):
+                del sys.modules[name]
+
+
 def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     spec = models.find_model("image_transformer")

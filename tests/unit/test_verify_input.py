@@ -25,6 +25,7 @@ from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceStep
 from titanlite.verify.shrink import shrink
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+TP2 = str(Path(__file__).parents[2] / "configs" / "tp2_fsdp2.toml")
 SYNTHETIC = ["--training.dataset=synthetic", "--training.dataset_path=none"]
 
 
@@ -56,8 +57,10 @@ def test_options_are_told_from_the_job():
         (["--dtype=int8"], '--dtype: there is no "int8" here; give float64, float32, bfloat16'),
         (["a.toml", "--json"], "--json: has no value; write --json=value"),
         (["none.toml"], 'job.config_file: "none.toml" does not exist; give a TOML file'),
-        (["--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree: 3 does not divide"),
-        (["--model.flavour=debug"], "did you mean model.flavor?"),
+        ([], "no file is given; type titanlite verify configs/tp2_fsdp2.toml"),
+        (["--parallelism.tensor_parallel_degree=2"], "job.config_file: no file is given; type "),
+        ([TP2, "--parallelism.tensor_parallel_degree=3"], "degree: 3 does not divide"),
+        ([TP2, "--model.flavour=debug"], "did you mean model.flavor?"),
         (["a.toml", "--limit=3"], "--limit: is for --matrix alone; leave it out"),
         (["a.toml", "--compile"], "--compile: is for --matrix alone; leave it out, or give --com"),
         (["--matrix", "--shrink"], "--shrink: is for one job, and --matrix has its own; leave it"),

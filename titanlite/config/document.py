@@ -20,7 +20,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import show
 
 USAGE = """\
-usage: torchrun train.py [--job.config_file=FILE] [--section.key=VALUE ...]
+usage: torchrun train.py --job.config_file=FILE [--section.key=VALUE ...]
 
 A job is a TOML file and, on top of it, the command line: --training.steps=100 or
 --training.steps 100; --compile.enable, or =true, or =false; --compile.components=model,loss;

@@ -31,12 +31,13 @@ from titanlite.errors import ConfigError
 CONFIG_FILE = "job.config_file"
 
 
-def load_config(argv: Sequence[str]) -> JobConfig:
+def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
     """The job that the command line `argv` (without the program's name) describes.
 
     `--job.config_file=F` names a TOML file; every other `--section.key=value` or
     `--section.key value` overrides it. `--help` prints every key and exits. Raises ConfigError
-    with one line for each thing that is wrong.
+    with one line for each thing that is wrong. A job without a file is all defaults; `needs_file`,
+    a command to type that has one, makes that a mistake.
     """
     if "--help" in argv or "-h" in argv:
         from titanlite.config.document import help_text
@@ -52,6 +53,8 @@ def load_config(argv: Sequence[str]) -> JobConfig:
             raise ConfigError(f"{CONFIG_FILE}: given {len(files)} times; give one file")
         if files:
             values = _read_file(files[0])
+        elif needs_file and not any(name == CONFIG_FILE for name, _ in texts):
+            raise ConfigError(f"{CONFIG_FILE}: no file is given; type {needs_file}")
     except ConfigError as error:
         # What does not fit together cannot be told: the file may set other keys.
         problems += error.problems

@@ -37,9 +37,15 @@ def load_model_spec(config: JobConfig) -> ModelSpec:
 
     Raises ConfigError if the import fails or there is no such model.
     """
-    if config.experimental.custom_import:
-        _import_module(config.experimental.custom_import)
-    name = config.model.name
+    module, name = config.experimental.custom_import, config.model.name
+    if module:
+        _import_module(module)
+        # A model that was registered elsewhere may be what the module is imported with.
+        if not models.models_of(module) and (name not in models.MODELS or models.is_built_in(name)):
+            raise ConfigError(
+                f"experimental.custom_import: {quote(module)} registers no model; give a module "
+                "that calls models.register(ModelSpec(...)), or remove this key"
+            )
     if name not in models.MODELS:
         wrong = f"there is no model {quote(name)}"
         if name in TORCHTITAN_MODELS:

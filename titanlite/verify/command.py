@@ -37,6 +37,8 @@ gradient norm, every gradient and every weight, step by step. Where they differ,
 
 exit status: 0 all agree, 1 something differs or does not run, 2 bad input"""
 
+EXAMPLE = "titanlite verify configs/tp2_fsdp2.toml"
+
 
 @dataclass
 class Options:
@@ -56,7 +58,7 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; the exit status. Raises ConfigError for bad input."""
-    if not arguments or "--help" in arguments or "-h" in arguments:
+    if "--help" in arguments or "-h" in arguments:
         print(HELP)
         return 0
     options = parse(arguments)
@@ -74,7 +76,7 @@ def verify_one(options: Options) -> int:
     if options.shrink:
         # What the file trains on need not be here.
         words += ["--training.dataset=synthetic", "--training.dataset_path=none"]
-    config = load_config(words)
+    config = load_config(words, needs_file=EXAMPLE)
     shrunk: list[str] = []
     if options.shrink:
         from titanlite.verify.shrink import shrink
@@ -84,7 +86,7 @@ def verify_one(options: Options) -> int:
     dims = make_parallel_dims(config, None, 0 if config.job.device == "cpu" else count_gpus())
     device_type = choose_device(config.job.device, dims.world_size)
     check_machine(config, device_type)
-    source = config.job.config_file or "the command line"
+    source = config.job.config_file or ""
 
     def show_header(found: Verification) -> None:
         print(format_header(found, source, shrunk), end="\n\n", flush=True)
