@@ -16,19 +16,18 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # Ctrl-C while Python still imports ends the process, without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from titanlite.config import check_job, check_machine, load_config, make_parallel_dims
+from titanlite.config import load_config, make_parallel_dims
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError
 from titanlite.mesh.launch import (
     ALONE,
     Place,
-    choose_device,
-    count_gpus,
     prepare_environment,
     run_ranks,
     torchrun_place,
 )
 from titanlite.mesh.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
+from titanlite.start import check_start
 
 EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
 
@@ -42,21 +41,23 @@ def main(argv: list[str]) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         place = torchrun_place()
         config = load_config(argv, needs_file=EXAMPLE)
-        world_size = None if place is None or place.world_size == 1 else place.world_size
-        num_gpus = 0 if config.job.device == "cpu" else count_gpus()
-        dims = make_parallel_dims(config, world_size, num_gpus)
-        check_job(config, dims)
-        local_ranks = place.local_world_size if world_size and place else dims.world_size
-        device_type = choose_device(config.job.device, local_ranks)
-        check_machine(config, device_type)
-        if world_size and place:
-            train(place, config, device_type)
-        elif dims.world_size == 1:
+        world = None if place is None or place.world_size == 1 else place
+        start = check_start(config, world)
+        if world:
+            train(world, config, start.device_type)
+        elif start.dims.world_size == 1:
             with unwinding_at_sigterm():
-                train(ALONE, config, device_type)
+                train(ALONE, config, start.device_type)
         else:
             with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
-                run_ranks(train, dims.world_size, config, device_type, stop=stop)
+                run_ranks(
+                    train,
+                    start.dims.world_size,
+                    config,
+                    start.device_type,
+                    stop=stop,
+                    max_ranks=config.job.max_local_ranks,
+                )
     except RankError as error:
         print(f"{error.rank_traceback}\n{error}".strip(), file=sys.stderr)
         return 1

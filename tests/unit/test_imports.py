@@ -18,6 +18,7 @@ MUST_NOT_IMPORT = {
     "titanlite/config": ["torch", "titanlite.job", "titanlite.parallelize", "titanlite.training"],
     "titanlite/faults/report.py": ["torch", "titanlite.faults", "titanlite.mesh", "titanlite.job"],
     "titanlite/mesh/signals.py": ["torch"],
+    "titanlite/mesh/machine.py": ["torch"],
     "titanlite/checkpoint/manifest.py": ["torch"],
     "titanlite/checkpoint/folder.py": ["torch"],
     "titanlite/schedule": ["torch"],

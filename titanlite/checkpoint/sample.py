@@ -12,9 +12,10 @@ from typing import Any
 
 from titanlite.checkpoint.folder import find_checkpoint
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.config import JobConfig, check_job, make_config, make_parallel_dims, override
+from titanlite.config import JobConfig, make_config, make_parallel_dims, override
 from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.mesh.launch import ALONE, Place, choose_device, prepare_environment, run_ranks
+from titanlite.mesh.launch import ALONE, Place, prepare_environment, run_ranks
+from titanlite.start import check_start
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,14 +38,14 @@ def main(arguments: Sequence[str]) -> int:
     config = _for_sampling(stored, asked)
     if config.sampling.num_images == 0:
         raise ConfigError("--num-images: the job itself draws none; say how many")
-    check_job(config, make_parallel_dims(config, None))
-    device_type = choose_device(asked.device, asked.ranks)
+    device_type = check_start(config, key="--ranks").device_type
     try:
         if asked.ranks == 1:
             drawn = draw(ALONE, config, device_type, source, manifest, asked.out)
         else:
             args = (config, device_type, source, manifest, asked.out)
-            drawn = run_ranks(draw, asked.ranks, *args)[0]
+            most = config.job.max_local_ranks
+            drawn = run_ranks(draw, asked.ranks, *args, max_ranks=most)[0]
     except RankError as error:
         raise TitanliteError(f"{error.rank_traceback}\n{error}".strip()) from error
     print(f"{drawn} images from {source}: {asked.out}")

@@ -152,6 +152,9 @@ torchrun train.py --job.config_file=configs/tp2_fsdp2.toml --training.steps=100
   `=false`; named alone it is true. A list is `=model,loss` or `='["model", "loss"]'`. `=none`
   leaves a key unset. The last of several values for one key holds.
 - Sections, keys and meanings are TorchTitan's (v0.2.2), so that its job files carry over.
+- A file is always needed: `train.py` and `titanlite verify` run nothing by default.
+- A run may be shorter than its warm-up. Warm-up, then decay, are cut to `training.steps`, as
+  TorchTitan does, and the effective plan says so.
 - Values are taken as they are typed: `steps = "10"`, `steps = 10.0` and `steps = true` are
   refused. An integer may stand for a number.
 - Everything wrong with a job is reported at once, before torch is imported and before any process
@@ -165,7 +168,8 @@ torchrun train.py --job.config_file=configs/tp2_fsdp2.toml --training.steps=100
 CHECKED = """\
 The degrees of [parallelism] multiply to the number of ranks, and `data_parallel_shard_degree = -1`
 takes what the others leave. A world of one whose degrees need more starts that many ranks itself;
--1 is then 1 on CPU, and on CUDA the GPUs that the other degrees leave.
+-1 is then 1 on CPU, and on CUDA the GPUs that the other degrees leave. It starts at most 32 ranks
+on each core, and one for each 150 MB of memory; `job.max_local_ranks` sets another limit.
 
 Beyond that, and each key's own type and range, these are checked together: what needs the number
 of ranks as soon as it is known, all else on reading the job.

@@ -45,6 +45,11 @@ class Job(Section):
         "cuda with NCCL, cpu with gloo; auto: cuda where every rank has a GPU, else cpu",
         torchtitan=OWN,
     )
+    max_local_ranks: PositiveInt | None = key(
+        None,
+        "most ranks that start on this machine; if not set, what its cores and memory allow",
+        torchtitan=OWN,
+    )
     custom_config_module: NotYet[str] = key(
         "",
         "module that extends the configuration",

@@ -30,6 +30,7 @@ from typing import Any
 import cloudpickle
 
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError, number_ranks
+from titanlite.mesh.machine import check_local_ranks
 from titanlite.mesh.signals import StopRequest
 
 # How long the other ranks of a failed run may take to say what they saw, and then to end.
@@ -80,6 +81,7 @@ def run_ranks(
     *args: Any,
     timeout_seconds: float | None = None,
     stop: StopRequest | None = None,
+    max_ranks: int | None = None,
 ) -> list[Any]:
     """Call `function(place, *args)` in `num_ranks` new local processes; return their results.
 
@@ -87,7 +89,8 @@ def run_ranks(
     makes one. When a rank raises or dies the others are ended and RankError is raised with the
     rank and its traceback; likewise after `timeout_seconds`. A TitanliteError is raised as it is.
     No process outlives the call, nor the caller: if the caller is killed, the ranks are too.
-    A request to `stop` is passed on to the ranks, which find it in `place.orders`.
+    A request to `stop` is passed on to the ranks, which find it in `place.orders`. More than
+    `max_ranks`, or than the machine takes where that is None, are refused with ConfigError.
     """
 
     def send_result(place: Place, connection: Connection) -> None:
@@ -96,7 +99,7 @@ def run_ranks(
 
     results: dict[int, bytes] = {}
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-    with Ranks(send_result, num_ranks) as ranks:
+    with Ranks(send_result, num_ranks, max_ranks) as ranks:
         if stop is not None:
 
             def pass_on() -> None:
@@ -119,10 +122,17 @@ class Ranks:
 
     `serve` takes what `send` gave it with `connection.recv_bytes()`, answers with
     `connection.send(("message", answer_bytes))`, and returns when the connection is closed
-    (EOFError). A context manager; at the end, by whatever way, the processes are ended.
+    (EOFError). A context manager; at the end, by whatever way, the processes are ended. More than
+    `max_ranks`, or than the machine takes where that is None, are refused with ConfigError.
     """
 
-    def __init__(self, serve: Callable[[Place, Connection], None], num_ranks: int) -> None:
+    def __init__(
+        self,
+        serve: Callable[[Place, Connection], None],
+        num_ranks: int,
+        max_ranks: int | None = None,
+    ) -> None:
+        check_local_ranks(num_ranks, allowed=max_ranks)
         prepare_environment()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)

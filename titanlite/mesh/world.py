@@ -19,6 +19,7 @@ import torch.distributed as dist
 from titanlite.faults.watch import Traces, Watch, watching
 from titanlite.mesh.attempt import agree_on_attempt
 from titanlite.mesh.launch import Place
+from titanlite.mesh.machine import num_cores
 
 # torch 2.14 makes this public as set_timeout, and warns of the old name.
 set_group_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
@@ -142,13 +143,6 @@ def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
     meeting = dist.PrefixStore("default_pg", dist.PrefixStore(attempt, kept))
     # A connection of its own: one that waits keeps all who share it waiting.
     return {"store": meeting}, dist.PrefixStore("watch", dist.PrefixStore(attempt, kept.clone()))
-
-
-def num_cores() -> int:
-    """The CPU cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.config import check_machine, load_config, make_parallel_dims
+from titanlite.config import load_config
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
-from titanlite.mesh.launch import choose_device, count_gpus
+from titanlite.mesh.machine import check_local_ranks
+from titanlite.start import check_start
 from titanlite.verify.jobs import DTYPES
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
@@ -83,17 +84,15 @@ def verify_one(options: Options) -> int:
 
         config, shrunk = shrink(config)
         shrunk.append("generated data")
-    dims = make_parallel_dims(config, None, 0 if config.job.device == "cpu" else count_gpus())
-    device_type = choose_device(config.job.device, dims.world_size)
-    check_machine(config, device_type)
+    start = check_start(config)
     source = config.job.config_file or ""
 
     def show_header(found: Verification) -> None:
         print(format_header(found, source, shrunk), end="\n\n", flush=True)
 
-    with Verifier(device_type) as verifier:
+    with Verifier(start.device_type, max_ranks=config.job.max_local_ranks) as verifier:
         found = verifier.verify(
-            config, dims, steps=options.steps or 5, dtype=options.dtype, on_start=show_header
+            config, start.dims, steps=options.steps or 5, dtype=options.dtype, on_start=show_header
         )
     print(format_verification(found))
     if found.error is not None and found.error.rank_traceback:
@@ -107,6 +106,7 @@ def verify_matrix(options: Options) -> int:
     """Verify every pair of features."""
     from titanlite.verify.matrix import run_matrix
 
+    check_local_ranks(options.ranks, key="--ranks")
     return run_matrix(
         num_ranks=options.ranks,
         folder=Path(options.output),

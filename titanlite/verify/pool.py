@@ -31,9 +31,15 @@ class RankPool:
     """
 
     def __init__(
-        self, num_ranks: int, device_type: str = "cpu", *, timeout_seconds: float = 300
+        self,
+        num_ranks: int,
+        device_type: str = "cpu",
+        *,
+        timeout_seconds: float = 300,
+        max_ranks: int | None = None,
     ) -> None:
         self.num_ranks = num_ranks
+        self.max_ranks = max_ranks
         self.device_type = device_type
         self.timeout_seconds = timeout_seconds
         self._ranks: Ranks | None = None
@@ -57,7 +63,7 @@ class RankPool:
         if self._ranks is None:
             self._num_calls = 0
             serve = functools.partial(_serve, device_type=self.device_type)
-            self._ranks = Ranks(serve, self.num_ranks)
+            self._ranks = Ranks(serve, self.num_ranks, self.max_ranks)
         self._num_calls += 1
         message = cloudpickle.dumps((function, args))
         for rank in range(self.num_ranks):

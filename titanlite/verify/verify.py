@@ -108,8 +108,15 @@ class Verification:
 class Verifier:
     """Verifies jobs on local ranks; a context manager that ends them."""
 
-    def __init__(self, device_type: str = "cpu", *, timeout_seconds: float = 300) -> None:
+    def __init__(
+        self,
+        device_type: str = "cpu",
+        *,
+        timeout_seconds: float = 300,
+        max_ranks: int | None = None,
+    ) -> None:
         self.device_type = device_type
+        self.max_ranks = max_ranks
         self.timeout_seconds = timeout_seconds
         self._pools: dict[int, RankPool] = {}
         self._references: dict[tuple[str, int], tuple[str, list[ReferenceStep]]] = {}
@@ -175,7 +182,12 @@ class Verifier:
     def pool(self, num_ranks: int) -> RankPool:
         """The ranks that verification uses, started at their first call."""
         if num_ranks not in self._pools:
-            pool = RankPool(num_ranks, self.device_type, timeout_seconds=self.timeout_seconds)
+            pool = RankPool(
+                num_ranks,
+                self.device_type,
+                timeout_seconds=self.timeout_seconds,
+                max_ranks=self.max_ranks,
+            )
             self._pools[num_ranks] = self._exits.enter_context(pool)
         return self._pools[num_ranks]
 
