@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +21,11 @@ from test_train_script import png_size, run
 from titanlite import cli
 from titanlite.checkpoint import convert
 from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint
+from titanlite.checkpoint.manifest import MANIFEST, _digest, read_manifest
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.checkpoint.weights import read_config
 from titanlite.config import JobConfig, override
+from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.errors import ConfigError, NonFiniteError
 from titanlite.job import Job
 from titanlite.mesh.launch import Place, run_ranks
@@ -149,6 +154,140 @@ def test_what_cannot_be_written_is_one_line_and_nothing_is_left_or_lost(
     assert titanlite("convert", file, "--out", tmp_path / "step-7") == 0
     assert find_checkpoint(tmp_path)[1].step == 7
     assert [path.read_text() for path in own] == ["the user's"] * 2
+
+
+def reseal(folder: Path, config: dict) -> None:
+    """Give a checkpoint another configuration, and the checksum that belongs to it."""
+    content = json.loads((folder / MANIFEST).read_text()) | {"config": config}
+    del content["sha256"]
+    (folder / MANIFEST).write_text(json.dumps({"sha256": _digest(content), **content}))
+
+
+EVIL = "from pathlib import Path\nPath({mark!r}).touch()\nraise RuntimeError('it ran')\n"
+
+
+@pytest.fixture
+def evil(tmp_path, trained, monkeypatch):
+    """A checkpoint that names a module, which lies beside it, and the mark that module leaves."""
+    folder = tmp_path / "step-4"
+    shutil.copytree(trained[0] / "step-4", folder)
+    mark = tmp_path / "it-ran"
+    for place in (folder, tmp_path):
+        (place / "evil_model.py").write_text(EVIL.format(mark=str(mark)))
+    config = read_manifest(folder).config
+    reseal(folder, {**config, "experimental": {"custom_import": "evil_model"}})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder, mark
+    sys.modules.pop("evil_model", None)
+
+
+def test_what_a_checkpoint_names_is_imported_for_the_user_alone(
+    evil, tmp_path, capsys, monkeypatch
+):
+    folder, mark = evil
+    path = list(sys.path)
+    said = (
+        'experimental.custom_import: {} names a module that registers the model, "evil_model", '
+        "which is not used because a file says so; if you trust it, give "
+        "--experimental.custom_import=evil_model\n"
+    )
+    file = tmp_path / "model.safetensors"
+    assert titanlite("convert", folder, "--out", file) == 0
+    assert titanlite("convert", file, "--out", tmp_path / "step-9") == 0
+    capsys.readouterr()
+    for place in (folder, file, tmp_path / "step-9"):
+        # From where the module could be imported, too.
+        for here in (tmp_path, folder):
+            monkeypatch.chdir(here)
+            assert titanlite("sample", place, "--out", tmp_path / "x.png") == 2
+            assert capsys.readouterr().err == f"titanlite sample: {said.format(place)}"
+    config = override(config_of("single", tmp_path), {})
+    assert changed_sizes(read_manifest(folder).config, config) == []
+    changed_keys(read_manifest(folder).config, config)
+    assert (mark.exists(), "evil_model" in sys.modules, sys.path) == (False, False, path)
+    # What the user names is imported.
+    (tmp_path / "job.toml").write_text('[experimental]\ncustom_import = "evil_model"\n')
+    monkeypatch.chdir(tmp_path)
+    words = ("sample", folder, "--out", tmp_path / "x.png", "--num-images", 1)
+    for given in ("--job.config_file=job.toml", "--experimental.custom_import=evil_model"):
+        assert titanlite(*words, given) == 2
+        assert 'importing "evil_model" failed with RuntimeError (it ran)' in capsys.readouterr().err
+        mark.unlink()
+
+
+def deep(levels: int) -> dict:
+    value: dict = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+WRONG_CONFIGS = [
+    ({"model": {"num_layers": 10**12}}, "parameters; give another checkpoint"),
+    ({"model": {"image_height": 10**7, "image_width": 10**7}}, " and its [model] "),
+    ({"model": {"name": "llama3"}}, 'model.name: there is no model "llama3"'),
+    ({"model": {"num_heads": "8"}}, "model.num_heads: "),
+    ({"model": {"\x1b[2J": 1}}, "model."),
+    ({"model": deep(300)}, "model.a: "),
+    ({"training": {"dtype": "int8"}}, "training.dtype: "),
+    ({"sampling": {"num_images": 10**12}}, "asks for 1,000,000,000,000; say how many"),
+    (
+        {"training": {"dataset": "cifar10", "dataset_path": "/tmp/x; rm -r ~"}},
+        "training.dataset_path: ",
+    ),
+    ({"experimental": {"custom_import": "os; import evil"}}, "give --experimental.custom_import\n"),
+    ({"experimental": {"custom_import": ["evil"]}}, "give --experimental.custom_import\n"),
+]
+
+
+def test_a_configuration_of_wrong_values_is_one_line(evil, tmp_path, capsys):
+    folder, mark = evil
+    model = read_manifest(folder).config["model"]
+    for changes, said in WRONG_CONFIGS:
+        config = {"model": model, **changes}
+        reseal(folder, {**config, "model": {**model, **config["model"]}})
+        assert titanlite("sample", folder, "--out", tmp_path / "x.png") == 2, changes
+        line = capsys.readouterr().err
+        assert line.startswith("titanlite sample: "), line
+        assert said in line
+        assert len(line.splitlines()) == 1, line
+        assert line[:-1].isprintable()
+    assert not mark.exists()
+
+
+def test_a_safetensors_file_of_wrong_content_is_one_line(tmp_path, capsys):
+    file, tensors = tmp_path / "a.safetensors", {"a": torch.zeros(1)}
+    odd = {"a\x1b[2J\nb": torch.zeros(1)}
+
+    def save(config: str, of: dict = tensors) -> Callable[[], None]:
+        return lambda: save_file(of, file, {"titanlite.config": config})
+
+    cases: list[tuple[Callable[[], object], str, str]] = [
+        (save("{"), "sample", "that is no configuration"),
+        (save("[]"), "sample", "that is no configuration"),
+        (save('{"model": 1}'), "sample", "that is no configuration"),
+        (save("[" * 10**5), "convert", "that is no configuration"),
+        (save("{}", {}), "convert", "holds no tensors"),
+        (
+            save("{}", odd),
+            "convert",
+            r"cannot be a checkpoint: shapes.a\x1b[2J\nb: holds characters",
+        ),
+        (save('{"model": {"flavor": "debug"}}', odd), "sample", r"has a\x1b[2J\nb, and the model"),
+        (lambda: file.write_bytes(b"\xff" * 100), "sample", "cannot be read"),
+        (lambda: file.write_bytes(b""), "convert", "cannot be read"),
+        (lambda: os.mkfifo(file), "sample", "is no .safetensors file"),
+        (lambda: (file.mkdir(), os.mkfifo(file / "b.safetensors")), "convert", "is a pipe"),
+        (lambda: (file.mkdir(), (file / "b.safetensors").mkdir()), "sample", "is a folder"),
+    ]
+    for make, command, said in cases:
+        make()
+        assert titanlite(command, file, "--out", tmp_path / "out" / "x") == 2
+        line = capsys.readouterr().err
+        assert said in line
+        assert len(line.splitlines()) == 1, line
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint, look_at
 from titanlite.checkpoint.manifest import (
     MANIFEST,
+    METADATA,
     BrokenCheckpointError,
     Manifest,
     _digest,
@@ -24,7 +26,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     record_of,
 )
-from titanlite.checkpoint.storage import METADATA, Piece, load, save, stored_tensors
+from titanlite.checkpoint.storage import Piece, first_cause, load, save, stored_tensors
 from titanlite.errors import ConfigError
 
 TENSORS = {"model.a": torch.arange(6.0).view(2, 3), "model.b": torch.tensor(3.0)}
@@ -43,16 +45,23 @@ def manifest(step: int, serial: int, holds: str = "training", **files) -> Manife
         config={"training": {"max_norm": float("inf")}},
         titanlite="0",
         torch="0",
+        state=STATE if holds == "training" else {},
         files=files,
     )
 
 
+STATE = {"lr_scheduler": 1, "dataloader": 8, "optimizer": {"name": "AdamW", "settings": {}}}
+
+
 def put(folder: CheckpointFolder, step: int, text: str = "data", holds: str = "training") -> Path:
-    """A checkpoint of one file."""
+    """A checkpoint whose files hold `text`."""
     path = folder.unfinished(step, "run")
     path.mkdir(parents=True)
-    (path / "data").write_text(text)
-    made = manifest(step, folder.next_serial(), holds, data=record_of(path / "data"))
+    records = {}
+    for name in (METADATA, "__0_0.distcp"):
+        (path / name).write_text(text)
+        records[name] = record_of(path / name)
+    made = manifest(step, folder.next_serial(), holds, **records)
     folder.commit(path, folder.at(step), made, "run")
     return folder.at(step)
 
@@ -84,7 +93,7 @@ def test_the_same_step_again_takes_the_place_of_the_first(tmp_path):
     folder = CheckpointFolder(tmp_path)
     put(folder, 10, text="old")
     put(folder, 10, text="new")
-    assert (tmp_path / "step-10" / "data").read_text() == "new"
+    assert (tmp_path / "step-10" / METADATA).read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
 
 
@@ -160,28 +169,121 @@ def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_manifest_or_metadata_is_refused(tmp_path):
-    put(CheckpointFolder(tmp_path), 10)
-    path = tmp_path / "step-10" / MANIFEST
-    whole = json.loads(path.read_text())
-    whole.pop("sha256")
-    lacking = {name: value for name, value in whole.items() if name != "files"}
-    for content in (
-        lacking,
-        whole | {"more": 1},
-        whole | {"files": 1},
-        whole | {"files": {"a": 1}},
-    ):
-        path.write_text(json.dumps({"sha256": _digest(content), **content}))
-        with pytest.raises(BrokenCheckpointError, match="lacks something, or has too much"):
-            read_manifest(path.parent)
+WRONG_VALUES = [
+    ({"files": None}, "files: field required"),
+    ({"more": 1}, "more: extra inputs are not permitted"),
+    ({"step": -1}, "step: input should be greater than or equal to 0"),
+    ({"step": True}, "step: input should be a valid integer"),
+    ({"serial": 0}, "serial: input should be greater than or equal to 1"),
+    ({"serial": 10**30}, "serial: "),
+    ({"num_ranks": 0}, "num_ranks: "),
+    ({"holds": "code"}, "holds: input should be 'training' or 'weights'"),
+    ({"plan": "a\x1b[2Jb"}, "plan: holds characters that cannot be printed"),
+    ({"plan": "x" * 1001}, "plan: "),
+    ({"torch": 2}, "torch: input should be a valid string"),
+    ({"shapes": {}}, "shapes: "),
+    ({"shapes": {"a": [-2, 3]}}, "shapes.a.0: "),
+    ({"shapes": {"a": [2.0]}}, "shapes.a.0: "),
+    ({"shapes": {"a\nb": [2]}}, r"shapes.a\nb: holds characters that cannot be printed"),
+    ({"config": {"model": 1}}, "config.model: "),
+    ({"config": []}, "config: "),
+    ({"files": {}}, "files lacks .metadata, or any .distcp file"),
+    ({"files": 1}, "files: "),
+    ({"files": {"a": 1}}, "files.a: "),
+    ({"state": {}}, "state: lr_scheduler: field required"),
+    ({"state": 3}, "state: "),
+    ({"state": STATE | {"lr_scheduler": -40}}, "state: lr_scheduler: "),
+    ({"state": STATE | {"lr_scheduler": 1.5}}, "state: lr_scheduler: "),
+    ({"state": STATE | {"dataloader": -8}}, "state: dataloader: "),
+    ({"state": STATE | {"dataloader": 2**60}}, "state: dataloader: "),
+    ({"state": STATE | {"optimizer": "AdamW"}}, "state: optimizer: "),
+    ({"state": STATE | {"more": 1}}, "state: more: "),
+    ({"holds": "weights"}, "state is not empty, and weights alone are held"),
+    ({"stored_as": "safetensors"}, "a .safetensors file holds weights alone"),
+    ({"stored_as": "safetensors", "holds": "weights", "state": {}}, "files is not model.safe"),
+]
+OUTSIDE = [
+    "../secret",
+    "/etc/passwd",
+    "a/b",
+    "..",
+    ".",
+    "",
+    "a\\b",
+    "a\0b",
+    "manifest.json",
+    "x" * 256,
+]
+
+
+def reseal(folder: Path, **changes: object) -> None:
+    """Change values of a manifest, so that its checksum is right; None takes one away."""
+    content = json.loads((folder / MANIFEST).read_text()) | changes
+    content = {k: v for k, v in content.items() if v is not None and k != "sha256"}
+    (folder / MANIFEST).write_text(json.dumps({"sha256": _digest(content), **content}))
+
+
+def test_a_manifest_of_wrong_values_is_one_line(tmp_path):
+    path = put(CheckpointFolder(tmp_path), 10)
+    whole = (path / MANIFEST).read_bytes()
+    record = json.loads(whole)["files"][METADATA]
+    outside = [({"files": {name: record}}, "files.") for name in OUTSIDE]
+    records = [
+        ({"files": {METADATA: record | changes}}, f"files.{METADATA}.{name}")
+        for name, changes in (
+            ("sha256", {"sha256": "0" * 63}),
+            ("size_bytes", {"size_bytes": -1}),
+            ("size_bytes", {"size_bytes": "4"}),
+        )
+    ]
+    for changes, said in [*WRONG_VALUES, *outside, *records]:
+        (path / MANIFEST).write_bytes(whole)
+        reseal(path, **changes)
+        found = look_at(path)
+        assert found.manifest is None, changes
+        assert found.reason.startswith(f"manifest.json: {said}"), f"{changes}: {found.reason}"
+        assert found.reason.isprintable()
+        assert len(found.reason) < 300
+    for text in (b"[" * 100_000, b"\xff", b"1" * 5000, b"[]", b"null", b""):
+        (path / MANIFEST).write_bytes(text)
+        assert look_at(path).reason == "manifest.json is not as it was written"
+
+
+@pytest.mark.parametrize("name", [MANIFEST, METADATA, "__0_0.distcp"])
+def test_what_is_no_file_of_the_folder_is_not_opened(tmp_path, name):
     write_tensors(tmp_path / "step-1")
-    metadata = pickle.loads((tmp_path / "step-1" / METADATA).read_bytes())
-    for places in (dict.fromkeys(metadata.storage_data, 1), 1):
-        metadata.storage_data = places
-        (tmp_path / "step-1" / METADATA).write_bytes(pickle.dumps(metadata))
-        with pytest.raises(BrokenCheckpointError, match="does not say which file holds what"):
-            stored_tensors(tmp_path / "step-1")
+    path = tmp_path / "step-1" / name
+    path.rename(tmp_path / "elsewhere")
+    places = [
+        (lambda: os.mkfifo(path), "is a pipe or a device"),
+        (lambda: path.symlink_to(tmp_path / "elsewhere"), "is a link"),
+        (lambda: path.symlink_to("/dev/zero"), "is a link"),
+        (lambda: path.symlink_to("/dev/stdin"), "is a link"),
+        (lambda: path.mkdir(), "is a folder"),
+    ]
+    for make, said in places:
+        make()
+        found = look_at(tmp_path / "step-1")
+        if name == MANIFEST:
+            assert f"{name}: {said}" in found.reason
+        else:
+            files = found.manifest.files
+            with pytest.raises(BrokenCheckpointError, match=f"{name} {said}"):
+                check_files(found.path, files, files)
+            with pytest.raises(BrokenCheckpointError, match=f"{name} {said}"):
+                stored_tensors(found.path)
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "elsewhere").rename(path)
+    assert stored_tensors(tmp_path / "step-1").keys() == TENSORS.keys()
+
+
+def test_a_file_of_another_size_is_known_without_reading_it(tmp_path):
+    write_tensors(tmp_path / "step-1")
+    files = read_manifest(tmp_path / "step-1").files
+    # Reading it would take an hour.
+    os.truncate(tmp_path / "step-1" / "__0_0.distcp", 2**43)
+    with pytest.raises(BrokenCheckpointError, match=r"has 8,796,093,022,208 bytes, not"):
+        check_files(tmp_path / "step-1", files, files)
 
 
 def test_a_manifest_of_another_step_is_refused(tmp_path):
@@ -289,34 +391,140 @@ def test_tensors_that_would_run_code_are_refused(tmp_path):
     mark = tmp_path / "it-ran"
     torch.save(Evil(mark), tmp_path / "evil")
     evil = (tmp_path / "evil").read_bytes()
-    path = tmp_path / "__0_0.distcp"
     metadata = pickle.loads((tmp_path / METADATA).read_bytes())
     for stored in metadata.storage_data.values():
         stored.offset, stored.length = 0, len(evil)
     (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
-    path.write_bytes(evil)
-    pieces = {name: Piece.whole(torch.zeros_like(tensor)) for name, tensor in TENSORS.items()}
-    with pytest.raises(CheckpointException, match="Weights only load failed"):
-        load(pieces, tmp_path, None)
+    (tmp_path / "__0_0.distcp").write_bytes(evil)
+    with pytest.raises(CheckpointException) as raised:
+        load_all(tmp_path)
+    assert first_cause(raised.value).args == ("what is stored of model.a cannot be read",)
+    # What torch says of it is how to run the code.
+    assert "weights_only" not in str(raised.value)
     assert not mark.exists()
 
 
-def test_metadata_that_leads_elsewhere_or_to_objects_is_refused(tmp_path):
+def load_all(path: Path) -> None:
+    load({n: Piece.whole(torch.zeros_like(t)) for n, t in TENSORS.items()}, path, None)
+
+
+def test_tensors_that_are_others_than_the_metadata_says_are_refused(tmp_path):
     write_tensors(tmp_path)
+    whole = pickle.loads((tmp_path / METADATA).read_bytes())
+    others = [
+        torch.zeros(3, 2),
+        torch.zeros(2, 3).double(),
+        torch.zeros(2, 3).to_sparse(),
+        {"a": torch.zeros(2, 3)},
+        torch.zeros(1).expand(2**40),
+        [],
+    ]
+    for number, other in enumerate(others):
+        torch.save(other, tmp_path / "__0_0.distcp")
+        size = (tmp_path / "__0_0.distcp").stat().st_size
+        for stored in whole.storage_data.values():
+            stored.offset, stored.length = 0, size
+        (tmp_path / METADATA).write_bytes(pickle.dumps(whole))
+        with pytest.raises(CheckpointException) as raised:
+            load_all(tmp_path)
+        said = str(first_cause(raised.value))
+        assert said == "what is stored of model.a is not what .metadata says", number
+
+
+def storage(metadata: Metadata, **values: object) -> None:
+    for stored in metadata.storage_data.values():
+        vars(stored).update(values)
+
+
+def tensor(metadata: Metadata, **values: object) -> None:
+    vars(metadata.state_dict_metadata["model.a"]).update(values)
+
+
+def chunk(metadata: Metadata, **values: object) -> None:
+    vars(metadata.state_dict_metadata["model.a"].chunks[0]).update(values)
+
+
+def rename(metadata: Metadata, name: object) -> None:
+    metadata.state_dict_metadata[name] = metadata.state_dict_metadata["model.a"]
+
+
+def polluting(metadata: Metadata) -> bytes:
+    """A pickle that would set an attribute of the class itself, for all who use it after."""
+    head = b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n"
+    return head + b"(N}X\x04\x00\x00\x00sizeK\x01stb."
+
+
+SIZE = torch.Size
+WRONG_METADATA = [
+    (lambda m: storage(m, relative_path="../secret"), "names a file outside the checkpoint"),
+    (lambda m: storage(m, relative_path="/etc/passwd"), "names a file outside the checkpoint"),
+    (lambda m: storage(m, relative_path=""), "names a file outside the checkpoint"),
+    (lambda m: storage(m, relative_path="a\0b"), "names a file outside the checkpoint"),
+    (lambda m: storage(m, relative_path=3), "does not say which file holds what"),
+    (lambda m: storage(m, relative_path="not-there"), "not-there is missing"),
+    (lambda m: storage(m, offset=-1), "names a place outside of __0_0.distcp"),
+    (lambda m: storage(m, offset=10**30), "names a place outside of __0_0.distcp"),
+    (lambda m: storage(m, length=2**62), "names a place outside of __0_0.distcp"),
+    (lambda m: storage(m, length="x"), "names a place outside of __0_0.distcp"),
+    (lambda m: storage(m, length=4), "has less of model.a than a piece takes"),
+    (lambda m: storage(m, transform_descriptors=["zstd"]), "says that __0_0.distcp is compressed"),
+    (lambda m: m.storage_data.clear(), "does not say where a piece of model.a is"),
+    (lambda m: setattr(m, "storage_data", 1), "does not say which file holds what"),
+    (lambda m: setattr(m, "storage_data", None), "does not say which file holds what"),
+    (lambda m: m.storage_data.update(a=1), "holds no MetadataIndex where one belongs"),
+    (lambda m: setattr(m, "state_dict_metadata", []), "holds no metadata"),
+    (lambda m: m.state_dict_metadata.update(a=1), "holds no TensorStorageMetadata"),
+    (lambda m: rename(m, "a\x1b[2J"), "has a tensor whose name is no name"),
+    (lambda m: rename(m, 7), "has a tensor whose name is no name"),
+    (lambda m: rename(m, "x" * 2000), "has a tensor whose name is no name"),
+    (lambda m: tensor(m, size=SIZE([2**40, 2**40])), "has a size of model.a that is none"),
+    (lambda m: tensor(m, size=SIZE([-2, 3])), "has a size of model.a that is none"),
+    (lambda m: tensor(m, size=(2, 3)), "has a size of model.a that is none"),
+    (lambda m: tensor(m, size=SIZE([1] * 65)), "has a size of model.a that is none"),
+    (lambda m: tensor(m, size=SIZE([2**31, 3])), "other pieces of model.a than make it up"),
+    (lambda m: tensor(m, chunks=[]), "other pieces of model.a than make it up"),
+    (lambda m: tensor(m, chunks=None), "does not say what pieces model.a is in"),
+    (lambda m: tensor(m, properties=None), "holds no TensorProperties where one belongs"),
+    (lambda m: chunk(m, offsets=SIZE([1, 0])), "has a piece of model.a outside of it"),
+    (lambda m: chunk(m, sizes=SIZE([6])), "has a piece of model.a outside of it"),
+    (polluting, "cannot be read"),
+    (lambda m: struct.pack("<Q", 7), "cannot be read"),
+    (lambda m: b"", "cannot be read"),
+    (lambda m: pickle.dumps([]), "holds no Metadata where one belongs"),
+    (lambda m: pickle.dumps(torch.float32), "holds no Metadata where one belongs"),
+    (lambda m: b"(" * 10**5 + b"t" * 10**5 + b".", "holds no Metadata where one belongs"),
+    (lambda m: b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG_METADATA)
+def test_metadata_of_wrong_values_is_one_line(tmp_path, change, said):
+    write_tensors(tmp_path)
+    metadata = pickle.loads((tmp_path / METADATA).read_bytes())
+    content = change(metadata)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata) if content is None else content)
+    with pytest.raises(BrokenCheckpointError) as raised:
+        stored_tensors(tmp_path)
+    line = str(raised.value)
+    assert said in line
+    assert line.isprintable()
+    # Nothing of it stays in this process.
+    write_tensors(tmp_path / "next")
+    assert stored_tensors(tmp_path / "next").keys() == TENSORS.keys()
+
+
+def test_metadata_that_names_objects_or_files_not_listed_is_refused(tmp_path):
+    write_tensors(tmp_path)
+    files = read_manifest(tmp_path).files
     whole = (tmp_path / METADATA).read_bytes()
     metadata = pickle.loads(whole)
-    for stored in metadata.storage_data.values():
-        stored.relative_path = "../secret"
-    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
-    with pytest.raises(BrokenCheckpointError, match="names a file outside the checkpoint"):
-        stored_tensors(tmp_path)
-    metadata = pickle.loads(whole)
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
     metadata.state_dict_metadata["model.b"] = BytesStorageMetadata()
     (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointException, match=r"model\.b is no tensor"):
         load({"model.b": Piece.whole(torch.zeros(()))}, tmp_path, None)
-    (tmp_path / METADATA).write_bytes(struct.pack("<Q", 7))
-    with pytest.raises(BrokenCheckpointError, match="cannot be read"):
-        stored_tensors(tmp_path)
+    metadata = pickle.loads(whole)
+    (tmp_path / "more").write_bytes((tmp_path / "__0_0.distcp").read_bytes())
+    storage(metadata, relative_path="more")
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BrokenCheckpointError, match="names more, which is not listed"):
+        stored_tensors(tmp_path, files)

@@ -8,12 +8,16 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from titanlite.checkpoint.folder import STEP, CheckpointFolder, find_checkpoint, make_token
 from titanlite.checkpoint.manifest import (
+    SAFETENSORS,
     BrokenCheckpointError,
     FileRecord,
     Manifest,
     check_files,
+    told_invalid,
 )
 from titanlite.errors import ConfigError
 
@@ -57,14 +61,14 @@ def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
     try:
         check_files(path, manifest.files, manifest.files)
         if manifest.stored_as == "safetensors":
-            tensors = read_tensors(path)
+            tensors = read_tensors(path / SAFETENSORS)
         else:
             stored = {
                 name: what
-                for name, what in storage.stored_tensors(path).items()
+                for name, what in storage.stored_tensors(path, manifest.files).items()
                 if name.startswith(f"{MODEL}.")
             }
-            whole = {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in stored.items()}
+            whole = {name: torch.zeros(shape, dtype=kind) for name, (shape, kind) in stored.items()}
             storage.load({n: storage.Piece.whole(t) for n, t in whole.items()}, path, None)
             tensors = {name.partition(".")[2]: tensor for name, tensor in whole.items()}
     except (BrokenCheckpointError, CheckpointException) as error:
@@ -93,22 +97,29 @@ def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
     kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     # In a run's folder it is that step's, and the newest.
     folder, named = CheckpointFolder(out.parent), STEP.fullmatch(out.name)
+    config = read_config(source) or {}
+    if not tensors:
+        raise ConfigError(f"{source} holds no tensors; give another file")
 
     def seal(files: Mapping[str, FileRecord]) -> None:
-        manifest = Manifest(
-            step=int(named[1]) if named else 0,
-            serial=folder.next_serial() if named else 1,
-            holds="weights",
-            stored_as="dcp",
-            shapes={name: list(tensor.shape) for name, tensor in tensors.items()},
-            dtype=", ".join(sorted(kinds)),
-            plan="one file",
-            num_ranks=1,
-            config=read_config(source) or {},
-            titanlite="",
-            torch=torch.__version__,
-            files=dict(files),
-        )
+        try:
+            manifest = Manifest(
+                step=int(named[1]) if named else 0,
+                serial=folder.next_serial() if named else 1,
+                holds="weights",
+                stored_as="dcp",
+                shapes={name: list(tensor.shape) for name, tensor in tensors.items()},
+                dtype=", ".join(sorted(kinds)),
+                plan="one file",
+                num_ranks=1,
+                config=config,
+                titanlite="",
+                torch=torch.__version__,
+                files=dict(files),
+            )
+        except ValidationError as error:
+            why = told_invalid(error)
+            raise ConfigError(f"{source} cannot be a checkpoint: {why}") from error
         folder.commit(unfinished, out, manifest, make_token())
 
     pieces = {f"{MODEL}.{name}": storage.Piece.whole(tensor) for name, tensor in tensors.items()}
@@ -134,7 +145,10 @@ def _making(out: Path) -> Iterator[Path]:
             out.parent.mkdir(parents=True)
         yield unfinished
     except (OSError, CheckpointException) as error:
-        raise ConfigError(f"--out: writing {out} failed: {told(first_cause(error))}") from error
+        cause = first_cause(error)
+        if isinstance(cause, ConfigError):
+            raise cause from error
+        raise ConfigError(f"--out: writing {out} failed: {told(cause)}") from error
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()

@@ -1,6 +1,7 @@
 """`titanlite sample CHECKPOINT --out grid.png`: images from a checkpoint, on any number of ranks.
 
-The checkpoint holds the configuration of its job; only the plan is another one.
+The checkpoint holds the configuration of its job; only the plan is another one. That configuration
+is data: what it imports or opens, the user has to name (config/stored.py).
 """
 
 from __future__ import annotations
@@ -10,12 +11,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from titanlite.checkpoint.folder import find_checkpoint
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.config import JobConfig, make_config, make_parallel_dims, override
+from titanlite.config import (
+    JobConfig,
+    make_config,
+    make_model_config,
+    make_parallel_dims,
+    override,
+)
+from titanlite.config.load import read_file
+from titanlite.config.stored import ASKED, stored_sections
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.mesh.launch import ALONE, Place, prepare_environment, run_ranks
 from titanlite.start import check_start
+
+# More than a job draws at its end: who wants so many says so.
+MOST_IMAGES = 1024
+# A model of so many parameters is built in a moment; what it lacks is then said by name.
+BUILT_AT_ONCE = 10_000_000
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,13 +45,26 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, help="sampling.temperature if not given")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the work (1)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--experimental.custom_import",
+        metavar="MODULE",
+        help="module that registers the model; none is imported because the checkpoint names it",
+    )
+    parser.add_argument(
+        "--training.dataset_path",
+        metavar="FOLDER",
+        help="folder of a data set that is read from disk",
+    )
+    parser.add_argument(
+        "--job.config_file", metavar="FILE", help="the job's TOML file, to take these two from"
+    )
     asked = parser.parse_args(arguments)
     for option, number in (("--num-images", asked.num_images), ("--ranks", asked.ranks)):
         if number is not None and number < 1:
             raise ConfigError(f"{option}: {number} is too few; give at least 1")
     prepare_environment()
     source, manifest, stored = _open(asked.checkpoint)
-    config = _for_sampling(stored, asked)
+    config = _for_sampling(stored, source, _stored_bytes(source, manifest), asked)
     if config.sampling.num_images == 0:
         raise ConfigError("--num-images: the job itself draws none; say how many")
     device_type = check_start(config, key="--ranks").device_type
@@ -108,21 +137,57 @@ def _open(path: Path) -> tuple[Path, Manifest | None, dict[str, Any]]:
     return found[0], found[1], found[1].config
 
 
-def _for_sampling(stored: dict[str, Any], asked: argparse.Namespace) -> JobConfig:
+def _stored_bytes(source: Path, manifest: Manifest | None) -> int:
+    if manifest is not None:
+        return manifest.size_bytes
+    from titanlite.checkpoint.weights import files_of
+
+    return sum(file.stat().st_size for file in files_of(source))
+
+
+def _check_size(sections: dict[str, dict[str, Any]], source: Path, stored_bytes: int) -> None:
+    """Raises ConfigError where the model is larger than what is stored, before it is built."""
+    try:
+        model = make_model_config(JobConfig.model_validate(sections))
+    except (ValidationError, ConfigError):
+        return  # for make_config to say
+    for number, what in ((model.num_parameters, "parameters"), (model.num_tokens, "pixels")):
+        if number > max(stored_bytes, BUILT_AT_ONCE):
+            raise ConfigError(
+                f"checkpoint: {source} has {stored_bytes:,} bytes, and its [model] {number:,} "
+                f"{what}; give another checkpoint"
+            )
+
+
+def _for_sampling(
+    stored: dict[str, Any], source: Path, stored_bytes: int, asked: argparse.Namespace
+) -> JobConfig:
     """The job with the plan that sampling needs: shards to load into, and nothing else."""
-    kept = ("job", "model", "training", "sampling", "debug", "experimental")
-    sections = {section: dict(values) for section, values in stored.items() if section in kept}
-    # Before anything is checked: the job's batch need not divide by the ranks asked for here.
-    sections.setdefault("training", {}).update(
-        local_batch_size=1, global_batch_size=-1, enable_cpu_offload=False
-    )
-    config = make_config(
-        {
-            **sections,
-            "parallelism": {"data_parallel_shard_degree": asked.ranks},
-            "activation_checkpoint": {"mode": "none"},
-        }
-    )
+    given = {name: getattr(asked, name) for name in ASKED}
+    if file := getattr(asked, "job.config_file"):
+        values = read_file(file)
+        for name in ASKED:
+            section, key = name.split(".")
+            given[name] = given[name] or dict(values.get(section, {})).get(key)
+    sections = stored_sections(stored, source, given)
+    _check_size(sections, source, stored_bytes)
+    # The job's own batch need not divide by the ranks asked for here.
+    sections["training"]["local_batch_size"] = 1
+    try:
+        config = make_config(
+            {
+                **sections,
+                "parallelism": {"data_parallel_shard_degree": asked.ranks},
+                "activation_checkpoint": {"mode": "none"},
+            }
+        )
+    except ConfigError as error:
+        lines = (f"{problem} (the configuration in {source})" for problem in error.problems)
+        raise ConfigError(*lines) from error
+    if asked.num_images is None and config.sampling.num_images > MOST_IMAGES:
+        raise ConfigError(
+            f"--num-images: {source} asks for {config.sampling.num_images:,}; say how many"
+        )
     changes: dict[str, Any] = {
         "job.device": asked.device,
         "sampling.num_images": asked.num_images,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -9,8 +10,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titanlite.checkpoint import state
 from titanlite.checkpoint.agreement import Agreement
 from titanlite.checkpoint.folder import CheckpointFolder, Found, look_at
-from titanlite.checkpoint.manifest import BrokenCheckpointError, Manifest, check_files
-from titanlite.checkpoint.storage import first_failure, load, stored_tensors
+from titanlite.checkpoint.manifest import (
+    SAFETENSORS,
+    BrokenCheckpointError,
+    Manifest,
+    check_files,
+)
+from titanlite.checkpoint.storage import first_failure, load, stored_tensors, told
 from titanlite.checkpoint.weights import load_safetensors
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.config.toml import quote
@@ -62,7 +68,7 @@ def problem_of(found: Found, ranks: Agreement) -> str:
     try:
         check_files(found.path, files, sorted(files)[world.rank :: world.size])
         if found.manifest.stored_as == "dcp":
-            stored_tensors(found.path)
+            stored_tensors(found.path, files)
     except BrokenCheckpointError as error:
         problem = str(error)
     return next(filter(None, ranks.gathered(problem)), "")
@@ -75,7 +81,8 @@ def load_weights(job: Job, path: Path, manifest: Manifest, ranks: Agreement) -> 
     """
     _check_model(job, path, manifest)
     if manifest.stored_as == "safetensors":
-        load_safetensors(job, path, ranks)
+        # What else may be in the folder was not checked.
+        load_safetensors(job, path / SAFETENSORS, ranks)
     else:
         _read(state.weight_pieces(job), path, ranks)
 
@@ -145,21 +152,22 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: Agreement) -
             f"training.dtype: {path} is in {manifest.dtype}; give that, or load its weights alone "
             "into a new run: checkpoint.initial_load_path"
         )
-    numbers, pieces = manifest.state, state.weight_pieces(job)
-    stored = stored_tensors(path)
+    numbers, pieces = manifest.training_state, state.weight_pieces(job)
+    stored = stored_tensors(path, manifest.files)
     if "optimizer" not in left_out:
-        state.check_optimizer(job, numbers["optimizer"])
-        pieces |= state.make_optimizer_state(job, stored)
+        state.check_optimizer(job, numbers.optimizer.name)
+        _use(path, ranks, lambda: pieces.update(state.make_optimizer_state(job, stored)))
     # A generator belongs to a rank: under another plan there is no telling which is whose.
     rng = state.rng_pieces(job) if manifest.plan == job.dims.describe() else {}
     # What was saved on CPU has none of a GPU's.
     rng = {name: piece for name, piece in rng.items() if name in stored}
     _read(pieces | rng, path, ranks)
-    state.restore_rng(job, rng)
+    _use(path, ranks, lambda: state.check_counts(job))
+    _use(path, ranks, lambda: state.restore_rng(job, rng))
     if "lr_scheduler" not in left_out:
-        state.restore_schedule(job, numbers["lr_scheduler"])
+        state.restore_schedule(job, numbers.lr_scheduler)
     if "dataloader" not in left_out:
-        job.sampler.state = numbers["dataloader"]
+        job.sampler.state = numbers.dataloader
     return 0 if "train_state" in left_out else manifest.step
 
 
@@ -168,8 +176,18 @@ def _read(pieces: state.Pieces, path: Path, ranks: Agreement) -> None:
         load(pieces, path, ranks.group)
     except CheckpointException as error:
         rank, cause = first_failure(error)
-        line = f"checkpoint: loading {path} failed on rank {rank}: {cause}"
+        line = f"checkpoint: loading {path} failed on rank {rank}: {told(cause)}"
         raise TitanliteError(line) from error
+
+
+def _use(path: Path, ranks: Agreement, function: Callable[[], None]) -> None:
+    """On every rank; a line on all of them where the checkpoint in `path` does not allow it."""
+    try:
+        ranks.all_do(function)
+    except BrokenCheckpointError as error:
+        raise ConfigError(
+            f"checkpoint: {path} cannot be used: {error}; give another checkpoint"
+        ) from error
 
 
 def _check_same_model(job: Job, path: Path, manifest: Manifest) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlite.checkpoint.manifest import BrokenCheckpointError
 from titanlite.checkpoint.storage import Piece, Pieces
 from titanlite.errors import ConfigError
 from titanlite.job import Job
@@ -52,12 +53,18 @@ def rng_pieces(job: Job) -> Pieces:
 
 
 def restore_rng(job: Job, pieces: Pieces) -> None:
-    """Set the generators from pieces that rng_pieces made and a checkpoint has filled."""
+    """Set the generators from pieces that rng_pieces made and a checkpoint has filled.
+
+    Raises BrokenCheckpointError where that is no state of a generator.
+    """
     for name, piece in pieces.items():
-        if name.endswith(".cpu"):
-            torch.set_rng_state(piece.local)
-        else:
-            torch.cuda.set_rng_state(piece.local, job.world.device)
+        try:
+            if name.endswith(".cpu"):
+                torch.set_rng_state(piece.local)
+            else:
+                torch.cuda.set_rng_state(piece.local, job.world.device)
+        except RuntimeError as error:
+            raise BrokenCheckpointError(f"{name} is no state of a generator") from error
 
 
 def numbers_of(job: Job) -> dict[str, Any]:
@@ -90,10 +97,11 @@ def restore_schedule(job: Job, last_epoch: int) -> None:
 def make_optimizer_state(job: Job, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Pieces:
     """Room in the optimizer for what `stored` has of it, to be filled; the pieces to fill.
 
-    A tensor of its parameter's shape is cut as the parameter is. Raises ConfigError where the
-    optimizer would want others.
+    A tensor of its parameter's shape is cut as the parameter is. Raises BrokenCheckpointError where
+    a parameter's tensors are not those that the optimizer keeps: all of them, or none yet.
     """
     optimizer = job.trainer.optimizer
+    kept = _KEPT.get(type(optimizer).__name__, {})
     settings = {
         parameter: group for group in optimizer.param_groups for parameter in group["params"]
     }
@@ -104,8 +112,16 @@ def make_optimizer_state(job: Job, stored: Mapping[str, tuple[torch.Size, torch.
             owner, _, key = rest.rpartition(".")
             by_parameter.setdefault(owner, {})[key] = what
     for name, parameter in named_parameters(job):
-        for key, (shape, dtype) in by_parameter.get(name, {}).items():
-            if shape == parameter.shape:
+        found = by_parameter.get(name, {})
+        shapes = {key: parameter.shape if like else torch.Size() for key, like in kept.items()}
+        if found and {key: shape for key, (shape, _) in found.items()} != shapes:
+            raise BrokenCheckpointError(
+                f"of {name} there is not what {type(optimizer).__name__} keeps: {', '.join(kept)}"
+            )
+        for key, (shape, dtype) in found.items():
+            if dtype != parameter.dtype if kept[key] else not dtype.is_floating_point:
+                raise BrokenCheckpointError(f"{OPTIMIZER}.{name}.{key} is of {dtype}")
+            if kept[key]:
                 # Placed as the parameter is, whatever the plan.
                 value = torch.zeros_like(parameter, dtype=dtype)
             else:
@@ -117,9 +133,22 @@ def make_optimizer_state(job: Job, stored: Mapping[str, tuple[torch.Size, torch.
     return optimizer_pieces(job)
 
 
-def check_optimizer(job: Job, saved: Mapping[str, Any]) -> None:
-    """Raises ConfigError where the optimizer's state is another kind's."""
-    name, own = saved["name"], type(job.trainer.optimizer).__name__
+def check_counts(job: Job) -> None:
+    """Raises BrokenCheckpointError where the optimizer is not at a number of steps."""
+    kept = job.trainer.optimizer.state.values()
+    counts = [state["step"].float() for state in kept if isinstance(state.get("step"), Tensor)]
+    if counts and not bool((torch.stack(counts).isfinite() & (torch.stack(counts) >= 0)).all()):
+        raise BrokenCheckpointError(f"a step of {OPTIMIZER} is no number of steps")
+
+
+# What an optimizer keeps of a parameter, and whether in the parameter's shape or as one number.
+_ADAM = {"step": False, "exp_avg": True, "exp_avg_sq": True}
+_KEPT = {"Adam": _ADAM, "AdamW": _ADAM, "SGD": {"momentum_buffer": True}}
+
+
+def check_optimizer(job: Job, name: str) -> None:
+    """Raises ConfigError where the optimizer's state is that of another kind, `name`."""
+    own = type(job.trainer.optimizer).__name__
     kept = {"Adam": "Adam", "AdamW": "Adam"}
     if kept.get(name, name) != kept.get(own, own):
         raise ConfigError(

@@ -2,25 +2,25 @@
 
 DCP merges what the ranks hold by name and place in the whole tensor, writes each piece once, and
 reads whatever part another plan asks for. Added here: where a rank's piece lies under every plan
-(Piece), checksums taken as the bytes are written (HashingWriter), and a reader that runs no code
-from the checkpoint (SafeReader).
+(Piece), checksums taken as the bytes are written (HashingWriter), and a reader that takes files
+from anybody (SafeReader; metadata.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
@@ -42,10 +42,16 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.futures import Future
 
-from titanlite.checkpoint.manifest import BrokenCheckpointError, FileRecord, record_of
+from titanlite.checkpoint.manifest import (
+    METADATA,
+    BrokenCheckpointError,
+    FileRecord,
+    open_in_checkpoint,
+    record_of,
+)
+from titanlite.checkpoint.metadata import read_metadata
 from titanlite.errors import TitanliteError
-
-METADATA = ".metadata"
+from titanlite.files import shown
 
 
 @dataclass(frozen=True)
@@ -139,12 +145,20 @@ def load(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def stored_tensors(
+    folder: Path, files: Collection[str] | None = None
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of each tensor that DCP stored in `folder`; no code of it is run.
 
-    Raises BrokenCheckpointError.
+    Raises BrokenCheckpointError; also where one is in none of `files`, which have been checked.
     """
-    metadata = SafeReader(folder).read_metadata()
+    metadata = read_metadata(folder)
+    if files is not None:
+        named = {place.relative_path for place in metadata.storage_data.values()}
+        if unknown := sorted(named - set(files)):
+            raise BrokenCheckpointError(
+                f"{METADATA} names {shown(unknown[0])}, which is not listed"
+            )
     return {
         name: (torch.Size(stored.size), stored.properties.dtype)
         for name, stored in metadata.state_dict_metadata.items()
@@ -222,7 +236,7 @@ class _HashingFileSystem(FileSystem):
             hashing = _HashingFile(stream)
             yield hashing
             self.records[Path(path).name] = FileRecord(
-                hashing.size_bytes, hashing.digest.hexdigest()
+                size_bytes=hashing.size_bytes, sha256=hashing.digest.hexdigest()
             )
 
 
@@ -255,62 +269,58 @@ class _HashingFile:
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader, which takes the metadata's pickle apart without running code from it.
+    """DCP's reader, for files that anybody may have written.
 
-    Tensors are read with `weights_only` by DCP itself, and objects are not read at all.
+    It runs no code from them, reads regular files of the folder alone, and no object that is not a
+    tensor. All methods raise BrokenCheckpointError.
     """
 
-    def read_metadata(self) -> Metadata:
-        """Raises BrokenCheckpointError."""
-        path = Path(self.path) / METADATA
-        try:
-            with path.open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-        except BrokenCheckpointError:
-            raise
-        except FileNotFoundError as error:
-            raise BrokenCheckpointError(f"{METADATA} is missing") from error
-        except Exception as error:  # anything can come out of bytes that were altered
-            raise BrokenCheckpointError(f"{METADATA} cannot be read ({error})") from error
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-            raise BrokenCheckpointError(f"{METADATA} holds no metadata")
-        places = metadata.storage_data or {}
-        for stored in places.values() if isinstance(places, dict) else [None]:
-            path_in = getattr(stored, "relative_path", None)
-            if not isinstance(path_in, str):
-                raise BrokenCheckpointError(f"{METADATA} does not say which file holds what")
-            if Path(path_in).name != path_in:
-                raise BrokenCheckpointError(f"{METADATA} names a file outside the checkpoint")
-        return metadata
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Every value of it is checked: see metadata.py."""
+        return read_metadata(Path(self.path))
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        """Fill the plan's pieces, a tensor at a time."""
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            with open_in_checkpoint(Path(self.path) / place.relative_path) as file:
+                view = self._slice_file(file, place)
+                tensor = _tensor_of(view, item.storage_index, self._stored)
+            part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            if target.size() != part.size():
+                raise BrokenCheckpointError(f"{item.dest_index.fqn} is of another size")
+            if target.is_floating_point() != part.is_floating_point() or part.is_complex():
+                raise BrokenCheckpointError(
+                    f"{item.dest_index.fqn} is of {part.dtype}, not {target.dtype}"
+                )
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def set_up_storage_reader(self, metadata: Metadata, *rest: Any, **named: Any) -> None:
+        super().set_up_storage_reader(metadata, *rest, **named)
+        self._stored = metadata.state_dict_metadata
 
 
-# What DCP's metadata is made of; nothing here does anything when it is called.
-_ADMITTED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ADMITTED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise BrokenCheckpointError(f"{METADATA} asks for {module}.{name}, which is not admitted")
+def _tensor_of(file: IO[bytes], index: MetadataIndex, stored: Mapping[str, Any]) -> Tensor:
+    """The piece of a tensor that `file`, written by torch.save, has to be."""
+    try:
+        tensor = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:  # anything can come out of bytes that were altered
+        # torch's own words advise to load it in a way that would run code.
+        raise BrokenCheckpointError(f"what is stored of {index.fqn} cannot be read") from None
+    what = stored[index.fqn]
+    sizes = {chunk.offsets: chunk.sizes for chunk in what.chunks}[index.offset]
+    if (
+        not isinstance(tensor, Tensor)
+        or tensor.layout != torch.strided
+        or (tensor.dtype, tensor.size()) != (what.properties.dtype, sizes)
+    ):
+        raise BrokenCheckpointError(f"what is stored of {index.fqn} is not what {METADATA} says")
+    return tensor
 
 
 @contextlib.contextmanager

@@ -1,13 +1,17 @@
 """The whole model's weights in one .safetensors file, from any plan and to any plan.
 
+Such a file may be anybody's. It holds numbers and text alone; the configuration in its text is
+data, which config/stored.py reads.
+
 Source of the format: https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +22,14 @@ from torch import Tensor
 
 from titanlite.checkpoint import state
 from titanlite.checkpoint.agreement import Agreement
-from titanlite.checkpoint.manifest import record_of
+from titanlite.checkpoint.manifest import SAFETENSORS, record_of
 from titanlite.checkpoint.storage import Seal
 from titanlite.errors import ConfigError
+from titanlite.files import open_regular, shown
 from titanlite.job import Job
 from titanlite.names import canonical_name
 
-FILE = "model.safetensors"
+CONFIG_KEY = "titanlite.config"
 
 
 def save_safetensors(
@@ -48,13 +53,13 @@ def save_safetensors(
     if job.world.is_first:
         folder.mkdir(parents=True)
         config = job.config.model_dump(mode="json", exclude_unset=True)
-        write_file(folder / FILE, tensors, config)
-        seal({FILE: record_of(folder / FILE)})
+        write_file(folder / SAFETENSORS, tensors, config)
+        seal({SAFETENSORS: record_of(folder / SAFETENSORS)})
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """Write tensors, and the job's configuration beside them; the file is on the disk after."""
-    metadata = {"format": "pt", "titanlite.config": json.dumps(config)}
+    metadata = {"format": "pt", CONFIG_KEY: json.dumps(config)}
     try:
         save_file(dict(tensors), path, metadata=metadata)
     except SafetensorError as error:
@@ -90,7 +95,7 @@ def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:
                 piece, source = pieces.pop(name), stored.get_slice(name)
                 if tuple(source.get_shape()) != tuple(piece.shape):
                     raise ConfigError(
-                        f"checkpoint: {name} in {file} is {source.get_shape()}, and "
+                        f"checkpoint: {shown(name)} in {file} is {source.get_shape()}, and "
                         f"{list(piece.shape)} in the model; give the [model] it belongs to"
                     )
                 if piece.local.numel():
@@ -101,7 +106,7 @@ def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:
                     found = source[where] if where else stored.get_tensor(name)
                     if found.is_floating_point() != piece.local.is_floating_point():
                         raise ConfigError(
-                            f"checkpoint: {name} in {file} is {_dtype(found)}, and "
+                            f"checkpoint: {shown(name)} in {file} is {_dtype(found)}, and "
                             f"{_dtype(piece.local)} in the model; give weights of floating point"
                         )
                     piece.local.copy_(found)
@@ -117,7 +122,7 @@ def _refuse_missing(names: list[str], path: Path) -> None:
 def _list(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return ", ".join(map(shown, names[:3])) + more
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -125,7 +130,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a .safetensors file, or a folder of them."""
+    """All tensors of a .safetensors file, or a folder of them; raises ConfigError."""
     tensors: dict[str, Tensor] = {}
     for file in files_of(path):
         with _opened(file) as stored:
@@ -134,10 +139,22 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The job's configuration in a .safetensors file of titanlite's, None in another's."""
-    with _opened(files_of(path)[0]) as stored:
-        text = (stored.metadata() or {}).get("titanlite.config")
-    return json.loads(text) if text else None
+    """The job's configuration in a .safetensors file of titanlite's, None in another's.
+
+    Raises ConfigError where what stands there is none.
+    """
+    file = files_of(path)[0]
+    with _opened(file) as stored:
+        text = (stored.metadata() or {}).get(CONFIG_KEY)
+    if not text:
+        return None
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict) or not all(isinstance(keys, dict) for keys in config.values()):
+        raise ConfigError(f"checkpoint: {file} has a {CONFIG_KEY} that is no configuration")
+    return config
 
 
 def files_of(path: Path) -> list[Path]:
@@ -148,8 +165,17 @@ def files_of(path: Path) -> list[Path]:
     return files
 
 
-def _opened(file: Path) -> Any:
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """The tensors of a file; raises ConfigError where it, or one of them, cannot be read."""
     try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"checkpoint: {file} cannot be read ({error})") from error
+        # A pipe would keep it waiting. A link is followed: Hugging Face's folders are of links.
+        open_regular(file).close()
+        with safe_open(file, framework="pt") as stored:
+            yield stored
+    except OSError as error:
+        raise ConfigError(f"checkpoint: {file}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise ConfigError(
+            f"checkpoint: {file} cannot be read ({shown(str(error), 200)})"
+        ) from error

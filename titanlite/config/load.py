@@ -52,7 +52,7 @@ def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
         if len(files) > 1:
             raise ConfigError(f"{CONFIG_FILE}: given {len(files)} times; give one file")
         if files:
-            values = _read_file(files[0])
+            values = read_file(files[0])
         elif needs_file and not any(name == CONFIG_FILE for name, _ in texts):
             raise ConfigError(f"{CONFIG_FILE}: no file is given; type {needs_file}")
     except ConfigError as error:
@@ -148,7 +148,7 @@ def _values_for_help(argv: Sequence[str]) -> dict[str, Any]:
     for name, text in texts:
         if name == CONFIG_FILE and text is not None:
             with contextlib.suppress(ConfigError):
-                values = _read_file(text)
+                values = read_file(text)
     for name, text in texts:
         _put(values, name, text)
     return values
@@ -174,7 +174,8 @@ def _read_arguments(argv: Sequence[str], problems: list[str]) -> list[tuple[str,
     return found
 
 
-def _read_file(path: str) -> dict[str, Any]:
+def read_file(path: str) -> dict[str, Any]:
+    """The tables of a TOML file; raises ConfigError where it is none."""
     text = ""
     try:
         if not path:

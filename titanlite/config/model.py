@@ -186,7 +186,8 @@ def _suggest(name: str, known: Collection[str]) -> str:
 def _import_module(name: str) -> None:
     here = os.getcwd()
     if here not in sys.path:
-        sys.path.insert(0, here)
+        # Last: a file that happens to lie here does not stand in for an installed package.
+        sys.path.append(here)
     try:
         importlib.import_module(name)
     except Exception as error:  # the module is the user's: anything can come out of it

@@ -93,7 +93,8 @@ def save_loss_curve(
     # Above the plot, where no curve can be under it.
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
     if title:
-        axes.set_title(title, loc="left", fontsize=12, pad=28)
+        # As it is: what stands between two dollars is no formula.
+        axes.set_title(title, loc="left", fontsize=12, pad=28, parse_math=False)
     _save(figure, path)
 
 
@@ -125,7 +126,7 @@ def save_image_grid(
     figure = Figure(dpi=100)
     FigureCanvasAgg(figure)
     headings = [figure.text(0, 0, f"{name} ({len(images)})") for name, images in panels]
-    heading = figure.text(0, 0, title, fontsize=13)
+    heading = figure.text(0, 0, title, fontsize=13, parse_math=False)
     widths = [
         max(mosaic.shape[1], math.ceil(text.get_window_extent().width))
         for mosaic, text in zip(mosaics, headings, strict=True)

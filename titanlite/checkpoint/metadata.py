@@ -1,0 +1,238 @@
+"""DCP's .metadata, which says what tensor is where, read as data.
+
+It is a pickle, and `pickle.load` runs whatever a pickle says. Here each class that DCP writes is
+replaced by one of no behaviour, which keeps what it is given; any other name is refused. From
+these, DCP's own objects are built once every value in them has been checked.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from titanlite.checkpoint.manifest import (
+    METADATA,
+    BrokenCheckpointError,
+    open_in_checkpoint,
+)
+from titanlite.files import shown
+
+# More than 2**62 elements or bytes fit on no disk, and sums of two still fit into an int64.
+MOST = 2**62
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What the files of the checkpoint in `folder` hold; raises BrokenCheckpointError.
+
+    Each piece of a tensor lies within its tensor and has a place, within a regular file of the
+    folder that is at least as large as the piece; the pieces are as many elements as the tensor.
+    """
+    with open_in_checkpoint(folder / METADATA) as file:
+        try:
+            content = _Unpickler(file).load()
+        except BrokenCheckpointError:
+            raise
+        except Exception as error:  # anything can come out of bytes that were altered
+            name = type(error).__name__
+            raise BrokenCheckpointError(f"{METADATA} cannot be read ({name})") from error
+    try:
+        return _Builder(folder).metadata(content)
+    except RecursionError as error:
+        raise BrokenCheckpointError(f"{METADATA} is nested too deeply") from error
+
+
+class _Plain:
+    """Stands for an object of one of DCP's classes: what it was made of, and its state."""
+
+    kind = ""
+    # An object may be made without calling __init__.
+    values: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _plain(kind: str) -> type[_Plain]:
+    return type(kind, (_Plain,), {"kind": kind})
+
+
+_NAMES = {
+    **{
+        ("torch.distributed.checkpoint.metadata", name): name
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): "_StorageInfo",
+    ("torch", "Size"): "Size",
+    ("torch.serialization", "_get_layout"): "layout",
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        # Of this pickle alone: whatever it does to them, the next one gets others.
+        self._classes = {path: _plain(kind) for path, kind in _NAMES.items()}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._classes:
+            return self._classes[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise BrokenCheckpointError(
+            f"{METADATA} asks for {shown(f'{module}.{name}')}, which is not admitted"
+        )
+
+
+class _Builder:
+    """DCP's objects from plain ones; any method raises BrokenCheckpointError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file_bytes: dict[str, int] = {}
+
+    def metadata(self, plain: Any) -> Metadata:
+        state = _state(plain, "Metadata")
+        if not isinstance(state, dict) or not isinstance(state.get("state_dict_metadata"), dict):
+            raise BrokenCheckpointError(f"{METADATA} holds no metadata")
+        named = {_name(name): value for name, value in state["state_dict_metadata"].items()}
+        stored = {name: self._stored(name, value) for name, value in named.items()}
+        given = state.get("storage_data")
+        if not isinstance(given, dict):
+            raise BrokenCheckpointError(f"{METADATA} does not say which file holds what")
+        places = {self._index(index): self._place(place) for index, place in given.items()}
+        for name, what in stored.items():
+            if isinstance(what, TensorStorageMetadata):
+                self._check_places(name, what, places)
+        return Metadata(stored, storage_data=places, storage_meta=StorageMeta())
+
+    def _stored(self, name: str, plain: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        if _kind(plain) == "BytesStorageMetadata":
+            return BytesStorageMetadata()
+        state = _fields(plain, "TensorStorageMetadata", "properties", "size", "chunks")
+        size = _size(state["size"], name)
+        properties = _state(state["properties"], "TensorProperties")
+        dtype = properties[0] if isinstance(properties, tuple) and properties else None
+        if not isinstance(dtype, torch.dtype):
+            raise BrokenCheckpointError(f"{METADATA} does not say what numbers {name} is of")
+        if not isinstance(state["chunks"], list):
+            raise BrokenCheckpointError(f"{METADATA} does not say what pieces {name} is in")
+        chunks = []
+        for chunk in state["chunks"]:
+            fields = _fields(chunk, "ChunkStorageMetadata", "offsets", "sizes")
+            offsets, sizes = _size(fields["offsets"], name), _size(fields["sizes"], name)
+            if not len(offsets) == len(sizes) == len(size) or any(
+                start + extent > whole
+                for start, extent, whole in zip(offsets, sizes, size, strict=True)
+            ):
+                raise BrokenCheckpointError(f"{METADATA} has a piece of {name} outside of it")
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+        if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
+            raise BrokenCheckpointError(f"{METADATA} has other pieces of {name} than make it up")
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+    def _index(self, plain: Any) -> MetadataIndex:
+        fields = _fields(plain, "MetadataIndex", "fqn")
+        name = _name(fields["fqn"])
+        offset, index = fields.get("offset"), fields.get("index")
+        if index is not None and not _is_count(index):
+            raise BrokenCheckpointError(f"{METADATA} does not say which piece of {name} is where")
+        return MetadataIndex(name, None if offset is None else _size(offset, name), index)
+
+    def _place(self, plain: Any) -> _StorageInfo:
+        fields = _fields(plain, "_StorageInfo", "relative_path", "offset", "length")
+        path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+        if not isinstance(path, str):
+            raise BrokenCheckpointError(f"{METADATA} does not say which file holds what")
+        if path in ("", ".", "..") or "\0" in path or Path(path).name != path:
+            raise BrokenCheckpointError(f"{METADATA} names a file outside the checkpoint")
+        if fields.get("transform_descriptors"):
+            raise BrokenCheckpointError(f"{METADATA} says that {shown(path)} is compressed")
+        if path not in self._file_bytes:
+            with open_in_checkpoint(self._folder / path) as file:
+                self._file_bytes[path] = file.seek(0, 2)
+        if not (_is_count(offset) and _is_count(length)) or (
+            offset + length > self._file_bytes[path]
+        ):
+            raise BrokenCheckpointError(f"{METADATA} names a place outside of {shown(path)}")
+        return _StorageInfo(path, offset, length)
+
+    def _check_places(
+        self,
+        name: str,
+        stored: TensorStorageMetadata,
+        places: Mapping[MetadataIndex, _StorageInfo],
+    ) -> None:
+        for chunk in stored.chunks:
+            place = places.get(MetadataIndex(name, chunk.offsets))
+            if place is None:
+                raise BrokenCheckpointError(f"{METADATA} does not say where a piece of {name} is")
+            if chunk.sizes.numel() * stored.properties.dtype.itemsize > place.length:
+                raise BrokenCheckpointError(f"{METADATA} has less of {name} than a piece takes")
+
+
+def _kind(plain: Any) -> str:
+    return plain.kind if isinstance(plain, _Plain) else ""
+
+
+def _state(plain: Any, kind: str) -> Any:
+    if _kind(plain) != kind:
+        raise BrokenCheckpointError(f"{METADATA} holds no {kind} where one belongs")
+    return plain.state
+
+
+def _fields(plain: Any, kind: str, *needed: str) -> dict[str, Any]:
+    """The state of an object of `kind` that has at least these fields."""
+    state = _state(plain, kind)
+    if not isinstance(state, dict) or not set(needed) <= state.keys():
+        raise BrokenCheckpointError(f"{METADATA} has a {kind} without {' or '.join(needed)}")
+    return state
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not name or len(name) > 1000 or not name.isprintable():
+        raise BrokenCheckpointError(f"{METADATA} has a tensor whose name is no name")
+    return name
+
+
+def _size(plain: Any, name: str) -> torch.Size:
+    values: tuple[Any, ...] = plain.values if _kind(plain) == "Size" else ()
+    for numbers in values[:1]:
+        if (
+            isinstance(numbers, tuple | list)
+            and len(numbers) <= 64
+            and all(map(_is_count, numbers))
+        ) and math.prod(numbers) <= MOST:
+            return torch.Size(numbers)
+    raise BrokenCheckpointError(f"{METADATA} has a size of {name} that is none")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST
