@@ -103,7 +103,9 @@ def train(place: Place, config: JobConfig, device_type: str) -> None:
         gc.disable()
         with (
             Checkpoints(job) as checkpoints,
-            Reporter(job, checkpoints.first_step, checkpoints.notes) as reporter,
+            Reporter(
+                job, checkpoints.first_step, checkpoints.notes, is_guest=checkpoints.is_guest
+            ) as reporter,
             world.explaining(),
         ):
             if checkpoints.is_seed:

@@ -2,16 +2,20 @@
 there is; torch-free.
 
 Opening a named pipe or a device may wait for ever, and a link may lead anywhere. Whatever reads a
-file of a checkpoint, a schedule or a log opens it here.
+file of a checkpoint, a schedule or a log opens it here. What one run alone may write to, it holds.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 from typing import BinaryIO
+
+POLL_SECONDS = 0.1
 
 
 def open_regular(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
@@ -39,6 +43,26 @@ def read_bytes(path: str | Path, *, most_bytes: int, follow_links: bool = True) 
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes:,} bytes", os.fspath(path))
     return content
+
+
+def hold(descriptor: int, patience_seconds: float) -> bool:
+    """Whether this process alone holds an open file or folder, until it closes it or ends.
+
+    Where another one does, waits that long for it: the ranks of a run that was killed may take some
+    time to end. A file system without locks keeps nobody out: there it is always True.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        except OSError:
+            return True
+        else:
+            return True
 
 
 def shown(text: str, most_characters: int = 80) -> str:

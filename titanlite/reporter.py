@@ -7,19 +7,22 @@ prints and writes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from titanlite.config.document import format_config
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
 from titanlite.observe.effective_plan import PlanRow, draw_mesh, render_plan
 from titanlite.observe.metrics import (
+    FILE_NAME,
     MetricsLog,
     StepRecord,
     bits_per_dim,
@@ -40,18 +43,31 @@ from titanlite.training.step import StepResult
 
 # Pixels from one line about sampling to the next; a multiple of how often sampling looks up.
 SAMPLED_A_LINE = 768
+CURVE, GRID = "loss.png", "samples.png"
+
+T = TypeVar("T")
 
 
 class Reporter:
     """Shows and records a run: `with Reporter(job) as reporter: ... reporter.record(...)`.
 
     A run that goes on from a checkpoint passes its `first_step`; `notes` are lines for the start.
+    What is written goes to job.dump_folder, where one run at a time may write; of a run that
+    `is_guest` there, to a folder of its own in it, load_only-N. Raises ConfigError where another
+    run is writing, or something cannot be written.
     """
 
-    def __init__(self, job: Job, first_step: int = 1, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        first_step: int = 1,
+        notes: Sequence[str] = (),
+        *,
+        is_guest: bool = False,
+    ) -> None:
         config, world = job.config, job.world
-        self._job, self._first_step, self._notes = job, first_step, notes
-        self._folder = Path(config.job.dump_folder)
+        self._job, self._first_step, self._notes = job, first_step, list(notes)
+        self._folder, self._is_guest = Path(config.job.dump_folder), is_guest
         self._color = not config.metrics.disable_color_printing
         self._progress = Progress(
             config.training.steps,
@@ -61,30 +77,29 @@ class Reporter:
             log_freq=config.metrics.log_freq,
         )
         self._exits = contextlib.ExitStack()
+        self._log = MetricsLog(self._folder, enabled=False)
 
     def __enter__(self) -> Reporter:
-        with self._writing():
-            return self._enter()
+        with contextlib.ExitStack() as exits, self._writing():
+            # What is open is closed where the rest fails.
+            exits.callback(self._exits.close)
+            self._enter()
+            exits.pop_all()
+        return self
 
-    def _enter(self) -> Reporter:
+    def _enter(self) -> None:
         config, world = self._job.config, self._job.world
+        if self._is_guest:
+            self._folder = self._from_first(lambda: _make_own_folder(self._folder))
+            self._notes.append(f"checkpoint: load_only: this run writes to {self._folder}")
+        # First, since it refuses a second run in the same folder.
+        self._from_first(self._open_log)
         if world.is_first:
             self._introduce()
             if config.job.save_config_file:
                 written = self._folder / config.job.save_config_file
                 written.parent.mkdir(parents=True, exist_ok=True)
                 written.write_text(format_config(config), encoding="utf-8")
-        self._log = self._exits.enter_context(
-            MetricsLog(
-                self._folder,
-                enable_tensorboard=config.metrics.enable_tensorboard,
-                save_tb_folder=config.metrics.save_tb_folder,
-                enable_wandb=config.metrics.enable_wandb,
-                job_config=config.model_dump(mode="json"),
-                first_step=self._first_step,
-                enabled=world.is_first,
-            )
-        )
         profiling = config.profiling
         self._profiler = self._exits.enter_context(
             profile_steps(
@@ -110,7 +125,33 @@ class Reporter:
         )
         self._exits.enter_context(self._progress)
         self._recorder = self._record_pipeline()
-        return self
+
+    def _open_log(self) -> None:
+        config = self._job.config
+        self._log = self._exits.enter_context(
+            MetricsLog(
+                self._folder,
+                enable_tensorboard=config.metrics.enable_tensorboard,
+                save_tb_folder=config.metrics.save_tb_folder,
+                enable_wandb=config.metrics.enable_wandb,
+                job_config=config.model_dump(mode="json"),
+                first_step=self._first_step,
+                pictures=(CURVE, GRID),
+            )
+        )
+
+    def _from_first(self, function: Callable[[], T]) -> T:
+        """What `function` gives on the first rank, on all; so with what it raises there."""
+        box: list[Any] = [None, None]
+        if self._job.world.is_first:
+            try:
+                box[0] = function()
+            except (TitanliteError, OSError) as error:
+                box[1] = error
+        dist.broadcast_object_list(box)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
 
     def __exit__(
         self,
@@ -157,7 +198,9 @@ class Reporter:
             mfu=_mfu(flops_per_second, job),
         )
         with self._writing():
-            self._log.log(record)
+            moved = self._log.log(record)
+        if moved:
+            self._progress.print(moved)
         if result.note:
             self._progress.print(result.note)
         if step == self._first_step and job.checkpointing.tally is not None:
@@ -189,17 +232,7 @@ class Reporter:
     def _finish(self, is_stopped: Callable[[], bool]) -> None:
         job, sampling = self._job, self._job.config.sampling
         if job.world.is_first:
-            # matplotlib takes its time to import: on this rank alone, and not before it is needed.
-            from titanlite.observe.pictures import save_loss_curve
-
-            curve = self._folder / "loss.png"
-            save_loss_curve(
-                curve,
-                read_metrics(self._folder),
-                vocab_size=job.model_config.vocab_size,
-                title=job.config.job.description,
-            )
-            self._progress.print(f"loss curve: {curve}")
+            self._progress.print(self._draw_curve())
         wanted, num_tokens = sampling.num_images, job.model_config.num_tokens
         if wanted == 0:
             return
@@ -223,9 +256,29 @@ class Reporter:
             self._progress.print(f"{len(images)} of {wanted} images are drawn: {why}")
         if not len(images):
             return
-        grid = self._folder / "samples.png"
+        grid = self._folder / GRID
         save_samples(job, images, grid)
         self._progress.print(f"sampled images: {grid}")
+
+    def _draw_curve(self) -> str:
+        """Draw the loss of all steps that are recorded; a line for a person."""
+        try:
+            records = read_metrics(self._folder)
+        except ConfigError as error:
+            return f"no loss curve is drawn: {error}"
+        if not records:
+            return f"no loss curve is drawn: there are no records in {self._folder / FILE_NAME}"
+        # matplotlib takes its time to import: on this rank alone, and not before it is needed.
+        from titanlite.observe.pictures import save_loss_curve
+
+        curve, job = self._folder / CURVE, self._job
+        save_loss_curve(
+            curve,
+            records,
+            vocab_size=job.model_config.vocab_size,
+            title=job.config.job.description,
+        )
+        return f"loss curve: {curve}"
 
     def _show_sampling(self, num_drawn: int) -> None:
         num_tokens = self._job.model_config.num_tokens
@@ -294,6 +347,16 @@ class Reporter:
         say("")
         for note in self._notes:
             say(note)
+
+
+def _make_own_folder(folder: Path) -> Path:
+    """A new folder load_only-N in `folder`."""
+    for number in itertools.count(1):
+        own = folder / f"load_only-{number}"
+        with contextlib.suppress(FileExistsError):
+            own.mkdir()
+            break
+    return own
 
 
 def _plural(noun: str, count: int) -> str:

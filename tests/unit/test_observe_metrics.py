@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -69,26 +70,133 @@ def test_a_loss_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
     assert math.isnan(record.grad_norm)
 
 
-def test_a_new_run_starts_clean_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
-    for first_step, expected in ((1, [1, 2, 3]), (3, [1, 2, 3, 4, 5]), (1, [1, 2, 3])):
+def steps_of(path: Path) -> list[int]:
+    return [record.step for record in read_metrics(path)]
+
+
+def write_steps(folder: Path, first: int, last: int, loss: float = 1.0) -> str:
+    """A run of these steps; what it says of records that were there."""
+    with MetricsLog(folder, first_step=first, pictures=["loss.png", "more.png"]) as log:
+        said = [log.log(make_record(step, loss=loss)) for step in range(first, last + 1)]
+    assert not any(said[1:])
+    return said[0]
+
+
+def test_a_new_run_starts_clean_a_resumed_one_goes_on_and_nothing_is_lost(tmp_path: Path) -> None:
+    assert write_steps(tmp_path, 1, 5, loss=1.0) == ""
+    (tmp_path / "loss.png").write_text("its curve")
+    said = write_steps(tmp_path, 4, 6, loss=2.0)
+    assert said == "metrics: the records of step 4 and later are kept in metrics.1.jsonl"
+    assert [(r.step, r.loss) for r in read_metrics(tmp_path)] == [
+        *((step, 1.0) for step in (1, 2, 3)),
+        *((step, 2.0) for step in (4, 5, 6)),
+    ]
+    assert [(r.step, r.loss) for r in read_metrics(tmp_path / "metrics.1.jsonl")] == [
+        (4, 1.0),
+        (5, 1.0),
+    ]
+    assert write_steps(tmp_path, 7, 7) == ""
+    said = write_steps(tmp_path, 1, 2, loss=3.0)
+    kept = "metrics.2.jsonl, loss.2.png"
+    assert said == f"metrics: the records of an earlier run are kept in {kept}"
+    assert steps_of(tmp_path) == [1, 2]
+    assert steps_of(tmp_path / "metrics.2.jsonl") == [1, 2, 3, 4, 5, 6, 7]
+    assert (tmp_path / "loss.2.png").read_text() == "its curve"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "metrics.jsonl",
+        *("metrics.1.jsonl", "metrics.2.jsonl", "loss.2.png"),
+    }
+
+
+def test_a_run_that_records_nothing_moves_nothing(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, 3)
+    with MetricsLog(tmp_path):
+        pass
+    assert steps_of(tmp_path) == [1, 2, 3]
+
+
+def test_one_run_at_a_time_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.observe.metrics.PATIENCE_SECONDS", 0)
+    write_steps(tmp_path, 1, 3)
+    for first_step in (1, 3, 9):
         with MetricsLog(tmp_path, first_step=first_step) as log:
-            for step in range(first_step, first_step + 3):
+            # Before its first record, and after it has put another file in its place.
+            for step in (first_step, first_step + 1):
+                with pytest.raises(ConfigError, match=r"another run is writing to .*; end that"):
+                    MetricsLog(tmp_path)
                 log.log(make_record(step))
-        assert [record.step for record in read_metrics(tmp_path)] == expected
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 9, 10]
+
+
+def test_a_file_replaced_while_it_was_opened_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_steps(tmp_path, 1, 3)
+    asked: list[int] = []
+
+    def replaced_meanwhile(descriptor: int, patience_seconds: float) -> bool:
+        if not asked:
+            (tmp_path / "other").write_bytes((tmp_path / "metrics.jsonl").read_bytes())
+            (tmp_path / "other").replace(tmp_path / "metrics.jsonl")
+        asked.append(descriptor)
+        return True
+
+    monkeypatch.setattr("titanlite.observe.metrics.hold", replaced_meanwhile)
+    with MetricsLog(tmp_path, first_step=4) as log:
+        log.log(make_record(4))
+    assert len(asked) == 2
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
 
 
 def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         log.log(make_record(1))
         log.log(make_record(2))
-    log.path.write_text(log.path.read_text()[:-20])
-    assert [record.step for record in read_metrics(tmp_path)] == [1]
+    cut = log.path.read_text()[:-20]
+    log.path.write_text(cut)
+    assert steps_of(tmp_path) == [1]
     with MetricsLog(tmp_path, first_step=2) as log:
         log.log(make_record(2))
-    assert [record.step for record in read_metrics(tmp_path)] == [1, 2]
-    log.path.write_text("not json\n" + log.path.read_text())
-    with pytest.raises(json.JSONDecodeError):
+    assert steps_of(tmp_path) == [1, 2]
+    assert (tmp_path / "metrics.1.jsonl").read_text() == cut.splitlines()[1]
+
+
+ODD_LINES = (
+    b"not json",
+    b"[1, 2]",
+    b"3",
+    b"{}",
+    b'{"step": -1}',
+    b'{"step": "one", "loss": 1}',
+    b"\xff\xfe",
+    b"[" * 5000,
+    b"[" * 50_000,
+    b"1" * 5000,
+)
+
+
+def test_a_line_that_is_no_record_is_named_and_kept(tmp_path: Path) -> None:
+    for number, line in enumerate(ODD_LINES):
+        folder = tmp_path / str(number)
+        write_steps(folder, 1, 2)
+        (folder / "metrics.jsonl").write_bytes(
+            line + b"\n" + (folder / "metrics.jsonl").read_bytes()
+        )
+        with pytest.raises(ConfigError, match=r"line 1 of .*metrics\.jsonl is no record"):
+            read_metrics(folder)
+        write_steps(folder, 3, 3)
+        assert steps_of(folder) == [1, 2, 3]
+        assert (folder / "metrics.1.jsonl").read_bytes() == line + b"\n"
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match="is a pipe or a device, not a file"):
         read_metrics(tmp_path)
+    with pytest.raises(OSError, match="is a pipe or a device, not a file"):
+        MetricsLog(tmp_path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_metrics(tmp_path / "none")
 
 
 def test_only_the_enabled_rank_writes(tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ the disk. What a killed run leaves behind has a name of the other kind, and `cle
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +22,13 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
 )
 from titanlite.errors import ConfigError
+from titanlite.files import hold
 
 STEP = re.compile(r"step-(0|[1-9]\d*)")
 # Being written; set aside while another takes its name; being removed. After it, make_token's.
 LEFTOVER = re.compile(r"(step-\d+)\.(new|replaced|removed)-[0-9a-f]{8}")
-
-
 # The ranks of a run that was killed may take so long to end, and let go of the folder.
-PATIENCE_SECONDS, POLL_SECONDS = 10.0, 0.1
+PATIENCE_SECONDS = 10.0
 
 
 def make_token() -> str:
@@ -70,16 +67,12 @@ class CheckpointFolder:
         Raises ConfigError where one does. A file system without locks keeps nobody out.
         """
         descriptor = os.open(self.path, os.O_RDONLY)
-        deadline = time.monotonic() + PATIENCE_SECONDS
         try:
-            # It goes with the process, however that ends.
-            while not _is_locked(descriptor):
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"checkpoint.folder: another run is using {self.path}; end that one, or "
-                        "give another folder"
-                    )
-                time.sleep(POLL_SECONDS)
+            if not hold(descriptor, PATIENCE_SECONDS):
+                raise ConfigError(
+                    f"checkpoint.folder: another run is using {self.path}; end that one, or "
+                    "give another folder"
+                )
             yield
         finally:
             os.close(descriptor)
@@ -93,6 +86,10 @@ class CheckpointFolder:
             before = [index for index, one in enumerate(ordered) if one.step < broken.step]
             ordered.insert(max(before, default=-1) + 1, broken)
         return ordered[::-1]
+
+    def has_any(self) -> bool:
+        """Whether there is a checkpoint here, good or not."""
+        return any(STEP.fullmatch(path.name) for path in self._entries())
 
     def next_serial(self) -> int:
         """A serial larger than that of any checkpoint here."""
@@ -161,17 +158,6 @@ class CheckpointFolder:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(path for path in self.path.iterdir() if path.is_dir())
         return []
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Whether there is nothing more to wait for: a lock, or a file system that has none."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _serial(found: Found) -> int:

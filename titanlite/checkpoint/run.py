@@ -49,6 +49,8 @@ class Checkpoints:
         section = job.config.checkpoint
         self.first_step = 1
         self.notes: list[str] = []
+        self.is_guest = False
+        """Whether the run goes on from another run's checkpoints, which may still be training."""
         self._job, self._section = job, section
         self._folder = CheckpointFolder(Path(job.config.job.dump_folder) / section.folder)
         self._saves = section.enable and not section.load_only
@@ -72,6 +74,8 @@ class Checkpoints:
                 self._token = self._ranks.from_first(make_token)
                 if self._saves:
                     self.notes += self._ranks.from_first(lambda: self._prepare(exits))
+                if self._section.load_only:
+                    self.is_guest = self._ranks.from_first(self._folder.has_any)
                 last_step, notes = start_from(self._job, self._folder, self._ranks)
                 self._exits = exits.pop_all()
             self.first_step = last_step + 1

@@ -6,22 +6,29 @@ FLOP/s utilization against what a known GPU can do.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import math
+import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from pydantic import TypeAdapter
 
 from titanlite.errors import ConfigError
+from titanlite.files import hold, open_regular
 
 FILE_NAME = "metrics.jsonl"
+# The ranks of a run that was killed may take so long to end, and let go of the file.
+PATIENCE_SECONDS = 10.0
 
 
 @dataclass
@@ -50,11 +57,18 @@ class MetricsLog:
 
     One JSON object a line, flushed at once: a run that dies leaves every step it finished. A
     number that is not finite is written as null, since JSON has no NaN; keys of measures not
-    taken are left out. Lines of steps from `first_step` on are dropped from a file already there,
-    so that a new run starts clean and a resumed one goes on where its checkpoint was.
+    taken are left out.
+
+    One run at a time writes to the file: it is locked. It holds one record a step: before the first
+    one is written, lines of steps from `first_step` on, and lines that are no records, move to
+    metrics.N.jsonl, N the next free number. So a new run starts clean, a resumed one goes on where
+    its checkpoint was, and nothing that was recorded is lost. Where a whole run moves, the files of
+    `pictures` that are there move with it, as NAME.N.png.
+
     TensorBoard files go to {dump_folder}/{save_tb_folder}/{time of start}; W&B reads its own
     WANDB_* variables and gets `job_config`. With `enabled` False (every rank but the first)
-    nothing is written. Raises ConfigError where a writer's package is missing.
+    nothing is written. Raises ConfigError where a writer's package is missing, and where another
+    run is writing to the file.
     """
 
     def __init__(
@@ -66,9 +80,12 @@ class MetricsLog:
         enable_wandb: bool = False,
         job_config: Mapping[str, Any] | None = None,
         first_step: int = 1,
+        pictures: Sequence[str] = (),
         enabled: bool = True,
     ) -> None:
-        self._file = None
+        self._file: BinaryIO | None = None
+        self._first_step, self._pictures = first_step, pictures
+        self._has_written = False
         self._tensorboard = None
         self._wandb = None
         if not enabled:
@@ -77,8 +94,7 @@ class MetricsLog:
         folder = Path(dump_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
-        _drop_steps_from(self.path, first_step)
-        self._file = self.path.open("a", encoding="ascii")
+        self._file = _open_held(self.path)
         if enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -89,13 +105,15 @@ class MetricsLog:
 
             self._wandb = wandb.init(dir=str(folder), config=dict(job_config or {}))
 
-    def log(self, record: StepRecord) -> None:
-        """Append one step."""
+    def log(self, record: StepRecord) -> str:
+        """Append one step. A line for a person, or "": on records that were there and moved."""
         if self._file is None:
-            return
+            return ""
+        moved = "" if self._has_written else self._make_way()
+        self._has_written = True
         measured = {key: value for key, value in asdict(record).items() if value is not None}
         written = {key: value if math.isfinite(value) else None for key, value in measured.items()}
-        self._file.write(json.dumps(written, allow_nan=False) + "\n")
+        self._file.write(json.dumps(written, allow_nan=False).encode("ascii") + b"\n")
         self._file.flush()
         figures = {key: value for key, value in measured.items() if key != "step"}
         if self._tensorboard is not None:
@@ -103,6 +121,51 @@ class MetricsLog:
                 self._tensorboard.add_scalar(key, value, record.step)
         if self._wandb is not None:
             self._wandb.log(figures, step=record.step)
+        return moved
+
+    def _make_way(self) -> str:
+        """Move what is not a record of a step before the first; what was moved, and where to."""
+        assert self._file is not None
+        kept: list[bytes] = []
+        moved: list[bytes] = []
+        self._file.seek(0)
+        for line in self._file:
+            record = _record_of(line)
+            is_kept = record is not None and record.step < self._first_step
+            if line.strip():
+                (kept if is_kept else moved).append(line)
+        if not moved:
+            return ""
+        folder = self.path.parent
+        pictures = [name for name in self._pictures if self._first_step == 1]
+        number = next(
+            n
+            for n in itertools.count(1)
+            if not any(os.path.lexists(folder / _numbered(p, n)) for p in (FILE_NAME, *pictures))
+        )
+        with (folder / _numbered(FILE_NAME, number)).open("xb") as file:
+            file.writelines(moved)
+            file.flush()
+            os.fsync(file.fileno())
+        names = [_numbered(FILE_NAME, number)]
+        for name in pictures:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / name).rename(folder / _numbered(name, number))
+                names.append(_numbered(name, number))
+        # Put in its place in one go, and held before it is there: a run killed here keeps its past,
+        # and no other run comes in between.
+        shorter = self.path.with_name(f"{FILE_NAME}.new")
+        shorter.unlink(missing_ok=True)
+        opened = _open_to_append(shorter)
+        hold(opened.fileno(), 0)
+        opened.writelines(kept)
+        opened.flush()
+        os.fsync(opened.fileno())
+        shorter.replace(self.path)
+        self._file.close()
+        self._file = opened
+        what = "an earlier run" if self._first_step == 1 else f"step {self._first_step} and later"
+        return f"metrics: the records of {what} are kept in {', '.join(names)}"
 
     def close(self) -> None:
         """Close the file and the writers; a second call does nothing."""
@@ -130,16 +193,23 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
     """The records of a metrics.jsonl, or of the dump folder that holds one, in the file's order.
 
     null is read as NaN; keys that StepRecord lacks are passed over. A last line that was cut
-    short is left out.
+    short is left out. Raises ConfigError where another line is no record, and where the file cannot
+    be read.
     """
     path = Path(path)
     if path.is_dir():
         path = path / FILE_NAME
-    known = {field.name for field in fields(StepRecord)}
     records = []
-    for row in _rows(path):
-        figures: dict[str, Any] = {k: math.nan if v is None else v for k, v in row.items()}
-        records.append(StepRecord(**{k: v for k, v in figures.items() if k in known}))
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(file, start=1):
+                record = _record_of(line)
+                if record is not None:
+                    records.append(record)
+                elif line.endswith(b"\n") and line.strip():
+                    raise ConfigError(f"job.dump_folder: line {number} of {path} is no record")
+    except OSError as error:
+        raise ConfigError(f"job.dump_folder: {path}: {error.strerror or error}") from error
     return records
 
 
@@ -236,21 +306,51 @@ def _has_words(name: str, part: str) -> bool:
     return all(word in words for word in part.split())
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_text(encoding="ascii").splitlines()
-    for number, line in enumerate(lines, start=1):
+_RECORD = TypeAdapter(StepRecord)
+# Longer than any record.
+_MOST_CHARACTERS = 10_000
+
+
+def _record_of(line: bytes) -> StepRecord | None:
+    """The record that a line holds, None where it holds none."""
+    if len(line) > _MOST_CHARACTERS or not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+        record = _RECORD.validate_python({k: math.nan if v is None else v for k, v in row.items()})
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return record if record.step >= 0 else None
+
+
+def _numbered(name: str, number: int) -> str:
+    """ "metrics.3.jsonl" for "metrics.jsonl"."""
+    path = Path(name)
+    return f"{path.stem}.{number}{path.suffix}"
+
+
+def _open_held(path: Path) -> BinaryIO:
+    """The file, which no other run writes to as long as it is open."""
+    while True:
+        file = _open_to_append(path)
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise
+            if not hold(file.fileno(), PATIENCE_SECONDS):
+                raise ConfigError(
+                    f"job.dump_folder: another run is writing to {path.parent}; end that one, or "
+                    "give another folder"
+                )
+            # The run that held it may have put another one in its place.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                    return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
 
 
-def _drop_steps_from(path: Path, first_step: int) -> None:
-    if not path.exists():
-        return
-    kept = [row for row in _rows(path) if row["step"] < first_step]
-    # Replaced in one go: a run killed here keeps its past.
-    shorter = path.with_name(f"{path.name}.new")
-    shorter.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="ascii")
-    shorter.replace(path)
+def _open_to_append(path: Path) -> BinaryIO:
+    path.touch()
+    # A pipe would keep it waiting.
+    open_regular(path).close()
+    return path.open("a+b")
