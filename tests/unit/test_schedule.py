@@ -1,5 +1,6 @@
 """Actions as text and CSV, schedules by name, and the walk that says why one cannot run."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,40 @@ def test_csv_that_cannot_be_read_says_where(text, said, tmp_path):
 def test_csv_that_is_not_there(tmp_path):
     with pytest.raises(ScheduleError, match="cannot be read"):
         read_csv(tmp_path / "none.csv")
+
+
+HOSTILE_CSV = {
+    # Counted up to, any of these would take for ever.
+    "0F999999999,0B999999999\n": "1 stages and 1000000000 microbatches, which are too few",
+    "0F0,999999999F0\n": "has 2 actions for 1000000000 stages",
+    "0F1000000000\n": "is not an action",
+    f"{'9' * 5000}F0\n": "is not an action",
+    f"{'(' * 20_000}{')OVERLAP_F_B' * 5_000}\n": "is not an action",
+    f"0F0,{'x' * 200_000}\n": "field larger than field limit",
+    "0F0,\x1b[2J\n": r"is not an action",
+    "\u0660F0\n": "is not an action",
+    "0F0\0,0B0\n": "rank 0, cell 0|line contains NUL",
+    "\udcff": "can't decode byte",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE_CSV, ids=range(len(HOSTILE_CSV)))
+def test_csv_of_wrong_content_is_one_line(text, tmp_path):
+    path = tmp_path / "theirs.csv"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ScheduleError, match=HOSTILE_CSV[text]) as raised:
+        read_csv(path)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 500
+
+
+def test_what_is_no_csv_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "a.csv")
+    (tmp_path / "b.csv").mkdir()
+    (tmp_path / "c.csv").symlink_to("/dev/zero")
+    for name, said in (("a", "is a pipe"), ("b", "is a folder"), ("c", "is a pipe or a device")):
+        with pytest.raises(ScheduleError, match=said):
+            read_csv(tmp_path / f"{name}.csv")
 
 
 def test_deadlock_names_the_blocked_action_of_each_rank():

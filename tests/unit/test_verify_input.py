@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from titanlite.verify.compare import (
     split_replicas,
 )
 from titanlite.verify.jobs import plan_job, reference_job
+from titanlite.verify.matrix import read_results
 from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceStep
 from titanlite.verify.shrink import shrink
 
@@ -155,6 +158,59 @@ def test_replicas_and_shards_are_told_apart_by_their_bits():
     assert split_replicas(runs("sharded", "ab")) == same_shards(runs("sharded", "ab")) == []
     assert same_shards(runs("sharded", "aa")) == ["w"]
     assert same_shards(runs("sharded", "aa", expected="cc")) == []
+
+
+def stored_line(**changes: object) -> bytes:
+    result = {
+        "choice": {"pp": 1, "checkpoint": "none"},
+        "num_ranks": 2,
+        "steps": 2,
+        "agrees": True,
+        "seconds": 1.5,
+        "cause": "",
+        "largest": 0.0,
+        "margin": None,
+        "of": "the loss at step 1",
+        "code": "c0de",
+    }
+    return json.dumps(result | changes).encode() + b"\n"
+
+
+def test_a_stored_result_of_wrong_values_is_left_out(tmp_path):
+    features = {"pp": [1, 2], "checkpoint": ["none", "full"]}
+    path = tmp_path / "results.jsonl"
+
+    def read() -> list[object]:
+        return [
+            result["choice"] for result in read_results(tmp_path, 2, 2, "c0de", features).values()
+        ]
+
+    assert read() == []
+    good = stored_line()
+    for line in (
+        stored_line(choice={"pp": 2, "checkpoint": "rm -r ~"}),
+        stored_line(choice={"pp": [2], "checkpoint": "none"}),
+        stored_line(choice={"pp": True, "checkpoint": "none"}),
+        stored_line(choice={"pp": 2}),
+        stored_line(choice="pp"),
+        stored_line(choice={"pp": 2, "checkpoint": "none"}, agrees="yes"),
+        stored_line(choice={"pp": 2, "checkpoint": "none"}, seconds="<script>"),
+        stored_line(choice={"pp": 2, "checkpoint": "none"}, seconds=math.nan),
+        stored_line(choice={"pp": 2, "checkpoint": "none"}, margin=-1.0),
+        stored_line(choice={"pp": 2, "checkpoint": "none"}, cause=None),
+        stored_line(choice={"pp": 2, "checkpoint": "none"}, more=1),
+        stored_line(choice={"pp": 2, "checkpoint": "none"}, code="other"),
+        b"[1]\n",
+        b"\xff\n",
+        b"[" * 50_000 + b"\n",
+        b'{"choice": {"pp"',
+    ):
+        path.write_bytes(good + line)
+        assert read() == [{"pp": 1, "checkpoint": "none"}], line
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is a pipe or a device, not a file"):
+        read()
 
 
 def test_an_unknown_model_is_bad_input():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from titanlite.errors import TitanliteError
+from titanlite.files import shown
 
 FORWARD = "F"
 FULL_BACKWARD = "B"
@@ -91,8 +92,11 @@ class Schedule:
         )
 
 
-_SIMPLE = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d*)")
-_OVERLAPPED = re.compile(r"\((.*)\)\s*OVERLAP_F_B")
+# Numbers of so many digits are more than there can be, and none takes long to read.
+_SIMPLE = re.compile(
+    r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d{0,9})", re.ASCII
+)
+_OVERLAPPED = re.compile(r"\(([^()]*)\)\s*OVERLAP_F_B")
 
 
 def parse_action(text: str) -> Action | None:
@@ -107,15 +111,18 @@ def parse_action(text: str) -> Action | None:
     if match := _OVERLAPPED.fullmatch(text):
         parts = tuple(parse_action(part) for part in match[1].split(";"))
         if [part.kind for part in parts if part] != [FORWARD, FULL_BACKWARD]:
-            raise ScheduleError(f"{text!r}: an overlapped pair is a forward and a full backward")
+            raise ScheduleError(
+                f"{shown(text)!r}: an overlapped pair is a forward and a full backward"
+            )
         return Action(-1, OVERLAP_F_B, None, tuple(part for part in parts if part))
     match = _SIMPLE.fullmatch(text)
     if not match:
         raise ScheduleError(
-            f"{text!r} is not an action; write [stage][kind][microbatch], such as 2F0 or 1SEND_F3"
+            f"{shown(text)!r} is not an action; write [stage][kind][microbatch], such as 2F0 or "
+            "1SEND_F3"
         )
     stage, kind, microbatch = int(match[1]), match[2], match[3]
     if (kind in STAGE_KINDS) == bool(microbatch):
         expected = "no microbatch" if kind in STAGE_KINDS else "a microbatch"
-        raise ScheduleError(f"{text!r}: {kind} takes {expected}")
+        raise ScheduleError(f"{shown(text)!r}: {kind} takes {expected}")
     return Action(stage, kind, int(microbatch) if microbatch else None)

@@ -7,9 +7,14 @@ which carry no information once actions wait for what they need, and are dropped
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 
+from titanlite.files import read_bytes
 from titanlite.schedule.actions import Action, Schedule, ScheduleError, parse_action
+
+# A schedule of a thousand ranks and ten thousand actions on each takes about as much.
+MOST_BYTES = 128 * 2**20
 
 
 def read_csv(path: str | Path) -> Schedule:
@@ -20,11 +25,11 @@ def read_csv(path: str | Path) -> Schedule:
     """
     path = Path(path)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            table = list(csv.reader(file))
+        content = read_bytes(path, most_bytes=MOST_BYTES)
+        table = list(csv.reader(io.StringIO(content.decode("utf-8"), newline="")))
     except OSError as error:
         raise ScheduleError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"{path}: cannot be read ({error})") from error
     if not table:
         raise ScheduleError(f"{path}: is empty; a schedule has one row a rank")
@@ -33,7 +38,15 @@ def read_csv(path: str | Path) -> Schedule:
     microbatches = [part.microbatch for part in parts if part.microbatch is not None]
     if not microbatches:
         raise ScheduleError(f"{path}: holds no compute action")
-    return Schedule(path.stem, 1 + max(microbatches), _place_stages(path, rows), rows)
+    num_microbatches, num_stages = 1 + max(microbatches), 1 + max(part.stage for part in parts)
+    # Each stage has two actions a microbatch at least. Where most are missing, naming them would
+    # take as long as somebody's numbers are large.
+    if num_microbatches * num_stages > 10 * len(parts):
+        raise ScheduleError(
+            f"{path}: has {len(parts)} actions for {num_stages} stages and {num_microbatches} "
+            "microbatches, which are too few; number both from 0 up"
+        )
+    return Schedule(path.stem, num_microbatches, _place_stages(path, rows), rows)
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:

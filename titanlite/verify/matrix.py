@@ -16,6 +16,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -23,9 +24,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+
 from titanlite.config import JobConfig, make_config
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
+from titanlite.files import read_bytes
 from titanlite.mesh.parallel_dims import AXES, divisors
 from titanlite.observe.quantities import format_duration
 from titanlite.observe.terminal import is_terminal, terminal_width
@@ -38,6 +42,8 @@ OFF = "-"
 """The value of a feature that has nothing to act on, such as a schedule without a pipeline."""
 
 BATCH = 16
+# Of results.jsonl: a plan takes less than 1 kB.
+MOST_BYTES = 256 * 2**20
 
 # What needs an axis to be there: feature -> (axes of which one must have ranks, its other values).
 NEEDS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
@@ -218,7 +224,7 @@ def run_matrix(
     features, code = features_of(num_ranks, with_compile=with_compile), code_digest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        results = read_results(folder, num_ranks, steps, code)
+        results = read_results(folder, num_ranks, steps, code, features)
         lines = (folder / "results.jsonl").open("a")
     except OSError as error:
         raise ConfigError(
@@ -263,15 +269,47 @@ def run_matrix(
     return 1 if wrong else 0
 
 
-def read_results(folder: Path, num_ranks: int, steps: int, code: str) -> dict[str, dict[str, Any]]:
-    """What is in `folder` of this `code`, by the plan's key; a line that is none is left out."""
+class StoredResult(BaseModel):
+    """A line of results.jsonl, as `run_matrix` writes it and nothing else."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    choice: dict[str, str | int]
+    num_ranks: PositiveInt
+    steps: PositiveInt
+    agrees: bool
+    seconds: NonNegativeFloat
+    cause: str
+    code: str
+    largest: NonNegativeFloat | None = None
+    margin: NonNegativeFloat | None = None
+    of: str | None = None
+
+
+def read_results(
+    folder: Path, num_ranks: int, steps: int, code: str, features: Mapping[str, Sequence[Any]]
+) -> dict[str, dict[str, Any]]:
+    """What is in `folder` of this `code`, by the plan's key.
+
+    A line that is no result, or of a plan that is none of `features`, is left out, so that its plan
+    is run again. Raises OSError where the file is none.
+    """
     path = folder / "results.jsonl"
+    content = read_bytes(path, most_bytes=MOST_BYTES) if os.path.lexists(path) else b""
     results = {}
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            result = json.loads(line)
-            if (result["num_ranks"], result["steps"], result["code"]) == (num_ranks, steps, code):
-                results[_key(result["choice"])] = result
+    for line in content.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            result = StoredResult.model_validate(json.loads(line))
+            choice = result.choice
+            is_plan = choice.keys() == features.keys() and all(
+                choice[name] in values for name, values in features.items()
+            )
+            if is_plan and (result.num_ranks, result.steps, result.code) == (
+                num_ranks,
+                steps,
+                code,
+            ):
+                results[_key(choice)] = result.model_dump(exclude_unset=True)
     return results
 
 
