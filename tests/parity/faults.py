@@ -52,13 +52,16 @@ class Fault:
             setattr(owner, name, _before_and_after(getattr(owner, name), reached))
 
 
-def draw_fault(random_: random.Random, num_ranks: int, *, asynchronous: bool) -> Fault:
-    """Any moment, at any time, of one rank or of all."""
+def draw_fault(
+    random_: random.Random, num_ranks: int, *, asynchronous: bool, kills: str = "one or all"
+) -> Fault:
+    """Any moment, at any time, of one rank or of all; `kills` "one" or "all" says of which."""
     moments = [moment for moment in MOMENTS if asynchronous or moment != "copy"]
     moment = random_.choice(moments)
     # Names, renames and removals are the first rank's.
     first_only = moment in ("seal", "rename", "remove")
-    ranks = random_.choice([None, (0,) if first_only else (random_.randrange(num_ranks),)])
+    one = (0,) if first_only else (random_.randrange(num_ranks),)
+    ranks = {"one": one, "all": None}[random_.choice(kills.split(" or "))]
     return Fault(moment, random_.randint(1, MOMENTS[moment]), ranks)
 
 

@@ -27,7 +27,7 @@ from titanlite.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, INTERVAL = 7, 2
-FAULTS_AT_ONCE = 4
+FAULTS_AT_ONCE = 3
 
 
 def config(folder: Path, *, plan: str = "two", mode: str = "disabled", **keys: object) -> JobConfig:
@@ -78,51 +78,110 @@ def assert_same(folder: Path, reference: Path, *, same_process_family: bool = Tr
 
 
 @pytest.fixture(scope="module")
-def never_killed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reference")
-    run(config(folder))
-    return folder
+def reference_of(tmp_path_factory):
+    """The folder of the run of a plan that nobody killed."""
+    folders: dict[str, Path] = {}
+
+    def make(plan: str) -> Path:
+        if plan not in folders:
+            folders[plan] = tmp_path_factory.mktemp(f"reference-{plan}")
+            run(config(folders[plan], plan=plan))
+        return folders[plan]
+
+    return make
 
 
-def survive(seed: int, count: int, folder: Path, reference: Path) -> None:
-    """Kill `count` runs, each at a moment of its own; start each again until it ends."""
-    print(f"seed {seed}")
-    random_ = random.Random(seed)
-    for number in range(count):
-        mode = random_.choice(["disabled", "async", "async_with_pinned_mem"])
-        fault: Fault | None = draw_fault(random_, 2, asynchronous=mode != "disabled")
-        print(number, mode, fault)
-        job = config(folder / str(number), mode=mode)
-        try:
-            run(job, fault)
-        except RankError as error:
-            assert "SIGKILL" in str(error), error.rank_traceback  # noqa: PT017
-            run(job)
-        assert_same(folder / str(number), reference)
+@pytest.fixture(scope="module")
+def never_killed(reference_of):
+    return reference_of("two")
+
+
+def survive(
+    random_: random.Random, folder: Path, reference: Path, plan: str, kills: str = "one or all"
+) -> bool:
+    """Kill a run at a moment of its own, and start it again until it ends; whether it was killed.
+
+    It was not where its end came first.
+    """
+    mode = random_.choice(["disabled", "async", "async_with_pinned_mem"])
+    job = config(folder, plan=plan, mode=mode)
+    num_ranks = make_parallel_dims(job, None).world_size
+    fault = draw_fault(random_, num_ranks, asynchronous=mode != "disabled", kills=kills)
+    print(plan, mode, fault)
+    was_killed = False
+    try:
+        run(job, fault)
+    except RankError as error:
+        assert "SIGKILL" in str(error), error.rank_traceback  # noqa: PT017
+        was_killed = True
+        run(job)
+    assert_same(folder, reference)
+    return was_killed
 
 
 def seed_of_today() -> int:
     return int(os.environ.get("FAULT_SEED") or time.time_ns() % 10**6)
 
 
+def drawn(offset: int = 0) -> random.Random:
+    seed = seed_of_today() + offset
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
 def test_a_run_killed_anywhere_ends_as_the_one_never_killed(tmp_path, never_killed):
-    survive(seed_of_today(), FAULTS_AT_ONCE, tmp_path, never_killed)
+    random_ = drawn()
+    for number in range(FAULTS_AT_ONCE):
+        survive(random_, tmp_path / str(number), never_killed, "two")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_fifty_runs_killed_anywhere(tmp_path, never_killed, part):
-    survive(seed_of_today() + part, 8, tmp_path, never_killed)
+    random_ = drawn(part)
+    for number in range(8):
+        survive(random_, tmp_path / str(number), never_killed, "two")
+
+
+def survive_for_sure(
+    random_: random.Random, folder: Path, reference: Path, plan: str, kills: str
+) -> None:
+    """The same, drawn again until the run was killed before its end."""
+    for number in range(8):
+        if survive(random_, folder / str(number), reference, plan, kills):
+            return
+    pytest.fail("the run was never killed")
+
+
+def test_a_killed_run_of_another_plan(tmp_path, reference_of):
+    random_ = drawn()
+    plan, kills = random_.choice(["tp2", "pp2", "cp2"]), random_.choice(["one", "all"])
+    survive_for_sure(random_, tmp_path, reference_of(plan), plan, kills)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_killed_launcher_takes_its_ranks_along_and_nothing_is_lost(tmp_path, never_killed, mode):
-    random_ = random.Random(seed := seed_of_today())
-    print(f"seed {seed}")
+@pytest.mark.parametrize("kills", ["one", "all"])
+@pytest.mark.parametrize(
+    "plan", ["tp2", "pp2", "cp2", "ddp4", "hsdp2x2", "tp2_fsdp2", "pp2_fsdp2", "offload"]
+)
+def test_killed_runs_of_every_plan(tmp_path, reference_of, plan, kills):
+    random_ = drawn(len(plan))
+    for number in range(2):
+        survive_for_sure(random_, tmp_path / str(number), reference_of(plan), plan, kills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "mode"),
+    [("two", "disabled"), ("two", "async"), ("tp2", "async"), ("pp2_fsdp2", "disabled")],
+)
+def test_a_killed_launcher_takes_its_ranks_along_and_nothing_is_lost(
+    tmp_path, reference_of, plan, mode
+):
+    random_, never_killed = drawn(), reference_of(plan)
     words = [
         f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in flat(config(tmp_path / "out", mode=mode))
+        for name, value in flat(config(tmp_path / "out", plan=plan, mode=mode))
     ]
     (meeting := tmp_path / "meeting").mkdir()
     for _ in range(4):
@@ -142,7 +201,7 @@ def test_a_killed_launcher_takes_its_ranks_along_and_nothing_is_lost(tmp_path, n
                 if left == 0:
                     process.send_signal(signal.SIGKILL)
         assert not list(meeting.glob("titanlite-*"))
-    run(config(tmp_path / "out", mode=mode))
+    run(config(tmp_path / "out", plan=plan, mode=mode))
     assert_same(tmp_path / "out", never_killed, same_process_family=False)
 
 

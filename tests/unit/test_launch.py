@@ -2,12 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from titanlite.errors import ConfigError, RankError
 from titanlite.mesh.launch import Place, choose_device, run_ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_ranks_meet_and_return_in_order():
@@ -77,6 +82,38 @@ def test_ranks_are_gone_after_an_error(tmp_path):
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+RUN_IN_A_FOLDER = """
+import os
+from titanlite.mesh.launch import run_ranks
+
+def environment(place):
+    return os.getcwd(), os.environ.get("PYTHONSAFEPATH"), os.environ.get("PYTHONPATH")
+
+if __name__ == "__main__":
+    print(run_ranks(environment, 1)[0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python always looks there")
+def test_nothing_in_the_working_directory_is_imported(tmp_path):
+    (folder := tmp_path / "downloaded").mkdir()
+    for module in ("multiprocessing", "signal", "socket", "torch", "pickle", "numpy"):
+        (folder / f"{module}.py").write_text("raise SystemExit('it ran')")
+    (script := tmp_path / "script.py").write_text(RUN_IN_A_FOLDER)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{(str(folder), None, str(ROOT))}\n"
 
 
 def test_cuda_without_gpus_is_refused(monkeypatch):

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
@@ -136,7 +136,8 @@ class Ranks:
         prepare_environment()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        with _ignoring_interrupts():
+        own = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
+        with _ignoring_interrupts(), _off_working_directory(own):
             multiprocessing.forkserver.ensure_running()
         # Removed by `close` alone: at exit, too, ranks need it until they have ended.
         self._folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
@@ -151,7 +152,7 @@ class Ranks:
             place = Place(rank, num_ranks, rank, num_ranks, f"file://{self._folder}/meet")
             process = context.Process(
                 target=_run_rank,
-                args=(place, call, theirs, lifeline, sys.path),
+                args=(place, call, theirs, lifeline, sys.path, own),
                 name=f"rank {rank}",
             )
             with _hidden_main():
@@ -283,10 +284,16 @@ def _end(ranks: list[_Rank], folder: Path, held: Connection) -> None:
 
 
 def _run_rank(
-    place: Place, call: bytes, connection: Connection, lifeline: Connection, path: list[str]
+    place: Place,
+    call: bytes,
+    connection: Connection,
+    lifeline: Connection,
+    path: list[str],
+    own: dict[str, str | None],
 ) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.path[:] = path
+    _set_environment(own)
     _end_with(lifeline, Path(place.rendezvous.removeprefix("file://")).parent)
     try:
         cloudpickle.loads(call)(place, connection)
@@ -336,6 +343,30 @@ def _hidden_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _off_working_directory(own: Mapping[str, str | None]) -> Iterator[None]:
+    """What starts inside imports nothing from the working directory; `own` is put back after.
+
+    multiprocessing starts its helpers by `python -c`, which looks there first: a socket.py in a
+    folder that was downloaded would run. Python 3.10 has no such switch.
+    """
+    source = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (own["PYTHONPATH"], source)))
+    _set_environment({"PYTHONSAFEPATH": "1", "PYTHONPATH": path})
+    try:
+        yield
+    finally:
+        _set_environment(own)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def prepare_environment() -> None:
