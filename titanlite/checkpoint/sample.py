@@ -168,7 +168,8 @@ def _for_sampling(
         values = read_file(file)
         for name in ASKED:
             section, key = name.split(".")
-            given[name] = given[name] or dict(values.get(section, {})).get(key)
+            own = values.get(section)
+            given[name] = given[name] or (own.get(key) if isinstance(own, dict) else None)
     sections = stored_sections(stored, source, given)
     _check_size(sections, source, stored_bytes)
     # The job's own batch need not divide by the ranks asked for here.

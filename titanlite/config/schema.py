@@ -321,7 +321,7 @@ class Checkpoint(Section):
     ] = key((), "what is not loaded from a checkpoint; train_state is the step")
     enable_first_step_checkpoint: bool = key(False, "save after the first step too")
     create_seed_checkpoint: bool = key(False, "save the initial weights as step-0, and stop")
-    load_only: bool = key(False, "load, never save")
+    load_only: bool = key(False, "load, never save; outputs go to load_only-N in dump_folder")
     enable_ft_dataloader_checkpoints: Inert[bool] = key(True, "data state of fault tolerance")
 
     @property
