@@ -17,16 +17,18 @@ from plans import checksums, config_of, make_job
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_train_script import png_size, run
+from torch import Tensor
 
 from titanlite import cli
 from titanlite.checkpoint import convert
 from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint
 from titanlite.checkpoint.manifest import MANIFEST, _digest, read_manifest
 from titanlite.checkpoint.run import Checkpoints
+from titanlite.checkpoint.storage import Piece, load, save, stored_tensors
 from titanlite.checkpoint.weights import read_config
 from titanlite.config import JobConfig, override
 from titanlite.config.changes import changed_keys, changed_sizes
-from titanlite.errors import ConfigError, NonFiniteError
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
 from titanlite.mesh.launch import Place, run_ranks
 
@@ -156,9 +158,9 @@ def test_what_cannot_be_written_is_one_line_and_nothing_is_left_or_lost(
     assert [path.read_text() for path in own] == ["the user's"] * 2
 
 
-def reseal(folder: Path, config: dict) -> None:
-    """Give a checkpoint another configuration, and the checksum that belongs to it."""
-    content = json.loads((folder / MANIFEST).read_text()) | {"config": config}
+def reseal(folder: Path, **changes: object) -> None:
+    """Change values of a checkpoint's manifest, and its checksum with them."""
+    content = json.loads((folder / MANIFEST).read_text()) | changes
     del content["sha256"]
     (folder / MANIFEST).write_text(json.dumps({"sha256": _digest(content), **content}))
 
@@ -175,7 +177,7 @@ def evil(tmp_path, trained, monkeypatch):
     for place in (folder, tmp_path):
         (place / "evil_model.py").write_text(EVIL.format(mark=str(mark)))
     config = read_manifest(folder).config
-    reseal(folder, {**config, "experimental": {"custom_import": "evil_model"}})
+    reseal(folder, config={**config, "experimental": {"custom_import": "evil_model"}})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield folder, mark
@@ -246,7 +248,7 @@ def test_a_configuration_of_wrong_values_is_one_line(evil, tmp_path, capsys):
     model = read_manifest(folder).config["model"]
     for changes, said in WRONG_CONFIGS:
         config = {"model": model, **changes}
-        reseal(folder, {**config, "model": {**model, **config["model"]}})
+        reseal(folder, config={**config, "model": {**model, **config["model"]}})
         assert titanlite("sample", folder, "--out", tmp_path / "x.png") == 2, changes
         line = capsys.readouterr().err
         assert line.startswith("titanlite sample: "), line
@@ -332,10 +334,61 @@ def go_or_say(place: Place, runs: list[tuple[Path, dict]]) -> list[tuple[int, li
     for folder, keys in runs:
         try:
             ((first, said, *_),) = go(place, [config("single", folder, **keys)])
-        except (ConfigError, NonFiniteError) as error:
+        except TitanliteError as error:
             first, said = 0, [str(error)]
         results.append((first, said))
     return results
+
+
+def altered(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """A checkpoint with other tensors, whole by its checksums, of a run on one rank."""
+    tensors = {
+        name: torch.zeros(shape, dtype=d) for name, (shape, d) in stored_tensors(source).items()
+    }
+    load({name: Piece.whole(tensor) for name, tensor in tensors.items()}, source, None)
+    change(tensors)
+    records: dict = {}
+    save({n: Piece.whole(t) for n, t in tensors.items()}, folder, None, records.update)
+    shutil.copy(source / MANIFEST, folder)
+    files = {name: record.model_dump() for name, record in records.items()}
+    reseal(folder, files=files, plan="one rank", num_ranks=1)
+
+
+FIRST = "norm.weight"
+WRONG_TENSORS = [
+    (
+        lambda t: t.pop(f"optimizer.{FIRST}.exp_avg"),
+        f"of {FIRST} there is not what AdamW keeps: step, exp_avg, exp_avg_sq",
+    ),
+    (
+        lambda t: t.update({f"optimizer.{FIRST}.more": torch.zeros(())}),
+        f"of {FIRST} there is not what AdamW keeps",
+    ),
+    (
+        lambda t: t.update({f"optimizer.{FIRST}.exp_avg": t[f"optimizer.{FIRST}.exp_avg"].float()}),
+        f"optimizer.{FIRST}.exp_avg is of torch.float32",
+    ),
+    (lambda t: t[f"optimizer.{FIRST}.step"].fill_(-5), "a step of optimizer is no number of steps"),
+    (lambda t: t[f"optimizer.{FIRST}.step"].fill_(float("nan")), "is no number of steps"),
+    (lambda t: t["rng.0.cpu"].zero_(), "rng.0.cpu is no state of a generator"),
+    (lambda t: t.pop(f"model.{FIRST}"), f"Missing key in checkpoint state_dict: model.{FIRST}."),
+    (lambda t: t.update({f"model.{FIRST}": torch.zeros(1)}), "Size mismatch between saved"),
+    (
+        lambda t: t.update({f"model.{FIRST}": t[f"model.{FIRST}"].int()}),
+        f"model.{FIRST} is of torch.int32, not torch.float64",
+    ),
+]
+
+
+def test_tensors_that_are_not_the_state_of_the_job_are_one_line(tmp_path, trained):
+    for number, (change, _) in enumerate(WRONG_TENSORS):
+        altered(trained[0] / "step-3", tmp_path / f"{number}" / "checkpoint" / "step-3", change)
+    runs = [(tmp_path / str(number), {}) for number in range(len(WRONG_TENSORS))]
+    results = run_ranks(go_or_say, 1, runs)[0]
+    for (first, said), (_, expected) in zip(results, WRONG_TENSORS, strict=True):
+        assert first == 0, expected
+        assert expected in said[0]
+        assert len(said[0].splitlines()) == 1, said[0]
 
 
 def test_what_is_left_can_be_gone_on_from_with_the_same_model(tmp_path):
