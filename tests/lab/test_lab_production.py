@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -180,7 +181,7 @@ def by_pipeline(device, data, schedule, num_microbatches, pp=W, dp=1, tp=1):
             of_step.append(loss.item())
             return loss
 
-        pipeline.step(tokens, torch.zeros(1), tokens, loss_function)
+        pipeline.step(tokens, torch.arange(1), tokens, loss_function)
         gradients = gradients or collect(part, lambda weight: weight.grad)
         optimizer.step()
         losses += [sum(of_step)] if pipeline.has_last else []
@@ -305,8 +306,9 @@ def test_pipeline_parallelism_is_a_pipeline(cluster_of_4, data, schedule, name):
         assert record.losses == pytest.approx(losses, rel=1e-12)
         assert_same(record.gradients, gradients)
         assert_same(record.params, params)
-    # torch opens each of the 2 (W-1) links with a message of one float.
-    num_opened = 2 * (W - 1)
+    # torch opens each of the 2 (W-1) links with a message of one float, in which stages vote. In
+    # torch 2.11 they only greet, and Pipeline leaves that out on CPU.
+    num_opened = 2 * (W - 1) if hasattr(PipelineStage, "_warmup_forward_vote") else 0
     assert cluster_of_4.counts.d2d_messages == ours.d2d_messages + num_opened
     assert cluster_of_4.counts.d2d_bytes == ours.d2d_bytes + 4 * num_opened
 
