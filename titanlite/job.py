@@ -139,7 +139,7 @@ class Job:
         positions_T = torch.arange(tokens_BT.size(1), device=self.world.device)
         if not self.dims.cp_enabled:
             return Microbatch(tokens_BT, targets_BT, positions_T)
-        rank = self.dims.coordinates(self.world.rank)["cp"]
+        rank = self.dims.token_rank(self.world.rank)
         return Microbatch(
             self.layout.shard(tokens_BT, 1, rank),
             self.layout.shard(targets_BT, 1, rank),
@@ -154,7 +154,7 @@ class Job:
             dataset,
             local_batch_size=section.local_batch_size,
             dp_degree=self.dims.dp,
-            dp_rank=dp_rank(self.dims, self.world.rank),
+            dp_rank=self.dims.data_rank(self.world.rank),
             num_samples=num_samples,
         )
         for tokens_BT, num_valid in batches:
@@ -226,7 +226,7 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
         loss_function=make_loss_function(compiles_loss, config.compile.backend),
         world_mesh=meshes.world,
         max_norm=training.max_norm,
-        is_counted=dims.coordinates(world.rank)["tp"] == 0
+        is_counted=dims.counts_loss(world.rank)
         and (made.pipeline is None or made.pipeline.has_last),
         logits_are_sharded=uses_loss_parallel(config, dims),
         non_finite=config.debug.non_finite,
@@ -238,7 +238,7 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
         dataset,
         global_batch_size=training.local_batch_size * dims.dp if batch_size == -1 else batch_size,
         dp_degree=dims.dp,
-        dp_rank=dp_rank(dims, world.rank),
+        dp_rank=dims.data_rank(world.rank),
         local_batch_size=training.local_batch_size,
     )
     validation_dataset = None
@@ -265,7 +265,9 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
         validation_dataset=validation_dataset,
         applied=made.applied,
         checkpointing=made.checkpointing,
-        layout=make_layout(config.parallelism.context_parallel_load_balancer, dims.cp),
+        layout=make_layout(
+            config.parallelism.context_parallel_load_balancer, dims.num_token_shards
+        ),
     )
 
 
@@ -278,12 +280,6 @@ def _load_model(spec: ModelSpec) -> tuple[Any, Any]:
             f"model.name: loading {spec.model} or {spec.plan} failed with "
             f"{type(error).__name__} ({error}); correct the ModelSpec of {spec.name}"
         ) from error
-
-
-def dp_rank(dims: ParallelDims, rank: int) -> int:
-    """Which share of the data `rank` reads: its place among the ranks that read different data."""
-    coordinates = dims.coordinates(rank)
-    return coordinates["dp_replicate"] * dims.dp_shard + coordinates["dp_shard"]
 
 
 def _dataset(

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from titanlite.config import check_job, make_config, make_parallel_dims
 from titanlite.errors import ConfigError
-from titanlite.mesh.parallel_dims import AXES, ParallelDims, divisors
+from titanlite.mesh.parallel_dims import (
+    AXES,
+    TABLE,
+    ParallelDims,
+    axes_of,
+    axes_where,
+    divisors,
+    flat_name,
+)
 
 degrees = st.builds(ParallelDims, **{axis: st.integers(1, 4) for axis in AXES})
 
@@ -50,9 +58,33 @@ def test_sizes(dims: ParallelDims, world_size: int, dp: int, fsdp: bool, words: 
     assert dims.dp == dp
     assert dims.fsdp_enabled is fsdp
     assert dims.describe() == words
-    assert dims.dp_enabled is (dp > 1)
-    for axis in AXES:
-        assert getattr(dims, f"{axis}_enabled") is (dims.degrees[axis] > 1)
+    assert dims.axes_in_use == tuple(axis for axis in AXES if dims.degrees[axis] > 1)
+
+
+def test_who_reads_what_and_who_counts_the_loss_follow_from_the_table() -> None:
+    dims = ParallelDims(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
+    shares: dict[tuple[int, int], list[int]] = {}
+    for rank in range(dims.world_size):
+        share = dims.data_rank(rank), dims.token_rank(rank)
+        shares.setdefault(share, []).append(rank)
+    # Each share of the batch is with the ranks that differ in stage and part of the weights alone.
+    assert sorted(shares) == [(data, tokens) for data in range(6) for tokens in range(2)]
+    for ranks in shares.values():
+        assert {(dims.coordinates(r)["pp"], dims.coordinates(r)["tp"]) for r in ranks} == {
+            (stage, part) for stage in range(2) for part in range(2)
+        }
+        # On each stage one of them; which stage has a loss is the pipeline's to say.
+        counting = [dims.coordinates(rank) for rank in ranks if dims.counts_loss(rank)]
+        assert sorted((place["pp"], place["tp"]) for place in counting) == [(0, 0), (1, 0)]
+    assert (dims.dp, dims.num_token_shards, dims.num_weight_shards) == (6, 2, 6)
+
+
+def test_a_flattened_mesh_dimension_is_known_by_its_name() -> None:
+    sharded = axes_where(weights="sharded")
+    assert sharded == ("dp_shard", "cp")
+    assert axes_of(flat_name(sharded)) == sharded
+    assert axes_of("tp") == ("tp",)
+    assert [axis.name for axis in TABLE if axis.weights == "replicated"] == ["dp_replicate"]
 
 
 def test_what_is_outside_is_refused() -> None:

@@ -8,15 +8,9 @@ import math
 from titanlite.config.model import make_model_config
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, nearest
-from titanlite.mesh.parallel_dims import ParallelDims, divisors
+from titanlite.mesh.parallel_dims import AXES, TABLE, ParallelDims, divisors
 
-DEGREES = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-}
+DEGREES = {axis.name: axis.degree_key for axis in TABLE}
 """Mesh axis -> its key in [parallelism]."""
 
 
@@ -50,7 +44,9 @@ def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest:
     wrong = f"{dims.describe()} needs {'a multiple of ' if rest else ''}{needed} ranks"
     multiples = range(needed, (world_size + needed if rest else needed) + 1, needed)
     start = f"start {nearest(world_size, multiples)} ranks"
-    axes = [a for a in ("dp_shard", "tp", "dp_replicate", "cp", "pp") if dims.degrees[a] > 1]
+    # What a person would change first.
+    order = ("dp_shard", "tp", "dp_replicate", "cp", "pp", *AXES)
+    axes = [axis for axis in dict.fromkeys(order) if dims.degrees[axis] > 1]
     for axis in axes if rest else ["dp_shard", *axes]:
         room, remainder = divmod(world_size, needed // dims.degrees[axis])
         legal = divisors(room) if rest else [room]

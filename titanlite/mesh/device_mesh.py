@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.mesh.parallel_dims import AXES, ParallelDims
+from titanlite.mesh.parallel_dims import AXES, ParallelDims, axes_where, flat_name
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,22 @@ class Meshes:
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     """Make the process groups of `dims`; every rank of the world must call this.
 
-    Axes of degree 1 have no group, but for dp_shard, whose mesh of one rank carries mixed precision
-    where nothing is sharded.
+    Axes of degree 1 have no group, but for the first that weights are sharded over: its mesh of
+    one rank carries mixed precision where nothing is sharded.
     """
-    axes = [axis for axis in AXES if dims.degrees[axis] > 1 or axis == "dp_shard"]
+    sharded, replicated = (axes_where(weights=kind) for kind in ("sharded", "replicated"))
+    axes = [axis for axis in AXES if dims.degrees[axis] > 1 or axis == sharded[0]]
     world = init_device_mesh(
         device_type,
         tuple(dims.degrees[axis] for axis in axes),
         mesh_dim_names=tuple(axes),
     )
-    dp = world["dp_shard"]
-    if "cp" in axes:
-        dp = world["dp_shard", "cp"]._flatten("dp_shard_cp")
-    if "dp_replicate" in axes:
+    dp = world[sharded[0]]
+    if any(axis in axes for axis in sharded[1:]):
+        dp = world[tuple(axis for axis in sharded if axis in axes)]._flatten(flat_name(sharded))
+    if copies := [axis for axis in replicated if axis in axes]:
         # A slice of the world cannot have a flattened axis.
-        dp = DeviceMesh._concatenate([world["dp_replicate"], dp])
+        dp = DeviceMesh._concatenate([*(world[axis] for axis in copies), dp])
     return Meshes(
         world=world,
         pp=world["pp"] if "pp" in axes else None,

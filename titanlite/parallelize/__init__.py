@@ -141,7 +141,7 @@ def split_and_parallelize(
         plain_parts,
         meshes.pp,
         microbatch_size=pipeline_plan.microbatch_size,
-        num_tokens=num_tokens // dims.cp,
+        num_tokens=num_tokens // dims.num_token_shards,
         dtype=DTYPES[config.training.param_dtype],
         num_shards=dims.tp,
         sequence_dim=plan.sequence_dim,
@@ -310,7 +310,7 @@ def _data_parallel(
         pin_memory=training.cpu_offload_pin_memory,
         plan=plan,
     )
-    num_shards = dims.dp_shard * dims.cp
+    num_shards = dims.num_weight_shards
     active = _data_parallel_name(dims.dp_replicate, num_shards)
     notes = [f"{units} units", f"reshard after forward: {parallelism.fsdp_reshard_after_forward}"]
     if dims.cp_enabled:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from titanlite.mesh.parallel_dims import axes_of, axes_where
 from titanlite.training.shards import is_sharded, local_part
 
 
@@ -101,12 +102,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
 
 def _is_counted_here(parameter: nn.Parameter, world_mesh: DeviceMesh) -> bool:
     """Whether this rank stands first on every axis over which `parameter` is replicated."""
-    sharded_axes = {"pp"}
+    sharded_axes = set(axes_where(weights="stages"))
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
         for axis, placement in zip(names, parameter.placements, strict=True):
             if is_sharded(placement):
-                sharded_axes |= {"dp_shard", "cp"} if axis == "dp_shard_cp" else {axis}
+                sharded_axes |= set(axes_of(axis))
     coordinate = world_mesh.get_coordinate()
     assert coordinate is not None
     return all(

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from titanlite.verify.compare import KINDS, same_shards
-from titanlite.verify.evidence import EXPLAINED, Evidence, data_rank, pooled, ranks_of, worst
+from titanlite.verify.evidence import EXPLAINED, Evidence, pooled, ranks_of, worst
 from titanlite.verify.factors import agree, is_near, listed, name_parameters, name_ranks
 from titanlite.verify.gradients import explain_gradients, explain_shares
 from titanlite.verify.norms import explain_norm
@@ -59,12 +59,12 @@ def _data(e: Evidence) -> Iterator[str]:
     per_rank = e.plan.training.global_batch_size // e.dims.dp
     wrong: dict[int, tuple[int, ...]] = {}
     for run in e.runs:
-        first = data_rank(e, run) * per_rank
+        first = e.dims.data_rank(run.rank) * per_rank
         if run.steps[step].images != tuple(range(first, first + per_rank)):
             wrong[run.rank] = run.steps[step].images
     if wrong:
         rank, images = next(iter(wrong.items()))
-        first = data_rank(e, e.runs[rank]) * per_rank
+        first = e.dims.data_rank(rank) * per_rank
         strange = sum(image == -1 for image in images)
         got = (
             f"{strange} images that are not in the batch of one process"

@@ -104,8 +104,3 @@ def ranks_of(e: Evidence, difference: Callable[[RankRun], float]) -> list[int]:
     values = {run.rank: difference(run) for run in e.runs}
     largest = max(values.values())
     return [rank for rank, value in values.items() if value > 0 and value >= 1e-4 * largest]
-
-
-def data_rank(e: Evidence, run: RankRun) -> int:
-    place = run.coordinates
-    return place["dp_replicate"] * e.dims.dp_shard + place["dp_shard"]

@@ -30,7 +30,7 @@ from titanlite.config import JobConfig, make_config
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
 from titanlite.files import read_bytes
-from titanlite.mesh.parallel_dims import AXES, divisors
+from titanlite.mesh.parallel_dims import AXES, TABLE, axes_where, divisors
 from titanlite.observe.quantities import format_duration
 from titanlite.observe.terminal import is_terminal, terminal_width
 from titanlite.schedule import SCHEDULES
@@ -51,8 +51,8 @@ NEEDS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     "layout": (("cp",), ("headtail", "striped", "none")),
     "rotation": (("cp",), ("alltoall", "allgather")),
     "loss parallel": (("tp",), ("on", "off")),
-    "reshard": (("dp_shard", "cp"), ("default", "always", "never")),
-    "offload": (("dp_shard", "cp"), ("on", "off")),
+    "reshard": (axes_where(weights="sharded"), ("default", "always", "never")),
+    "offload": (axes_where(weights="sharded"), ("on", "off")),
 }
 
 
@@ -135,7 +135,7 @@ def job_of(choice: Mapping[str, Any]) -> JobConfig:
 
     A pipeline has as few microbatches as its schedule runs with, but one a rank where it can.
     """
-    local = BATCH // (choice["dp_replicate"] * choice["dp_shard"])
+    local = BATCH // math.prod(choice[axis] for axis in axes_where(batch="samples"))
     local = max(1, local // 2) if choice["accumulation"] == "on" else max(1, local)
     problems: ConfigError | None = None
     sizes = divisors(local) if choice["pp"] > 1 else [1]
@@ -157,13 +157,7 @@ def _sections_of(
         "every 2nd": ("selective", "2"),
         "by operator": ("selective", "op"),
     }[choice["checkpoint"]]
-    parallelism: dict[str, Any] = {
-        "pipeline_parallel_degree": choice["pp"],
-        "data_parallel_replicate_degree": choice["dp_replicate"],
-        "data_parallel_shard_degree": choice["dp_shard"],
-        "context_parallel_degree": choice["cp"],
-        "tensor_parallel_degree": choice["tp"],
-    }
+    parallelism: dict[str, Any] = {axis.degree_key: choice[axis.name] for axis in TABLE}
     num_blocks = 2
     if choice["schedule"] != OFF:
         num_blocks = choice["pp"] * SCHEDULES[choice["schedule"]].min_chunks

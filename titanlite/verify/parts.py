@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.batch import call_model
-from titanlite.job import Job, dp_rank
+from titanlite.job import Job
 from titanlite.names import canonical_name
 from titanlite.training.step import Microbatch
 from titanlite.verify.record import Agreement, ModuleOutput
@@ -80,7 +80,7 @@ class Part:
     ) -> tuple[ModuleOutput, list[Tensor]]:
         """A module's outputs in the order of its calls beside `whole`, the reference's."""
         num_images = sum(batch.tokens.size(0) for batch in self.microbatches)
-        first = dp_rank(self.job.dims, self.job.world.rank) * num_images
+        first = self.job.dims.data_rank(self.job.world.rank) * num_images
         per_call = max(1, num_images // len(calls))
         tolerance = TOLERANCES.get(calls[0].dtype, 0.1)
         held = held_positions(self.job)

@@ -24,7 +24,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titanlite.batch import dims_of
 from titanlite.config import JobConfig, check_job, make_parallel_dims
-from titanlite.job import Job, build_job, dp_rank
+from titanlite.job import Job, build_job
+from titanlite.mesh.parallel_dims import axes_of, axes_where
 from titanlite.mesh.world import World
 from titanlite.names import canonical_name
 from titanlite.training.initialize import generator_for
@@ -160,7 +161,7 @@ def leave_out_targets(job: Job, microbatches: list[Microbatch]) -> list[Microbat
     """
     dims, held, num_tokens = job.dims, held_positions(job), _sequence_length(job)
     total = job.global_batch_size
-    image = dp_rank(dims, job.world.rank) * total // dims.dp
+    image = dims.data_rank(job.world.rank) * total // dims.dp
     left = []
     for batch in microbatches:
         images = torch.arange(image, image + batch.targets.size(0))
@@ -176,7 +177,7 @@ def held_positions(job: Job) -> Tensor:
     num_tokens = _sequence_length(job)
     if not job.dims.cp_enabled:
         return torch.arange(num_tokens)
-    return job.layout.positions(job.dims.coordinates(job.world.rank)["cp"], num_tokens)
+    return job.layout.positions(job.dims.token_rank(job.world.rank), num_tokens)
 
 
 def _sequence_length(job: Job) -> int:
@@ -193,7 +194,7 @@ def _look_at_data(job: Job, microbatches: list[Microbatch], record: Any) -> dict
     tokens = torch.cat([batch.tokens for batch in microbatches]).cpu()
     targets = torch.cat([batch.targets for batch in microbatches]).cpu()
     known, known_targets = record["tokens"][:, held], record["targets"][:, held]
-    first = dp_rank(job.dims, job.world.rank) * job.global_batch_size // job.dims.dp
+    first = job.dims.data_rank(job.world.rank) * job.global_batch_size // job.dims.dp
     images = []
     for row, image in enumerate(range(first, first + len(tokens))):
         own = tokens[row]
@@ -274,13 +275,14 @@ def _is_pending(grad: Tensor | None) -> bool:
 
 def placements_of(job: Job, parameter: Tensor) -> dict[str, str]:
     """Mesh axis -> how the parameter lies on it, for the axes that have more than one rank."""
-    used = {axis: "replicated" for axis, n in job.dims.degrees.items() if n > 1 and axis != "pp"}
+    stages = axes_where(weights="stages")
+    used = {axis: "replicated" for axis in job.dims.axes_in_use if axis not in stages}
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
         for name, placement in zip(names, parameter.placements, strict=True):
             if is_sharded(placement):
                 kind = "strided" if isinstance(placement, _StridedShard) else "sharded"
-                for axis in ("dp_shard", "cp") if name == "dp_shard_cp" else (name,):
+                for axis in axes_of(name):
                     if axis in used:
                         used[axis] = kind
     return used
