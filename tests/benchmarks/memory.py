@@ -74,12 +74,13 @@ def measure(place: Place, config: Any) -> dict[str, int]:
         }
         # The least of some: a buffer that gloo's threads have not let go of yet is no activation.
         found["peak"] = min(max(allocations(job.step)) for _ in range(REPEATS))
-        job.trainer.compute_gradients(job.draw())
-        found["gradients"] = num_bytes(p.grad for p in job.parts[0].parameters())
+
+        def count_gradients() -> None:
+            found["gradients"] = num_bytes(p.grad for p in job.parts[0].parameters())
+
         with FlopCounterMode(display=False) as counter:
-            job.trainer.compute_gradients(job.draw())
+            job.trainer.step(job.draw(), on_gradients=count_gradients)
         found["flops"] = counter.get_total_flops()
-        job.trainer.apply_gradients()
         kept = []
         for _ in range(REPEATS):
             batch = job.draw()[0]

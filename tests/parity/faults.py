@@ -82,7 +82,7 @@ def _functions(moment: str) -> list[tuple[Any, str]]:
 
     return {
         "step": [(Trainer, "step")],
-        "gradients": [(Trainer, "apply_gradients")],
+        "gradients": [(Trainer, "_update")],
         "write": [(storage._HashingFile, "write")],
         "flush": [(os, "fsync")],
         "seal": [(folder.CheckpointFolder, "commit")],

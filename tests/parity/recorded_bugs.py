@@ -266,15 +266,15 @@ def replicas_drift() -> AbstractContextManager[Any]:
 
     from titanlite.training.step import Trainer
 
-    apply = Trainer.apply_gradients
+    update = Trainer._update
 
-    def drift(self):
+    def drift(self, norm):
         if dist.get_rank() == 1 and self.scheduler.last_epoch == 1:
             for group in self.optimizer.param_groups:
                 group["lr"] *= 1.5
-        return apply(self)
+        return update(self, norm)
 
-    return patch.object(Trainer, "apply_gradients", drift)
+    return patch.object(Trainer, "_update", drift)
 
 
 def halved_on_one_rank() -> AbstractContextManager[Any]:

@@ -27,7 +27,7 @@ def train_masked(place: Place, configs: list[JobConfig]) -> list[Training]:
     The three are those of the last two of four data-parallel ranks; the places are those of the
     last of four ranks that hold contiguous parts of the sequence.
     """
-    from titanlite.job import build_job, dp_rank
+    from titanlite.job import build_job
     from titanlite.mesh.world import open_world
     from titanlite.training.loss import IGNORE_INDEX
 
@@ -37,7 +37,7 @@ def train_masked(place: Place, configs: list[JobConfig]) -> list[Training]:
             job = build_job(config, make_parallel_dims(config, world.size), world)
             training = Training()
             for step in (1, 2):
-                image = dp_rank(job.dims, world.rank) * BATCH // job.dims.dp
+                image = job.dims.data_rank(world.rank) * BATCH // job.dims.dp
                 microbatches = []
                 for batch in job.draw():
                     targets = batch.targets.clone()
@@ -45,14 +45,16 @@ def train_masked(place: Place, configs: list[JobConfig]) -> list[Training]:
                     targets[: max(0, 5 - image)] = IGNORE_INDEX
                     image += len(targets)
                     microbatches.append(replace(batch, targets=targets))
-                loss, num_tokens = job.trainer.compute_gradients(microbatches)
-                assert num_tokens == 3 * 13
-                training.gradients[step] = {
-                    name: grad.clone() for name, grad in job.whole_gradients()
-                }
-                norm, _ = job.trainer.apply_gradients()
-                training.losses.append(loss)
-                training.norms.append(norm)
+                gradients: dict[str, object] = {}
+
+                def keep(gradients=gradients, job=job) -> None:
+                    gradients.update({n: grad.clone() for n, grad in job.whole_gradients()})
+
+                done = job.trainer.step(microbatches, on_gradients=keep)
+                assert done.num_tokens == 3 * 13
+                training.gradients[step] = gradients
+                training.losses.append(done.loss)
+                training.norms.append(done.grad_norm)
             training.weights = {name: whole.clone() for name, whole in job.whole_parameters()}
             trainings.append(training)
     return trainings

@@ -86,13 +86,15 @@ def _train_on_rank(world: World, config: JobConfig) -> Training:
     job = build_job(config, dims, world)
     training = Training()
     for step in range(1, config.training.steps + 1):
-        loss, _ = job.trainer.compute_gradients(job.draw())
-        if step in (1, 2, config.training.steps):
+
+        def keep_gradients(step: int = step) -> None:
             gradients = {name: whole.clone() for name, whole in job.whole_gradients()}
             training.gradients[step] = gradients if world.is_first else {}
-        norm, _ = job.trainer.apply_gradients()
-        training.losses.append(loss)
-        training.norms.append(norm)
+
+        is_kept = step in (1, 2, config.training.steps)
+        done = job.trainer.step(job.draw(), on_gradients=keep_gradients if is_kept else None)
+        training.losses.append(done.loss)
+        training.norms.append(done.grad_norm)
     weights = {name: whole.clone() for name, whole in job.whole_parameters()}
     digest = hashlib.sha256()
     for name in sorted(weights):

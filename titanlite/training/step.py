@@ -110,13 +110,22 @@ class Trainer:
     def parameters(self) -> list[nn.Parameter]:
         return [p for part in self.parts for p in part.parameters() if p.requires_grad]
 
-    def step(self, microbatches: Sequence[Microbatch], number: int | None = None) -> StepResult:
+    def step(
+        self,
+        microbatches: Sequence[Microbatch],
+        number: int | None = None,
+        *,
+        on_gradients: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Train on this rank's microbatches of one global batch.
 
         `number` is what a message calls this step; the schedule's, where none is given.
+        `on_gradients` is called when the gradients are on the parameters, neither clipped nor used.
         """
         start = time.perf_counter()
         loss, num_tokens = self.compute_gradients(microbatches)
+        if on_gradients is not None:
+            on_gradients()
         norm = gradient_norm(self.parameters, self.world_mesh)
         if self.before_update is not None:
             self.before_update()
@@ -130,7 +139,7 @@ class Trainer:
         return StepResult(loss, float(norm), lr, num_tokens, time.perf_counter() - start, note)
 
     def compute_gradients(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
-        """Leave the gradients of one global batch on the parameters; its mean loss and tokens."""
+        """The part of a step that leaves gradients on the parameters; the mean loss, the tokens."""
         num_tokens = self._count_tokens(microbatches)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(microbatches):
@@ -139,12 +148,6 @@ class Trainer:
                 loss_sum += loss
         reduce_partial_gradients(self.parameters)
         return self._world_sum(loss_sum) / num_tokens, num_tokens
-
-    def apply_gradients(self) -> tuple[float, float]:
-        """Clip, update the weights and clear; the norm before clipping and the learning rate."""
-        norm = gradient_norm(self.parameters, self.world_mesh)
-        lr = self._update(norm)
-        return float(norm), lr
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Microbatch]) -> float:

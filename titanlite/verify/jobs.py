@@ -30,6 +30,8 @@ def plan_job(config: JobConfig, dtype: str, dims: ParallelDims) -> JobConfig:
             else batch,
             "parallelism.data_parallel_shard_degree": dims.dp_shard,
             "validation.enable": False,
+            # A loss that is not finite is a difference to be named, or one that both have.
+            "debug.non_finite": "ignore",
         },
     )
 

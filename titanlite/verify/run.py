@@ -56,10 +56,13 @@ def run_reference(world: World, config: JobConfig, steps: int, folder: str) -> l
             tokens = torch.cat([batch.tokens for batch in microbatches]).cpu()
             targets = torch.cat([batch.targets for batch in microbatches]).cpu()
             positions = joined_positions(microbatches).cpu()
-            loss, num_tokens = job.trainer.compute_gradients(leave_out_targets(job, microbatches))
-            gradients = _whole(job.whole_gradients())
-            norm, lr = job.trainer.apply_gradients()
-            numbers.append(ReferenceStep(loss, norm, lr, num_tokens))
+            gradients: dict[str, Tensor] = {}
+
+            def keep(gradients: dict[str, Tensor] = gradients) -> None:
+                gradients.update(_whole(job.whole_gradients()))
+
+            done = job.trainer.step(leave_out_targets(job, microbatches), on_gradients=keep)
+            numbers.append(ReferenceStep(done.loss, done.grad_norm, done.lr, done.num_tokens))
             record = {
                 "tokens": tokens,
                 "targets": targets,
@@ -94,13 +97,17 @@ def run_plan(
             record = load(folder, step)
             microbatches = job.draw()
             found = RankStep(**_look_at_data(job, microbatches, record))
-            loss, num_tokens = job.trainer.compute_gradients(leave_out_targets(job, microbatches))
-            found.loss, found.num_tokens = loss, num_tokens
-            found.gradients = _agreements(parameters, record["gradients"], lambda p: p.grad)
-            pending = pending or tuple(
-                name for name, parameter in parameters.items() if _is_pending(parameter.grad)
-            )
-            found.norm, found.lr = job.trainer.apply_gradients()
+
+            def look(found: RankStep = found, expected: Any = record["gradients"]) -> None:
+                nonlocal pending
+                found.gradients = _agreements(parameters, expected, lambda p: p.grad)
+                pending = pending or tuple(
+                    name for name, parameter in parameters.items() if _is_pending(parameter.grad)
+                )
+
+            done = job.trainer.step(leave_out_targets(job, microbatches), on_gradients=look)
+            found.loss, found.num_tokens = done.loss, done.num_tokens
+            found.norm, found.lr = done.grad_norm, done.lr
             found.weights = _agreements(parameters, record["weights"], lambda p: p)
             seen.append(found)
         return RankRun(

@@ -171,8 +171,7 @@ def _at_step(
     with open_job(world, config) as job:
         draw_zero_matrices(job, load(folder, 0)["drawn"])
         for _ in range(1, step):
-            job.trainer.compute_gradients(leave_out_targets(job, job.draw()))
-            job.trainer.apply_gradients()
+            job.trainer.step(leave_out_targets(job, job.draw()))
         yield job, job.draw()
 
 
