@@ -24,7 +24,7 @@ def used_keys() -> list[str]:
         for name, key in job_keys().items()
         if key.section in DATA
         and key.name == f"{key.section}.{key.leaf}"
-        and (DATA[key.section] is None or key.leaf in (DATA[key.section] or ()))
+        and key.leaf in DATA[key.section]
         and not key.not_yet
     ]
 
@@ -37,14 +37,14 @@ def test_no_key_that_is_used_can_name_a_file_or_a_module():
         assert key.type in (bool, int, float) or key.choices or name in TEXTS, name
     assert not ASKED.keys() & set(used)
     for section, keys in DATA.items():
-        for key in keys or ():
+        for key in keys:
             assert f"{section}.{key}" in job_keys()
 
 
 def test_what_is_not_used_is_dropped():
     stored = {
         "job": {"dump_folder": "/etc", "save_config_file": "../x", "description": "a\x1b[2J" * 100},
-        "model": {"flavor": "debug", "num_layers": 3},
+        "model": {"flavor": "debug", "num_layers": 3, "hf_assets_path": "/etc"},
         "training": {"dataset": "digits", "steps": 4, "dtype": "float64"},
         "compile": {"enable": True, "backend": "evil"},
         "checkpoint": {"enable": True, "initial_load_path": "/etc"},
@@ -57,7 +57,7 @@ def test_what_is_not_used_is_dropped():
     assert description.isprintable()
     assert len(description) < 1000
     assert {name: keys for name, keys in sections.items() if keys} == {
-        "model": stored["model"],
+        "model": {"flavor": "debug", "num_layers": 3},
         "training": {"dataset": "digits", "dtype": "float64"},
     }
 
@@ -97,5 +97,8 @@ def test_a_run_that_goes_on_imports_nothing_that_its_checkpoint_names(tmp_path, 
     }
     (change,) = changed_sizes(saved, config)
     assert change.startswith(f"model.num_layers {10**15} -> ")
-    assert changed_keys(saved, config) == ["training.steps 4 -> 10000"]
+    assert changed_keys(saved, config) == [
+        "training.steps 4 -> 10000",
+        "the warm-up 4 -> 200 steps",
+    ]
     assert "evil_model" not in sys.modules

@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.keys import job_keys
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
 from titanlite.files import shown
 
-# Of each section the keys that are used; of [model] all: its own configuration has typed fields.
-DATA: Mapping[str, tuple[str, ...] | None] = {
+# Of each section the keys that are used; of [model] also those of the model's own configuration,
+# which has typed fields.
+DATA: Mapping[str, tuple[str, ...]] = {
     "job": ("description",),
-    "model": None,
+    "model": ("name", "flavor"),
     "training": ("dataset", "dtype", "mixed_precision_param", "mixed_precision_reduce"),
     "sampling": ("num_images", "temperature"),
     "debug": ("seed", "deterministic", "deterministic_warn_only"),
@@ -54,7 +56,7 @@ def stored_sections(
         section: {
             key: value
             for key, value in stored.get(section, {}).items()
-            if keys is None or key in keys
+            if key in keys or (section == "model" and f"model.{key}" not in job_keys())
         }
         for section, keys in DATA.items()
     }
