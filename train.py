@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -29,6 +30,8 @@ from titanlite.mesh.launch import (
 from titanlite.mesh.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
 from titanlite.start import check_start
 
+# How long a rank that is not the one to say what is wrong waits to be ended by torchrun.
+SILENT_SECONDS = 5.0
 EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
 
 
@@ -68,6 +71,9 @@ def main(argv: list[str]) -> int:
         is_told = error.is_told_here
         if is_told or (is_told is None and (place is None or place.local_rank == 0)):
             print(error, file=sys.stderr)
+        elif is_told is None:
+            # torchrun ends all ranks as soon as one has failed: not before one has said why.
+            threading.Event().wait(SILENT_SECONDS)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt as stop:
         return told_of_interrupt(stop)
