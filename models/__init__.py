@@ -117,8 +117,8 @@ def find_model(name: str) -> ModelSpec:
 register(
     ModelSpec(
         name="image_transformer",
-        config="models.image_transformer.config:ImageTransformerConfig",
-        model="models.image_transformer.model:ImageTransformer",
-        plan="models.image_transformer.plan:PLANS",
+        config="titanlite.models.image_transformer.config:ImageTransformerConfig",
+        model="titanlite.models.image_transformer.model:ImageTransformer",
+        plan="titanlite.models.image_transformer.plan:PLANS",
     )
 )

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import ModelSpec
 from titanlite.attention import Layout, make_layout
 from titanlite.config import load_model_spec, make_model_config
 from titanlite.config.pipeline import make_pipeline_plan
@@ -29,6 +28,7 @@ from titanlite.faults.order import OrderCheck
 from titanlite.mesh.device_mesh import Meshes, build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.mesh.world import World
+from titanlite.models import ModelSpec
 from titanlite.names import canonical_name
 from titanlite.parallelize import (
     DTYPES,

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.image_transformer.config import ImageTransformerConfig
+from titanlite.models.image_transformer.config import ImageTransformerConfig
 
 
 class ImageTransformer(nn.Module):

@@ -8,7 +8,7 @@ that read it, and scatters its output's sum. Blocks hold the sequence first, the
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from models.image_transformer.model import ImageEmbeddings, ImageTransformer
+from titanlite.models.image_transformer.model import ImageEmbeddings, ImageTransformer
 from titanlite.parallelize.plan import ParallelPlan
 from titanlite.parallelize.styles import EmbeddingLocal, GatherColwise, NormLocal, RowwiseLocal
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import models
+from titanlite import models
 from titanlite.verify.verify import Verifier
 
 
@@ -14,7 +14,11 @@ def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A model that a test registers is known to that test alone."""
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     yield
-    for name in [name for name in sys.modules if name.startswith(("plain_model", "odd_model"))]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("plain_model", "odd_model", "rotary_model"))
+    ]:
         del sys.modules[name]
 
 

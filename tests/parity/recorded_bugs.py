@@ -190,7 +190,7 @@ def positions_for_the_first_stage_alone() -> AbstractContextManager[Any]:
 
 def positions_from_zero_in_the_model() -> AbstractContextManager[Any]:
     """The embeddings do not look at the positions they are given."""
-    from models.image_transformer.model import ImageEmbeddings
+    from titanlite.models.image_transformer.model import ImageEmbeddings
 
     whole = ImageEmbeddings.forward
 

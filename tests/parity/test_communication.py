@@ -10,7 +10,6 @@ import math
 
 import pytest
 
-from models.image_transformer.config import FLAVORS
 from tests.benchmarks.communication import (
     GLOBAL_BATCH_SIZE,
     PARALLELISM,
@@ -24,6 +23,7 @@ from tests.benchmarks.communication import (
     totals,
 )
 from titanlite.mesh.launch import run_ranks
+from titanlite.models.image_transformer.config import FLAVORS
 
 CASES = [
     *((plan, 1) for plan in PARALLELISM),

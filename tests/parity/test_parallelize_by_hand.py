@@ -37,7 +37,7 @@ def tp_by_hand(world):
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import RowwiseParallel
 
-    from models.image_transformer.model import ImageEmbeddings
+    from titanlite.models.image_transformer.model import ImageEmbeddings
     from titanlite.parallelize import apply_tp
     from titanlite.training.shards import whole_tensor
 

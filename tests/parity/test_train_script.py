@@ -365,7 +365,7 @@ def test_a_killed_rank_ends_the_run_with_its_number(tmp_path):
 
 MODEL = {
     "__init__.py": """
-from models import ModelSpec, register
+from titanlite.models import ModelSpec, register
 
 register(
     ModelSpec("bigram", "bigram.config:BigramConfig", "bigram.model:Bigram", "bigram.plan:PLANS")

@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.image_transformer.config import FLAVORS
-from models.image_transformer.model import ImageTransformer
+from titanlite.models.image_transformer.config import FLAVORS
+from titanlite.models.image_transformer.model import ImageTransformer
 from titanlite.names import canonical_name
 from titanlite.parallelize import apply_ac
 from titanlite.training.initialize import initialize

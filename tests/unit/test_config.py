@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-import models
-from models import ModelSpec
+from titanlite import models
 from titanlite.config import (
     JobConfig,
     load_config,
@@ -28,6 +27,7 @@ from titanlite.config.document import format_config, markdown
 from titanlite.config.keys import job_keys, job_sections
 from titanlite.config.toml import parse_toml, quote
 from titanlite.errors import ConfigError
+from titanlite.models import ModelSpec
 from titanlite.observe.run_rows import name_idle_keys
 
 ROOT = Path(__file__).parents[2]
@@ -361,7 +361,7 @@ OWN_MODEL = """
 from dataclasses import dataclass
 from typing import Literal
 
-import models
+from titanlite import models
 
 @dataclass(frozen=True)
 class Config:
@@ -451,7 +451,7 @@ PACKAGE = {
     "__init__.py": "from own_package import parts\n",
     "parts.py": OWN_MODEL.replace("own_model:", "own_package.parts:"),
     "imports_parts.py": "import own_package.parts\n",
-    "idle.py": "import models\n",
+    "idle.py": "from titanlite import models\n",
 }
 
 
@@ -461,7 +461,7 @@ def test_a_module_that_registers_no_model_is_refused(
     (tmp_path / "own_package").mkdir()
     for name, text in PACKAGE.items():
         (tmp_path / "own_package" / name).write_text(text)
-    (tmp_path / "idle_module.py").write_text("import models\n")
+    (tmp_path / "idle_module.py").write_text("from titanlite import models\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))

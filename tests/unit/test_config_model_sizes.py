@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from models.image_transformer.config import FLAVORS
 from titanlite.data.catalog import CATALOG
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.models.image_transformer.config import FLAVORS
 
 CIFAR = FLAVORS["cifar"]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.image_transformer.config import FLAVORS
-from models.image_transformer.model import ImageEmbeddings, ImageTransformer
+from titanlite.models.image_transformer.config import FLAVORS
+from titanlite.models.image_transformer.model import ImageEmbeddings, ImageTransformer
 from titanlite.training.initialize import generator_for, initialize
 
 

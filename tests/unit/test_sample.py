@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from models.image_transformer.config import FLAVORS
-from models.image_transformer.model import ImageTransformer
 from titanlite import sample
+from titanlite.models.image_transformer.config import FLAVORS
+from titanlite.models.image_transformer.model import ImageTransformer
 from titanlite.sample import Pace, generate, sample_images
 from titanlite.training.initialize import generator_for
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import models
+from titanlite import models
 from titanlite.config.checks import CHECKS
 from titanlite.config.fields import OWN
 from titanlite.config.keys import Key, job_keys, job_sections, model_keys

@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-import models
-from models import ModelSpec
+from titanlite import models
 from titanlite.config.keys import (
     Key,
     field_types,
@@ -28,6 +27,7 @@ from titanlite.config.problems import explain
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote, show_name
 from titanlite.errors import ConfigError
+from titanlite.models import ModelSpec
 
 TORCHTITAN_MODELS = ("llama3", "llama4", "deepseek_v3", "qwen3", "gpt_oss", "flux", "vlm")
 

@@ -1,6 +1,6 @@
 """Models that are right or wrong in a way of their own, by flavor; for the tests of verify."""
 
-from models import ModelSpec, register
+from titanlite.models import ModelSpec, register
 
 register(
     ModelSpec(

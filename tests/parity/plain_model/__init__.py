@@ -1,6 +1,6 @@
 """A user's own model, registered by experimental.custom_import = "plain_model"."""
 
-from models import ModelSpec, register
+from titanlite.models import ModelSpec, register
 
 register(
     ModelSpec(

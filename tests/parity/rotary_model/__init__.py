@@ -1,6 +1,6 @@
 """Models with rotary positions in every block, registered by custom_import = "rotary_model"."""
 
-from models import ModelSpec, register
+from titanlite.models import ModelSpec, register
 
 for name, model in (("rotary", "RotaryModel"), ("rotary_sp", "SequenceParallelRotaryModel")):
     register(
