@@ -20,14 +20,14 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 from titanlite.config import load_config, make_parallel_dims
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError
-from titanlite.mesh.launch import (
+from titanlite.ranks.launch import (
     ALONE,
     Place,
     prepare_environment,
     run_ranks,
     torchrun_place,
 )
-from titanlite.mesh.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
+from titanlite.ranks.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
 from titanlite.start import check_start
 
 # How long a rank that is not the one to say what is wrong waits to be ended by torchrun.
@@ -86,9 +86,9 @@ def train(place: Place, config: JobConfig, device_type: str) -> None:
     A run that saves checkpoints goes on from its newest one, and ends early when it is asked to.
     """
     from titanlite.checkpoint.run import Checkpoints
-    from titanlite.faults.watch import Traces
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.watch import Traces
+    from titanlite.ranks.world import open_world
     from titanlite.reporter import Reporter
 
     comm = config.comm

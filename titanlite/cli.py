@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from titanlite.errors import TitanliteError
-from titanlite.mesh.signals import told_of_interrupt, unwinding_at_sigterm
+from titanlite.ranks.signals import told_of_interrupt, unwinding_at_sigterm
 
 # command: (module, what it does). The module has main(arguments) -> exit status.
 COMMANDS = {

@@ -24,10 +24,8 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.datasets import ImageDataset, build_dataset
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, make_targets
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.faults.order import OrderCheck
 from titanlite.mesh.device_mesh import Meshes, build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.mesh.world import World
 from titanlite.models import ModelSpec
 from titanlite.names import canonical_name
 from titanlite.parallelize import (
@@ -40,6 +38,8 @@ from titanlite.parallelize import (
 from titanlite.parallelize.activation_checkpoint import CheckpointReport
 from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.parallelize.plan import refuse_tied_weights
+from titanlite.ranks.order import OrderCheck
+from titanlite.ranks.world import World
 from titanlite.training.initialize import initialize
 from titanlite.training.loss import make_loss_function
 from titanlite.training.optimizer import build_optimizer, build_scheduler

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from titanlite.batch import call_model
 from titanlite.config import load_model_spec
 from titanlite.job import Job
-from titanlite.mesh.world import free_memory_bytes
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
+from titanlite.ranks.world import free_memory_bytes
 from titanlite.training.initialize import generator_for
 from titanlite.training.shards import whole_tensor
 

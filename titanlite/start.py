@@ -15,9 +15,9 @@ from titanlite.config.degrees import DEGREES
 from titanlite.config.keys import one_of
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
-from titanlite.mesh.launch import Place, choose_device, count_gpus
-from titanlite.mesh.machine import check_local_ranks
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.ranks.launch import Place, choose_device, count_gpus
+from titanlite.ranks.machine import check_local_ranks
 
 # Of those that torch registers (torch._dynamo.list_backends), the ones that need nothing more.
 BACKENDS = (

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config import make_config, make_parallel_dims, override
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 MIB = 2**20
 
@@ -34,7 +34,7 @@ def measure(place: Place, config: Any, repeats: int) -> dict[str, float]:
     from titanlite.checkpoint.folder import find_checkpoint
     from titanlite.checkpoint.run import Checkpoints
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     def timed(function: Callable[[], object]) -> float:
         dist.barrier()

@@ -20,7 +20,7 @@ from typing import Any
 
 from titanlite.config import make_config, make_parallel_dims
 from titanlite.config.checks import check_job
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 PP, TP, REPLICATE, SHARD = (
     "pipeline_parallel_degree",
@@ -96,7 +96,7 @@ def make_job_config(plan: str, *, flavor: str = "debug", microbatches: int = 1) 
 
 def count_plans(place: Place, configs: list[Any]) -> list[tuple[list[Collective], int]]:
     """For each job: its collectives in order, and how many of them CommDebugMode saw."""
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
         return [count_step(config, world) for config in configs]

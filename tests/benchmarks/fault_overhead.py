@@ -16,7 +16,7 @@ import time
 from plan_overhead import PLANS, plan_config
 
 from titanlite.config import make_parallel_dims
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 PLAN = "tp2_fsdp2"
 
@@ -25,9 +25,9 @@ def take_turns(place: Place, steps: int) -> tuple[list[float], list[float], floa
     """CPU-seconds of this rank's steps without and with, and of its watch in a second."""
     import torch.distributed as dist
 
-    from titanlite.faults.order import OrderCheck
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.order import OrderCheck
+    from titanlite.ranks.world import open_world
 
     config = plan_config(PLANS[PLAN])
     with open_world(place) as world:

@@ -17,7 +17,7 @@ from typing import Any
 from plan_overhead import PLANS, plan_config
 
 from titanlite.config import make_parallel_dims, override
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 KEY = "parallelism.fsdp_reshard_after_forward"
 POLICIES = {
@@ -33,7 +33,7 @@ def take_turns(place: Place, rounds: int) -> dict[str, list[float]]:
     import torch.distributed as dist
 
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
         jobs = {}

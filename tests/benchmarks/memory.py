@@ -19,7 +19,7 @@ from typing import Any
 from communication import CHECKPOINTING, PARALLELISM, REPLICATE, SHARD, TRAINING
 
 from titanlite.config import make_config, make_parallel_dims
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 PLANS = ["one", "one+2", "one+op", "one+full", "ddp4", "fsdp4", "fsdp4_never", "hsdp2x2"]
 PLANS += ["tp4", "tp4_gathered", "tp2_fsdp2", "tp2_fsdp2+full"]
@@ -52,7 +52,7 @@ def measure(place: Place, config: Any) -> dict[str, int]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
     from titanlite.training.shards import local_part
 
     def num_bytes(tensors: Any) -> int:

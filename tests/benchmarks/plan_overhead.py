@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from titanlite.config import JobConfig, make_config, make_parallel_dims
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 JOB: dict[str, dict[str, Any]] = {
     "model": {
@@ -97,7 +97,7 @@ def take_turns(place: Place, plan: dict[str, Any] | None, num_ranks: int, steps:
     import torch
     import torch.distributed as dist
 
-    from titanlite.mesh.world import keep_freed_memory, open_world
+    from titanlite.ranks.world import keep_freed_memory, open_world
 
     turns = dist.FileStore(path)
     is_bare = place.rank == num_ranks

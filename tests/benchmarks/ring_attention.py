@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 NUM_HEADS, HEAD_DIM = 8, 64
 WARM_UP_STEPS = 2
@@ -32,7 +32,7 @@ def cpu_seconds_per_step(place: Place, num_tokens: int, layout: str, rotate: str
     import torch.distributed as dist
 
     from titanlite.attention import RingAttention
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
         torch.manual_seed(world.rank)

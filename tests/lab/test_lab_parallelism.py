@@ -26,7 +26,7 @@ from titanlite.lab import (
     three_d_parallelism_main,
     zero_parallelism_main,
 )
-from titanlite.mesh.launch import run_ranks
+from titanlite.ranks.launch import run_ranks
 
 W, BATCH, DIM, LAYERS, STEPS, MICRO_BATCHES = 4, 16, 24, 8, 3, 8
 TOLERANCE = 1e-12

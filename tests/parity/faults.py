@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config import JobConfig
-from titanlite.mesh.launch import Place
+from titanlite.ranks.launch import Place
 
 # What a run goes through, and about how often in one of some steps with a few saves.
 MOMENTS = {

@@ -13,8 +13,8 @@ from training import debug_config
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig, make_parallel_dims
 from titanlite.job import Job, build_job
-from titanlite.mesh.launch import Place
-from titanlite.mesh.world import World, open_world
+from titanlite.ranks.launch import Place
+from titanlite.ranks.world import World, open_world
 
 STEPS = 2
 PLANS: dict[str, dict[str, dict[str, Any]]] = {

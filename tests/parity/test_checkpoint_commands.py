@@ -30,7 +30,7 @@ from titanlite.config import JobConfig, override
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 STEPS = 4
 TITANLITE = (sys.executable, "-m", "titanlite")
@@ -49,7 +49,7 @@ def config(plan: str, folder: Path, **keys: object) -> JobConfig:
 
 def go(place: Place, configs: list[JobConfig]) -> list[tuple[int, list[str], dict[str, str], dict]]:
     """Each run to its end: its first step, what it said, and its state and weights at the end."""
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     results = []
     with open_world(place) as world:

@@ -22,8 +22,8 @@ from titanlite.checkpoint.manifest import MANIFEST
 from titanlite.checkpoint.storage import Piece, load, stored_tensors
 from titanlite.config import JobConfig, make_parallel_dims, override
 from titanlite.errors import ConfigError, RankError
-from titanlite.mesh.launch import Place, run_ranks
 from titanlite.observe.metrics import read_metrics
+from titanlite.ranks.launch import Place, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, INTERVAL = 7, 2
@@ -215,7 +215,7 @@ def resumes_at(place: Place, config: JobConfig, changes: list) -> list[tuple[int
     from plans import make_job
 
     from titanlite.checkpoint.run import Checkpoints
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     found = []
     with open_world(place) as world:

@@ -16,7 +16,7 @@ from plans import (
     save_each,
 )
 
-from titanlite.mesh.launch import run_ranks
+from titanlite.ranks.launch import run_ranks
 
 States = dict[str, dict[str, dict[str, str]]]
 

@@ -10,14 +10,14 @@ from training import difference
 
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 SAVED_AT, STEPS = 3, 6
 
 
 def go_on(place: Place, configs: list[JobConfig]) -> list[tuple[dict, dict]]:
     """Run each job to the end, from its newest checkpoint; its state as checksums, its weights."""
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     results = []
     with open_world(place) as world:

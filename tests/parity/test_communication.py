@@ -22,8 +22,8 @@ from tests.benchmarks.communication import (
     make_job_config,
     totals,
 )
-from titanlite.mesh.launch import run_ranks
 from titanlite.models.image_transformer.config import FLAVORS
+from titanlite.ranks.launch import run_ranks
 
 CASES = [
     *((plan, 1) for plan in PARALLELISM),

@@ -8,7 +8,7 @@ import pytest
 from training import Training, debug_config, differences
 
 from titanlite.config import JobConfig, make_parallel_dims
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 BATCH = 8
 PLANS: dict[str, dict] = {
@@ -28,7 +28,7 @@ def train_masked(place: Place, configs: list[JobConfig]) -> list[Training]:
     last of four ranks that hold contiguous parts of the sequence.
     """
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
     from titanlite.training.loss import IGNORE_INDEX
 
     trainings = []

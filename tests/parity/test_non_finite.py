@@ -11,7 +11,7 @@ from training import debug_config
 
 from titanlite.config import JobConfig, make_parallel_dims
 from titanlite.errors import NonFiniteError
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 from titanlite.training.non_finite import Findings, Sighting, describe
 
 BAD_RANK = 2
@@ -84,7 +84,7 @@ def take_bad_steps(place: Place, cases: list[tuple[str, JobConfig]]) -> list[tup
     import torch
 
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
     from titanlite.training.shards import local_part
 
     said = []

@@ -9,7 +9,7 @@ from training import debug_config
 
 from titanlite.config import JobConfig, make_parallel_dims
 from titanlite.errors import OrderError
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 BAD_RANK = 2
 DEBUG = {"comm": {"mode": "debug"}}
@@ -58,7 +58,7 @@ def swap_on_one_rank(job: Any) -> None:
 def step_in_debug_mode(place: Place, configs: list[JobConfig]) -> list[str]:
     """Three good steps of each job, then a bad one of the first: what is said of it."""
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
     from titanlite.training.shards import local_part
 
     said = []

@@ -10,8 +10,8 @@ from plans import config_of
 
 from titanlite.config import JobConfig, override
 from titanlite.errors import ConfigError
-from titanlite.mesh.launch import Place, run_ranks
 from titanlite.observe.metrics import FILE_NAME, MetricsLog, read_metrics
+from titanlite.ranks.launch import Place, run_ranks
 
 
 def config(folder: Path, steps: int, **keys: object) -> JobConfig:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 # torch is imported by the functions that run on ranks, as in any program that starts some.
 
@@ -17,14 +17,14 @@ def on_ranks(function: Callable, num_ranks: int = 4) -> list:
 
 
 def _in_world(place: Place, function: Callable):
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
         return function(world)
 
 
 def _in_world_with(place: Place, function: Callable, *args):
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
         return function(world, *args)

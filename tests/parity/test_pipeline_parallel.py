@@ -9,7 +9,7 @@ import pytest
 from training import FEW_STEPS, STEPS, Sections, Training, debug_config, differences, train
 
 from titanlite.config import JobConfig, check_job, make_parallel_dims
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 from titanlite.schedule import make_schedule, walk, write_csv
 
 TOLERANCE = 1e-11
@@ -185,8 +185,8 @@ SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "
 
 def _observe(place: Place, configs: list[JobConfig]) -> list[dict[str, Any]]:
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
     from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
+    from titanlite.ranks.world import open_world
     from titanlite.sample import sample_images
 
     seen = []

@@ -16,7 +16,7 @@ from training import (
     train,
 )
 
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 TOLERANCE = 1e-11
 JOB: Sections = {
@@ -76,8 +76,8 @@ def step_with_positions_of_each_sequence(place: Place) -> tuple[Any, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn.functional import cross_entropy
 
-    from titanlite.mesh.world import open_world
     from titanlite.parallelize import Pipeline, split_model
+    from titanlite.ranks.world import open_world
     from titanlite.schedule import make_schedule
 
     names = RotaryConfig().module_names

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from titanlite.attention import LAYOUTS, ROTATE_METHODS
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 TIMEOUT_SECONDS = 120
 
@@ -54,7 +54,7 @@ def ring_errors(place: Place, cases: list[tuple]) -> list[list[tuple]]:
 
     from titanlite.attention import ring_attention
     from titanlite.attention.layout import make_layout
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     errors = []
     with open_world(place) as world:
@@ -144,7 +144,7 @@ def mesh_axis_errors(place: Place) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from titanlite.attention import RingAttention
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -170,7 +170,7 @@ def unusual_errors(place: Place) -> list[float]:
     import torch.distributed as dist
 
     from titanlite.attention import make_layout, ring_attention
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     errors = []
     with open_world(place) as world:
@@ -207,7 +207,7 @@ def counted_flops(place: Place) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     from titanlite.attention import ring_attention
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place):
         q, k, v, grad_out = full_tensors(1, 6, torch.float32, num_kv_heads=2)
@@ -231,7 +231,7 @@ def counted_bytes(place: Place, cases: list[tuple]) -> list[tuple[int, int]]:
     import torch.distributed as dist
 
     from titanlite.attention import ring_attention
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     counted = []
     post = dist.batch_isend_irecv
@@ -287,7 +287,7 @@ def saved_bytes(place: Place, num_tokens: int, cases: list[tuple[str, str]]) -> 
     import torch.distributed as dist
 
     from titanlite.attention import make_layout, ring_attention
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     def note(tensor):
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -332,7 +332,7 @@ def wrapped_errors(place: Place, wrapping: str) -> tuple[float, int]:
     )
 
     from titanlite.attention import RingAttention
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     operator = torch.ops.titanlite.ring_attention.default
     post = dist.batch_isend_irecv
@@ -410,7 +410,7 @@ def check_operator(place: Place, rotate_method: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place):
         q = torch.randn(2, 6, 4, 8, requires_grad=True).transpose(1, 2)
@@ -450,7 +450,7 @@ def call_badly(place: Place) -> dict[str, str]:
 
     from titanlite.attention import make_layout, ring_attention
     from titanlite.errors import ConfigError
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
         plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "cp"))

@@ -28,7 +28,7 @@ from test_train_script import (
 )
 
 from titanlite.checkpoint.folder import find_checkpoint
-from titanlite.mesh.signals import StopRequest
+from titanlite.ranks.signals import StopRequest
 
 SAVING = {
     "checkpoint__enable": True,
@@ -69,7 +69,7 @@ def test_a_stopped_run_has_saved_its_last_step(tmp_path, number, to_group):
 
 def test_the_second_request_ends_at_once(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("titanlite.mesh.signals.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("titanlite.ranks.signals.time.monotonic", lambda: now[0])
     before = signal.getsignal(signal.SIGTERM)
     heard = []
     with StopRequest() as stop:

@@ -10,7 +10,7 @@ from training import debug_config
 
 from titanlite.config import JobConfig, make_parallel_dims
 from titanlite.errors import RankError
-from titanlite.mesh.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, run_ranks
 
 TIMEOUT_SECONDS = 2
 BAD_RANK = 1
@@ -26,7 +26,7 @@ PLANS = {
 
 def fall_asleep_in_a_block(place: Place, config: JobConfig) -> None:
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
         job = build_job(config, make_parallel_dims(config, world.size), world)

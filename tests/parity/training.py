@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config import JobConfig, check_job, make_config, make_parallel_dims
-from titanlite.mesh.world import World
+from titanlite.ranks.world import World
 from titanlite.verify.pool import RankPool
 from titanlite.verify.run import agreement
 

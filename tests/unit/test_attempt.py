@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from titanlite.mesh.attempt import agree_on_attempt
+from titanlite.ranks.attempt import agree_on_attempt
 
 
 def agree(store: dist.Store, ranks: list[int], num_ranks: int = 3) -> list[str]:

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.config import make_config, make_parallel_dims
 from titanlite.job import build_job
-from titanlite.mesh.world import World
+from titanlite.ranks.world import World
 
 NUM_RANKS = 4
 

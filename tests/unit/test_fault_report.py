@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from titanlite.faults.report import Absent, Account, Call, Message, find_astray, write_report
+from titanlite.ranks.report import Absent, Account, Call, Message, find_astray, write_report
 
 WORLD = {"0": ("the world", (0, 1, 2)), "1": ("tp", (0, 1)), "2": ("dp_shard", (1, 2))}
 OPERATIONS = {"A": "all_reduce", "B": "broadcast", "G": "all_gather"}

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from titanlite.errors import ConfigError, RankError
-from titanlite.faults.last_words import BlackBox, read_black_box
-from titanlite.mesh.launch import FAULTS, Place, run_ranks
+from titanlite.ranks.last_words import BlackBox, read_black_box
+from titanlite.ranks.launch import FAULTS, Place, run_ranks
 
 TIMEOUT_SECONDS = 2.0
 # From the end of the timeout to the end of the last process, on a machine that is busy.
@@ -32,7 +32,7 @@ def run_badly(place: Place, misbehave: Callable[[Any, Any, bool], None]) -> None
     from torch.distributed.device_mesh import init_device_mesh
 
     from titanlite.mesh.parallel_dims import ParallelDims
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     dims = ParallelDims(dp_shard=2, tp=2)
     with open_world(place) as world:
@@ -228,7 +228,7 @@ def keep_the_interpreter(place: Place, seconds: float) -> str:
     """Rank 1 runs Python in which no other thread gets a turn; what is in its black box then."""
     import torch.distributed as dist
 
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place):
         dist.barrier()
@@ -257,7 +257,7 @@ def test_nobody_reads_the_stack_of_a_healthy_rank_without_the_interpreters_lock(
 def test_a_watch_that_fails_leaves_the_run_alone(capfd):
     import torch.distributed as dist
 
-    from titanlite.faults.watch import Watch
+    from titanlite.ranks.watch import Watch
 
     class OddStore:
         """Another thread's store: it is there, and what it says makes no sense."""
@@ -309,7 +309,7 @@ def test_a_black_box_harms_no_file(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_never_comes_is_named():
     def stay_away(place: Place) -> None:
-        from titanlite.mesh.world import open_world
+        from titanlite.ranks.world import open_world
 
         if place.rank == 1:
             threading.Event().wait()
@@ -326,7 +326,7 @@ def save_behind(place: Place) -> None:
     import torch.distributed as dist
 
     from titanlite.checkpoint.agreement import Agreement
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
         ranks = Agreement(world, 60)
@@ -340,7 +340,7 @@ def save_behind(place: Place) -> None:
 
 def stay_in_a_save(place: Place) -> None:
     from titanlite.checkpoint.agreement import Agreement
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place, init_timeout_seconds=60) as world:
         ranks = Agreement(world, 1)
@@ -374,7 +374,7 @@ def test_a_save_is_told_from_a_step(function, reason, named):
 def test_under_torchrun_the_first_rank_that_fails_says_so():
     import torch.distributed as dist
 
-    from titanlite.faults.watch import Watch
+    from titanlite.ranks.watch import Watch
 
     store = dist.HashStore()
     told = []
@@ -402,8 +402,8 @@ def test_a_swap_of_equal_collectives_is_named():
         import torch.distributed as dist
 
         from titanlite.errors import OrderError
-        from titanlite.faults.order import OrderCheck
-        from titanlite.mesh.world import open_world
+        from titanlite.ranks.order import OrderCheck
+        from titanlite.ranks.world import open_world
 
         with open_world(place):
             check = OrderCheck({})

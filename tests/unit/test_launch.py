@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.errors import ConfigError, RankError
-from titanlite.mesh.launch import Place, choose_device, run_ranks
+from titanlite.ranks.launch import Place, choose_device, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +20,7 @@ def test_ranks_meet_and_return_in_order():
         import torch
         import torch.distributed as dist
 
-        from titanlite.mesh.world import open_world
+        from titanlite.ranks.world import open_world
 
         with open_world(place) as world:
             tensor = torch.arange(4) + world.rank + offset
@@ -35,7 +35,7 @@ def test_the_rank_that_raised_is_named_not_its_peers():
         import torch
         import torch.distributed as dist
 
-        from titanlite.mesh.world import open_world
+        from titanlite.ranks.world import open_world
 
         with open_world(place):
             if place.rank == 2:
@@ -86,7 +86,7 @@ def test_ranks_are_gone_after_an_error(tmp_path):
 
 RUN_IN_A_FOLDER = """
 import os
-from titanlite.mesh.launch import run_ranks
+from titanlite.ranks.launch import run_ranks
 
 def environment(place):
     return os.getcwd(), os.environ.get("PYTHONSAFEPATH"), os.environ.get("PYTHONPATH")
@@ -117,7 +117,7 @@ def test_nothing_in_the_working_directory_is_imported(tmp_path):
 
 
 def test_cuda_without_gpus_is_refused(monkeypatch):
-    monkeypatch.setattr("titanlite.mesh.launch.count_gpus", lambda: 2)
+    monkeypatch.setattr("titanlite.ranks.launch.count_gpus", lambda: 2)
     assert choose_device("auto", 2) == "cuda"
     assert choose_device("auto", 4) == "cpu"
     assert choose_device("cpu", 1) == "cpu"

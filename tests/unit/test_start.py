@@ -13,8 +13,8 @@ from titanlite.config import JobConfig, load_config
 from titanlite.errors import ConfigError
 from titanlite.lab.cluster import VirtualCluster
 from titanlite.lab.mesh import Mesh
-from titanlite.mesh import machine
-from titanlite.mesh.launch import Place, Ranks, run_ranks
+from titanlite.ranks import machine
+from titanlite.ranks.launch import Place, Ranks, run_ranks
 from titanlite.start import BACKENDS, check_start
 from titanlite.verify.command import main as verify
 

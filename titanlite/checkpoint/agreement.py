@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from titanlite.errors import TitanliteError
-from titanlite.faults.account import CHECKPOINTS
-from titanlite.mesh.world import World, set_group_timeout
+from titanlite.ranks.account import CHECKPOINTS
+from titanlite.ranks.world import World, set_group_timeout
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from titanlite.config import (
 from titanlite.config.load import read_file
 from titanlite.config.stored import ASKED, stored_sections
 from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.mesh.launch import ALONE, Place, prepare_environment, run_ranks
+from titanlite.ranks.launch import ALONE, Place, prepare_environment, run_ranks
 from titanlite.start import check_start
 
 # More than a job draws at its end: who wants so many says so.
@@ -96,7 +96,7 @@ def draw(
     from titanlite.checkpoint.storage import told
     from titanlite.checkpoint.weights import load_safetensors
     from titanlite.job import build_job
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
     from titanlite.sample import sample_images, save_samples
 
     with open_world(place, device_type) as world:

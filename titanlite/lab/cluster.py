@@ -28,8 +28,8 @@ from titanlite.lab.counts import CountingMode, Counts, total
 from titanlite.lab.device import ALGORITHMS, VirtualDevice
 from titanlite.lab.mesh import Mesh, MeshIndex
 from titanlite.lab.operation import Operation
-from titanlite.mesh.launch import Place, Ranks, not_done
-from titanlite.mesh.world import open_world
+from titanlite.ranks.launch import Place, Ranks, not_done
+from titanlite.ranks.world import open_world
 
 CALL, TENSOR = b"c", b"t"
 START_SECONDS = 120

@@ -24,8 +24,8 @@ from torch import nn
 from titanlite.lab.cluster import VirtualCluster
 from titanlite.lab.device import VirtualDevice
 from titanlite.lab.mesh import Mesh
-from titanlite.mesh.launch import Place, torchrun_place
-from titanlite.mesh.world import open_world
+from titanlite.ranks.launch import Place, torchrun_place
+from titanlite.ranks.world import open_world
 
 LEARNING_RATE = 1e-3
 RENDEZVOUS = "tcp://127.0.0.1:15623"

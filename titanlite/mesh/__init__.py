@@ -1,1 +1,1 @@
-"""Ranks and axes: degrees, coordinates, process groups, device meshes, and starting local ranks."""
+"""Axes: what each means, degrees and coordinates, and the device meshes made of them."""

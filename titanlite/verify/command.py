@@ -12,7 +12,7 @@ from pathlib import Path
 from titanlite.config import load_config
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
-from titanlite.mesh.machine import check_local_ranks
+from titanlite.ranks.machine import check_local_ranks
 from titanlite.start import check_start
 from titanlite.verify.jobs import DTYPES
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from titanlite.mesh.launch import Place, Ranks, not_done
+from titanlite.ranks.launch import Place, Ranks, not_done
 
 # A job's process groups stay as long as the processes (DTensor's caches hold its meshes), each with
 # three threads of gloo's that wake up now and then: a hundred jobs slow a rank down six-fold.
@@ -91,7 +91,7 @@ class RankPool:
 
 
 def _serve(place: Place, connection: Connection, device_type: str) -> None:
-    from titanlite.mesh.world import open_world
+    from titanlite.ranks.world import open_world
 
     with open_world(place, device_type) as world:
         while True:

@@ -26,8 +26,8 @@ from titanlite.batch import dims_of
 from titanlite.config import JobConfig, check_job, make_parallel_dims
 from titanlite.job import Job, build_job
 from titanlite.mesh.parallel_dims import axes_of, axes_where
-from titanlite.mesh.world import World
 from titanlite.names import canonical_name
+from titanlite.ranks.world import World
 from titanlite.training.initialize import generator_for
 from titanlite.training.loss import IGNORE_INDEX
 from titanlite.training.shards import is_sharded, local_part, shard_of

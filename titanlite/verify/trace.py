@@ -24,9 +24,9 @@ from titanlite.batch import asked_for, dims_of
 from titanlite.config import JobConfig, load_model_spec
 from titanlite.job import Job
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.mesh.world import World
 from titanlite.names import canonical_name
 from titanlite.parallelize.plan import find_plan
+from titanlite.ranks.world import World
 from titanlite.training.loss import IGNORE_INDEX
 from titanlite.training.shards import local_part, shard_of
 from titanlite.training.step import Microbatch

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.faults.report import Account, Call, Message
+from titanlite.ranks.report import Account, Call, Message
 
 # What torch has for the flight recorder is not in its type stubs.
 c10d: Any = torch._C._distributed_c10d
@@ -56,7 +56,7 @@ SAVING = (
 )
 # What a call passes through, and is not the place of a call.
 PLUMBING = (
-    os.path.join(OURS, "titanlite", "faults") + os.sep,
+    os.path.join(OURS, "titanlite", "ranks") + os.sep,
     os.path.join(OURS, "titanlite", "mesh") + os.sep,
 )
 
@@ -268,7 +268,7 @@ def _without_start(frames: list[tuple[FrameType, int]]) -> list[tuple[FrameType,
     starts = [
         index
         for index, (frame, _) in enumerate(frames)
-        if _file(frame).endswith(("mesh/launch.py", "mesh/world.py", "faults/watch.py"))
+        if _file(frame).endswith(("ranks/launch.py", "ranks/world.py", "ranks/watch.py"))
     ]
     kept = frames[starts[-1] + 1 :] if starts else frames
     said = [frame for frame in kept if not _file(frame[0]).endswith(MODULE_CALL)]

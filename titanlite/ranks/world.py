@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.faults.watch import Traces, Watch, watching
-from titanlite.mesh.attempt import agree_on_attempt
-from titanlite.mesh.launch import Place
-from titanlite.mesh.machine import num_cores
+from titanlite.ranks.attempt import agree_on_attempt
+from titanlite.ranks.launch import Place
+from titanlite.ranks.machine import num_cores
+from titanlite.ranks.watch import Traces, Watch, watching
 
 # torch 2.14 makes this public as set_timeout, and warns of the old name.
 set_group_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)

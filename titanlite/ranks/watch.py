@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.errors import LostWorldError, TitanliteError
-from titanlite.faults.account import (
+from titanlite.ranks.account import (
     c10d,
     dump_recorders,
     is_overdue,
@@ -32,7 +32,7 @@ from titanlite.faults.account import (
     show_stacks,
     take_account,
 )
-from titanlite.faults.last_words import (
+from titanlite.ranks.last_words import (
     GONE,
     RUNNING,
     STOPPED,
@@ -40,8 +40,8 @@ from titanlite.faults.last_words import (
     ProcessRecord,
     before_abort,
 )
-from titanlite.faults.report import Absent, Account, Report, write_report
-from titanlite.mesh.launch import ALARM, FAULTS, REPORT, Place
+from titanlite.ranks.launch import ALARM, FAULTS, REPORT, Place
+from titanlite.ranks.report import Absent, Account, Report, write_report
 
 # From one look at the store to the next.
 POLL_SECONDS = 0.5

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.faults.account import shorten
+from titanlite.ranks.account import shorten
 
 # What is done before an abort may take so long; then the process is ended all the same.
 LONGEST_SECONDS = 10

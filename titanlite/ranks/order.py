@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.errors import OrderError
-from titanlite.faults.account import group_ranks, names_of, recorded_calls
-from titanlite.faults.report import Account, Call, find_astray
+from titanlite.ranks.account import group_ranks, names_of, recorded_calls
+from titanlite.ranks.report import Account, Call, find_astray
 
 AFTER = "; the weights are as before this step"
 

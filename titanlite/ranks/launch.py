@@ -30,8 +30,8 @@ from typing import Any
 import cloudpickle
 
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError, number_ranks
-from titanlite.mesh.machine import check_local_ranks
-from titanlite.mesh.signals import StopRequest
+from titanlite.ranks.machine import check_local_ranks
+from titanlite.ranks.signals import StopRequest
 
 # How long the other ranks of a failed run may take to say what they saw, and then to end.
 REPORT_SECONDS = 2.0
@@ -39,7 +39,7 @@ END_SECONDS = 5.0
 # How much longer, once they have raised the alarm and are putting a report together.
 ALARM_SECONDS = 5.0
 # In the folder where local ranks meet: where ranks in trouble leave word, and in it the mark of the
-# one that raised the alarm, and the report (titanlite/faults/watch.py).
+# one that raised the alarm, and the report (titanlite/ranks/watch.py).
 FAULTS, ALARM, REPORT = "faults", "alarm", "report.json"
 
 PRELOAD = [
