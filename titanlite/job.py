@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.attention import Layout, make_layout
+from titanlite.batch import check_forward
 from titanlite.config import load_model_spec, make_model_config
 from titanlite.config.pipeline import make_pipeline_plan
 from titanlite.config.schema import JobConfig
@@ -180,6 +181,7 @@ def build_job(config: JobConfig, dims: ParallelDims, world: World) -> Job:
         model = model_class(model_config).to(DTYPES[training.dtype])
     try:
         refuse_tied_weights(model)
+        check_forward(model)
     except TitanliteError as error:
         raise ConfigError(f"model.name: {error}") from None
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())

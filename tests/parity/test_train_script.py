@@ -406,7 +406,7 @@ class Bigram(nn.Module):
     def init_buffers(self):
         self.scale.fill_(2.0)
 
-    def forward(self, tokens_BT, positions_T):
+    def forward(self, tokens_BT, positions):
         return self.output(self.embedding(tokens_BT) * self.scale)
 """,
     "plan.py": """
@@ -532,8 +532,8 @@ def test_a_stuck_or_dead_rank_ends_the_run_with_a_report(tmp_path, launcher, num
 )
 def test_an_error_of_one_rank_is_all_that_is_said(tmp_path, launcher, error, is_traced):
     text = MODEL["model.py"].replace(
-        "    def forward(self, tokens_BT, positions_T):\n",
-        "    def forward(self, tokens_BT, positions_T):\n"
+        "    def forward(self, tokens_BT, positions):\n",
+        "    def forward(self, tokens_BT, positions):\n"
         "        if torch.distributed.get_rank() == 1:\n"
         f"            import titanlite.errors; raise {error}('no such table')\n",
     )

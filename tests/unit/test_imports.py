@@ -44,7 +44,7 @@ MUST_NOT_IMPORT = {
             *("norms", "overview", "pool", "record", "report", "shrink", "verify", "weights"),
         )
     },
-    "titanlite/batch.py": ["titanlite", "models"],
+    "titanlite/batch.py": ["titanlite.job", "titanlite.parallelize", "titanlite.training"],
     "titanlite/parallelize": ["titanlite.training", "titanlite.data", "titanlite.observe"],
     "titanlite/training": ["titanlite.parallelize", "titanlite.data", "titanlite.observe"],
     "titanlite/data": ["titanlite.parallelize", "titanlite.training", "titanlite.observe"],
