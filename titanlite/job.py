@@ -31,7 +31,6 @@ from titanlite.models import ModelSpec
 from titanlite.names import canonical_name
 from titanlite.parallelize import (
     DTYPES,
-    Applied,
     Pipeline,
     split_and_parallelize,
     uses_loss_parallel,
@@ -39,6 +38,7 @@ from titanlite.parallelize import (
 from titanlite.parallelize.activation_checkpoint import CheckpointReport
 from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.parallelize.plan import refuse_tied_weights
+from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
 from titanlite.training.initialize import initialize
@@ -66,7 +66,7 @@ class Job:
     sampler: GlobalBatchSampler
     dataset: ImageDataset
     validation_dataset: ImageDataset | None
-    applied: list[Applied]
+    applied: list[PlanRow]
     checkpointing: CheckpointReport
     layout: Layout
     """Which tokens each rank of the cp axis holds; cuts a batch where it enters."""

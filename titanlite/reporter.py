@@ -20,7 +20,7 @@ import torch.distributed as dist
 from titanlite.config.document import format_config
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
-from titanlite.observe.effective_plan import PlanRow, draw_mesh, render_plan
+from titanlite.observe.effective_plan import draw_mesh, render_plan
 from titanlite.observe.metrics import (
     FILE_NAME,
     MetricsLog,
@@ -333,7 +333,7 @@ class Reporter:
         say("")
         say(draw_mesh(job.dims))
         say("")
-        rows = [PlanRow(a.feature, a.requested, a.active, a.note) for a in job.applied]
+        rows = list(job.applied)
         rows += run_rows(
             job.config,
             job.dims,

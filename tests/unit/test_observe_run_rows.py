@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from titanlite.config import load_config, make_config, make_parallel_dims
-from titanlite.observe.effective_plan import PlanRow
 from titanlite.observe.run_rows import run_rows
+from titanlite.plan_row import PlanRow
 
 
 def rows(*argv: str, device_type: str = "cpu", num_gpus: int = 0) -> dict[str, PlanRow]:

@@ -15,10 +15,11 @@ from typing import TextIO
 
 import pytest
 
-from titanlite.observe.effective_plan import PlanRow, render_plan
+from titanlite.observe.effective_plan import render_plan
 from titanlite.observe.metrics import StepRecord
 from titanlite.observe.progress import Progress
 from titanlite.observe.quantities import format_bytes, format_count, format_duration
+from titanlite.plan_row import PlanRow
 
 ROWS = [
     PlanRow("tensor parallel", "degree 2", "degree 2", "9 modules in 4 blocks"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -17,22 +16,9 @@ from rich.text import Text
 
 from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.terminal import is_terminal, terminal_width
+from titanlite.plan_row import PlanRow
 
-__all__ = ["PlanRow", "draw_mesh", "render_plan"]
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """One feature: as the config asks for it, as it runs, and a note on how or why not."""
-
-    feature: str
-    requested: str
-    active: str
-    note: str = ""
-
-    @property
-    def differs(self) -> bool:
-        return self.requested != self.active
+__all__ = ["draw_mesh", "render_plan"]
 
 
 _HEADINGS = ("feature", "requested", "active", "note")

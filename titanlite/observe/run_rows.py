@@ -10,7 +10,7 @@ from typing import Any
 from titanlite.config.keys import job_keys
 from titanlite.config.schema import JobConfig
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.observe.effective_plan import PlanRow
+from titanlite.plan_row import PlanRow
 
 
 def run_rows(

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import titanlite.attention  # noqa: F401 (registers the operator of ring attention)
 from titanlite.parallelize.plan import ParallelPlan, find_container, find_plan
 
 aten = torch.ops.aten

@@ -1,0 +1,205 @@
+"""The parallelize steps of a job: each takes from the configuration what its apply_x needs.
+
+Each returns its row of the effective plan. Their order is STEPS in __init__.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from titanlite.attention import explain_choice
+from titanlite.mesh.device_mesh import Meshes
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.parallelize.activation_checkpoint import CheckpointReport, apply_ac
+from titanlite.parallelize.compile import apply_compile
+from titanlite.parallelize.context_parallel import apply_cp
+from titanlite.parallelize.ddp import apply_ddp
+from titanlite.parallelize.fsdp import apply_fsdp
+from titanlite.parallelize.plan import ParallelPlan, find_blocks, match_modules
+from titanlite.parallelize.tensor_parallel import apply_tp
+from titanlite.plan_row import PlanRow
+
+if TYPE_CHECKING:
+    # By hand, no apply_x needs the configuration.
+    from titanlite.config.schema import JobConfig
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Part:
+    """A model, or a part of one, on its way through the steps; what they need of the job."""
+
+    model: nn.Module
+    config: JobConfig
+    dims: ParallelDims
+    meshes: Meshes
+    plan: ParallelPlan
+    whole: nn.Module | None
+    checkpointing: CheckpointReport = field(default_factory=lambda: CheckpointReport(()))
+
+
+def tensor_parallel(part: Part) -> PlanRow:
+    """Cut modules over the tp axis."""
+    config, meshes, plan, whole = part.config, part.meshes, part.plan, part.whole
+    degree = config.parallelism.tensor_parallel_degree
+    if meshes.tp is None:
+        return PlanRow("tensor parallel", "off", "off")
+    loss_parallel = not config.parallelism.disable_loss_parallel
+    elsewhere = {
+        pattern
+        for pattern in (*plan.tensor_parallel, *plan.loss_parallel)
+        if whole is not None and match_modules(whole, pattern)
+    }
+    report = apply_tp(
+        part.model,
+        meshes.tp,
+        plan,
+        loss_parallel=loss_parallel,
+        known_unmatched=frozenset(elsewhere),
+    )
+    unmatched = [pattern for pattern in report.unmatched if pattern not in elsewhere]
+    notes = [f"{len(report.parallelized)} modules"]
+    if plan.sequence_dim is not None:
+        notes[0] += ", sequence parallel"
+    notes.append("loss parallel" if loss_parallel else "logits gathered")
+    if report.replicated:
+        notes.append(f"whole on every rank, having fewer rows: {', '.join(report.replicated)}")
+    if unmatched:
+        notes.append(f"plan keys without a module: {', '.join(unmatched)}")
+    return PlanRow("tensor parallel", f"TP {degree}", f"TP {meshes.tp.size()}", "; ".join(notes))
+
+
+def context_parallel(part: Part) -> PlanRow:
+    """Let attention see tokens that other ranks of the cp axis hold."""
+    model, config, meshes = part.model, part.config, part.meshes
+    if meshes.cp is None:
+        return PlanRow("context parallel", "off", "off")
+    parallelism = config.parallelism
+    layout, rotation = (
+        parallelism.context_parallel_load_balancer,
+        parallelism.context_parallel_rotate_method,
+    )
+    count = apply_cp(model, meshes.cp, layout=layout, rotate_method=rotation, plan=part.plan)
+    dtype = DTYPES[config.training.param_dtype]
+    model_config: Any = getattr(model, "config", None)
+    kernel = explain_choice(meshes.cp.device_type, dtype, getattr(model_config, "head_dim", 64))
+    name = f"CP {meshes.cp.size()}"
+    note = f"{count} blocks, {layout} layout, {rotation}; {kernel}"
+    return PlanRow("context parallel", name, name, note)
+
+
+def activation_checkpoint(part: Part) -> PlanRow:
+    """Keep less of the forward pass."""
+    model, config, dims = part.model, part.config, part.dims
+    section = config.activation_checkpoint
+    compiled = config.compile.enable and "model" in config.compile.components
+    # Needed where AOTAutograd sees the recomputation of the CPU operator in a DTensor graph.
+    cut = dims.tp > 1 and dims.cp == 1
+    save_cpu_attention = compiled and cut and section.mode in ("full", "selective")
+    report = apply_ac(
+        model,
+        section.mode,
+        selective_option=section.selective_ac_option,
+        recompute_mm_of=tuple(section.per_op_sac_force_recompute_mm_shapes_by_fqns),
+        preserve_rng_state=section.preserve_rng_state,
+        determinism_check=section.determinism_check,
+        early_stop=section.early_stop,
+        debug=section.debug,
+        memory_budget=section.memory_budget,
+        save_cpu_attention=save_cpu_attention,
+        plan=part.plan,
+    )
+    part.checkpointing = report
+    requested: str = section.mode
+    if section.mode == "selective":
+        requested += f" {section.selective_ac_option}"
+    if section.mode == "none":
+        return PlanRow("activation checkpoint", "off", "off")
+    if section.mode == "memory_budget":
+        note = f"the compiler keeps {section.memory_budget:.0%} of what saving all would take"
+        return PlanRow("activation checkpoint", requested, requested, note)
+    notes = [f"{len(report.wrapped)} of {len(find_blocks(model, part.plan))} blocks"]
+    if save_cpu_attention and report.tally is None:
+        notes.append("the CPU attention operator's output is saved, as compile with TP needs")
+    active = requested if report.wrapped else "off"
+    return PlanRow("activation checkpoint", requested, active, "; ".join(notes))
+
+
+def compile_blocks(part: Part) -> PlanRow:
+    """Compile block by block."""
+    section = part.config.compile
+    requested = " + ".join(section.components) if section.enable else "off"
+    if not section.enable:
+        return PlanRow("compile", requested, "off")
+    notes = []
+    if "model" in section.components:
+        notes.append(f"{apply_compile(part.model, backend=section.backend, plan=part.plan)} blocks")
+    if "loss" in section.components:
+        notes.append("loss")
+    return PlanRow("compile", requested, requested, f"{', '.join(notes)} by {section.backend}")
+
+
+def data_parallel(part: Part) -> PlanRow:
+    """Shard with FSDP2, or replicate with DDP."""
+    model, config, dims, meshes = part.model, part.config, part.dims, part.meshes
+    training, parallelism = config.training, config.parallelism
+    dtype = training.dtype
+    param, reduce = training.param_dtype, training.reduce_dtype
+    is_mixed = param != dtype or reduce != dtype
+    requested = _data_parallel_name(dims.dp_replicate, dims.dp_shard)
+    plain = not is_mixed and not training.enable_cpu_offload and not dims.fsdp_enabled
+    # DDP cannot be told which of a schedule's backward passes is the last.
+    if plain and dims.tp == 1 and dims.pp == 1:
+        if dims.dp_replicate == 1:
+            return PlanRow("data parallel", requested, "off")
+        bucket = apply_ddp(model, meshes.dp["dp_replicate"], compiled=config.compile.enable)
+        return PlanRow("data parallel", requested, requested, f"buckets of {bucket} MB")
+    if plain and dims.dp == 1:
+        return PlanRow("data parallel", requested, "off")
+    units = apply_fsdp(
+        model,
+        meshes.dp,
+        param_dtype=DTYPES[param] if is_mixed else None,
+        reduce_dtype=DTYPES[reduce] if is_mixed else None,
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        pipelined=dims.pp_enabled,
+        cpu_offload=training.enable_cpu_offload,
+        pin_memory=training.cpu_offload_pin_memory,
+        plan=part.plan,
+    )
+    num_shards = dims.num_weight_shards
+    active = _data_parallel_name(dims.dp_replicate, num_shards)
+    notes = [f"{units} units", f"reshard after forward: {parallelism.fsdp_reshard_after_forward}"]
+    if dims.cp_enabled:
+        reason = f"the {dims.cp} ranks of cp share one set of weights, so FSDP2 shards over them"
+        notes.insert(0, reason)
+    if num_shards == 1:
+        active = f"HSDP {dims.dp_replicate} x 1" if dims.dp_replicate > 1 else "FSDP 1"
+        reasons = [
+            reason
+            for reason, applies in (
+                ("replicas of tensor-parallel shards", dims.dp_replicate > 1 and dims.tp > 1),
+                ("replicas of stages", dims.dp_replicate > 1 and dims.pp > 1 and dims.tp == 1),
+                ("mixed precision", is_mixed),
+                ("CPU offload", training.enable_cpu_offload),
+            )
+            if applies
+        ]
+        notes.insert(0, f"FSDP2 with one shard, for {', '.join(reasons)}")
+    if is_mixed:
+        notes.append(f"computes in {param}, reduces in {reduce}")
+    if training.enable_cpu_offload:
+        pinned = training.cpu_offload_pin_memory and torch.cuda.is_available()
+        notes.append(f"parameters on the CPU, {'pinned' if pinned else 'not pinned'}")
+    return PlanRow("data parallel", requested, active, "; ".join(notes))
+
+
+def _data_parallel_name(num_replicas: int, num_shards: int) -> str:
+    if num_shards == 1:
+        return "off" if num_replicas == 1 else f"DDP {num_replicas}"
+    return f"FSDP {num_shards}" if num_replicas == 1 else f"HSDP {num_replicas} x {num_shards}"
