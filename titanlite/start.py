@@ -1,29 +1,38 @@
-"""What can be wrong with a job on this machine, all of it found before any rank starts.
+"""How a job starts: what can be wrong with it on this machine, its ranks, and how it ends.
 
-torch is imported here only to look up a compile backend whose name is not known.
+Everything that can be wrong is found before any rank starts. torch is imported here only to look up
+a compile backend whose name is not known.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterator
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from titanlite.config import JobConfig, check_job, check_machine, make_parallel_dims
 from titanlite.config.degrees import DEGREES
 from titanlite.config.keys import one_of
 from titanlite.config.toml import quote
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.ranks.launch import Place, choose_device, count_gpus
+from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, run_ranks
 from titanlite.ranks.machine import check_local_ranks
+from titanlite.ranks.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
 
 # Of those that torch registers (torch._dynamo.list_backends), the ones that need nothing more.
 BACKENDS = (
     *("inductor", "eager", "aot_eager", "aot_eager_decomp_partition"),
     *("aot_eager_default_partitioner", "cudagraphs", "eager_noexcept", "ts", "aot_ts"),
 )
+
+
+# How long a rank that is not the one to say what is wrong waits to be ended by torchrun.
+SILENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,69 @@ def check_start(config: JobConfig, place: Place | None = None, *, key: str = "")
     if problems:
         raise ConfigError(*problems)
     return Start(dims, device_type)
+
+
+def run_job(
+    function: Callable[[Place, JobConfig, str], None],
+    config: JobConfig,
+    start: Start,
+    world: Place | None,
+) -> None:
+    """Call `function(place, config, device_type)` on each rank of the job.
+
+    On the place that this process has in `world`; where that is None, in this process if one rank
+    is all, else on local ranks. A first SIGINT or SIGTERM asks a run that saves to stop.
+    """
+    if world is not None:
+        function(world, config, start.device_type)
+    elif start.dims.world_size == 1:
+        with unwinding_at_sigterm():
+            function(ALONE, config, start.device_type)
+    else:
+        with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
+            run_ranks(
+                function,
+                start.dims.world_size,
+                config,
+                start.device_type,
+                stop=stop,
+                max_ranks=config.job.max_local_ranks,
+            )
+
+
+@dataclass
+class Told:
+    """How a job has ended, in an exit status; `place` is this process's in torchrun's world."""
+
+    place: Place | None = None
+    status: int = 0
+
+
+@contextlib.contextmanager
+def telling_errors() -> Iterator[Told]:
+    """What ends the job inside is said on stderr, once, in a line where a user can act on it."""
+    told = Told()
+    try:
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            # The command has it so while it imports.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield told
+    except RankError as error:
+        print(f"{error.rank_traceback}\n{error}".strip(), file=sys.stderr)
+        told.status = 1
+    except LostWorldError:
+        told.status = 1
+    except TitanliteError as error:
+        # Before ranks have met, each makes the same mistake: one a machine says so.
+        is_told = error.is_told_here
+        if is_told or (is_told is None and (told.place is None or told.place.local_rank == 0)):
+            print(error, file=sys.stderr)
+        elif is_told is None:
+            # torchrun ends all ranks as soon as one has failed: not before one has said why.
+            threading.Event().wait(SILENT_SECONDS)
+        told.status = 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt as stop:
+        told.status = told_of_interrupt(stop)
 
 
 def check_backend(name: str) -> None:

@@ -67,7 +67,7 @@ def draw_fault(
 
 def train_with(place: Place, config: JobConfig, fault: Fault | None) -> None:
     """The run of train.py, with a fault in it."""
-    from train import train
+    from titanlite.train import train
 
     if fault is not None:
         fault.install(place)

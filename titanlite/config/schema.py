@@ -439,6 +439,11 @@ class JobConfig(Section):
         """Length of the learning-rate schedule in steps."""
         return self.lr_scheduler.total_steps or self.training.steps
 
+    def validates_after(self, step: int) -> bool:
+        """Whether the run validates after `step`: by interval, and after the last."""
+        is_due = step % self.validation.freq == 0 or step == self.training.steps
+        return self.validation.enable and is_due
+
     @property
     def decay_steps(self) -> int:
         """Steps of learning-rate decay at the end of the schedule, cut to what warm-up leaves."""

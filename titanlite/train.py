@@ -1,0 +1,84 @@
+"""The story of a run: check everything, start the ranks, build the job, step to the end.
+
+The command is train.py at the top of the repository. A world of one whose plan needs more starts
+that many local ranks itself; a larger world, started by torchrun, is used as it is.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlite.config import load_config, make_parallel_dims
+from titanlite.config.schema import JobConfig
+from titanlite.ranks.launch import Place, prepare_environment, torchrun_place
+from titanlite.ranks.signals import StopRequest
+from titanlite.start import check_start, run_job, telling_errors
+
+EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check everything that can be checked, then train; the exit status."""
+    prepare_environment()
+    with telling_errors() as told:
+        told.place = torchrun_place()
+        config = load_config(argv, needs_file=EXAMPLE)
+        world = None if told.place is None or told.place.world_size == 1 else told.place
+        run_job(train, config, check_start(config, world), world)
+    return told.status
+
+
+def train(place: Place, config: JobConfig, device_type: str) -> None:
+    """One rank's run: open the world, build the job, step to the end, draw the pictures.
+
+    A run that saves checkpoints goes on from its newest one, and ends early when it is asked to.
+    """
+    from titanlite.checkpoint.run import Checkpoints
+    from titanlite.job import build_job
+    from titanlite.ranks.watch import Traces
+    from titanlite.ranks.world import open_world
+    from titanlite.reporter import Reporter
+
+    comm = config.comm
+    folder = Path(config.job.dump_folder) / comm.save_traces_folder
+    with (
+        StopRequest(place.orders, enabled=config.checkpoint.saves) as stop,
+        open_world(
+            place,
+            device_type,
+            init_timeout_seconds=comm.init_timeout_seconds,
+            trace_buf_size=config.num_recorded_collectives,
+            traces=Traces(folder, comm.save_traces_file_prefix) if comm.trace_buf_size else None,
+        ) as world,
+    ):
+        job = build_job(config, make_parallel_dims(config, world.size), world)
+        # Collected at the same steps on every rank, so that none waits for another's collection.
+        gc.disable()
+        with (
+            Checkpoints(job) as checkpoints,
+            Reporter(
+                job, checkpoints.first_step, checkpoints.notes, is_guest=checkpoints.is_guest
+            ) as reporter,
+            world.explaining(),
+        ):
+            if checkpoints.is_seed:
+                reporter.say(checkpoints.save(0))
+                return
+            for step in range(checkpoints.first_step, config.training.steps + 1):
+                result = job.step(step)
+                if step == checkpoints.first_step:
+                    world.set_timeout(comm.train_timeout_seconds)
+                if step % config.training.gc_freq == 0 or config.training.gc_debug:
+                    reporter.note_collected(gc.collect(1))
+                is_last = step == config.training.steps
+                validation_loss = job.evaluate() if config.validates_after(step) else None
+                wants_stop = stop.is_asked or checkpoints.has_failed
+                stops = reporter.record(step, result, validation_loss, stops=wants_stop)
+                if said := checkpoints.after_step(step, is_last=is_last, stops=stops):
+                    reporter.say(said)
+                if stops:
+                    reporter.say("stopped as asked; the same command goes on from here")
+                    return
+            reporter.finish(lambda: stop.is_asked)
