@@ -9,6 +9,15 @@ from titanlite import models
 from titanlite.verify.verify import Verifier
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _models_of_module() -> Iterator[None]:
+    """A model that a fixture of a module registers is known to that module alone."""
+    before = dict(models.MODELS)
+    yield
+    models.MODELS.clear()
+    models.MODELS.update(before)
+
+
 @pytest.fixture(autouse=True)
 def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A model that a test registers is known to that test alone."""
