@@ -1,7 +1,8 @@
 """The errors titanlite raises on purpose: each message is one line a user can act on."""
 
 import bisect
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
 
 class TitanliteError(Exception):
@@ -23,6 +24,15 @@ class ConfigError(TitanliteError):
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
+
+
+@contextlib.contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """What a ConfigError inside says joins `problems`, so that others can be looked for."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 class NonFiniteError(TitanliteError):

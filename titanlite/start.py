@@ -18,7 +18,13 @@ from titanlite.config import JobConfig, check_job, check_machine, make_parallel_
 from titanlite.config.degrees import DEGREES
 from titanlite.config.keys import one_of
 from titanlite.config.toml import quote
-from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError
+from titanlite.errors import (
+    ConfigError,
+    LostWorldError,
+    RankError,
+    TitanliteError,
+    collecting,
+)
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, run_ranks
 from titanlite.ranks.machine import check_local_ranks
@@ -54,15 +60,15 @@ def check_start(config: JobConfig, place: Place | None = None, *, key: str = "")
     num_local_ranks = dims.world_size if place is None else place.local_world_size
     problems: list[str] = []
     device_type = ""
-    with _collecting(problems):
+    with collecting(problems):
         check_job(config, dims)
-    with _collecting(problems):
+    with collecting(problems):
         if place is None:
             _check_own_ranks(config, dims, key)
-    with _collecting(problems):
+    with collecting(problems):
         device_type = choose_device(config.job.device, num_local_ranks)
         check_machine(config, device_type)
-    with _collecting(problems):
+    with collecting(problems):
         if config.compile.enable:
             check_backend(config.compile.backend)
     if problems:
@@ -159,12 +165,3 @@ def _check_own_ranks(config: JobConfig, dims: ParallelDims, key: str) -> None:
         key=key or of_plan,
         ways="" if key else ways,
     )
-
-
-@contextlib.contextmanager
-def _collecting(problems: list[str]) -> Iterator[None]:
-    """What a ConfigError inside says joins `problems`."""
-    try:
-        yield
-    except ConfigError as error:
-        problems += error.problems

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config.keys import one_of
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
-from titanlite.errors import ConfigError, nearest
+from titanlite.errors import ConfigError, collecting, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, divisors
 from titanlite.schedule import (
     SCHEDULES,
@@ -78,34 +78,25 @@ def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> Pip
     num_stages: int | None = None
     schedule: Schedule | None = None
     stages: tuple[tuple[str, ...], ...] = ()
-    with _collecting(problems):
+    with collecting(problems):
         num_microbatches = _count_microbatches(config)
     if not path:
-        with _collecting(problems):
+        with collecting(problems):
             num_stages = _count_stages(config, dims, names)
     if num_microbatches is not None:
-        with _collecting(problems):
+        with collecting(problems):
             if path:
                 schedule = _load_schedule(config, dims, num_microbatches)
                 num_stages = schedule.num_stages
             elif num_stages is not None:
                 schedule = _make_schedule(config, dims, num_microbatches, num_stages)
     if num_stages is not None:
-        with _collecting(problems):
+        with collecting(problems):
             stages = _make_stages(config, names, num_stages)
     if problems or schedule is None:
         raise ConfigError(*problems)
     size = config.parallelism.pipeline_parallel_microbatch_size
     return PipelinePlan(schedule, stages, size, bool(path))
-
-
-@contextlib.contextmanager
-def _collecting(problems: list[str]) -> Iterator[None]:
-    """What a ConfigError inside says joins `problems`."""
-    try:
-        yield
-    except ConfigError as error:
-        problems += error.problems
 
 
 def _make_stages(
