@@ -428,7 +428,10 @@ def test_tensors_that_are_others_than_the_metadata_says_are_refused(tmp_path):
         with pytest.raises(CheckpointException) as raised:
             load_all(tmp_path)
         said = str(first_cause(raised.value))
-        assert said == "what is stored of model.a is not what .metadata says", number
+        # From torch 2.14 on, reading weights alone refuses a sparse tensor by itself.
+        wrong = ("is not what .metadata says", "cannot be read")
+        words = wrong if number == 2 else wrong[:1]
+        assert said in [f"what is stored of model.a {what}" for what in words], number
 
 
 def storage(metadata: Metadata, **values: object) -> None:

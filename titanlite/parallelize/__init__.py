@@ -18,6 +18,7 @@ from torch import nn
 
 from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.parallelize import steps
 from titanlite.parallelize.activation_checkpoint import CheckpointReport, apply_ac
 from titanlite.parallelize.compile import apply_compile
 from titanlite.parallelize.context_parallel import apply_cp
@@ -25,15 +26,7 @@ from titanlite.parallelize.ddp import apply_ddp
 from titanlite.parallelize.fsdp import apply_fsdp
 from titanlite.parallelize.pipeline_parallel import Pipeline, split_model
 from titanlite.parallelize.plan import ParallelPlan, find_blocks, find_plan
-from titanlite.parallelize.steps import (
-    DTYPES,
-    Part,
-    activation_checkpoint,
-    compile_blocks,
-    context_parallel,
-    data_parallel,
-    tensor_parallel,
-)
+from titanlite.parallelize.steps import DTYPES, Part
 from titanlite.parallelize.tensor_parallel import apply_tp
 from titanlite.plan_row import PlanRow
 from titanlite.schedule import walk
@@ -73,13 +66,16 @@ class Step:
 
 
 STEPS = (
-    Step(tensor_parallel, "its plan names the model's own modules, before wrappers rename them"),
     Step(
-        context_parallel, "it replaces the attention inside each block, before blocks are wrapped"
+        steps.tensor_parallel, "its plan names the model's own modules, before wrappers rename them"
     ),
-    Step(activation_checkpoint, "it wraps blocks whose insides are cut already"),
-    Step(compile_blocks, "around it, so that what is recomputed is part of the graph"),
-    Step(data_parallel, "last, so that its hooks stay outside the compiled blocks"),
+    Step(
+        steps.context_parallel,
+        "it replaces the attention inside each block, before blocks are wrapped",
+    ),
+    Step(steps.activation_checkpoint, "it wraps blocks whose insides are cut already"),
+    Step(steps.compile_blocks, "around it, so that what is recomputed is part of the graph"),
+    Step(steps.data_parallel, "last, so that its hooks stay outside the compiled blocks"),
 )
 """The order in which every model, and every stage of one, is made parallel."""
 
