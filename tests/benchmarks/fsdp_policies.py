@@ -2,9 +2,9 @@
 
     python tests/benchmarks/fsdp_policies.py [--rounds 30]
 
-Four ranks, weights that take longer to gather than to compute with. Jobs of all policies live in one
-world and take turns, step by step, so that what else the machine does falls on all of them alike. "last block freed" is
-"default" as it would be if the last block were freed after its forward pass as the others are.
+Four ranks, and weights that take longer to gather than to compute with. Jobs of all policies live
+in one world and take turns, step by step, so that what else the machine does falls on all alike.
+"last block freed" is "default" as it would be if the last block were freed as the others are.
 """
 
 from __future__ import annotations

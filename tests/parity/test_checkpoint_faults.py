@@ -153,6 +153,7 @@ def survive_for_sure(
     pytest.fail("the run was never killed")
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_another_plan(tmp_path, reference_of):
     random_ = drawn()
     plan, kills = random_.choice(["tp2", "pp2", "cp2"]), random_.choice(["one", "all"])

@@ -35,11 +35,13 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
 }
 ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
     "PP and CP": PP | CP,
+    "PP and TP": PP | TP,
+}
+MORE_ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
     "PP and CP, striped, a split backward": PP
     | CP
     | SPLIT
     | {"context_parallel_load_balancer": "striped"},
-    "PP and TP": PP | TP,
     "CP and TP": CP | TP,
 }
 
@@ -55,7 +57,14 @@ def reference() -> Training:
     return train([config("rotary", {})])[0]
 
 
-@pytest.mark.parametrize("plans", [ON_TWO_RANKS, ON_FOUR_RANKS], ids=["two ranks", "four ranks"])
+@pytest.mark.parametrize(
+    "plans",
+    [
+        pytest.param(ON_TWO_RANKS, id="two ranks"),
+        pytest.param(ON_FOUR_RANKS, id="four ranks"),
+        pytest.param(MORE_ON_FOUR_RANKS, id="more on four ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_every_stage_has_the_positions_of_its_tokens(reference, plans):
     jobs = {(name, "rotary"): config("rotary", plan) for name, plan in plans.items()}
     jobs |= {  # sequence parallelism is tensor parallelism's
