@@ -156,7 +156,8 @@ class TestFailures:
             if device.rank == 0:
                 device.channel(1).recv(torch.empty(1))
 
-        with pytest.raises(RankError, match=r"rank 0 not done after 0\.5 s"):
+        # On a busy machine others may not be done by then either.
+        with pytest.raises(RankError, match=r"ranks? 0(, \d)* not done after 0\.5 s"):
             small.run(wait, timeout_seconds=0.5)
 
     def test_a_device_stuck_in_python_is_ended(self, small):
