@@ -6,21 +6,27 @@ config  a frozen dataclass whose fields are the keys that [model] takes beside `
         `flavor`, typed (and, with `Annotated[..., pydantic.Field(gt=0, description=...)]`,
         bounded and explained in --help). Its module is torch-free and has `FLAVORS`, a dict from
         flavor name to an instance. It must have
-            vocab_size, image_height, image_width, image_channels    fields or properties
-            num_tokens                   tokens in one image: the sequence length
+            vocab_size                   a field or a property, as the others are
             num_parameters               of the whole model
-            flops_per_token(num_tokens)  forward and backward
-            problems(dims)               list of (key, message), such as
+            flops_per_token(seq_len)     forward and backward, in sequences of that length
+            problems(dims, seq_len)      list of (key, message), such as
                                          ("model.num_heads", "4 does not divide dim 90; ...")
+        and it may have
+            seq_len                      the one length that the model takes, where it has one;
+                                         any other model gets training.seq_len
+            module_names                 its modules in the order of the forward pass, which a
+                                         pipeline can be cut at
+            image_height, image_width, image_channels    for a model of images of one size
 model   an nn.Module class, constructed as `model(config)`. `forward(tokens, positions)` gives the
         logits [B, T, V] for what comes after each of the tokens [B, T], which stand at the places
-        `positions` of the image, [T] or [B, T]; they may be any part of it. `positions` is passed
-        by name, to every stage of a pipeline; context parallelism needs it. It may also have
+        `positions` of their sequences, [T] or [B, T]; they may be any part of them. `positions`,
+        and whatever else the data set's samples have, is passed by name to every stage of a
+        pipeline that takes it; context parallelism needs the positions. It may also have
             init_parameter(name, parameter, generator)    fills a whole parameter in place
             init_buffers()               sets the buffers' values; needed where there are any
-            make_cache(num_tokens)       what `forward(tokens, cache=...)` fills while sampling,
-                                         with a `keep_images(num_images)` that drops the others;
-                                         without it each pixel reads all before it once more
+            make_cache(seq_len)          what `forward(tokens, cache=...)` fills while sampling,
+                                         with a `keep_first(num_sequences)` that drops the others;
+                                         without it each token reads all before it once more
 plan    how the model is split: see models/image_transformer/plan.py.
 
 A model outside this folder registers itself: `[experimental] custom_import = "package.module"`
@@ -78,7 +84,7 @@ def register(spec: ModelSpec) -> None:
     """Makes a model known under `spec.name`; raises ValueError if another one has that name."""
     if MODELS.setdefault(spec.name, spec) != spec:
         raise ValueError(f"a model named {spec.name!r} is registered already")
-    REGISTERED_BY.setdefault(spec.name, set()).update(_registering_modules())
+    REGISTERED_BY.setdefault(spec.name, set()).update(registering_modules())
 
 
 def models_of(module: str) -> list[str]:
@@ -95,9 +101,9 @@ def is_built_in(name: str) -> bool:
     return REGISTERED_BY.get(name) == {__name__}
 
 
-def _registering_modules() -> set[str]:
-    """The module that calls `register`, and those whose import led there."""
-    frame: FrameType | None = sys._getframe(2)  # of the caller of `register`
+def registering_modules() -> set[str]:
+    """The module that calls the function that calls this, and those whose import led there."""
+    frame: FrameType | None = sys._getframe(2)
     assert frame is not None
     names = {frame.f_globals.get("__name__", "")}
     if names == {__name__}:

@@ -1,47 +1,184 @@
-"""What goes into a model: tokens, and the fields of a batch that its forward asks for by name.
+"""A batch: sequences as named fields, and which dimensions of each count sequences and tokens.
 
-One place knows which fields there are and how each is cut: over the ranks of the cp axis where a
-batch enters, and into microbatches where a pipeline runs it. Every stage of a pipeline asks for
-fields in the same way as a whole model, so that none of them is for the first stage alone.
+One place knows how a field is cut: over the ranks of the cp axis where a batch enters, and into
+microbatches where a pipeline runs it. A model, or a stage of one, is given the fields that its
+forward asks for by name; the loss is given the whole batch.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from titanlite.errors import TitanliteError
 
-FIELDS = ("positions",)
-"""What a batch has beside its tokens."""
+if TYPE_CHECKING:
+    from titanlite.attention import Layout
+
+# The target that torch.nn.functional.cross_entropy leaves out by default.
+IGNORE_INDEX = -100
 
 
-@dataclass(frozen=True)
-class FieldDims:
+class FieldDims(NamedTuple):
     """Which dimension of a field counts the sequences of a batch and which their tokens."""
 
     batch: int | None
     sequence: int | None
 
 
-def dims_of(name: str, field: Tensor) -> FieldDims:
-    """The dimensions of a field: `positions` are [T], alike for all sequences, or [B, T]."""
-    assert name in FIELDS, name
-    return FieldDims(None, 0) if field.ndim == 1 else FieldDims(0, 1)
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of T tokens, or one rank's part of them.
+
+    Every batch has "tokens" [B, T], what the model is given first; "targets" [B, T], of which
+    those that are IGNORE_INDEX do not count; and "positions", the places of the tokens in their
+    sequences, [T] or, where they differ from sequence to sequence, [B, T].
+    """
+
+    fields: Mapping[str, Tensor]
+    dims: Mapping[str, FieldDims]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.fields["tokens"]
+
+    @property
+    def targets(self) -> Tensor:
+        return self.fields["targets"]
+
+    @property
+    def positions(self) -> Tensor:
+        return self.fields["positions"]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.tokens.size(0)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        moved = {name: field.to(device, non_blocking=True) for name, field in self.fields.items()}
+        return Batch(moved, self.dims)
+
+    def replace(self, **fields: Tensor) -> Batch:
+        """The batch with other values for some fields, which lie as those before did."""
+        return Batch({**self.fields, **fields}, self.dims)
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Sequences `start` to `stop` - 1."""
+        cut = {
+            name: field if (dim := self.dims[name].batch) is None else _cut(field, dim, start, stop)
+            for name, field in self.fields.items()
+        }
+        return Batch(cut, self.dims)
+
+    def tokens_to(self, stop: int) -> Batch:
+        """The first `stop` tokens of every sequence."""
+        cut = {
+            name: field if (dim := self.dims[name].sequence) is None else _cut(field, dim, 0, stop)
+            for name, field in self.fields.items()
+        }
+        return Batch(cut, self.dims)
+
+    def shard(self, layout: Layout, rank: int) -> Batch:
+        """The part that `rank` of the cp axis holds: its tokens of every sequence."""
+        cut = {
+            name: field
+            if (dim := self.dims[name].sequence) is None
+            else layout.shard(field, dim, rank)
+            for name, field in self.fields.items()
+        }
+        return Batch(cut, self.dims)
+
+    def leave_out(self, is_out: Tensor) -> Batch:
+        """The batch without the targets where `is_out`, bool [B, T] or what spreads to it."""
+        is_out = is_out.to(self.targets.device)
+        return self.replace(targets=self.targets.masked_fill(is_out, IGNORE_INDEX))
+
+    def count_targets(self) -> Tensor:
+        """How many targets count: an int64 scalar."""
+        return (self.targets != IGNORE_INDEX).sum()
 
 
-def asked_for(module: nn.Module, **fields: Tensor) -> dict[str, Tensor]:
-    """Those of `fields` that the module's forward takes by name."""
-    parameters = inspect.signature(module.forward).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return {name: field for name, field in fields.items() if takes_all or name in parameters}
+def make_batch(
+    tokens: Tensor,
+    targets: Tensor | None = None,
+    positions: Tensor | None = None,
+    *,
+    more: Mapping[str, tuple[Tensor, FieldDims]] | None = None,
+) -> Batch:
+    """A batch of `tokens` [B, T], whose targets are the next tokens unless given.
+
+    Positions are 0 to T - 1 unless given, as [T] or [B, T]. `more` are other fields.
+    """
+    if targets is None:
+        targets = make_targets(tokens)
+    if positions is None:
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+    fields = {"tokens": tokens, "targets": targets, "positions": positions}
+    dims = {
+        "tokens": FieldDims(0, 1),
+        "targets": FieldDims(0, 1),
+        "positions": FieldDims(None, 0) if positions.ndim == 1 else FieldDims(0, 1),
+    }
+    for name, (field, of_field) in (more or {}).items():
+        fields[name], dims[name] = field, of_field
+    return Batch(fields, dims)
 
 
-def check_forward(module: nn.Module) -> None:
-    """Raises TitanliteError where the module's forward needs an argument that no batch has."""
+def make_targets(tokens: Tensor) -> Tensor:
+    """The next token of each position: tokens [B, T] -> targets [B, T], int64.
+
+    The last position has none and gets IGNORE_INDEX. T - 1 targets a row count, and losses in
+    bits per dimension are over those.
+    """
+    targets = torch.full_like(tokens, IGNORE_INDEX)
+    targets[:, :-1] = tokens[:, 1:]
+    return targets
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """Several batches as one, in order; fields without a batch dimension are the first's."""
+    first = batches[0]
+    fields = {
+        name: field
+        if (dim := first.dims[name].batch) is None
+        else torch.cat([batch[name] for batch in batches], dim)
+        for name, field in first.fields.items()
+    }
+    return Batch(fields, first.dims)
+
+
+def asked_for(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Those fields of the batch that the module's forward takes by name, beside its first one."""
+    return {name: batch[name] for name in _names_taken(module, batch.fields)}
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether the module's forward takes a field of that name."""
+    return name in _names_taken(module, (name,))
+
+
+def _names_taken(module: nn.Module, names: Collection[str]) -> list[str]:
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    taken = {parameter.name for parameter in parameters[1:]}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        taken |= set(names) - {"tokens", "targets", parameters[0].name}
+    return [name for name in names if name in taken]
+
+
+def check_forward(module: nn.Module, fields: Collection[str]) -> None:
+    """Raises TitanliteError where the module's forward needs an argument that no batch has.
+
+    `fields` are those that a batch has beside its tokens.
+    """
     _, *others = inspect.signature(module.forward).parameters.values()
     for parameter in others:
         is_needed = parameter.default is parameter.empty and parameter.kind in (
@@ -49,13 +186,17 @@ def check_forward(module: nn.Module) -> None:
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
         )
-        if is_needed and parameter.name not in FIELDS:
+        if is_needed and parameter.name not in fields:
             raise TitanliteError(
                 f"forward of {type(module).__name__} needs `{parameter.name}`, and beside the "
-                f"tokens a batch has {' and '.join(f'`{name}`' for name in FIELDS)}, by that name"
+                f"tokens a batch has {' and '.join(f'`{name}`' for name in fields)}, by that name"
             )
 
 
-def call_model(module: nn.Module, x: Tensor, **fields: Tensor) -> Any:
-    """What a model puts out for tokens [B, T]; or a stage of it, for what the stage before has."""
-    return module(x, **asked_for(module, **fields))
+def call_model(module: nn.Module, batch: Batch, x: Tensor | None = None) -> Any:
+    """What a model puts out for the tokens of a batch; or a stage, for `x` from the one before."""
+    return module(batch.tokens if x is None else x, **asked_for(module, batch))
+
+
+def _cut(field: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    return field.narrow(dim, start, stop - start)

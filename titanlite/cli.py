@@ -11,7 +11,7 @@ from titanlite.ranks.signals import told_of_interrupt, unwinding_at_sigterm
 
 # command: (module, what it does). The module has main(arguments) -> exit status.
 COMMANDS = {
-    "sample": ("titanlite.checkpoint.sample", "draw images from a checkpoint"),
+    "sample": ("titanlite.sampling.command", "draw samples from a checkpoint"),
     "convert": ("titanlite.checkpoint.convert", "turn a checkpoint into .safetensors, and back"),
     "simulate": ("titanlite.simulate.command", "draw and compare training schemes in virtual time"),
     "verify": (

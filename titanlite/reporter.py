@@ -38,12 +38,12 @@ from titanlite.observe.pipeline_timeline import (
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
 from titanlite.observe.run_rows import name_idle_keys, run_rows
-from titanlite.sample import sample_images, save_samples
+from titanlite.sampling.generate import sample_sequences, save_samples
 from titanlite.training.step import StepResult
 
-# Pixels from one line about sampling to the next; a multiple of how often sampling looks up.
+# Tokens from one line about sampling to the next; a multiple of how often sampling looks up.
 SAMPLED_A_LINE = 768
-CURVE, GRID = "loss.png", "samples.png"
+CURVE = "loss.png"
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ class Reporter:
                 enable_wandb=config.metrics.enable_wandb,
                 job_config=config.model_dump(mode="json"),
                 first_step=self._first_step,
-                pictures=(CURVE, GRID),
+                pictures=(CURVE, self._job.data.samples_file),
             )
         )
 
@@ -173,12 +173,9 @@ class Reporter:
 
         True on every rank where one of them passes `stops`.
         """
-        job = self._job
-        num_tokens = job.global_batch_size * job.model_config.num_tokens
-        tokens_per_second = num_tokens / result.seconds
-        flops_per_second = tokens_per_second * job.model_config.flops_per_token(
-            job.model_config.num_tokens
-        )
+        job, resolved = self._job, self._job.resolved
+        tokens_per_second = resolved.global_batch_size * resolved.seq_len / result.seconds
+        flops_per_second = tokens_per_second * resolved.model.flops_per_token(resolved.seq_len)
         most = torch.tensor(
             [peak_memory_bytes(job.world.device), int(stops)], device=job.world.device
         )
@@ -203,8 +200,8 @@ class Reporter:
             self._progress.print(moved)
         if result.note:
             self._progress.print(result.note)
-        if step == self._first_step and job.checkpointing.tally is not None:
-            self._progress.print(f"each block {job.checkpointing.tally.describe()}")
+        if step == self._first_step and job.recomputation.tally is not None:
+            self._progress.print(f"each block {job.recomputation.tally.describe()}")
         self._progress.update(record)
         with self._writing():
             self._profiler.step()
@@ -222,7 +219,7 @@ class Reporter:
             self._progress.print(f"garbage collection: {num_objects} unreachable objects")
 
     def finish(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
-        """Draw the loss curve, and images from the trained model beside real ones.
+        """Draw the loss curve, and show samples of the trained model beside real ones.
 
         Where `is_stopped` comes true on a rank, it leaves off drawing.
         """
@@ -230,35 +227,36 @@ class Reporter:
             self._finish(is_stopped)
 
     def _finish(self, is_stopped: Callable[[], bool]) -> None:
-        job, sampling = self._job, self._job.config.sampling
+        job, data, sampling = self._job, self._job.data, self._job.config.sampling
         if job.world.is_first:
             self._progress.print(self._draw_curve())
-        wanted, num_tokens = sampling.num_images, job.model_config.num_tokens
+        wanted, name = sampling.num_samples, data.sample_name
         if wanted == 0:
             return
         self._progress.print(
-            f"sampling {wanted} {_plural('image', wanted)}, {num_tokens:,} pixels each"
+            f"sampling {wanted} {_plural(name, wanted)}, "
+            f"{job.resolved.seq_len:,} {data.token_name}s each"
         )
-        images = sample_images(
+        sequences = sample_sequences(
             job,
             wanted,
             temperature=sampling.temperature,
-            on_pixels=self._show_sampling,
+            on_tokens=self._show_sampling,
             is_stopped=is_stopped,
         )
         if not job.world.is_first:
             return
-        if images is None:
-            self._progress.print("no images sampled: the whole model does not fit on one rank")
+        if sequences is None:
+            self._progress.print(f"no {name}s sampled: the whole model does not fit on one rank")
             return
-        if len(images) < wanted:
+        if len(sequences) < wanted:
             why = "stopped as asked" if is_stopped() else "all would take over a minute"
-            self._progress.print(f"{len(images)} of {wanted} images are drawn: {why}")
-        if not len(images):
+            self._progress.print(f"{len(sequences)} of {wanted} {name}s are drawn: {why}")
+        if not len(sequences):
             return
-        grid = self._folder / GRID
-        save_samples(job, images, grid)
-        self._progress.print(f"sampled images: {grid}")
+        path = self._folder / data.samples_file
+        save_samples(job, sequences, path)
+        self._progress.print(f"sampled {name}s: {path}")
 
     def _draw_curve(self) -> str:
         """Draw the loss of all steps that are recorded; a line for a person."""
@@ -275,15 +273,15 @@ class Reporter:
         save_loss_curve(
             curve,
             records,
-            vocab_size=job.model_config.vocab_size,
+            vocab_size=job.resolved.model.vocab_size,
             title=job.config.job.description,
         )
         return f"loss curve: {curve}"
 
     def _show_sampling(self, num_drawn: int) -> None:
-        num_tokens = self._job.model_config.num_tokens
         if num_drawn % SAMPLED_A_LINE == 0:
-            self._progress.print(f"  pixel {num_drawn:,} of {num_tokens:,}")
+            name, seq_len = self._job.data.token_name, self._job.resolved.seq_len
+            self._progress.print(f"  {name} {num_drawn:,} of {seq_len:,}")
 
     def _record_pipeline(self) -> PipelineRecorder | None:
         pipeline, profiling = self._job.pipeline, self._job.config.profiling

@@ -13,10 +13,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
-from titanlite.config import JobConfig, check_job, check_machine, make_parallel_dims
+from titanlite.config import JobConfig, Reading, ResolvedJob, check_machine
 from titanlite.config.degrees import DEGREES
 from titanlite.config.keys import one_of
+from titanlite.config.resolve import finish
 from titanlite.config.toml import quote
 from titanlite.errors import (
     ConfigError,
@@ -37,71 +39,69 @@ BACKENDS = (
 )
 
 
+T = TypeVar("T")
+
 # How long a rank that is not the one to say what is wrong waits to be ended by torchrun.
 SILENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a job starts: its degrees, and the device of its ranks, "cpu" or "cuda"."""
+    """A job that can start, and the device of its ranks, "cpu" or "cuda"."""
 
-    dims: ParallelDims
+    job: ResolvedJob
     device_type: str
 
 
-def check_start(config: JobConfig, place: Place | None = None, *, key: str = "") -> Start:
+def check_start(read: Reading | JobConfig, place: Place | None = None, *, key: str = "") -> Start:
     """How the job starts: in the world that `place` is in, or on ranks of its own where it is None.
 
-    Raises ConfigError with everything that keeps it from starting. `key` is what asked for the
-    number of ranks, where that is not [parallelism].
+    Raises ConfigError with everything that keeps it from starting: in what was read, in what does
+    not fit together, and on this machine. `key` is what asked for the number of ranks, where that
+    is not [parallelism].
     """
+    reading = Reading(read) if isinstance(read, JobConfig) else read
+    config = reading.config
     num_gpus = 0 if config.job.device == "cpu" else count_gpus()
-    dims = make_parallel_dims(config, None if place is None else place.world_size, num_gpus)
-    num_local_ranks = dims.world_size if place is None else place.local_world_size
-    problems: list[str] = []
+    draft = reading.draft(None if place is None else place.world_size, num_gpus)
+    num_local_ranks = draft.dims.world_size if place is None else place.local_world_size
     device_type = ""
-    with collecting(problems):
-        check_job(config, dims)
-    with collecting(problems):
+    with collecting(reading.problems):
         if place is None:
-            _check_own_ranks(config, dims, key)
-    with collecting(problems):
+            _check_own_ranks(config, draft.dims, key)
+    with collecting(reading.problems):
         device_type = choose_device(config.job.device, num_local_ranks)
         check_machine(config, device_type)
-    with collecting(problems):
+    with collecting(reading.problems):
         if config.compile.enable:
             check_backend(config.compile.backend)
-    if problems:
-        raise ConfigError(*problems)
-    return Start(dims, device_type)
+    reading.require()
+    return Start(finish(draft), device_type)
 
 
 def run_job(
-    function: Callable[[Place, JobConfig, str], None],
-    config: JobConfig,
-    start: Start,
-    world: Place | None,
-) -> None:
-    """Call `function(place, config, device_type)` on each rank of the job.
+    function: Callable[[Place, ResolvedJob, str], T], start: Start, world: Place | None = None
+) -> T:
+    """Call `function(place, job, device_type)` on each rank of the job; what it gives on the first.
 
     On the place that this process has in `world`; where that is None, in this process if one rank
     is all, else on local ranks. A first SIGINT or SIGTERM asks a run that saves to stop.
     """
+    job, config = start.job, start.job.config
     if world is not None:
-        function(world, config, start.device_type)
-    elif start.dims.world_size == 1:
+        return function(world, job, start.device_type)
+    if job.dims.world_size == 1:
         with unwinding_at_sigterm():
-            function(ALONE, config, start.device_type)
-    else:
-        with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
-            run_ranks(
-                function,
-                start.dims.world_size,
-                config,
-                start.device_type,
-                stop=stop,
-                max_ranks=config.job.max_local_ranks,
-            )
+            return function(ALONE, job, start.device_type)
+    with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
+        return run_ranks(
+            function,
+            job.dims.world_size,
+            job,
+            start.device_type,
+            stop=stop,
+            max_ranks=config.job.max_local_ranks,
+        )[0]
 
 
 @dataclass

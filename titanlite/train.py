@@ -10,8 +10,7 @@ import gc
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlite.config import load_config, make_parallel_dims
-from titanlite.config.schema import JobConfig
+from titanlite.config import ResolvedJob, read_job
 from titanlite.ranks.launch import Place, prepare_environment, torchrun_place
 from titanlite.ranks.signals import StopRequest
 from titanlite.start import check_start, run_job, telling_errors
@@ -24,13 +23,12 @@ def main(argv: Sequence[str]) -> int:
     prepare_environment()
     with telling_errors() as told:
         told.place = torchrun_place()
-        config = load_config(argv, needs_file=EXAMPLE)
         world = None if told.place is None or told.place.world_size == 1 else told.place
-        run_job(train, config, check_start(config, world), world)
+        run_job(train, check_start(read_job(argv, needs_file=EXAMPLE), world), world)
     return told.status
 
 
-def train(place: Place, config: JobConfig, device_type: str) -> None:
+def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
     """One rank's run: open the world, build the job, step to the end, draw the pictures.
 
     A run that saves checkpoints goes on from its newest one, and ends early when it is asked to.
@@ -41,6 +39,7 @@ def train(place: Place, config: JobConfig, device_type: str) -> None:
     from titanlite.ranks.world import open_world
     from titanlite.reporter import Reporter
 
+    config = resolved.config
     comm = config.comm
     folder = Path(config.job.dump_folder) / comm.save_traces_folder
     with (
@@ -53,7 +52,7 @@ def train(place: Place, config: JobConfig, device_type: str) -> None:
             traces=Traces(folder, comm.save_traces_file_prefix) if comm.trace_buf_size else None,
         ) as world,
     ):
-        job = build_job(config, make_parallel_dims(config, world.size), world)
+        job = build_job(resolved, world)
         # Collected at the same steps on every rank, so that none waits for another's collection.
         gc.disable()
         with (

@@ -43,8 +43,8 @@ class ImageTransformerConfig:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def num_tokens(self) -> int:
-        """Pixels of an image, each a token: the sequence length."""
+    def seq_len(self) -> int:
+        """Pixels of an image, each a token: the one length that the model takes."""
         return self.image_height * self.image_width * self.image_channels
 
     @property
@@ -67,17 +67,17 @@ class ImageTransformerConfig:
         head = self.dim + self.dim * self.vocab_size
         return self.num_embedding_parameters + self.num_layers * block + head
 
-    def flops_per_token(self, num_tokens: int) -> int:
-        """Forward and backward FLOPs of one token in a sequence of `num_tokens`.
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward FLOPs of one token in a sequence of `seq_len`.
 
         Two for each multiply-add, three passes over each weight that multiplies (6 N), and
         attention counted over the whole square (12 L D T), as in PaLM, appendix B
         (https://arxiv.org/abs/2204.02311).
         """
         multiplied = self.num_parameters - self.num_embedding_parameters
-        return 6 * multiplied + 12 * self.num_layers * self.dim * num_tokens
+        return 6 * multiplied + 12 * self.num_layers * self.dim * seq_len
 
-    def problems(self, dims: ParallelDims) -> list[tuple[str, str]]:
+    def problems(self, dims: ParallelDims, seq_len: int) -> list[tuple[str, str]]:
         """What keeps these sizes from fitting together or being split over `dims`.
 
         Each is (key, "what is wrong; what to do"); an empty list where all is well.
@@ -101,7 +101,7 @@ class ImageTransformerConfig:
         split = {
             "model.num_heads": self.num_heads,
             "model.ffn_hidden_dim": self.ffn_hidden_dim,
-            "the number of tokens": self.num_tokens,
+            "the number of tokens": seq_len,
         }
         if self.num_kv_heads is not None:
             split["model.num_kv_heads"] = self.num_kv_heads

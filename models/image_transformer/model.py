@@ -81,9 +81,9 @@ class ImageTransformer(nn.Module):
         # A copy even of one image's logits: FSDP2 warns of a module that puts out a view.
         return self.output(x_TBD).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
-    def make_cache(self, num_tokens: int) -> KeyValueCache:
-        """An empty cache for sequences of up to `num_tokens`."""
-        return KeyValueCache(num_tokens)
+    def make_cache(self, seq_len: int) -> KeyValueCache:
+        """An empty cache for sequences of up to `seq_len` tokens."""
+        return KeyValueCache(seq_len)
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Fill the whole parameter called `name` in place with its starting values.
@@ -214,15 +214,15 @@ class FeedForward(nn.Module):
 class KeyValueCache:
     """The keys and values of the tokens seen so far, so that sampling computes each pixel once."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
         self.length = 0
         self._keys_values: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def keep_images(self, num_images: int) -> None:
-        """Forget all but the first `num_images`."""
+    def keep_first(self, num_sequences: int) -> None:
+        """Forget all but the first `num_sequences`."""
         self._keys_values = {
-            layer: (keys[:num_images], values[:num_images])
+            layer: (keys[:num_sequences], values[:num_sequences])
             for layer, (keys, values) in self._keys_values.items()
         }
 
@@ -231,8 +231,8 @@ class KeyValueCache:
         if layer not in self._keys_values:
             B, K, _, E = k_BKTE.shape
             self._keys_values[layer] = (
-                k_BKTE.new_empty(B, K, self.num_tokens, E),
-                v_BKTE.new_empty(B, K, self.num_tokens, E),
+                k_BKTE.new_empty(B, K, self.seq_len, E),
+                v_BKTE.new_empty(B, K, self.seq_len, E),
             )
         keys, values = self._keys_values[layer]
         end = self.length + k_BKTE.size(2)

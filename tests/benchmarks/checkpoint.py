@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import make_config, make_parallel_dims, override
+from titanlite.config import make_config, override, resolve_job
 from titanlite.ranks.launch import Place, run_ranks
 
 MIB = 2**20
@@ -44,7 +44,7 @@ def measure(place: Place, config: Any, repeats: int) -> dict[str, float]:
 
     found: dict[str, float] = {}
     with open_world(place) as world:
-        job = build_job(config, make_parallel_dims(config, world.size), world)
+        job = build_job(resolve_job(config, world.size), world)
         for _ in range(2):
             job.step()
         found["step"] = statistics.median(timed(job.step) for _ in range(repeats + 2))

@@ -18,8 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config import make_config, make_parallel_dims
-from titanlite.config.checks import check_job
+from titanlite.config import make_config, make_parallel_dims, resolve_job
 from titanlite.ranks.launch import Place, run_ranks
 
 PP, TP, REPLICATE, SHARD = (
@@ -111,7 +110,7 @@ def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
 
     from titanlite.job import build_job
 
-    job = build_job(config, make_parallel_dims(config, world.size), world)
+    job = build_job(resolve_job(config, world.size), world)
     mesh = job.meshes.world
     axis_of = {
         tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis
@@ -201,7 +200,7 @@ def main() -> None:
         for plan in arguments.plans
     ]
     for config in configs:
-        check_job(config, make_parallel_dims(config, None))
+        resolve_job(config)
     counted = run_ranks(count_plans, 4, configs)[0]
     print(f"{'plan':16} {'collective':15} {'axis':13} {'count':>5} {'bytes':>13} {'sent':>13}")
     for plan, config, (collectives, _) in zip(arguments.plans, configs, counted, strict=True):

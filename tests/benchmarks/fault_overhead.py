@@ -15,7 +15,7 @@ import time
 
 from plan_overhead import PLANS, plan_config
 
-from titanlite.config import make_parallel_dims
+from titanlite.config import resolve_job
 from titanlite.ranks.launch import Place, run_ranks
 
 PLAN = "tp2_fsdp2"
@@ -31,7 +31,7 @@ def take_turns(place: Place, steps: int) -> tuple[list[float], list[float], floa
 
     config = plan_config(PLANS[PLAN])
     with open_world(place) as world:
-        job = build_job(config, make_parallel_dims(config, world.size), world)
+        job = build_job(resolve_job(config, world.size), world)
         check = OrderCheck(job.meshes.axes_of_groups())
         # The recorder is read as a whole: it is full, as it is after a while.
         while not job.trainer.optimizer.state:

@@ -14,7 +14,7 @@ import statistics
 import time
 from typing import Any
 
-from titanlite.config import make_config, make_parallel_dims
+from titanlite.config import make_config, resolve_job
 from titanlite.ranks.launch import Place, run_ranks
 
 NUM_RANKS = 4
@@ -42,7 +42,7 @@ def take_turns(place: Place, rounds: int) -> dict[str, list[float]]:
         for name, policy in POLICIES.items():
             plan = {"data_parallel_shard_degree": NUM_RANKS, "fsdp_reshard_after_forward": policy}
             config = make_config({**JOB, "parallelism": plan})
-            jobs[name] = build_job(config, make_parallel_dims(config, world.size), world)
+            jobs[name] = build_job(resolve_job(config, world.size), world)
         blocks: list[Any] = list(jobs["last block freed"].parts[0].layers.values())
         blocks[-1].set_reshard_after_forward(True)
         seconds: dict[str, list[float]] = {name: [] for name in jobs}

@@ -18,7 +18,7 @@ from typing import Any
 
 from communication import CHECKPOINTING, PARALLELISM, REPLICATE, SHARD, TRAINING
 
-from titanlite.config import make_config, make_parallel_dims
+from titanlite.config import make_config, make_parallel_dims, resolve_job
 from titanlite.ranks.launch import Place, run_ranks
 
 PLANS = ["one", "one+2", "one+op", "one+full", "ddp4", "fsdp4", "fsdp4_never", "hsdp2x2"]
@@ -59,7 +59,7 @@ def measure(place: Place, config: Any) -> dict[str, int]:
         return sum(local_part(t).numel() * t.element_size() for t in tensors)
 
     with open_world(place) as world:
-        job = build_job(config, make_parallel_dims(config, world.size), world)
+        job = build_job(resolve_job(config, world.size), world)
         for _ in range(2):
             job.step()
         states = job.trainer.optimizer.state.values()

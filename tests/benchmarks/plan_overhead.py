@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from titanlite.config import JobConfig, make_config, make_parallel_dims
+from titanlite.config import JobConfig, make_config, make_parallel_dims, resolve_job
 from titanlite.ranks.launch import Place, run_ranks
 
 JOB: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def bare_loop(config: JobConfig) -> Callable[[], None]:
     import torch.nn.functional as F
 
     from titanlite.config import load_model_spec, make_model_config
-    from titanlite.data.datasets import build_dataset
+    from titanlite.data.images.build import build_dataset
 
     model_config = make_model_config(config)
     model = load_model_spec(config).load_model_class()(model_config)
@@ -125,7 +125,7 @@ def take_turns(place: Place, plan: dict[str, Any] | None, num_ranks: int, steps:
 
     place = replace(place, world_size=num_ranks, local_world_size=num_ranks)
     with open_world(place) as world:
-        return loop(build_job(config, make_parallel_dims(config, world.size), world).step)
+        return loop(build_job(resolve_job(config, world.size), world).step)
 
 
 def measure(plan: dict[str, Any] | None, steps: int) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
 """What is built by hand equals what titanlite runs in production.
 
-The same chain of layers as an nn.Module, through apply_ddp, apply_fsdp, apply_tp and a Pipeline,
+The same chain of layers as an nn.Module, through apply_ddp, apply_fsdp, apply_tp and a pipeline,
 with titanlite's optimizer: losses, first gradients and weights after AdamW steps, in float64.
 """
 
@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from titanlite.batch import make_batch
 from titanlite.lab import (
     Mesh,
     data_parallelism_main,
@@ -26,7 +27,7 @@ from titanlite.lab import (
 )
 from titanlite.parallelize import (
     ParallelPlan,
-    Pipeline,
+    PipelineRunner,
     apply_ddp,
     apply_fsdp,
     apply_tp,
@@ -161,13 +162,13 @@ def by_pipeline(device, data, schedule, num_microbatches, pp=W, dp=1, tp=1):
         apply_fsdp(part, mesh["dp"], pipelined=True, plan=PLAN)
     fill(part)
     tokens = torch.arange(BATCH).chunk(dp)[mesh.get_local_rank("dp")].unsqueeze(1)
-    pipeline = Pipeline(
+    batch = make_batch(tokens)
+    pipeline = PipelineRunner(
         make_schedule(schedule, pp, num_microbatches),
         {stage: part},
         split_model(Chain(data).to("meta"), stages),
         mesh["pp"],
-        microbatch_size=len(tokens) // num_microbatches,
-        num_tokens=1,
+        example=batch.rows(0, len(tokens) // num_microbatches),
         dtype=data.dtype,
     )
     optimizer = optimizer_for(part)
@@ -181,7 +182,7 @@ def by_pipeline(device, data, schedule, num_microbatches, pp=W, dp=1, tp=1):
             of_step.append(loss.item())
             return loss
 
-        pipeline.step(tokens, torch.arange(1), tokens, loss_function)
+        pipeline.step(batch, loss_function)
         gradients = gradients or collect(part, lambda weight: weight.grad)
         optimizer.step()
         losses += [sum(of_step)] if pipeline.has_last else []

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from titanlite import models
+from titanlite.data.catalog import DATASETS
 from titanlite.verify.verify import Verifier
 
 
@@ -20,13 +21,16 @@ def _models_of_module() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A model that a test registers is known to that test alone."""
+    """A model or a data set that a test registers is known to that test alone."""
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    datasets = dict(DATASETS)
     yield
+    DATASETS.clear()
+    DATASETS.update(datasets)
     for name in [
         name
         for name in sys.modules
-        if name.startswith(("plain_model", "odd_model", "rotary_model"))
+        if name.startswith(("plain_model", "odd_model", "rotary_model", "wide_model"))
     ]:
         del sys.modules[name]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import JobConfig
+from titanlite.config import JobConfig, resolve_job
 from titanlite.ranks.launch import Place
 
 # What a run goes through, and about how often in one of some steps with a few saves.
@@ -71,7 +71,7 @@ def train_with(place: Place, config: JobConfig, fault: Fault | None) -> None:
 
     if fault is not None:
         fault.install(place)
-    train(place, config, "cpu")
+    train(place, resolve_job(config, place.world_size), "cpu")
 
 
 def _functions(moment: str) -> list[tuple[Any, str]]:

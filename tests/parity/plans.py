@@ -11,7 +11,7 @@ from torch import Tensor
 from training import debug_config
 
 from titanlite.checkpoint.run import Checkpoints
-from titanlite.config import JobConfig, make_parallel_dims
+from titanlite.config import JobConfig, make_parallel_dims, resolve_job
 from titanlite.job import Job, build_job
 from titanlite.ranks.launch import Place
 from titanlite.ranks.world import World, open_world
@@ -69,7 +69,7 @@ def by_num_ranks(plans: Mapping[str, object]) -> dict[int, list[str]]:
 
 
 def make_job(config: JobConfig, world: World) -> Job:
-    return build_job(config, make_parallel_dims(config, world.size), world)
+    return build_job(resolve_job(config, world.size), world)
 
 
 def in_world(place: Place, *calls: tuple[Any, ...]) -> list[Any]:

@@ -27,17 +27,17 @@ def reduced_twice() -> AbstractContextManager[Any]:
 
 def larger_by_the_token_count() -> AbstractContextManager[Any]:
     """A pipeline's loss is a sum over tokens that nobody divides."""
-    from titanlite.parallelize.pipeline_parallel import Pipeline
+    from titanlite.parallelize.pipeline_parallel import PipelineRunner
 
-    step = Pipeline.step
+    step = PipelineRunner.step
 
-    def undivided(self, tokens, positions, targets, loss_function, **rest):
-        def sum_of_losses(logits, targets):
-            return loss_function(logits, targets) * NUM_TARGETS
+    def undivided(self, batch, loss_function, **rest):
+        def sum_of_losses(logits, microbatch):
+            return loss_function(logits, microbatch) * NUM_TARGETS
 
-        step(self, tokens, positions, targets, sum_of_losses, **rest)
+        step(self, batch, sum_of_losses, **rest)
 
-    return patch.object(Pipeline, "step", undivided)
+    return patch.object(PipelineRunner, "step", undivided)
 
 
 NUM_TARGETS = sum(63 - 64 * image // 16 for image in range(8))
@@ -48,9 +48,9 @@ def shown_loss_divided_by_cp() -> AbstractContextManager[Any]:
 
     compute = Trainer.compute_gradients
 
-    def divided(self, microbatches):
-        loss, num_tokens = compute(self, microbatches)
-        return loss / self.world_mesh["cp"].size(), num_tokens
+    def divided(self, batches):
+        loss, num_targets = compute(self, batches)
+        return loss / self.world_mesh["cp"].size(), num_targets
 
     return patch.object(Trainer, "compute_gradients", divided)
 
@@ -59,14 +59,12 @@ def mean_of_means() -> AbstractContextManager[Any]:
     """Each rank divides by the number of its own targets, and then by the number of ranks."""
     import torch.distributed as dist
 
-    from titanlite.training.loss import IGNORE_INDEX
     from titanlite.training.step import Trainer
 
-    def count(self, microbatches):
-        own = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in microbatches)
-        return own * dist.get_world_size()
+    def count(self, batches):
+        return sum(int(batch.count_targets()) for batch in batches) * dist.get_world_size()
 
-    return patch.object(Trainer, "_count_tokens", count)
+    return patch.object(Trainer, "_count_targets", count)
 
 
 def shards_start_alike() -> AbstractContextManager[Any]:
@@ -161,19 +159,17 @@ def wrong_output_layout() -> AbstractContextManager[Any]:
 
 def positions_from_zero() -> AbstractContextManager[Any]:
     """Each rank of cp counts its tokens from 0."""
-    from dataclasses import replace
-
     import torch
 
     from titanlite.job import Job
 
-    whole = Job._microbatch
+    whole = Job._own_part
 
-    def counted_from_zero(self, tokens, num_valid=None):
-        batch = whole(self, tokens, num_valid)
-        return replace(batch, positions=torch.arange(len(batch.positions)))
+    def counted_from_zero(self, batch):
+        batch = whole(self, batch)
+        return batch.replace(positions=torch.arange(len(batch.positions)))
 
-    return patch.object(Job, "_microbatch", counted_from_zero)
+    return patch.object(Job, "_own_part", counted_from_zero)
 
 
 def positions_for_the_first_stage_alone() -> AbstractContextManager[Any]:
@@ -215,13 +211,13 @@ def norm_misses_strided_shards() -> AbstractContextManager[Any]:
 
 def data_by_rank() -> AbstractContextManager[Any]:
     """Each data-parallel rank reads on from its own place, by its own batch."""
-    from titanlite.data.sampler import GlobalBatchSampler, _stack
+    from titanlite.data.sampler import GlobalBatchSampler, read_batch
 
     def draw(self):
         first = self.state // self._global_batch_size * self._rank_batch_size + self._dp_rank
         self.state += self._global_batch_size
         return [
-            _stack(self._dataset, range(start, start + self._local_batch_size))
+            read_batch(self._dataset, range(start, start + self._local_batch_size), {})
             for start in range(first, first + self._rank_batch_size, self._local_batch_size)
         ]
 
@@ -285,8 +281,8 @@ def halved_on_one_rank() -> AbstractContextManager[Any]:
 
     compute = Trainer.compute_gradients
 
-    def halved(self, microbatches):
-        found = compute(self, microbatches)
+    def halved(self, batches):
+        found = compute(self, batches)
         if dist.get_rank() == 1:
             for part in self.parts:
                 for parameter in part.parameters():

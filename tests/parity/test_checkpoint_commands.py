@@ -41,7 +41,7 @@ def config(plan: str, folder: Path, **keys: object) -> JobConfig:
     changes = {
         "training.steps": STEPS,
         "lr_scheduler.total_steps": STEPS + 1,
-        "sampling.num_images": 2,
+        "sampling.num_samples": 2,
     }
     changes |= {name.replace("__", "."): value for name, value in keys.items()}
     return override(config_of(plan, folder), changes)
@@ -211,7 +211,7 @@ def test_what_a_checkpoint_names_is_imported_for_the_user_alone(
     # What the user names is imported.
     (tmp_path / "job.toml").write_text('[experimental]\ncustom_import = "evil_model"\n')
     monkeypatch.chdir(tmp_path)
-    words = ("sample", folder, "--out", tmp_path / "x.png", "--num-images", 1)
+    words = ("sample", folder, "--out", tmp_path / "x.png", "--num-samples", 1)
     for given in ("--job.config_file=job.toml", "--experimental.custom_import=evil_model"):
         assert titanlite(*words, given) == 2
         assert 'importing "evil_model" failed with RuntimeError (it ran)' in capsys.readouterr().err
@@ -233,7 +233,7 @@ WRONG_CONFIGS = [
     ({"model": {"\x1b[2J": 1}}, "model."),
     ({"model": deep(300)}, "model.a: "),
     ({"training": {"dtype": "int8"}}, "training.dtype: "),
-    ({"sampling": {"num_images": 10**12}}, "asks for 1,000,000,000,000; say how many"),
+    ({"sampling": {"num_samples": 10**12}}, "asks for 1,000,000,000,000; say how many"),
     (
         {"training": {"dataset": "cifar10", "dataset_path": "/tmp/x; rm -r ~"}},
         "training.dataset_path: ",
@@ -293,7 +293,7 @@ def test_a_safetensors_file_of_wrong_content_is_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("option", "number"), [("--num-images", 0), ("--ranks", -1), ("--ranks", 0)]
+    ("option", "number"), [("--num-samples", 0), ("--ranks", -1), ("--ranks", 0)]
 )
 def test_too_few_images_or_ranks(tmp_path, option, number, capsys):
     assert titanlite("sample", tmp_path, "--out", tmp_path / "x.png", option, number) == 2

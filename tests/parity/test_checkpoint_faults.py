@@ -20,7 +20,7 @@ from torch import Tensor
 from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint
 from titanlite.checkpoint.manifest import MANIFEST
 from titanlite.checkpoint.storage import Piece, load, stored_tensors
-from titanlite.config import JobConfig, make_parallel_dims, override
+from titanlite.config import JobConfig, make_parallel_dims, override, resolve_job
 from titanlite.errors import ConfigError, RankError
 from titanlite.observe.metrics import read_metrics
 from titanlite.ranks.launch import Place, run_ranks
@@ -41,7 +41,7 @@ def config(folder: Path, *, plan: str = "two", mode: str = "disabled", **keys: o
         last_save_model_only=False,
     )
     two = {"parallelism.data_parallel_shard_degree": 2} if plan == "two" else {}
-    changes = {"training.steps": STEPS, "sampling.num_images": 0, **two, **keys}
+    changes = {"training.steps": STEPS, "sampling.num_samples": 0, **two, **keys}
     return override(whole, changes)
 
 
@@ -281,7 +281,7 @@ def fill_disk(place: Place, config: JobConfig, rank: int) -> None:
 
     if place.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    train(place, config, "cpu")
+    train(place, resolve_job(config, place.world_size), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def tensor_parallel(plan: str, checkpointing: str, m: int) -> Expected:
     if n == 1:
         return {}
     dp = degrees.get(REPLICATE, 1) * degrees[SHARD]
-    N = GLOBAL_BATCH_SIZE * MODEL.num_tokens // dp
+    N = GLOBAL_BATCH_SIZE * MODEL.seq_len // dp
     sequence = WORD * N * D
     gathers_again = {"full": 2 * L, "early": 2 * L, "2": L // 2 * 2, "op": 2 * L}
     scatters_again = {"full": 2 * L, "early": L, "2": L // 2 * 2}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from training import Training, debug_config, differences
 
-from titanlite.config import JobConfig, make_parallel_dims
+from titanlite.config import JobConfig, resolve_job
 from titanlite.ranks.launch import Place, run_ranks
 
 BATCH = 8
@@ -27,31 +25,31 @@ def train_masked(place: Place, configs: list[JobConfig]) -> list[Training]:
     The three are those of the last two of four data-parallel ranks; the places are those of the
     last of four ranks that hold contiguous parts of the sequence.
     """
+    from titanlite.batch import IGNORE_INDEX
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.training.loss import IGNORE_INDEX
 
     trainings = []
     with open_world(place) as world:
         for config in configs:
-            job = build_job(config, make_parallel_dims(config, world.size), world)
+            job = build_job(resolve_job(config, world.size), world)
             training = Training()
             for step in (1, 2):
                 image = job.dims.data_rank(world.rank) * BATCH // job.dims.dp
-                microbatches = []
+                batches = []
                 for batch in job.draw():
                     targets = batch.targets.clone()
                     targets[:, batch.positions < 50] = IGNORE_INDEX
                     targets[: max(0, 5 - image)] = IGNORE_INDEX
                     image += len(targets)
-                    microbatches.append(replace(batch, targets=targets))
+                    batches.append(batch.replace(targets=targets))
                 gradients: dict[str, object] = {}
 
                 def keep(gradients=gradients, job=job) -> None:
                     gradients.update({n: grad.clone() for n, grad in job.whole_gradients()})
 
-                done = job.trainer.step(microbatches, on_gradients=keep)
-                assert done.num_tokens == 3 * 13
+                done = job.trainer.step(batches, on_gradients=keep)
+                assert done.num_targets == 3 * 13
                 training.gradients[step] = gradients
                 training.losses.append(done.loss)
                 training.norms.append(done.grad_norm)

@@ -9,7 +9,7 @@ import pytest
 from test_train_script import command, metrics, run
 from training import debug_config
 
-from titanlite.config import JobConfig, make_parallel_dims
+from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import NonFiniteError
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.training.non_finite import Findings, Sighting, describe
@@ -91,7 +91,7 @@ def take_bad_steps(place: Place, cases: list[tuple[str, JobConfig]]) -> list[tup
     with open_world(place) as world:
         for kind, config in cases:
             torch._dynamo.reset()
-            job = build_job(config, make_parallel_dims(config, world.size), world)
+            job = build_job(resolve_job(config, world.size), world)
             assert math.isfinite(job.step().grad_norm)
             if world.rank == BAD_RANK:
                 spoil(job, kind)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from training import debug_config
 
-from titanlite.config import JobConfig, make_parallel_dims
+from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import OrderError
 from titanlite.ranks.launch import Place, run_ranks
 
@@ -64,12 +64,12 @@ def step_in_debug_mode(place: Place, configs: list[JobConfig]) -> list[str]:
     said = []
     with open_world(place) as world:
         for config in configs:
-            job = build_job(config, make_parallel_dims(config, world.size), world)
+            job = build_job(resolve_job(config, world.size), world)
             for _ in range(2):
                 job.step()
             list(job.whole_parameters())
             job.step()
-        job = build_job(configs[0], make_parallel_dims(configs[0], world.size), world)
+        job = build_job(resolve_job(configs[0], world.size), world)
         job.step()
         swap_on_one_rank(job)
         before = [local_part(p).clone() for p in job.trainer.parameters]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plans import config_of
 
-from titanlite.config import JobConfig, override
+from titanlite.config import JobConfig, override, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.observe.metrics import FILE_NAME, MetricsLog, read_metrics
 from titanlite.ranks.launch import Place, run_ranks
@@ -16,7 +16,7 @@ from titanlite.ranks.launch import Place, run_ranks
 
 def config(folder: Path, steps: int, **keys: object) -> JobConfig:
     changes = {name.replace("__", "."): value for name, value in keys.items()}
-    small = {"sampling.num_images": 0, "lr_scheduler.total_steps": 9}
+    small = {"sampling.num_samples": 0, "lr_scheduler.total_steps": 9}
     whole = config_of("single", folder, interval=2, last_save_model_only=False)
     return override(whole, {"training.steps": steps, **small, **changes})
 
@@ -35,7 +35,7 @@ def say_what_happens(place: Place, runs: list[tuple[JobConfig, bool]]) -> list[s
             contextlib.redirect_stdout(io.StringIO()) as out,
         ):
             try:
-                train(place, job, "cpu")
+                train(place, resolve_job(job, place.world_size), "cpu")
             except ConfigError as error:
                 print(f"refused: {error}", file=out)
         printed.append(out.getvalue())
@@ -55,7 +55,7 @@ def test_runs_in_one_folder(tmp_path):
         say_what_happens,
         1,
         [
-            (config(folder, 4, sampling__num_images=1), False),
+            (config(folder, 4, sampling__num_samples=1), False),
             (config(folder, 6, checkpoint__load_only=True), True),
             (config(folder, 2, **alone), True),
             (config(folder, 2, **alone, job__description="forget"), False),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from training import FEW_STEPS, STEPS, Sections, Training, debug_config, differences, train
 
-from titanlite.config import JobConfig, check_job, make_parallel_dims
+from titanlite.config import JobConfig, resolve_job
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.schedule import make_schedule, walk, write_csv
 
@@ -187,14 +187,12 @@ def _observe(place: Place, configs: list[JobConfig]) -> list[dict[str, Any]]:
     from titanlite.job import build_job
     from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
     from titanlite.ranks.world import open_world
-    from titanlite.sample import sample_images
+    from titanlite.sampling.generate import sample_sequences
 
     seen = []
     with open_world(place) as world:
         for config in configs:
-            dims = make_parallel_dims(config, world.size)
-            check_job(config, dims)
-            job = build_job(config, dims, world)
+            job = build_job(resolve_job(config, world.size), world)
             found: dict[str, Any] = {"before": job.evaluate()}
             if job.pipeline is not None:
                 recorder = PipelineRecorder(job.pipeline.stages, world.rank, world.device)
@@ -208,7 +206,7 @@ def _observe(place: Place, configs: list[JobConfig]) -> list[dict[str, Any]]:
                 job.step()
             found["after"] = job.evaluate()
             job.step()
-            found["images"] = sample_images(job, 3)
+            found["images"] = sample_sequences(job, 3)
             seen.append(found)
     return seen
 

@@ -85,7 +85,8 @@ def step_with_positions_of_each_sequence(place: Place) -> tuple[Any, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn.functional import cross_entropy
 
-    from titanlite.parallelize import Pipeline, split_model
+    from titanlite.batch import make_batch
+    from titanlite.parallelize import PipelineRunner, split_model
     from titanlite.ranks.world import open_world
     from titanlite.schedule import make_schedule
 
@@ -94,9 +95,10 @@ def step_with_positions_of_each_sequence(place: Place) -> tuple[Any, Any]:
     tokens = torch.randint(17, (4, 16), generator=generator)
     targets = torch.randint(17, (4, 16), generator=generator)
     positions = torch.randint(50, (4, 16), generator=generator).sort(dim=1).values
+    batch = make_batch(tokens, targets, positions)
 
-    def loss_function(logits, wanted):
-        return cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+    def loss_function(logits, batch):
+        return cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
     with open_world(place) as world:
         torch.manual_seed(0)
@@ -104,19 +106,18 @@ def step_with_positions_of_each_sequence(place: Place) -> tuple[Any, Any]:
         plain = [part.to("meta") for part in split_model(whole, [names[:3], names[3:]])]
         part = split_model(whole, [names[:3], names[3:]])[world.rank]
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-        pipeline = Pipeline(
+        pipeline = PipelineRunner(
             make_schedule("1F1B", num_ranks=2, num_microbatches=4),
             {world.rank: part},
             plain,
             mesh,
-            microbatch_size=1,
-            num_tokens=16,
+            example=batch.rows(0, 1),
             dtype=torch.float64,
         )
-        pipeline.step(tokens, positions, targets, loss_function)
-        logits = pipeline.forward(tokens, positions)
+        pipeline.step(batch, loss_function)
+        logits = pipeline.forward(batch)
         expected = whole(tokens, positions)
-        loss_function(expected, targets).backward()
+        loss_function(expected, batch).backward()
         if logits is not None:
             torch.testing.assert_close(logits, expected.detach())
         for name, parameter in part.named_parameters():

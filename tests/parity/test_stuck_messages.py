@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from training import debug_config
 
-from titanlite.config import JobConfig, make_parallel_dims
+from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import RankError
 from titanlite.ranks.launch import Place, run_ranks
 
@@ -29,7 +29,7 @@ def fall_asleep_in_a_block(place: Place, config: JobConfig) -> None:
     from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
-        job = build_job(config, make_parallel_dims(config, world.size), world)
+        job = build_job(resolve_job(config, world.size), world)
         job.step()
         world.set_timeout(TIMEOUT_SECONDS)
         if world.rank == BAD_RANK:

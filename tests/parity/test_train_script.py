@@ -30,7 +30,7 @@ SMALL = {
     "training.global_batch_size": 8,
     "training.local_batch_size": 2,
     "activation_checkpoint.mode": "none",
-    "sampling.num_images": 0,
+    "sampling.num_samples": 0,
 }
 
 
@@ -150,7 +150,7 @@ def test_one_process_writes_figures_and_pictures(tmp_path):
             tmp_path,
             validation__enable=True,
             validation__steps=1,
-            sampling__num_images=3,
+            sampling__num_samples=3,
             metrics__enable_tensorboard=True,
             job__save_config_file="job.toml",
         )
@@ -381,13 +381,13 @@ class BigramConfig:
     image_height: int = 8
     image_width: int = 8
     image_channels: int = 1
-    num_tokens: int = 64
+    seq_len: int = 64
     num_parameters: int = 2 * 16 * 17
 
-    def flops_per_token(self, num_tokens):
+    def flops_per_token(self, seq_len):
         return 6 * self.dim * self.vocab_size
 
-    def problems(self, dims):
+    def problems(self, dims, seq_len):
         return []
 
 FLAVORS = {"small": BigramConfig()}
@@ -430,7 +430,7 @@ def own_model(folder: Path, **changes: object) -> subprocess.CompletedProcess[st
         "experimental__custom_import": "bigram",
         "model__name": "bigram",
         "model__flavor": "small",
-        "sampling__num_images": 2,
+        "sampling__num_samples": 2,
     }
     return run(command(folder / "out", **{**options, **changes}), PYTHONPATH=str(folder))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.config import JobConfig, check_job, make_config, make_parallel_dims
+from titanlite.config import JobConfig, make_config, make_parallel_dims, resolve_job
 from titanlite.ranks.world import World
 from titanlite.verify.pool import RankPool
 from titanlite.verify.run import agreement
@@ -81,9 +81,7 @@ def _train_on_rank(world: World, config: JobConfig) -> Training:
 
     # Compiled code of the job before must not be found by this one's shapes.
     torch._dynamo.reset()
-    dims = make_parallel_dims(config, world.size)
-    check_job(config, dims)
-    job = build_job(config, dims, world)
+    job = build_job(resolve_job(config, world.size), world)
     training = Training()
     for step in range(1, config.training.steps + 1):
 

@@ -373,14 +373,14 @@ class Config:
     image_height: int = 8
     image_width: int = 8
     image_channels: int = 1
-    num_tokens: int = 64
+    seq_len: int = 64
 
     num_parameters = 1
 
-    def flops_per_token(self, num_tokens):
+    def flops_per_token(self, seq_len):
         return 6
 
-    def problems(self, dims):
+    def problems(self, dims, seq_len):
         wrong = self.width % dims.tp
         return [("model.width", f"{self.width} is odd; give an even one")] if wrong else []
 
@@ -416,7 +416,7 @@ def test_mistakes_in_a_users_model_are_told_the_same_way(own_model: list[str]) -
         'model.rule: "z" is not one of its values; give "x" or "y"',
         'model.kinds: 1 is an integer, not a string; write "1", with quotes',
         "model.dim: there is no such key; own has width, kinds, rule, fast, vocab_size, "
-        "image_height, image_width, image_channels, num_tokens",
+        "image_height, image_width, image_channels, seq_len",
     )
     with pytest.raises(ConfigError) as caught:
         load_config([*own_model, "--model.width=3", "--parallelism.tensor_parallel_degree=2"])
@@ -472,8 +472,8 @@ def test_a_module_that_registers_no_model_is_refused(
             with pytest.raises(ConfigError) as caught:
                 load_config([f"--experimental.custom_import={module}"])
             assert caught.value.problems == (
-                f'experimental.custom_import: "{module}" registers no model; give a module that '
-                "calls models.register(ModelSpec(...)), or remove this key",
+                f'experimental.custom_import: "{module}" registers no model and no data set; give '
+                "a module that does (models.register(ModelSpec(...))), or remove this key",
             )
         own = ("--model.name=own", "--model.flavor=small")
         # The second time, and from inside the package, the import itself registers nothing.
@@ -559,9 +559,9 @@ def test_document_is_up_to_date() -> None:
 def test_reading_a_job_is_quick_and_imports_no_torch() -> None:
     script = (
         "import sys, time\n"
-        "from titanlite.config import check_job, load_config, make_parallel_dims\n"
+        "from titanlite.config import load_config, resolve_job\n"
         "config = load_config(['--parallelism.tensor_parallel_degree=2'])\n"
-        "check_job(config, make_parallel_dims(config, 4))\n"
+        "resolve_job(config, 4)\n"
         "try:\n    load_config(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'numpy', 'sklearn', 'matplotlib', 'rich'} & set(sys.modules)\n"
         "print(sorted(heavy), time.process_time(), file=sys.stderr)\n"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from titanlite.data.catalog import CATALOG
+from titanlite.data.catalog import DATASETS
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.image_transformer.config import FLAVORS
 
@@ -14,7 +14,7 @@ CIFAR = FLAVORS["cifar"]
 
 
 def test_cifar_counts() -> None:
-    assert CIFAR.num_tokens == 3_072
+    assert CIFAR.seq_len == 3_072
     assert CIFAR.num_parameters == 9_069_568
     assert CIFAR.flops_per_token(3_072) == 204_916_224
 
@@ -36,7 +36,7 @@ def test_kv_heads_follow_heads() -> None:
 
 @pytest.mark.parametrize(("flavor", "dataset"), [("digits", "digits"), ("cifar", "photos")])
 def test_flavor_fits_its_data(flavor: str, dataset: str) -> None:
-    config, info = FLAVORS[flavor], CATALOG[dataset]
+    config, info = FLAVORS[flavor], DATASETS[dataset]
     assert config.vocab_size == info.vocab_size
     for axis in ("height", "width", "channels"):
         assert getattr(info, axis) in (getattr(config, f"image_{axis}"), None)
@@ -47,16 +47,18 @@ def test_flavor_fits_its_data(flavor: str, dataset: str) -> None:
 )
 def test_degrees_that_split_a_flavor(flavor: str, legal: list[int]) -> None:
     config = FLAVORS[flavor]
-    assert [tp for tp in range(1, 65) if not config.problems(ParallelDims(tp=tp))] == legal
+    assert [
+        tp for tp in range(1, 65) if not config.problems(ParallelDims(tp=tp), config.seq_len)
+    ] == legal
 
 
 def test_other_degrees_split_anything() -> None:
-    assert not FLAVORS["digits"].problems(ParallelDims(dp_replicate=3, dp_shard=7))
+    assert not FLAVORS["digits"].problems(ParallelDims(dp_replicate=3, dp_shard=7), 64)
 
 
 def test_problems_name_key_and_cure() -> None:
     config = replace(FLAVORS["digits"], num_heads=5, num_kv_heads=2)
-    assert config.problems(ParallelDims()) == [
+    assert config.problems(ParallelDims(), 64) == [
         ("model.num_heads", "5 does not divide model.dim 96; give 4 or 6"),
         ("model.num_kv_heads", "2 does not divide model.num_heads 5; give 1 or 5"),
     ]

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from titanlite.data.cifar10 import load_plain_pickle
-from titanlite.data.datasets import ImageDataset, build_dataset
+from titanlite.data.images.build import build_dataset
+from titanlite.data.images.cifar10 import load_plain_pickle
+from titanlite.data.spec import Dataset
 from titanlite.errors import ConfigError
 
 NAMES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5")
@@ -44,7 +45,7 @@ def write_binary(folder: Path) -> Path:
     return folder
 
 
-def build(path: Path | str, split: str = "train", **changes: Any) -> ImageDataset:
+def build(path: Path | str, split: str = "train", **changes: Any) -> Dataset:
     shape = {"height": 32, "width": 32, "channels": 3, "vocab_size": 256, **changes}
     return build_dataset("cifar10", path=str(path), split=split, seed=0, **shape)
 
@@ -157,7 +158,7 @@ class Naming:
         ("numpy._core.multiarray", "scalar"),
         ("numpy", "ndarray.tofile"),
         ("_codecs", "lookup"),
-        ("titanlite.data.cifar10", "pickle"),
+        ("titanlite.data.images.cifar10", "pickle"),
     ],
 )
 def test_no_other_name_is_admitted(module: str, name: str) -> None:

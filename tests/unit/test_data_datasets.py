@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from titanlite.data.catalog import CATALOG
-from titanlite.data.datasets import ImageDataset, build_dataset, first_pixel_distribution
-from titanlite.data.photos import load_photo_regions
-from titanlite.data.pixels import pixels_to_tokens
+from titanlite.data import catalog
+from titanlite.data.catalog import DATASETS
+from titanlite.data.images.build import build_dataset
+from titanlite.data.images.photos import load_photo_regions
+from titanlite.data.images.pixels import pixels_to_tokens
+from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.errors import ConfigError
 
 SHAPES = {
@@ -19,11 +23,11 @@ SHAPES = {
 }
 
 
-def build(name: str, split: str = "train", seed: int = 0, **changes: int) -> ImageDataset:
+def build(name: str, split: str = "train", seed: int = 0, **changes: int) -> Dataset:
     return build_dataset(name, split=split, seed=seed, **{**SHAPES[name], **changes})
 
 
-def rows(dataset: ImageDataset, count: int, first: int = 0) -> torch.Tensor:
+def rows(dataset: Dataset, count: int, first: int = 0) -> torch.Tensor:
     return torch.stack([dataset.sample(i) for i in range(first, first + count)])
 
 
@@ -151,18 +155,19 @@ def test_digits_of_another_size_are_refused() -> None:
         build("digits", width=9)
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_dataset("mnist", seed=0, height=8, width=8, channels=1, vocab_size=17)
-    assert str(caught.value) == (
-        "training.dataset: no data set is called 'mnist'; "
-        "use one of digits, photos, cifar10, synthetic"
-    )
+def test_a_data_set_is_registered_under_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "DATASETS", dict(DATASETS))
+    own = DatasetSpec("own", "numbers", build=lambda **arguments: None)
+    catalog.register(own)
+    catalog.register(own)
+    assert catalog.DATASETS["own"] is own
+    with pytest.raises(ValueError, match="a data set named 'digits' is registered already"):
+        catalog.register(dataclasses.replace(own, name="digits"))
 
 
 def test_the_catalogue_says_what_the_data_sets_are() -> None:
     for name, shape in SHAPES.items():
-        info = CATALOG[name]
+        info = DATASETS[name]
         for key, value in shape.items():
             assert getattr(info, key) in (value, None)
 
@@ -200,13 +205,3 @@ def test_synthetic_patterns_can_be_learned() -> None:
     guess = 2 * images[:, :, 1:-1] - images[:, :, :-2]
     near = ((images[:, :, 2:] - guess).abs() <= 1).double().mean()
     assert near > 0.6
-
-
-def test_first_pixels_are_distributed_as_in_the_data() -> None:
-    digits = build("digits")
-    shares = first_pixel_distribution(digits, 17)
-    counts = torch.bincount(rows(digits, 1498)[:, 0], minlength=17)
-    assert shares.dtype == torch.float64
-    assert torch.equal(shares, counts.double() / 1498)
-    endless = first_pixel_distribution(build("photos"), 256, max_samples=50)
-    assert endless.sum().item() == pytest.approx(1.0, abs=1e-12)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlite.data.datasets import ImageDataset, build_dataset
-from titanlite.data.sampler import IGNORE_INDEX, GlobalBatchSampler, iterate_once, make_targets
+from titanlite.batch import IGNORE_INDEX, join, make_targets
+from titanlite.data.images.build import build_dataset
+from titanlite.data.sampler import GlobalBatchSampler, iterate_once
+from titanlite.data.spec import Dataset
 from titanlite.errors import ConfigError
 
 
@@ -40,8 +42,8 @@ def test_the_union_over_ranks_is_the_next_global_batch(
     for step in range(3):
         batches = [sampler.draw() for sampler in samplers]
         assert {len(own) for own in batches} == {24 // (dp_degree * local_batch_size)}
-        assert {tuple(b.shape) for own in batches for b in own} == {(local_batch_size, 2)}
-        drawn = torch.cat([microbatch[:, 0] for own in batches for microbatch in own])
+        assert {tuple(b.tokens.shape) for own in batches for b in own} == {(local_batch_size, 2)}
+        drawn = torch.cat([batch.tokens[:, 0] for own in batches for batch in own])
         assert sorted(drawn.tolist()) == list(range(24 * step, 24 * (step + 1)))
         assert {sampler.state for sampler in samplers} == {24 * (step + 1)}
 
@@ -53,13 +55,13 @@ def test_real_data_come_alike_under_every_plan() -> None:
         assert torch.equal(global_batches(digits, dp_degree, local_batch_size), reference)
 
 
-def global_batches(dataset: ImageDataset, dp_degree: int, local_batch_size: int) -> torch.Tensor:
+def global_batches(dataset: Dataset, dp_degree: int, local_batch_size: int) -> torch.Tensor:
     """The steps around the end of the first epoch, [step, 12, T], each in rank order."""
     parts = []
     for rank in range(dp_degree):
         sampler = GlobalBatchSampler(dataset, 12, dp_degree, rank, local_batch_size)
         sampler.state = 1480
-        parts.append(torch.stack([torch.cat(sampler.draw()) for _ in range(3)]))
+        parts.append(torch.stack([join(sampler.draw()).tokens for _ in range(3)]))
     return torch.cat(parts, dim=1)
 
 
@@ -69,7 +71,9 @@ def test_state_is_all_there_is_to_resume() -> None:
         straight.draw()
     resumed = GlobalBatchSampler(Numbered(), 8, 2, 1, 2)
     resumed.state = straight.state
-    assert [b.tolist() for b in resumed.draw()] == [b.tolist() for b in straight.draw()]
+    assert [b.tokens.tolist() for b in resumed.draw()] == [
+        b.tokens.tolist() for b in straight.draw()
+    ]
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
@@ -100,12 +104,14 @@ def test_validation_reads_the_same_samples_once_under_every_plan(
             )
         )
         lengths.add(len(batches))
-        for tokens, num_valid in batches:
-            assert tokens.shape == (local_batch_size, 2)
-            assert tokens.max() < 11
-            seen += tokens[:num_valid, 0].tolist()
-            targets = make_targets(tokens, num_valid)
-            assert (targets != IGNORE_INDEX).sum() == num_valid
+        for batch in batches:
+            assert batch.tokens.shape == (local_batch_size, 2)
+            assert batch.tokens.max() < 11
+            counts = (batch.targets != IGNORE_INDEX).any(dim=1)
+            # One target in each sequence of two tokens; those of fillers are at the end.
+            assert batch.count_targets() == counts.sum()
+            assert counts.tolist() == sorted(counts.tolist(), reverse=True)
+            seen += batch.tokens[counts, 0].tolist()
     # Ranks with fewer batches than others would leave those waiting in a collective.
     assert len(lengths) == 1
     assert sorted(seen) == list(range(min(num_samples or 11, 11)))
@@ -116,13 +122,12 @@ def test_an_endless_set_is_validated_only_up_to_a_number() -> None:
     with pytest.raises(ValueError, match="give num_samples"):
         next(iterate_once(endless, local_batch_size=2, dp_degree=1, dp_rank=0))
     batches = list(iterate_once(endless, local_batch_size=2, dp_degree=1, dp_rank=0, num_samples=4))
-    assert [num_valid for _, num_valid in batches] == [2, 2]
+    assert [int(batch.count_targets()) for batch in batches] == [2, 2]
 
 
-def test_targets_are_the_next_pixel_and_the_last_position_has_none() -> None:
+def test_targets_are_the_next_token_and_the_last_position_has_none() -> None:
     tokens = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
     assert make_targets(tokens).tolist() == [[1, 4, 1, -100], [9, 2, 6, -100]]
-    assert make_targets(tokens, 1).tolist() == [[1, 4, 1, -100], [-100] * 4]
     assert tokens.tolist() == [[3, 1, 4, 1], [5, 9, 2, 6]]
     # cross_entropy leaves IGNORE_INDEX out by its own default.
     logits = torch.randn(2, 4, 10, generator=torch.Generator().manual_seed(0))

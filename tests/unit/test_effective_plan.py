@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite.config import make_config, make_parallel_dims
+from titanlite.config import make_config, resolve_job
 from titanlite.job import build_job
 from titanlite.ranks.world import World
 
@@ -67,7 +67,7 @@ def test_where_fsdp_is_active_for_another_reason_the_plan_says_so(
             "activation_checkpoint": {"mode": "none"},
         }
     )
-    job = build_job(config, make_parallel_dims(config, NUM_RANKS), world)
+    job = build_job(resolve_job(config, NUM_RANKS), world)
     row = next(row for row in job.applied if row.feature == "data parallel")
     assert (row.requested, row.active) == (requested, active)
     assert row.note.startswith(reason)

@@ -325,7 +325,7 @@ def save_behind(place: Place) -> None:
     """Rank 0 waits for rank 1 in a step; behind them, 1 waits for 0 in a save."""
     import torch.distributed as dist
 
-    from titanlite.checkpoint.agreement import Agreement
+    from titanlite.checkpoint.group import Agreement
     from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
@@ -339,7 +339,7 @@ def save_behind(place: Place) -> None:
 
 
 def stay_in_a_save(place: Place) -> None:
-    from titanlite.checkpoint.agreement import Agreement
+    from titanlite.checkpoint.group import Agreement
     from titanlite.ranks.world import open_world
 
     with open_world(place, init_timeout_seconds=60) as world:

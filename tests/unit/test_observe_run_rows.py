@@ -46,12 +46,12 @@ def test_a_batch_that_depends_on_the_plan_says_so() -> None:
         "global batch",
         "-1",
         "8",
-        "4 images on each of 2 data-parallel ranks; it depends on the plan: "
+        "4 sequences on each of 2 data-parallel ranks; it depends on the plan: "
         "give training.global_batch_size to fix it",
     )
     fixed = rows(*plan, "--training.global_batch_size=24")["global batch"]
     assert not fixed.differs
-    assert fixed.note == "4 images on each of 2 data-parallel ranks, 3 times a step"
+    assert fixed.note == "4 sequences on each of 2 data-parallel ranks, 3 times a step"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlite.config import check_job, make_config, make_parallel_dims
+from titanlite.config import make_config, make_parallel_dims, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import (
     AXES,
@@ -226,9 +226,9 @@ def test_degrees_that_do_not_make_up_the_world(
 
 def test_batch_is_checked_once_the_ranks_are_known() -> None:
     config = make_config({"training": {"global_batch_size": 24}})
-    check_job(config, make_parallel_dims(config, 3))
+    resolve_job(config, 3)
     with pytest.raises(ConfigError) as caught:
-        check_job(config, make_parallel_dims(config, 2))
+        resolve_job(config, 2)
     assert caught.value.problems == (
         "training.global_batch_size: 24 is not a multiple of 16 (local_batch_size 8 x "
         "data-parallel degree 2); give 16 or 32",

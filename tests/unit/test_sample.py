@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite import sample
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageTransformer
-from titanlite.sample import Pace, generate, sample_images
+from titanlite.sampling import generate as sample
+from titanlite.sampling.generate import Pace, generate, sample_sequences
 from titanlite.training.initialize import generator_for
 
 NUM_TOKENS = 3 * 16 * 8
@@ -67,7 +67,7 @@ def test_a_model_without_a_cache_draws_the_same_images(model):
 
 def test_images_are_given_up_where_time_is_short_and_the_others_are_the_same(model):
     seen: list[int] = []
-    all_images = draw(model, NUM_TOKENS, on_pixels=seen.append)
+    all_images = draw(model, NUM_TOKENS, on_tokens=seen.append)
     assert seen == [128, 256]
     assert all_images.shape == (8, NUM_TOKENS)
     # Two looks, 10 s after 128 pixels and 20 s after 256: 30 s in all.
@@ -101,7 +101,8 @@ def test_a_rank_that_is_asked_to_stop_leaves_off(model, monkeypatch):
         world=SimpleNamespace(
             rank=0, size=1, device=torch.device("cpu"), set_timeout=lambda *limit: None
         ),
-        model_config=SimpleNamespace(num_tokens=NUM_TOKENS),
+        resolved=SimpleNamespace(seq_len=NUM_TOKENS),
+        data=SimpleNamespace(prompt_length=1),
         config=SimpleNamespace(debug=SimpleNamespace(seed=0)),
         dataset=SimpleNamespace(sample=lambda index: torch.zeros(NUM_TOKENS, dtype=torch.long)),
     )
@@ -110,7 +111,9 @@ def test_a_rank_that_is_asked_to_stop_leaves_off(model, monkeypatch):
 
     def draw_until(looks: int) -> int:
         seen.clear()
-        images = sample_images(job, 3, on_pixels=seen.append, is_stopped=lambda: len(seen) >= looks)
+        images = sample_sequences(
+            job, 3, on_tokens=seen.append, is_stopped=lambda: len(seen) >= looks
+        )
         assert images is not None
         return len(images)
 

@@ -54,9 +54,9 @@ def test_a_job_of_more_ranks_than_the_machine_takes_is_refused() -> None:
     ]
     # torchrun has started these.
     place = Place(0, 4096, 0, 8, rendezvous="env://")
-    assert check_start(config, place).dims.world_size == 4096
+    assert check_start(config, place).job.dims.world_size == 4096
     allowed = job("--parallelism.data_parallel_shard_degree=4096", "--job.max_local_ranks=5000")
-    assert check_start(allowed).dims.world_size == 4096
+    assert check_start(allowed).job.dims.world_size == 4096
     fewer = job("--parallelism.data_parallel_shard_degree=4", "--job.max_local_ranks=2")
     (line,) = problems_of(lambda: check_start(fewer))
     assert "4 ranks are too many for this machine, as job.max_local_ranks is 2; give" in line

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.verify.factors import listed, name_factor, name_parameters, name_ranks
 from titanlite.verify.matrix import OFF, features_of, name_of, plans_of
 from titanlite.verify.norms import explain_norm, true_norm
 from titanlite.verify.overview import DIFFERS, draw_overview
@@ -18,7 +17,8 @@ from titanlite.verify.record import (
     RankTrace,
     ReferenceTrace,
 )
-from titanlite.verify.weights import describe_shares
+from titanlite.verify.shares import describe_shares
+from titanlite.verify.words import listed, name_factor, name_parameters, name_ranks
 
 DIMS = ParallelDims(dp_replicate=3, cp=5)
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.cli import main
-from titanlite.config import check_job, load_config, make_model_config, make_parallel_dims
-from titanlite.config.pipeline import make_pipeline_plan
+from titanlite.config import load_config, make_model_config, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.verify.command import parse
@@ -84,33 +83,30 @@ def test_bad_input_is_one_line_and_2(words, line, capsys):
 def test_a_shrunk_job_is_small_and_has_the_same_plan(path):
     config = load(path)
     small, told = shrink(config)
-    dims = make_parallel_dims(config, None)
-    assert make_parallel_dims(small, None) == dims
-    check_job(small, dims)
+    job, shrunk = resolve_job(config), resolve_job(small)
+    assert shrunk.dims == job.dims
     before, after = make_model_config(config), make_model_config(small)
     assert after.num_parameters < 120_000
-    assert after.num_tokens <= 192
+    assert after.seq_len <= 192
     assert small.training.global_batch_size <= 16
     assert f"dim {before.dim} -> {after.dim}" in told
     for section in ("activation_checkpoint", "compile", "optimizer"):
         assert getattr(small, section) == getattr(config, section)
-    if dims.pp_enabled:
-        stages, same = (
-            make_pipeline_plan(job, dims, make_model_config(job)) for job in (config, small)
-        )
-        assert same.schedule.name == stages.schedule.name
-        assert same.schedule.num_stages == stages.schedule.num_stages
+    if job.pipeline is not None:
+        assert shrunk.pipeline is not None
+        assert shrunk.pipeline.schedule.name == job.pipeline.schedule.name
+        assert shrunk.pipeline.schedule.num_stages == job.pipeline.schedule.num_stages
 
 
 def test_the_reference_has_the_job_and_nothing_of_the_plan():
     config = load(Path(CONFIGS[0]).with_name("pp2_tp2_fsdp2.toml"))
-    plan = plan_job(config, "float64", make_parallel_dims(config, None))
+    plan = plan_job(resolve_job(config), "float64")
     alone = reference_job(plan)
-    assert make_parallel_dims(alone, None) == ParallelDims()
-    assert alone.training.global_batch_size == alone.training.local_batch_size == 32
+    assert alone.dims == ParallelDims()
+    assert alone.global_batch_size == alone.config.training.local_batch_size == 32
     for section in ("model", "optimizer", "lr_scheduler", "debug"):
-        assert getattr(alone, section) == getattr(plan, section)
-    assert reference_job(plan, num_parts=4).training.local_batch_size == 8
+        assert getattr(alone.config, section) == getattr(plan.config, section)
+    assert reference_job(plan, num_parts=4).config.training.local_batch_size == 8
 
 
 def agreement(difference: float = 0.0, digest: str = "") -> Agreement:

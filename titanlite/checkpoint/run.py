@@ -20,8 +20,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import state
-from titanlite.checkpoint.agreement import Agreement
 from titanlite.checkpoint.folder import CheckpointFolder, look_at, make_token
+from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.manifest import FileRecord, Manifest
 from titanlite.checkpoint.staging import Copies
 from titanlite.checkpoint.start import start_from
@@ -69,7 +69,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         if self._section.enable:
             seconds = self._job.config.comm.checkpoint_timeout_seconds
-            self._ranks = Agreement(self._job.world, seconds)
+            self._ranks = CheckpointGroup(self._job.world, seconds)
             with contextlib.ExitStack() as exits, self._ranks.patiently():
                 self._token = self._ranks.from_first(make_token)
                 if self._saves:

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import state
-from titanlite.checkpoint.agreement import Agreement
 from titanlite.checkpoint.folder import CheckpointFolder, Found, look_at
+from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.manifest import (
     SAFETENSORS,
     BrokenCheckpointError,
@@ -24,7 +24,7 @@ from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
 
 
-def start_from(job: Job, folder: CheckpointFolder, ranks: Agreement) -> tuple[int, list[str]]:
+def start_from(job: Job, folder: CheckpointFolder, ranks: CheckpointGroup) -> tuple[int, list[str]]:
     """Load what the job is to start from; the step that was the last one then, and what to say.
 
     The newest checkpoint of `folder` that is whole, or the one that checkpoint.load_step asks for;
@@ -59,7 +59,7 @@ def start_from(job: Job, folder: CheckpointFolder, ranks: Agreement) -> tuple[in
     return 0, [f"checkpoint: none in {folder.path} yet; a new run"]
 
 
-def problem_of(found: Found, ranks: Agreement) -> str:
+def problem_of(found: Found, ranks: CheckpointGroup) -> str:
     """Why a checkpoint cannot be used, "" where it can; each rank checks some of its files."""
     if found.manifest is None:
         return found.reason
@@ -74,7 +74,7 @@ def problem_of(found: Found, ranks: Agreement) -> str:
     return next(filter(None, ranks.gathered(problem)), "")
 
 
-def load_weights(job: Job, path: Path, manifest: Manifest, ranks: Agreement) -> None:
+def load_weights(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGroup) -> None:
     """The weights of the checkpoint in `path`, which has been checked.
 
     Raises ConfigError where it is of another model.
@@ -102,7 +102,9 @@ def _candidates(job: Job, folder: CheckpointFolder) -> list[Found]:
     return chosen
 
 
-def _go_on(job: Job, found: Found, refused: list[str], ranks: Agreement) -> tuple[int, list[str]]:
+def _go_on(
+    job: Job, found: Found, refused: list[str], ranks: CheckpointGroup
+) -> tuple[int, list[str]]:
     manifest, path = _manifest(found), found.path
     notes = [f"checkpoint: {line}" for line in refused]
     if manifest.holds == "weights":
@@ -117,7 +119,7 @@ def _go_on(job: Job, found: Found, refused: list[str], ranks: Agreement) -> tupl
     return step, notes
 
 
-def _load_initial(job: Job, path: Path, ranks: Agreement) -> tuple[int, list[str]]:
+def _load_initial(job: Job, path: Path, ranks: CheckpointGroup) -> tuple[int, list[str]]:
     section = job.config.checkpoint
     if section.initial_load_in_hf:
         load_safetensors(job, path, ranks)
@@ -143,7 +145,7 @@ def _load_initial(job: Job, path: Path, ranks: Agreement) -> tuple[int, list[str
     return step, [f"checkpoint: going on from {path}, saved by {manifest.plan}"]
 
 
-def _load_training(job: Job, path: Path, manifest: Manifest, ranks: Agreement) -> int:
+def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGroup) -> int:
     """Everything but what is to be left out; the step it was saved after."""
     left_out = job.config.checkpoint.exclude_from_loading
     _check_same_model(job, path, manifest)
@@ -171,7 +173,7 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: Agreement) -
     return 0 if "train_state" in left_out else manifest.step
 
 
-def _read(pieces: state.Pieces, path: Path, ranks: Agreement) -> None:
+def _read(pieces: state.Pieces, path: Path, ranks: CheckpointGroup) -> None:
     try:
         load(pieces, path, ranks.group)
     except CheckpointException as error:
@@ -180,7 +182,7 @@ def _read(pieces: state.Pieces, path: Path, ranks: Agreement) -> None:
         raise TitanliteError(line) from error
 
 
-def _use(path: Path, ranks: Agreement, function: Callable[[], None]) -> None:
+def _use(path: Path, ranks: CheckpointGroup, function: Callable[[], None]) -> None:
     """On every rank; a line on all of them where the checkpoint in `path` does not allow it."""
     try:
         ranks.all_do(function)

@@ -6,17 +6,16 @@ keeps of a parameter (exp_avg, step, ...), rng.RANK.DEVICE. All else is a few nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.checkpoint.manifest import BrokenCheckpointError
 from titanlite.checkpoint.storage import Piece, Pieces
 from titanlite.errors import ConfigError
 from titanlite.job import Job
-from titanlite.names import canonical_name
 from titanlite.training.shards import local_part, offsets_of
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
@@ -25,12 +24,11 @@ MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 def weight_pieces(job: Job, dtype: torch.dtype | None = None) -> Pieces:
     """This rank's part of each parameter and lasting buffer; a copy where `dtype` is another."""
     pieces = {}
-    for part in job.parts:
-        for name, tensor in [*part.named_parameters(), *lasting_buffers(part)]:
-            piece = _piece(tensor)
-            if dtype is not None and piece.local.dtype != dtype and dtype.is_floating_point:
-                piece = Piece(piece.local.to(dtype), piece.shape, piece.offsets)
-            pieces[f"{MODEL}.{canonical_name(name)}"] = piece
+    for name, tensor in {**job.parameters, **job.buffers}.items():
+        piece = _piece(tensor)
+        if dtype is not None and piece.local.dtype != dtype and dtype.is_floating_point:
+            piece = Piece(piece.local.to(dtype), piece.shape, piece.offsets)
+        pieces[f"{MODEL}.{name}"] = piece
     return pieces
 
 
@@ -38,7 +36,7 @@ def optimizer_pieces(job: Job) -> Pieces:
     """This rank's part of all that the optimizer keeps of each parameter; empty before a step."""
     return {
         f"{OPTIMIZER}.{name}.{key}": _piece(value)
-        for name, parameter in named_parameters(job)
+        for name, parameter in job.parameters.items()
         for key, value in job.trainer.optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
@@ -111,7 +109,7 @@ def make_optimizer_state(job: Job, stored: Mapping[str, tuple[torch.Size, torch.
         if kind == OPTIMIZER:
             owner, _, key = rest.rpartition(".")
             by_parameter.setdefault(owner, {})[key] = what
-    for name, parameter in named_parameters(job):
+    for name, parameter in job.parameters.items():
         found = by_parameter.get(name, {})
         shapes = {key: parameter.shape if like else torch.Size() for key, like in kept.items()}
         if found and {key: shape for key, (shape, _) in found.items()} != shapes:
@@ -155,21 +153,6 @@ def check_optimizer(job: Job, name: str) -> None:
             f'optimizer.name: the checkpoint holds the state of {name}; give "{name}", or leave '
             'the state: checkpoint.exclude_from_loading = ["optimizer"]'
         )
-
-
-def named_parameters(job: Job) -> Iterator[tuple[str, nn.Parameter]]:
-    """This rank's parameters by canonical name."""
-    for part in job.parts:
-        for name, parameter in part.named_parameters():
-            yield canonical_name(name), parameter
-
-
-def lasting_buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a part of the model that belong to its state."""
-    for prefix, module in part.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _piece(tensor: Tensor) -> Piece:

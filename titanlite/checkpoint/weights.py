@@ -21,30 +21,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlite.checkpoint import state
-from titanlite.checkpoint.agreement import Agreement
+from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.manifest import SAFETENSORS, record_of
 from titanlite.checkpoint.storage import Seal
 from titanlite.errors import ConfigError
 from titanlite.files import open_regular, shown
 from titanlite.job import Job
-from titanlite.names import canonical_name
 
 CONFIG_KEY = "titanlite.config"
 
 
 def save_safetensors(
-    job: Job, folder: Path, dtype: torch.dtype, seal: Seal, ranks: Agreement
+    job: Job, folder: Path, dtype: torch.dtype, seal: Seal, ranks: CheckpointGroup
 ) -> None:
     """Gather the weights on the first rank, which writes them and seals the folder.
 
     Every rank must call this. The first one holds the whole model, in `dtype`.
     """
     tensors: dict[str, Tensor] = {}
-    own_buffers = {
-        canonical_name(name): buffer.cpu()
-        for part in job.parts
-        for name, buffer in state.lasting_buffers(part)
-    }
+    own_buffers = {name: buffer.cpu() for name, buffer in job.buffers.items()}
     for buffers in ranks.gathered(own_buffers):
         tensors |= buffers
     for name, whole in job.whole_parameters():
@@ -68,7 +63,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
         os.fsync(file.fileno())
 
 
-def load_safetensors(job: Job, path: Path, ranks: Agreement) -> None:
+def load_safetensors(job: Job, path: Path, ranks: CheckpointGroup) -> None:
     """Fill each rank's part of each parameter from a .safetensors file, or a folder of them.
 
     Every rank must call this. Raises ConfigError where a parameter is missing, where one is of
@@ -78,8 +73,7 @@ def load_safetensors(job: Job, path: Path, ranks: Agreement) -> None:
     # A rank of a pipeline has some of the names.
     whole = set().union(*ranks.gathered(set(pieces)))
     ranks.all_do(lambda: _fill(pieces, path, whole))
-    parameters = {name for name, _ in state.named_parameters(job)}
-    ranks.all_do(lambda: _refuse_missing(sorted(parameters & set(pieces)), path))
+    ranks.all_do(lambda: _refuse_missing(sorted(job.parameters.keys() & pieces.keys()), path))
 
 
 def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:

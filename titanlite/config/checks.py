@@ -6,32 +6,24 @@ not known yet: before the ranks are counted, a shard degree of -1 is unknown.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib.util
 import math
 import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.checkpoint import checkpoint_problems
-from titanlite.config.data import fit_problems, shape_of, source_problems
-from titanlite.config.degrees import make_parallel_dims
-from titanlite.config.model import ResolvedModel, make_model_config, resolve_model
-from titanlite.config.pipeline import make_pipeline_plan
+from titanlite.config.data import fit_problems, own_length, sequence_length, source_problems
+from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, divisors
-
-
-def check_job(config: JobConfig, dims: ParallelDims) -> None:
-    """Raises ConfigError with everything in `config` that does not fit together over `dims`."""
-    problems = list(_run_checks(config, dims, make_model_config(config), ()))
-    if problems:
-        raise ConfigError(*problems)
 
 
 def check_machine(config: JobConfig, device_type: str) -> None:
@@ -47,21 +39,49 @@ def check_machine(config: JobConfig, device_type: str) -> None:
             )
 
 
-def find_problems(config: JobConfig, wrong: Collection[str]) -> list[str]:
-    """What can be said before the number of ranks is known; `wrong` names keys in doubt."""
-    model, unknown = ResolvedModel(), set(wrong)
-    if not {"model", "model.name", "experimental", "experimental.custom_import"} & unknown:
-        model = resolve_model(config, flavor_is_known="model.flavor" not in unknown)
-    unknown |= model.doubtful
-    if config.parallelism.data_parallel_shard_degree == -1:
-        unknown.add("parallelism.data_parallel_shard_degree")
-    dims = make_parallel_dims(config, None)
-    return model.problems + list(_run_checks(config, dims, model.sizes, unknown))
+@dataclass
+class Draft:
+    """A job while it is checked. What follows from the configuration is worked out once."""
+
+    config: JobConfig
+    dims: ParallelDims
+    model: Any
+    """The model's own configuration; None where something that is wrong leaves it unknown."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences a step, over all ranks."""
+        training = self.config.training
+        size = training.global_batch_size
+        return training.local_batch_size * self.dims.dp if size == -1 else size
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a sequence."""
+        return sequence_length(self.config, self.model)
+
+    @property
+    def pipeline(self) -> PipelinePlan | None:
+        """Stages and schedule; None without a pipeline, and where there is a problem with it."""
+        return self._pipeline[0]
+
+    @property
+    def pipeline_problems(self) -> tuple[str, ...]:
+        return self._pipeline[1]
+
+    @functools.cached_property
+    def _pipeline(self) -> tuple[PipelinePlan | None, tuple[str, ...]]:
+        if not self.dims.pp_enabled:
+            return None, ()
+        try:
+            return make_pipeline_plan(self.config, self.dims, self.model), ()
+        except ConfigError as error:
+            return None, error.problems
 
 
-Check = Callable[[JobConfig, ParallelDims, Any], Iterator[str]]
+Check = Callable[[Draft], Iterator[str]]
 CHECKS: list[tuple[Check, tuple[str, ...]]] = []
-MODEL = "the model"  # what `reads` calls the resolved configuration of the model
+MODEL = "the model"  # what `reads` calls the model's own configuration
 
 
 def reads(*names: str) -> Callable[[Check], Check]:
@@ -74,13 +94,12 @@ def reads(*names: str) -> Callable[[Check], Check]:
     return enter
 
 
-def _run_checks(
-    config: JobConfig, dims: ParallelDims, model: Any, unknown: Collection[str]
-) -> Iterator[str]:
-    missing = {MODEL, *unknown} if model is None else set(unknown)
+def run_checks(job: Draft, unknown: Collection[str] = ()) -> Iterator[str]:
+    """What is wrong with the job; a check that reads one of the `unknown` keys is left out."""
+    missing = {MODEL, *unknown} if job.model is None else set(unknown)
     for check, names in CHECKS:
         if not any(_overlap(name, read) for name in missing for read in names):
-            yield from check(config, dims, model)
+            yield from check(job)
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -89,9 +108,9 @@ def _overlap(one: str, other: str) -> bool:
 
 
 @reads("comm")
-def _recorder(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _recorder(job: Draft) -> Iterator[str]:
     """Comparing what the ranks called takes a flight recorder that keeps it."""
-    if config.comm.mode == "debug" and config.comm.trace_buf_size == 0:
+    if job.config.comm.mode == "debug" and job.config.comm.trace_buf_size == 0:
         yield (
             'comm.trace_buf_size: 0 keeps no collectives, and comm.mode = "debug" compares them; '
             "give 2000"
@@ -99,53 +118,59 @@ def _recorder(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str
 
 
 @reads(MODEL, "parallelism.tensor_parallel_degree")
-def _split(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _split(job: Draft) -> Iterator[str]:
     """The model's own sizes, and the degrees that split them: tensor parallelism divides heads,
     key and value heads, the SwiGLU's hidden width and the tokens, and is at most the vocabulary."""
-    for key, message in model.problems(dims):
+    for key, message in job.model.problems(job.dims, job.seq_len):
         yield f"{key}: {message}"
 
 
 @reads("training.dataset", "training.dataset_path")
-def _source(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _source(job: Draft) -> Iterator[str]:
     """The data set exists; one that is read from disk has its folder, and no other has one."""
-    yield from source_problems("training", config.training.dataset, config.training.dataset_path)
+    training = job.config.training
+    yield from source_problems("training", training.dataset, training.dataset_path)
 
 
 @reads("validation", "training.dataset", "training.dataset_path")
-def _validation_source(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _validation_source(job: Draft) -> Iterator[str]:
     """The same for a data set of [validation]'s own."""
-    own = config.validation.dataset or config.validation.dataset_path
-    if config.validation.enable and own:
-        dataset, path = config.validation_dataset, config.validation_dataset_path
+    own = job.config.validation.dataset or job.config.validation.dataset_path
+    if job.config.validation.enable and own:
+        dataset, path = job.config.validation_dataset, job.config.validation_dataset_path
         yield from source_problems("validation", dataset, path)
 
 
 @reads(MODEL, "training.dataset")
-def _data(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
-    """The images and pixel values of the data set are those the model takes."""
-    yield from fit_problems("training", config.training.dataset, config, model)
+def _data(job: Draft) -> Iterator[str]:
+    """The sequences and token values of the data set are those the model takes."""
+    dataset = job.config.training.dataset
+    yield from fit_problems("training", dataset, job.config, job.model, job.seq_len)
 
 
 @reads(MODEL, "validation", "training.dataset")
-def _validation_data(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _validation_data(job: Draft) -> Iterator[str]:
     """The same for the validation data."""
-    if config.validation.enable and config.validation_dataset != config.training.dataset:
-        yield from fit_problems("validation", config.validation_dataset, config, model)
+    config, dataset = job.config, job.config.validation_dataset
+    if config.validation.enable and dataset != config.training.dataset:
+        yield from fit_problems("validation", dataset, config, job.model, job.seq_len)
 
 
-@reads(MODEL, "training.seq_len", "validation.enable", "validation.seq_len")
-def _sequence(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
-    """A sequence, where its length is given, is one image."""
-    lengths = {"training": config.training.seq_len}
-    if config.validation.enable:
-        lengths["validation"] = config.validation.seq_len
-    for section, given in lengths.items():
-        if given not in (None, model.num_tokens):
-            yield (
-                f"{section}.seq_len: {given} is not the pixel count of {shape_of(model)} images; "
-                f"leave it out or give {model.num_tokens}"
-            )
+@reads(MODEL, "training.seq_len", "training.dataset", "validation.enable", "validation.seq_len")
+def _sequence(job: Draft) -> Iterator[str]:
+    """A model with a length of its own gets sequences of that; validation has training's."""
+    own, training = own_length(job.model), job.config.training.seq_len
+    if own is not None and training not in (None, own):
+        yield (
+            f"training.seq_len: {training} is not the length that the model takes; leave it out "
+            f"or give {own}"
+        )
+    validation = job.config.validation
+    if validation.enable and validation.seq_len not in (None, job.seq_len):
+        yield (
+            f"validation.seq_len: {validation.seq_len} is not training's length; leave it out or "
+            f"give {job.seq_len}"
+        )
 
 
 @reads(
@@ -153,28 +178,30 @@ def _sequence(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str
     "parallelism.context_parallel_degree",
     "parallelism.context_parallel_load_balancer",
     "parallelism.tensor_parallel_degree",
+    "training.seq_len",
+    "training.dataset",
 )
-def _context_parallel(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _context_parallel(job: Draft) -> Iterator[str]:
     """The sequence is cut evenly: by CP, in twice as many chunks for "headtail", then by TP."""
-    if not dims.cp_enabled:
+    if not job.dims.cp_enabled:
         return
-    layout = config.parallelism.context_parallel_load_balancer
+    layout = job.config.parallelism.context_parallel_load_balancer
     chunks = 2 if layout == "headtail" else 1
-    if model.num_tokens % (dims.cp * chunks * dims.tp):
+    if job.seq_len % (job.dims.cp * chunks * job.dims.tp):
         # TP alone is checked with the model's other sizes.
         legal = [
             degree
-            for degree in divisors(model.num_tokens)
-            if model.num_tokens % (degree * chunks * dims.tp) == 0
+            for degree in divisors(job.seq_len)
+            if job.seq_len % (degree * chunks * job.dims.tp) == 0
         ]
         factors = " x ".join(
-            [f"context_parallel_degree {dims.cp}"]
+            [f"context_parallel_degree {job.dims.cp}"]
             + (['2 ("headtail")'] if chunks == 2 else [])
-            + ([f"tensor_parallel_degree {dims.tp}"] if dims.tp > 1 else [])
+            + ([f"tensor_parallel_degree {job.dims.tp}"] if job.dims.tp > 1 else [])
         )
-        advice = f"give {nearest(dims.cp, legal)}" if legal else "use fewer ranks"
+        advice = f"give {nearest(job.dims.cp, legal)}" if legal else "use fewer ranks"
         yield (
-            f"parallelism.context_parallel_degree: the {model.num_tokens} tokens of an image "
+            f"parallelism.context_parallel_degree: the {job.seq_len} tokens of a sequence "
             f"are not a multiple of {factors}; {advice}"
         )
 
@@ -193,51 +220,47 @@ PIPELINE_KEYS = (
 
 
 @reads(MODEL, *PIPELINE_KEYS)
-def _pipeline(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _pipeline(job: Draft) -> Iterator[str]:
     """Blocks make up the stages, microbatches the batch, and the schedule runs with them."""
-    if dims.pp_enabled:
-        try:
-            make_pipeline_plan(config, dims, model)
-        except ConfigError as error:
-            yield from error.problems
+    yield from job.pipeline_problems
 
 
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 
 
 @reads(MODEL, "compile", "activation_checkpoint", RESHARD, *PIPELINE_KEYS)
-def _split_backward(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _split_backward(job: Draft) -> Iterator[str]:
     """A backward pass in two parts goes with neither compile, "op" nor "always": PyTorch cannot."""
-    if not dims.pp_enabled:
+    if job.pipeline is None or not job.pipeline.schedule.splits_backward:
         return
-    with contextlib.suppress(ConfigError):
-        schedule = make_pipeline_plan(config, dims, model).schedule
-        ac, compiled = config.activation_checkpoint, config.compile
-        if schedule.splits_backward and ac.mode == "selective" and ac.selective_ac_option == "op":
-            yield (
-                f'activation_checkpoint.selective_ac_option: "op" does not go with '
-                f"{schedule.name}, which runs input and weight gradients apart, since what it "
-                'saves is there once; give "1" or another number, or mode "none"'
-            )
-        if schedule.splits_backward and compiled.enable and "model" in compiled.components:
-            yield (
-                f'compile.components: "model" does not go with {schedule.name}, which runs input '
-                'and weight gradients apart; take "model" out, or set '
-                'parallelism.pipeline_parallel_schedule to "1F1B" or "Interleaved1F1B"'
-            )
-        if schedule.splits_backward and config.parallelism.fsdp_reshard_after_forward == "always":
-            yield (
-                f'{RESHARD}: "always" does not go with {schedule.name}, which runs input and '
-                "weight gradients apart, since FSDP loses a microbatch's weight gradients where it "
-                'frees the weights in between; give "default" or "never"'
-            )
+    name = job.pipeline.schedule.name
+    ac, compiled = job.config.activation_checkpoint, job.config.compile
+    if ac.mode == "selective" and ac.selective_ac_option == "op":
+        yield (
+            f'activation_checkpoint.selective_ac_option: "op" does not go with {name}, which runs '
+            "input and weight gradients apart, since what it saves is there once; give "
+            '"1" or another number, or mode "none"'
+        )
+    if compiled.enable and "model" in compiled.components:
+        yield (
+            f'compile.components: "model" does not go with {name}, which runs input and weight '
+            'gradients apart; take "model" out, or set '
+            'parallelism.pipeline_parallel_schedule to "1F1B" or "Interleaved1F1B"'
+        )
+    if job.config.parallelism.fsdp_reshard_after_forward == "always":
+        yield (
+            f'{RESHARD}: "always" does not go with {name}, which runs input and weight gradients '
+            "apart, since FSDP loses a microbatch's weight gradients where it frees the weights in "
+            'between; give "default" or "never"'
+        )
 
 
 @reads(MODEL, "parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel")
-def _loss_parallel(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _loss_parallel(job: Draft) -> Iterator[str]:
     """Each tensor-parallel rank has a part of the logits that the loss is split over."""
-    vocab, tp = model.vocab_size, dims.tp
-    if tp == 1 or config.parallelism.disable_loss_parallel or model.problems(dims):
+    vocab, tp = job.model.vocab_size, job.dims.tp
+    is_off = tp == 1 or job.config.parallelism.disable_loss_parallel
+    if is_off or job.model.problems(job.dims, job.seq_len):
         return
 
     def count_parts(degree: int) -> int:
@@ -258,22 +281,22 @@ def _loss_parallel(config: JobConfig, dims: ParallelDims, model: Any) -> Iterato
     "training.local_batch_size",
     "training.global_batch_size",
 )
-def _batch(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _batch(job: Draft) -> Iterator[str]:
     """global_batch_size is a multiple of local_batch_size times the data-parallel degree."""
-    local, batch = config.training.local_batch_size, config.training.global_batch_size
-    at_once = local * dims.dp
+    local, batch = job.config.training.local_batch_size, job.config.training.global_batch_size
+    at_once = local * job.dims.dp
     if batch != -1 and batch % at_once:
         legal = nearest(batch, range(at_once, batch + at_once + 1, at_once))
         yield (
             f"training.global_batch_size: {batch} is not a multiple of {at_once} "
-            f"(local_batch_size {local} x data-parallel degree {dims.dp}); give {legal}"
+            f"(local_batch_size {local} x data-parallel degree {job.dims.dp}); give {legal}"
         )
 
 
 @reads("lr_scheduler", "training.steps")
-def _schedule(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _schedule(job: Draft) -> Iterator[str]:
     """The run does not outlast its learning-rate schedule. Warm-up and decay are cut to fit."""
-    total, steps = config.schedule_steps, config.training.steps
+    total, steps = job.config.schedule_steps, job.config.training.steps
     if total < steps:
         yield (
             f"lr_scheduler.total_steps: {total} is less than training.steps {steps}; "
@@ -282,9 +305,9 @@ def _schedule(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str
 
 
 @reads("activation_checkpoint", "compile")
-def _recomputation(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _recomputation(job: Draft) -> Iterator[str]:
     """Memory budgets come with compile; recording recomputation goes without "op"."""
-    ac, compiled = config.activation_checkpoint, config.compile
+    ac, compiled = job.config.activation_checkpoint, job.config.compile
     if ac.mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
         yield (
             'activation_checkpoint.mode: "memory_budget" is carried out by the compiler; '
@@ -298,9 +321,9 @@ def _recomputation(config: JobConfig, dims: ParallelDims, model: Any) -> Iterato
 
 
 @reads("compile")
-def _compilation(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _compilation(job: Draft) -> Iterator[str]:
     """What is enabled compiles something."""
-    if config.compile.enable and not config.compile.components:
+    if job.config.compile.enable and not job.config.compile.components:
         yield (
             'compile.components: is empty, so nothing would be compiled; add "model" or "loss", '
             "or set compile.enable = false"
@@ -308,9 +331,9 @@ def _compilation(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[
 
 
 @reads("optimizer")
-def _optimizer(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _optimizer(job: Draft) -> Iterator[str]:
     """Only SGD takes a momentum, and PyTorch's fused SGD takes no sharded weights."""
-    optimizer = config.optimizer
+    optimizer = job.config.optimizer
     if optimizer.momentum and optimizer.name != "SGD":
         yield (
             f"optimizer.momentum: {optimizer.momentum} is for SGD, and optimizer.name is "
@@ -324,10 +347,10 @@ def _optimizer(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[st
 
 
 @reads("job.dump_folder")
-def _dump_folder(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _dump_folder(job: Draft) -> Iterator[str]:
     """The output can be written."""
-    name = f"job.dump_folder: {quote(config.job.dump_folder)}"
-    folder = Path(config.job.dump_folder).absolute()
+    name = f"job.dump_folder: {quote(job.config.job.dump_folder)}"
+    folder = Path(job.config.job.dump_folder).absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
     if not folder.is_dir():
@@ -337,10 +360,10 @@ def _dump_folder(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[
 
 
 @reads("profiling", "parallelism.pipeline_parallel_degree")
-def _profiling(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _profiling(job: Draft) -> Iterator[str]:
     """A trace and its warm-up fit between two traces; a timeline needs a pipeline."""
-    profiling = config.profiling
-    if profiling.enable_pipeline_timeline and not dims.pp_enabled:
+    profiling = job.config.profiling
+    if profiling.enable_pipeline_timeline and not job.dims.pp_enabled:
         yield (
             "profiling.enable_pipeline_timeline: there is no pipeline to draw; set it to false, "
             "or parallelism.pipeline_parallel_degree to 2 or more"
@@ -355,17 +378,17 @@ def _profiling(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[st
 
 
 @reads("checkpoint")
-def _checkpoints(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _checkpoints(job: Draft) -> Iterator[str]:
     """What a checkpoint is loaded from exists; a .safetensors file holds weights alone."""
-    yield from checkpoint_problems(config)
+    yield from checkpoint_problems(job.config)
 
 
 @reads("metrics")
-def _loggers(config: JobConfig, dims: ParallelDims, model: Any) -> Iterator[str]:
+def _loggers(job: Draft) -> Iterator[str]:
     """The packages that [metrics] asks for are installed."""
     for asked, package in (
-        (config.metrics.enable_tensorboard, "tensorboard"),
-        (config.metrics.enable_wandb, "wandb"),
+        (job.config.metrics.enable_tensorboard, "tensorboard"),
+        (job.config.metrics.enable_wandb, "wandb"),
     ):
         if asked and importlib.util.find_spec(package) is None:
             yield (

@@ -1,4 +1,4 @@
-"""Whether a data set is there, and whether the model takes its images."""
+"""Whether a data set is there, and whether the model can read it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from titanlite.config.keys import one_of
 from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
-from titanlite.data.catalog import CATALOG
+from titanlite.data.catalog import DATASETS
+from titanlite.data.spec import Misfit
 
 TORCHTITAN_DATASETS = (
     *("c4", "c4_test", "c4_validation"),
@@ -21,17 +22,17 @@ TORCHTITAN_DATASETS = (
 
 def source_problems(section: str, dataset: str, path: str | None) -> Iterator[str]:
     """What is wrong with the name of a data set, or with its folder, as `section` gives them."""
-    info = CATALOG.get(dataset)
+    info = DATASETS.get(dataset)
     name = quote(dataset)
     if dataset in TORCHTITAN_DATASETS:
         yield (
             f"{section}.dataset: {name} is a TorchTitan data set that titanlite does not have; "
-            f"give {one_of(map(quote, CATALOG))}"
+            f"give {one_of(map(quote, DATASETS))}"
         )
     elif info is None:
-        match = difflib.get_close_matches(dataset, CATALOG, n=1)
+        match = difflib.get_close_matches(dataset, DATASETS, n=1)
         advice = (
-            f"did you mean {quote(match[0])}?" if match else f"give {one_of(map(quote, CATALOG))}"
+            f"did you mean {quote(match[0])}?" if match else f"give {one_of(map(quote, DATASETS))}"
         )
         yield f"{section}.dataset: there is no data set {name}; {advice}"
     elif info.needs_path and path is None:
@@ -42,53 +43,52 @@ def source_problems(section: str, dataset: str, path: str | None) -> Iterator[st
         yield f"{section}.dataset_path: {name} is not read from a folder; leave this key out"
 
 
-def fit_problems(section: str, dataset: str, config: JobConfig, model: Any) -> Iterator[str]:
-    """What of the data set's images and pixel values the model does not take."""
-    changes = _changes_for(dataset, model)
-    if not changes:
+# TorchTitan's training.seq_len, for a model and a data set of any length.
+DEFAULT_SEQ_LEN = 2048
+
+
+def sequence_length(config: JobConfig, model: Any) -> int:
+    """Tokens in a sequence: the model's own length, else the job's, the data's, or TorchTitan's."""
+    spec = DATASETS.get(config.training.dataset)
+    lengths = (
+        own_length(model),
+        config.training.seq_len,
+        None if spec is None else spec.seq_len(model),
+    )
+    return next((length for length in lengths if length is not None), DEFAULT_SEQ_LEN)
+
+
+def own_length(model: Any) -> int | None:
+    """The one length that a model of these sizes takes; None for a model of any length."""
+    return getattr(model, "seq_len", None)
+
+
+def fit_problems(
+    section: str, dataset: str, config: JobConfig, model: Any, seq_len: int
+) -> Iterator[str]:
+    """What keeps the model from reading the data set."""
+    misfit = _misfit(dataset, model, seq_len)
+    if misfit is None:
         return
-    info = CATALOG[dataset]
-    fitting = [quote(name) for name in CATALOG if not _changes_for(name, model)]
+    fitting = [quote(name) for name in DATASETS if not _misfit(name, model, seq_len)]
     ways = [f"{section}.dataset to {one_of(fitting)}"] if fitting else []
     if section == "training":
         flavors = load_model_spec(config).load_flavors()
-        whole = [quote(name) for name in flavors if not _changes_for(dataset, flavors[name])]
+        whole = [
+            quote(name)
+            for name, flavor in flavors.items()
+            if not _misfit(dataset, flavor, sequence_length(config, flavor))
+        ]
         if whole and not config.model.overrides:
             ways.append(f"model.flavor to {one_of(whole)}")
         else:
-            ways.append(", ".join(changes))
+            ways.append(", ".join(misfit.changes))
     yield (
-        f"{section}.dataset: {quote(dataset)} has images of {info.size} and {info.vocab_size} "
-        f"values, the model takes {shape_of(model)} and {model.vocab_size}; "
+        f"{section}.dataset: {quote(dataset)} has {misfit.has}, the model takes {misfit.takes}; "
         f"set {', or '.join(ways)}"
     )
 
 
-def _changes_for(dataset: str, model: Any) -> list[str]:
-    """What the sizes of `model` would have to be for `dataset`, where they are not."""
-    info = CATALOG.get(dataset)
-    if info is None:
-        return []
-    needed = (
-        ("image_height", info.height),
-        ("image_width", info.width),
-        ("image_channels", info.channels),
-    )
-    changes = [
-        f"model.{field} to {size}"
-        for field, size in needed
-        if size not in (None, getattr(model, field))
-    ]
-    changes += [
-        f"model.{field} to at most {limit}"
-        for field, limit in (("image_height", info.max_height), ("image_width", info.max_width))
-        if limit is not None and getattr(model, field) > limit
-    ]
-    if info.vocab_size is not None and model.vocab_size < info.vocab_size:
-        changes.append(f"model.vocab_size to {info.vocab_size}")
-    return changes
-
-
-def shape_of(model: Any) -> str:
-    """The images that the model takes, in words: height x width x channels."""
-    return f"{model.image_height} x {model.image_width} x {model.image_channels}"
+def _misfit(dataset: str, model: Any, seq_len: int) -> Misfit | None:
+    spec = DATASETS.get(dataset)
+    return None if spec is None else spec.misfit(model, seq_len)

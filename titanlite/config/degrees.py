@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from titanlite.config.model import make_model_config
+from titanlite.config.data import sequence_length
+from titanlite.config.model import resolve_model
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import AXES, TABLE, ParallelDims, divisors
@@ -51,8 +52,7 @@ def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest:
         room, remainder = divmod(world_size, needed // dims.degrees[axis])
         legal = divisors(room) if rest else [room]
         if axis == "tp":
-            model = make_model_config(config)
-            legal = [tp for tp in legal if not model.problems(dataclasses.replace(dims, tp=tp))]
+            legal = [tp for tp in legal if _takes(config, dataclasses.replace(dims, tp=tp))]
         if remainder == 0 and legal:
             give = nearest(dims.degrees[axis], legal)
             if axis == "dp_shard":
@@ -63,3 +63,9 @@ def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest:
         f"parallelism: {wrong}, and there are {world_size}; "
         f"give degrees that multiply to {world_size}, or {start}"
     )
+
+
+def _takes(config: JobConfig, dims: ParallelDims) -> bool:
+    """Whether the model can be split so; a model that something is wrong with takes anything."""
+    model = resolve_model(config).sizes
+    return model is None or not model.problems(dims, sequence_length(config, model))

@@ -7,12 +7,14 @@ import copy
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from titanlite.config.checks import find_problems
+from titanlite.config.checks import Draft, run_checks
+from titanlite.config.degrees import DEGREES, make_parallel_dims
 from titanlite.config.keys import (
     FOREIGN,
     RENAMED_SECTIONS,
@@ -22,7 +24,12 @@ from titanlite.config.keys import (
     model_keys,
     nearest_key,
 )
-from titanlite.config.model import load_config_class, load_model_spec
+from titanlite.config.model import (
+    ResolvedModel,
+    load_config_class,
+    load_model_spec,
+    resolve_model,
+)
 from titanlite.config.problems import REMOVE, REMOVE_OPTION, REMOVE_SECTION, explain
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import TOML_ERRORS, parse_toml, quote, show, show_name
@@ -31,13 +38,60 @@ from titanlite.errors import ConfigError
 CONFIG_FILE = "job.config_file"
 
 
+@dataclass
+class Reading:
+    """A job as it was read: what is right by itself, and what is wrong with the rest."""
+
+    config: JobConfig
+    problems: list[str] = field(default_factory=list)
+    doubtful: set[str] = field(default_factory=set)
+    """Keys and sections whose value is not known: a wrong one was left out of `config`."""
+
+    def draft(self, world_size: int | None = None, num_gpus: int = 0) -> Draft:
+        """The job on that many ranks (see make_parallel_dims); what does not fit joins `problems`.
+
+        Only what can be told is checked: nothing that reads a doubtful key.
+        """
+        config, unknown = self.config, set(self.doubtful)
+        model = ResolvedModel()
+        if not {"model", "model.name", "experimental", "experimental.custom_import"} & unknown:
+            model = resolve_model(config, flavor_is_known="model.flavor" not in unknown)
+        unknown |= model.doubtful
+        self.problems += model.problems
+        degrees = {"parallelism", *(f"parallelism.{key}" for key in DEGREES.values())}
+        try:
+            dims = make_parallel_dims(config, None if degrees & unknown else world_size, num_gpus)
+        except ConfigError as error:
+            self.problems += error.problems
+            unknown.add("parallelism.data_parallel_shard_degree")
+            dims = make_parallel_dims(config, None)
+        draft = Draft(config, dims, model.sizes)
+        self.problems += run_checks(draft, unknown)
+        self.problems = list(dict.fromkeys(self.problems))
+        return draft
+
+    def require(self) -> JobConfig:
+        """The configuration; raises ConfigError with everything that is wrong."""
+        if self.problems:
+            raise ConfigError(*self.problems)
+        return self.config
+
+
 def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
+    """The job that the command line `argv` describes, checked as far as it can be without ranks.
+
+    As read_job; raises ConfigError with one line for each thing that is wrong.
+    """
+    return _checked(read_job(argv, needs_file=needs_file))
+
+
+def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
     """The job that the command line `argv` (without the program's name) describes.
 
     `--job.config_file=F` names a TOML file; every other `--section.key=value` or
     `--section.key value` overrides it. `--help` prints every key and exits. Raises ConfigError
-    with one line for each thing that is wrong. A job without a file is all defaults; `needs_file`,
-    a command to type that has one, makes that a mistake.
+    where the file cannot be read. A job without a file is all defaults; `needs_file`, a command to
+    type that has one, makes that a mistake.
     """
     if "--help" in argv or "-h" in argv:
         from titanlite.config.document import help_text
@@ -61,7 +115,7 @@ def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
         typed = [(name, text) for name, text in texts if not name.startswith("model.")]
         _read_values({}, typed, problems)
         raise ConfigError(*dict.fromkeys(problems)) from None
-    return _build(values, texts, problems)
+    return _read_values(values, texts, problems)
 
 
 def make_config(values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
@@ -69,7 +123,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
 
     Checked as a file is: raises ConfigError with one line for each thing that is wrong.
     """
-    return _build(copy.deepcopy(dict(values)), [], [])
+    return _checked(_read_values(copy.deepcopy(dict(values)), [], []))
 
 
 def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
@@ -77,26 +131,24 @@ def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
     values = config.model_dump(exclude_unset=True)
     for name, value in changes.items():
         _put(values, name, value)
-    return _build(values, [], [])
+    return _checked(_read_values(values, [], []))
 
 
-def _build(
-    values: dict[str, Any], texts: Sequence[tuple[str, str | None]], problems: list[str]
-) -> JobConfig:
-    config, doubtful = _read_values(values, texts, problems)
-    problems += find_problems(config, doubtful)
-    if problems:
-        raise ConfigError(*dict.fromkeys(problems))
-    return config
+def _checked(reading: Reading) -> JobConfig:
+    """What was read, with the checks that need no number of ranks."""
+    if reading.config.parallelism.data_parallel_shard_degree == -1:
+        reading.doubtful.add("parallelism.data_parallel_shard_degree")
+    reading.draft()
+    return reading.require()
 
 
 def _read_values(
     values: dict[str, Any], texts: Sequence[tuple[str, str | None]], problems: list[str]
-) -> tuple[JobConfig, set[str]]:
-    """The job of those values that are right by themselves, and the keys that are in doubt.
+) -> Reading:
+    """The job of those values that are right by themselves, and what is wrong with the others.
 
-    What is wrong with one value, or with a name, joins `problems`. In doubt are keys and sections
-    with a wrong value, and those that an unknown name may have meant.
+    `problems` were found before. In doubt are keys and sections with a wrong value, and those that
+    an unknown name may have meant.
     """
     doubtful: set[str] = set()
     keys = job_keys()
@@ -112,7 +164,7 @@ def _read_values(
         elif name.startswith("model.") and name not in keys:
             _put(values, name, text)  # for the model to refuse by name
     try:
-        return JobConfig.model_validate(values), doubtful
+        config = JobConfig.model_validate(values)
     except ValidationError as error:
         typed = {name for name, _ in texts}
         wrong: dict[str, None] = {}
@@ -125,7 +177,8 @@ def _read_values(
             wrong[name] = None
         for name in wrong:
             _drop(values, name)
-        return JobConfig.model_validate(values), doubtful
+        config = JobConfig.model_validate(values)
+    return Reading(config, problems, doubtful)
 
 
 def _own_keys(values: Mapping[str, Any]) -> dict[str, Key]:

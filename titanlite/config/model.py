@@ -26,6 +26,7 @@ from titanlite.config.keys import (
 from titanlite.config.problems import explain
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote, show_name
+from titanlite.data.catalog import datasets_of
 from titanlite.errors import ConfigError
 from titanlite.models import ModelSpec
 
@@ -40,11 +41,12 @@ def load_model_spec(config: JobConfig) -> ModelSpec:
     module, name = config.experimental.custom_import, config.model.name
     if module:
         _import_module(module)
+        registers = models.models_of(module) or datasets_of(module)
         # A model that was registered elsewhere may be what the module is imported with.
-        if not models.models_of(module) and (name not in models.MODELS or models.is_built_in(name)):
+        if not registers and (name not in models.MODELS or models.is_built_in(name)):
             raise ConfigError(
-                f"experimental.custom_import: {quote(module)} registers no model; give a module "
-                "that calls models.register(ModelSpec(...)), or remove this key"
+                f"experimental.custom_import: {quote(module)} registers no model and no data set; "
+                "give a module that does (models.register(ModelSpec(...))), or remove this key"
             )
     if name not in models.MODELS:
         wrong = f"there is no model {quote(name)}"
@@ -57,16 +59,7 @@ def load_model_spec(config: JobConfig) -> ModelSpec:
     return models.find_model(name)
 
 
-REQUIRED = (
-    "vocab_size",
-    "image_height",
-    "image_width",
-    "image_channels",
-    "num_tokens",
-    "num_parameters",
-    "flops_per_token",
-    "problems",
-)
+REQUIRED = ("vocab_size", "num_parameters", "flops_per_token", "problems")
 """What the rest of titanlite asks of any model's configuration."""
 
 

@@ -46,7 +46,7 @@ BACKWARDS = (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 class PipelinePlan:
     """How a model is cut into stages, where each stage is, and what runs when.
 
-    `stages` holds the names of each stage's modules. A batch of local_batch_size images is cut
+    `stages` holds the names of each stage's modules. A batch of local_batch_size sequences is cut
     into `schedule.num_microbatches` microbatches of `microbatch_size`. `is_from_file` says that
     the schedule was read from a CSV file.
     """

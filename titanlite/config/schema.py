@@ -27,10 +27,10 @@ from titanlite.config.fields import (
     Values,
     key,
 )
-from titanlite.data.catalog import CATALOG
+from titanlite.data.catalog import DATASETS
 
 
-class Job(Section):
+class JobSection(Section):
     """What is run, and where its output goes"""
 
     config_file: str | None = key(None, "TOML file to read; the command line overrides it")
@@ -159,14 +159,17 @@ class DataLoader(Section):
 class Training(Section):
     """Data, batch, length and number formats of the run"""
 
-    dataset: str = key("digits", f"data set: {', '.join(CATALOG)}", torchtitan="c4_test")
+    dataset: str = key("digits", f"data set: {', '.join(DATASETS)}", torchtitan="c4_test")
     dataset_path: str | None = key(None, "folder of a data set that is read from disk (cifar10)")
-    local_batch_size: PositiveInt = key(8, "images a data-parallel rank takes at once")
+    local_batch_size: PositiveInt = key(8, "sequences a data-parallel rank takes at once")
     global_batch_size: CountOrMinusOne = key(
-        -1, "images in a step, by accumulation where needed; -1: local_batch_size on every rank"
+        -1,
+        "sequences in a step, by accumulation where needed; -1: local_batch_size on every rank",
     )
     seq_len: PositiveInt | None = key(
-        None, "tokens in a sequence; the image's pixel count if not set", torchtitan=2048
+        None,
+        "tokens in a sequence; if not set the model's own length, else the data's, else 2048",
+        torchtitan=2048,
     )
     max_norm: float = key(
         1.0, "gradients are clipped to this norm; inf: not clipped", gt=0, allow_inf_nan=True
@@ -238,7 +241,7 @@ class Parallelism(Section):
     pipeline_parallel_schedule_csv: str = key(
         "", "PP: CSV file that holds a schedule, in place of it"
     )
-    pipeline_parallel_microbatch_size: PositiveInt = key(1, "PP: images in a microbatch")
+    pipeline_parallel_microbatch_size: PositiveInt = key(1, "PP: sequences in a microbatch")
     pipeline_parallel_expert_parallel_overlap: Inert[bool] = key(
         True, "PP: overlap with the communication of experts"
     )
@@ -360,9 +363,9 @@ class Validation(Section):
         None, "data set; training.dataset's held-out part if not set", torchtitan="c4_validation"
     )
     dataset_path: str | None = key(None, "its folder; training.dataset_path if neither is set")
-    local_batch_size: PositiveInt = key(8, "images a data-parallel rank takes at once")
+    local_batch_size: PositiveInt = key(8, "sequences a data-parallel rank takes at once")
     seq_len: PositiveInt | None = key(
-        None, "tokens in a sequence; the image's pixel count if not set", torchtitan=2048
+        None, "tokens in a sequence; training.seq_len's, and no other", torchtitan=2048
     )
     freq: PositiveInt = key(10, "training steps from one validation to the next")
     steps: CountOrMinusOne = key(-1, "batches in a validation; -1: the whole set")
@@ -388,7 +391,9 @@ class Debug(Section):
 class Experimental(Section):
     """Code from outside"""
 
-    custom_import: str = key("", 'module ("package.module") to import; it registers a model')
+    custom_import: str = key(
+        "", 'module ("package.module") to import; it registers a model or a data set'
+    )
     custom_args_module: NotYet[str] = key(
         "",
         "module that extends the configuration",
@@ -397,18 +402,18 @@ class Experimental(Section):
 
 
 class Sampling(Section):
-    """Images drawn from the trained model (titanlite's own section)"""
+    """Sequences drawn from the trained model (titanlite's own section)"""
 
-    num_images: NonNegativeInt = key(16, "images sampled at the end; 0: none", torchtitan=OWN)
+    num_samples: NonNegativeInt = key(16, "samples drawn at the end; 0: none", torchtitan=OWN)
     temperature: PositiveFloat = key(
-        1.0, "below 1 likelier pixels, above 1 more varied ones", torchtitan=OWN
+        1.0, "below 1 likelier tokens, above 1 more varied ones", torchtitan=OWN
     )
 
 
 class JobConfig(Section):
     """A whole job. Build one with load_config, make_config or override, which check it all."""
 
-    job: Job = Job()
+    job: JobSection = JobSection()
     model: Model = Model()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()

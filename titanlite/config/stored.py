@@ -1,7 +1,7 @@
 """A configuration that came with a checkpoint or a file of weights: data, of which no key that
 imports a module, opens a path or starts a process is used; torch-free.
 
-What it may say is which model it is, in which number format, and how images are drawn. The keys in
+What it may say is which model it is, in which number format, and how samples are drawn. The keys in
 ASKED are for the user alone to give; where a stored configuration has one, the user is told so.
 """
 
@@ -23,12 +23,12 @@ DATA: Mapping[str, tuple[str, ...]] = {
     "job": ("description",),
     "model": ("name", "flavor"),
     "training": ("dataset", "dtype", "mixed_precision_param", "mixed_precision_reduce"),
-    "sampling": ("num_images", "temperature"),
+    "sampling": ("num_samples", "temperature"),
     "debug": ("seed", "deterministic", "deterministic_warn_only"),
 }
 ASKED = {
     "experimental.custom_import": "a module that registers the model",
-    "training.dataset_path": "a folder of images",
+    "training.dataset_path": "a folder of data",
 }
 MOST_DESCRIPTION_CHARACTERS = 200
 

@@ -1,1 +1,1 @@
-"""Images as tokens: which data sets there are, how an image becomes a sequence, what comes when."""
+"""Sequences to train on: which data sets there are, and which sample comes when."""

@@ -1,55 +1,33 @@
-"""The data sets by name and what a model must look like to read them; torch-free.
-
-A pixel is a token: an image of height x width x channels is a sequence of that many tokens,
-planar (channel -> row -> column), each in [0, vocab_size).
-"""
+"""The data sets by name; torch-free, so that a mistake in a job is found before anything starts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from titanlite import models
+from titanlite.data.images.spec import CIFAR10, DIGITS, PHOTOS, SYNTHETIC
+from titanlite.data.spec import DatasetSpec
+
+DATASETS: dict[str, DatasetSpec] = {}
+"""Every data set that a job can name."""
+
+REGISTERED_BY: dict[str, set[str]] = {}
+"""Name of a data set -> the modules that registered it: those whose import called `register`."""
 
 
-@dataclass(frozen=True)
-class DatasetInfo:
-    """Shape and vocabulary of one data set; None where it takes any (synthetic).
-
-    A set of crops takes any height and width up to `max_height` and `max_width`.
-    """
-
-    description: str
-    height: int | None = None
-    width: int | None = None
-    channels: int | None = None
-    vocab_size: int | None = None
-    max_height: int | None = None
-    max_width: int | None = None
-    needs_path: bool = False
-
-    @property
-    def size(self) -> str:
-        """Height x width x channels in words, such as "8 x 8 x 1"."""
-        height = self.height or f"at most {self.max_height}"
-        width = self.width or f"at most {self.max_width}"
-        return f"{height} x {width} x {self.channels}"
+def register(spec: DatasetSpec) -> None:
+    """Makes a data set known under `spec.name`; raises ValueError if another one has that name."""
+    if DATASETS.setdefault(spec.name, spec) != spec:
+        raise ValueError(f"a data set named {spec.name!r} is registered already")
+    REGISTERED_BY.setdefault(spec.name, set()).update(models.registering_modules())
 
 
-CATALOG = {
-    "digits": DatasetInfo("1,797 handwritten digits bundled with scikit-learn", 8, 8, 1, 17),
-    "photos": DatasetInfo(
-        "random crops of the two photographs bundled with scikit-learn",
-        channels=3,
-        vocab_size=256,
-        max_height=427,
-        # What is held out for validation is no wider.
-        max_width=64,
-    ),
-    "cifar10": DatasetInfo(
-        "CIFAR-10 from a local folder of its python or binary files",
-        32,
-        32,
-        3,
-        256,
-        needs_path=True,
-    ),
-    "synthetic": DatasetInfo("generated patterns of any shape and vocabulary, for tests"),
-}
+def datasets_of(module: str) -> list[str]:
+    """The names of the data sets that `module`, or a module of that package, has registered."""
+    return [
+        name
+        for name, modules in REGISTERED_BY.items()
+        if name in DATASETS and any(f"{by}.".startswith(f"{module}.") for by in modules)
+    ]
+
+
+for built_in in (DIGITS, PHOTOS, CIFAR10, SYNTHETIC):
+    DATASETS[built_in.name] = built_in

@@ -6,31 +6,33 @@ decides only which rank reads which of them, and in how many microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
-from titanlite.data.datasets import ImageDataset
+from titanlite.batch import Batch, FieldDims, make_batch
+from titanlite.data.spec import Dataset
 from titanlite.errors import ConfigError
-
-# The label that torch.nn.functional.cross_entropy leaves out by default.
-IGNORE_INDEX = -100
 
 
 class GlobalBatchSampler:
     """One data-parallel rank's part of every global batch.
 
     `state`, the global index of the next sample, is all there is to save and restore; it means
-    the same under every plan. Raises ConfigError where the global batch does not divide evenly.
+    the same under every plan. `fields` are those that samples have beside their tokens, each with
+    the dimension that counts tokens in it (see DatasetSpec). Raises ConfigError where the global
+    batch does not divide evenly.
     """
 
     def __init__(
         self,
-        dataset: ImageDataset,
+        dataset: Dataset,
         global_batch_size: int,
         dp_degree: int,
         dp_rank: int,
         local_batch_size: int,
+        fields: Mapping[str, int | None] | None = None,
     ) -> None:
         if global_batch_size % (dp_degree * local_batch_size):
             raise ConfigError(
@@ -44,9 +46,10 @@ class GlobalBatchSampler:
         self._rank_batch_size = global_batch_size // dp_degree
         self._dp_rank = dp_rank
         self._local_batch_size = local_batch_size
+        self._fields = fields or {}
 
-    def draw(self) -> list[torch.Tensor]:
-        """This rank's microbatches of the next step, int64 [local_batch_size, T] each.
+    def draw(self) -> list[Batch]:
+        """This rank's batches of the next step, of `local_batch_size` sequences each.
 
         The ranks' parts are disjoint and together are samples [state, state + global_batch_size),
         in rank order; `state` then moves on by the global batch size.
@@ -54,26 +57,26 @@ class GlobalBatchSampler:
         first = self.state + self._dp_rank * self._rank_batch_size
         self.state += self._global_batch_size
         return [
-            _stack(self._dataset, range(start, start + self._local_batch_size))
+            read_batch(self._dataset, range(start, start + self._local_batch_size), self._fields)
             for start in range(first, first + self._rank_batch_size, self._local_batch_size)
         ]
 
 
 def iterate_once(
-    dataset: ImageDataset,
+    dataset: Dataset,
     *,
     local_batch_size: int,
     dp_degree: int,
     dp_rank: int,
     num_samples: int | None = None,
-) -> Iterator[tuple[torch.Tensor, int]]:
-    """Samples 0 .. num_samples - 1 once over all ranks: (tokens [local_batch_size, T], num_valid).
+    fields: Mapping[str, int | None] | None = None,
+) -> Iterator[Batch]:
+    """Samples 0 .. num_samples - 1 once over all ranks, in batches of `local_batch_size`.
 
     Every rank yields the same number of batches of the same shape, so collectives match. Where
-    the samples do not divide evenly, only the first `num_valid` rows of a batch count (0 is
-    possible) and the others are filler; `make_targets(tokens, num_valid)` leaves those out.
-    `num_samples` None, or more than the set holds, means the whole set. Raises ValueError where
-    an endless data set is to be read whole.
+    the samples do not divide evenly, the last rows of a batch (all of them, perhaps) are filler
+    without targets. `num_samples` None, or more than the set holds, means the whole set. Raises
+    ValueError where an endless data set is to be read whole.
     """
     total = dataset.num_samples if num_samples is None else num_samples
     if total is None:
@@ -85,21 +88,29 @@ def iterate_once(
         num_valid = min(max(total - first, 0), local_batch_size)
         # Filler repeats the last sample: real tokens, so no kernel meets a value out of range.
         rows = [min(i, total - 1) for i in range(first, first + local_batch_size)]
-        yield _stack(dataset, rows), num_valid
+        batch = read_batch(dataset, rows, fields or {})
+        yield batch.leave_out(torch.arange(local_batch_size)[:, None] >= num_valid)
 
 
-def make_targets(tokens: torch.Tensor, num_valid: int | None = None) -> torch.Tensor:
-    """The next pixel of each position: tokens [B, T] -> targets [B, T], int64.
+def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, int | None]) -> Batch:
+    """The samples with these indices as a batch."""
+    samples = [_fields_of(dataset.sample(index)) for index in indices]
+    stacked = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    more = {
+        name: (stacked[name], FieldDims(0, None if dim is None else dim + 1))
+        for name, dim in fields.items()
+        if name not in ("targets", "positions")
+    }
+    return make_batch(
+        stacked["tokens"], stacked.get("targets"), stacked.get("positions"), more=more
+    )
 
-    The last position has none and gets IGNORE_INDEX, as do all positions of rows from
-    `num_valid` on. T - 1 targets a row count, and bits per dimension are over those.
-    """
-    targets = torch.full_like(tokens, IGNORE_INDEX)
-    targets[:, :-1] = tokens[:, 1:]
-    if num_valid is not None:
-        targets[num_valid:] = IGNORE_INDEX
-    return targets
+
+def first_tokens(dataset: Dataset, indices: Iterable[int], count: int | None = None) -> Tensor:
+    """The first `count` tokens of these samples, or all of them: int64 [N, count]."""
+    samples = [_fields_of(dataset.sample(index))["tokens"][:count] for index in indices]
+    return torch.stack(samples)
 
 
-def _stack(dataset: ImageDataset, indices: range | list[int]) -> torch.Tensor:
-    return torch.stack([dataset.sample(index) for index in indices])
+def _fields_of(sample: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {"tokens": sample} if isinstance(sample, Tensor) else sample

@@ -230,7 +230,7 @@ def check_extras(*, enable_tensorboard: bool, enable_wandb: bool) -> None:
 
 
 def bits_per_dim(loss_nats: float) -> float:
-    """A loss in nats a token as bits a pixel channel, the measure of image likelihood papers."""
+    """A loss in nats a token as bits a token: of images, the bits per dimension of the papers."""
     return loss_nats / math.log(2)
 
 

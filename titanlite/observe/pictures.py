@@ -1,4 +1,4 @@
-"""The two pictures a run ends with: its loss curve, and sampled images beside real ones.
+"""The picture of a run that any job has: its loss curve.
 
 Drawn through matplotlib's objects alone: pyplot would keep global state and look for a screen.
 """
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -20,8 +19,6 @@ from titanlite.observe.metrics import StepRecord
 
 _TRAIN, _VALIDATION, _REFERENCE = "#1f5fa8", "#d1495b", "#6b7280"
 _DPI = 144
-# Of an image grid, in pixels: the longer side of an image about this, white around and between.
-_IMAGE_PIXELS, _MARGIN, _PANEL_GAP = 96, 28, 40
 # Curves of more steps than this are drawn faint, with their running mean over them.
 _STEPS_A_WINDOW = 60
 
@@ -98,54 +95,6 @@ def save_loss_curve(
     _save(figure, path)
 
 
-def save_image_grid(
-    path: str | Path,
-    sampled: torch.Tensor,
-    real: torch.Tensor,
-    *,
-    height: int,
-    width: int,
-    channels: int,
-    vocab_size: int,
-    title: str = "",
-) -> None:
-    """Draw sampled images beside real ones as a PNG, each pixel a square block.
-
-    `sampled` [N, T] and `real` [M, T] are int64 tokens, planar, T = channels * height * width.
-    One channel is drawn gray and three as RGB; of any other number the planes stand side by side.
-    Raises ValueError for another T or for no images.
-    """
-    panels = [
-        (name, _to_pixels(tokens, height, width, channels, vocab_size))
-        for name, tokens in (("sampled", sampled), ("real", real))
-    ]
-    columns = max(math.ceil(math.sqrt(len(images))) for _, images in panels)
-    longest_side = max(panels[0][1].shape[1:3])
-    scale = max(1, _IMAGE_PIXELS // longest_side)
-    mosaics = [_mosaic(images, columns, scale) for _, images in panels]
-    figure = Figure(dpi=100)
-    FigureCanvasAgg(figure)
-    headings = [figure.text(0, 0, f"{name} ({len(images)})") for name, images in panels]
-    heading = figure.text(0, 0, title, fontsize=13, parse_math=False)
-    widths = [
-        max(mosaic.shape[1], math.ceil(text.get_window_extent().width))
-        for mosaic, text in zip(mosaics, headings, strict=True)
-    ]
-    content = max(sum(widths) + _PANEL_GAP, math.ceil(heading.get_window_extent().width))
-    head = 96 if title else 56
-    width_px = 2 * _MARGIN + content
-    height_px = head + max(mosaic.shape[0] for mosaic in mosaics) + _MARGIN
-    figure.set_size_inches(width_px / 100, height_px / 100)
-    heading.set_position((_MARGIN / width_px, 1 - 44 / height_px))
-    left, top = _MARGIN, height_px - head
-    for mosaic, text, panel_width in zip(mosaics, headings, widths, strict=True):
-        # figimage puts array pixels on picture pixels, so no block is blurred or uneven.
-        figure.figimage(mosaic, xo=left, yo=top - mosaic.shape[0], origin="upper")
-        text.set_position((left / width_px, (top + 12) / height_px))
-        left += panel_width + _PANEL_GAP
-    _save(figure, path)
-
-
 # matplotlib hands these arrays, and empty ones too.
 def _nats_to_bits(nats: Any) -> Any:
     return nats / math.log(2)
@@ -159,32 +108,3 @@ def _save(figure: Figure, path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", facecolor="white")
-
-
-def _to_pixels(
-    tokens: torch.Tensor, height: int, width: int, channels: int, vocab_size: int
-) -> np.ndarray:
-    """Tokens [N, T] as uint8 [N, height, width, 3]; brightness is token / (vocab_size - 1)."""
-    num_pixels = channels * height * width
-    if tokens.ndim != 2 or tokens.shape[1] != num_pixels or len(tokens) == 0:
-        raise ValueError(f"tokens have shape {list(tokens.shape)}, not [N >= 1, {num_pixels}]")
-    planes = tokens.detach().cpu().numpy().reshape(-1, channels, height, width)
-    shades = (planes * 255 // max(vocab_size - 1, 1)).clip(0, 255).astype(np.uint8)
-    if channels == 3:
-        return shades.transpose(0, 2, 3, 1)
-    side_by_side = shades.transpose(0, 2, 1, 3).reshape(len(shades), height, channels * width)
-    return np.repeat(side_by_side[..., None], 3, axis=-1)
-
-
-def _mosaic(images: np.ndarray, columns: int, scale: int, gap: int = 6) -> np.ndarray:
-    """Images [N, H, W, 3] on a white sheet, `columns` a row, each pixel scale x scale."""
-    images = images.repeat(scale, axis=1).repeat(scale, axis=2)
-    count, height, width, _ = images.shape
-    rows = math.ceil(count / columns)
-    sheet = np.full(
-        (rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=np.uint8
-    )
-    for i, image in enumerate(images):
-        top, left = i // columns * (height + gap), i % columns * (width + gap)
-        sheet[top : top + height, left : left + width] = image
-    return sheet

@@ -62,9 +62,9 @@ def _batch(config: JobConfig, dims: ParallelDims) -> PlanRow:
     asked, local = config.training.global_batch_size, config.training.local_batch_size
     at_once = local * dims.dp
     size = at_once if asked == -1 else asked
-    note = f"{local} images on each of {dims.dp} data-parallel ranks"
+    note = f"{local} sequences on each of {dims.dp} data-parallel ranks"
     if dims.dp == 1:
-        note = f"{local} images at once"
+        note = f"{local} sequences at once"
     if size > at_once:
         note += f", {size // at_once} times a step"
     if asked == -1:

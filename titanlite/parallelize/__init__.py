@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from titanlite.batch import Batch
 from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize import steps
-from titanlite.parallelize.activation_checkpoint import CheckpointReport, apply_ac
+from titanlite.parallelize.activation_checkpoint import RecomputationReport, apply_ac
 from titanlite.parallelize.compile import apply_compile
 from titanlite.parallelize.context_parallel import apply_cp
 from titanlite.parallelize.ddp import apply_ddp
 from titanlite.parallelize.fsdp import apply_fsdp
-from titanlite.parallelize.pipeline_parallel import Pipeline, split_model
+from titanlite.parallelize.pipeline_parallel import PipelineRunner, split_model
 from titanlite.parallelize.plan import ParallelPlan, find_blocks, find_plan
 from titanlite.parallelize.steps import DTYPES, Part
 from titanlite.parallelize.tensor_parallel import apply_tp
@@ -41,7 +42,7 @@ __all__ = [
     "STEPS",
     "ParallelPlan",
     "Parallelized",
-    "Pipeline",
+    "PipelineRunner",
     "Step",
     "apply_ac",
     "apply_compile",
@@ -88,7 +89,7 @@ def parallelize(
     plan: ParallelPlan | None = None,
     *,
     whole: nn.Module | None = None,
-) -> tuple[list[PlanRow], CheckpointReport]:
+) -> tuple[list[PlanRow], RecomputationReport]:
     """Apply every step that `config` asks for to `model`, in place; say what each did.
 
     The model may be on the "meta" device; it gets storage and values afterwards. The plan is the
@@ -97,7 +98,7 @@ def parallelize(
     """
     part = Part(model, config, dims, meshes, plan or find_plan(model), whole)
     rows = [step.apply(part) for step in STEPS]
-    return rows, part.checkpointing
+    return rows, part.recomputation
 
 
 @dataclass
@@ -108,9 +109,9 @@ class Parallelized:
     """
 
     parts: list[nn.Module]
-    pipeline: Pipeline | None
+    pipeline: PipelineRunner | None
     applied: list[PlanRow]
-    checkpointing: CheckpointReport
+    recomputation: RecomputationReport
 
 
 def split_and_parallelize(
@@ -119,13 +120,14 @@ def split_and_parallelize(
     dims: ParallelDims,
     meshes: Meshes,
     pipeline_plan: PipelinePlan | None,
-    num_tokens: int,
+    example: Batch,
     plan: ParallelPlan | None = None,
 ) -> Parallelized:
     """Cut `model`, on "meta", into the stages of `pipeline_plan`; `parallelize` this rank's.
 
-    Without a pipeline plan the model is the one part. `num_tokens` are those of an image; `plan`
-    is the one registered for the model's class unless given.
+    Without a pipeline plan the model is the one part. `example` is a microbatch as this rank gets
+    them, of which a pipeline uses the shapes; `plan` is the one registered for the model's class
+    unless given.
     """
     plan = plan or find_plan(model)
     if pipeline_plan is None or meshes.pp is None:
@@ -140,13 +142,12 @@ def split_and_parallelize(
         stage: parallelize(part, config, dims, meshes, plan, whole=model)
         for stage, part in parts.items()
     }
-    pipeline = Pipeline(
+    pipeline = PipelineRunner(
         pipeline_plan.schedule,
         parts,
         plain_parts,
         meshes.pp,
-        microbatch_size=pipeline_plan.microbatch_size,
-        num_tokens=num_tokens // dims.num_token_shards,
+        example=example,
         dtype=DTYPES[config.training.param_dtype],
         num_shards=dims.tp,
         sequence_dim=plan.sequence_dim,
@@ -163,11 +164,11 @@ def split_and_parallelize(
             note = f"stage {stages[0]}: {'; '.join(notes)}"
             rows[index] = replace(row, note=note)
     reports = [report for _, report in done.values()]
-    checkpointing = CheckpointReport(
+    recomputation = RecomputationReport(
         tuple(name for report in reports for name in report.wrapped),
         next((report.tally for report in reports if report.wrapped), None),
     )
-    return Parallelized(list(parts.values()), pipeline, rows, checkpointing)
+    return Parallelized(list(parts.values()), pipeline, rows, recomputation)
 
 
 def _pipeline_parallel(plan: PipelinePlan, dims: ParallelDims) -> PlanRow:

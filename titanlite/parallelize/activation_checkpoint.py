@@ -59,7 +59,7 @@ class OperatorTally:
 
 
 @dataclass(frozen=True)
-class CheckpointReport:
+class RecomputationReport:
     """What apply_ac did: the blocks it wrapped, and the operators of the first of them."""
 
     wrapped: tuple[str, ...]
@@ -79,7 +79,7 @@ def apply_ac(
     save_cpu_attention: bool = False,
     memory_budget: float = 0.5,
     plan: ParallelPlan | None = None,
-) -> CheckpointReport:
+) -> RecomputationReport:
     """Checkpoint the blocks of `model` in place.
 
     mode "none" saves everything. "full" saves only each block's input and computes the block again
@@ -100,12 +100,12 @@ def apply_ac(
     """
     plan = plan or find_plan(model)
     if mode == "none":
-        return CheckpointReport(())
+        return RecomputationReport(())
     if mode == "memory_budget":
         import torch._functorch.config
 
         torch._functorch.config.activation_memory_budget = memory_budget
-        return CheckpointReport(())
+        return RecomputationReport(())
     options: dict[str, Any] = {
         "preserve_rng_state": preserve_rng_state,
         "determinism_check": determinism_check,
@@ -130,7 +130,7 @@ def apply_ac(
         if (place + 1) % every == 0:
             container.register_module(key, checkpoint_wrapper(block, **options))
             wrapped.append(f"{plan.blocks}.{key}")
-    return CheckpointReport(tuple(wrapped), tally)
+    return RecomputationReport(tuple(wrapped), tally)
 
 
 def _selective_contexts(recomputed_shapes: frozenset[torch.Size], tally: OperatorTally) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.attention import Layout, RingAttention
-from titanlite.batch import asked_for
+from titanlite.batch import takes
 from titanlite.errors import TitanliteError
 from titanlite.parallelize.plan import ParallelPlan, find_container, find_plan
 
@@ -31,7 +30,7 @@ def apply_cp(
     """
     plan = plan or find_plan(model)
     blocks = dict(find_container(model, plan, "context parallelism").named_children())
-    if not asked_for(model, positions=torch.empty(0)):
+    if not takes(model, "positions"):
         raise TitanliteError(
             f"context parallelism needs a model that is told which tokens it has, and forward of "
             f"{type(model).__name__} takes no `positions`; let it take them, [T] or [B, T]"

@@ -1,7 +1,7 @@
 """Pipeline parallelism: a model cut into stages, and the schedule that runs them.
 
     split_model         the model's parts, one a stage, each with its modules under their own names
-    Pipeline            the stages of one rank: a step by schedule, and a forward pass alone
+    PipelineRunner      the stages of one rank: a step by schedule, and a forward pass alone
 
 The engine is torch.distributed.pipelining. Between the two each part goes through the same
 parallelize steps as a whole model does.
@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from titanlite.batch import asked_for, call_model, dims_of
+from titanlite.batch import Batch, asked_for, call_model, join
 from titanlite.errors import TitanliteError
 from titanlite.parallelize.plan import refuse_tied_weights
 from titanlite.schedule import Schedule
@@ -65,7 +65,7 @@ def split_model(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[nn.Mo
     return parts
 
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Any, Batch], Tensor]
 
 
 class _Stage(PipelineStage):
@@ -100,16 +100,16 @@ class _Stage(PipelineStage):
             del part.set_requires_gradient_sync
 
 
-class Pipeline:
+class PipelineRunner:
     """The stages that one rank of the 1-D `pp_mesh` holds, run by a schedule.
 
     `parts` are this rank's, by stage, parallelized; `plain_parts` those of all stages as
     split_model made them on the "meta" device, from which the shapes between stages come. Such
     activations have dtype `dtype` and are sharded `num_shards` ways along `sequence_dim`, or whole
-    on every rank if that is None. Each
-    batch has the same number of images, cut into `schedule.num_microbatches`, and `num_tokens`
-    tokens an image on this rank. The schedule is PyTorch's of that name; where it has none, or
-    `from_table` asks for it, PyTorch's runtime executes the table.
+    on every rank if that is None. `example` is a microbatch as this rank gets them, of which only
+    shapes and dtypes are used; a batch is `schedule.num_microbatches` such. The schedule is
+    PyTorch's of that name; where it has none, or `from_table` asks for it, PyTorch's runtime
+    executes the table.
     """
 
     def __init__(
@@ -119,8 +119,7 @@ class Pipeline:
         plain_parts: Sequence[nn.Module],
         pp_mesh: DeviceMesh,
         *,
-        microbatch_size: int,
-        num_tokens: int,
+        example: Batch,
         dtype: torch.dtype,
         num_shards: int = 1,
         sequence_dim: int | None = 0,
@@ -133,13 +132,15 @@ class Pipeline:
         self._device = torch.device(pp_mesh.device_type)
         if self._device.type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._num_tokens, self._dtype = num_tokens, dtype
+        self._example, self._dtype = example.to(torch.device("meta")), dtype
         self._num_shards, self._sequence_dim = num_shards, sequence_dim
         self._known_shapes: dict[int, list[torch.Size]] = {}
+        # Of the batch that is being run.
+        self._batch: Batch | None = None
         self._loss_function: LossFunction | None = None
         self.on_loss: Callable[[], None] | None = None
         """Called after each microbatch's loss, as part of the last stage's forward pass."""
-        self.stages = [self._make_stage(stage, microbatch_size) for stage in self._parts]
+        self.stages = [self._make_stage(stage) for stage in self._parts]
         self._schedule = self._make_schedule(from_table)
 
     @property
@@ -155,56 +156,49 @@ class Pipeline:
     def has_last(self) -> bool:
         return self.table.num_stages - 1 in self._parts
 
-    def step(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        targets: Tensor,
-        loss_function: LossFunction,
-        *,
-        is_last: bool = True,
-    ) -> None:
+    def step(self, batch: Batch, loss_function: LossFunction, *, is_last: bool = True) -> None:
         """Run the schedule on a batch, and add the gradients to the parameters'.
 
-        Tokens and targets are [B, T], positions [T] or [B, T]; every stage gets the positions that
-        asks for them. `loss_function(logits, targets)` is called for each microbatch, on the rank
-        that has the last stage; the gradients are those of its sum. Where several batches make up
-        a step, only the last of them has replicas exchange gradients.
+        Every stage gets the fields that its forward asks for. `loss_function(outputs, microbatch)`
+        is called for each microbatch, on the rank that has the last stage; the gradients are those
+        of its sum. Where several batches make up a step, only the last of them has replicas
+        exchange gradients.
         """
-        self._loss_function = loss_function
+        self._batch, self._loss_function = batch, loss_function
         for stage in self.stages:
             stage.reduces_over_replicas = is_last
-        inputs = (tokens,) if self.has_first else ()
-        target = targets if self.has_last else None
-        fields = asked_for(self.stages[0].submod, positions=positions)
+        inputs = (batch.tokens,) if self.has_first else ()
+        # PyTorch hands the loss of a microbatch its part of the target: here its row numbers,
+        # which say what of every field is in it.
+        target = torch.arange(batch.num_sequences) if self.has_last else None
+        fields = asked_for(self.stages[0].submod, batch)
         # Not every class of schedule takes it as an argument.
         self._schedule._kwargs_chunk_spec = {
-            name: _chunks_of(name, field) for name, field in fields.items()
+            name: _Replicate() if (dim := batch.dims[name].batch) is None else TensorChunkSpec(dim)
+            for name in fields
         }
         self._schedule.step(*inputs, target=target, return_outputs=False, **fields)
-        self._loss_function = None
+        self._batch = self._loss_function = None
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        """The logits of tokens [B, T] on the rank of the last stage, else None.
-
-        Positions are [T] or [B, T], for every stage that asks for them.
+    def forward(self, batch: Batch) -> Any:
+        """What the model puts out for a batch, on the rank of the last stage; else None.
 
         PyTorch's schedules cannot run forwards alone where they are V-shaped.
         """
-        shapes = self._shapes(tokens.size(0))
+        shapes = self._shapes(batch.num_sequences)
         place = self.table.stage_to_rank
         rank = dist.get_rank(self.group)
         sends = []
         x: Any = None
         for stage, part in self._parts.items():
             if stage == 0:
-                x = call_model(part, tokens, positions=positions)
+                x = call_model(part, batch)
             else:
                 if place[stage - 1] != rank:
                     x = torch.empty(shapes[stage - 1], dtype=self._dtype, device=self._device)
                     dist.recv(x, group=self.group, group_src=place[stage - 1])
-                x = call_model(part, x, positions=positions)
+                x = call_model(part, batch, x)
             if stage < self.table.num_stages - 1 and place[stage + 1] != rank:
                 sent = x.contiguous()
                 sends.append((dist.isend(sent, group=self.group, group_dst=place[stage + 1]), sent))
@@ -228,12 +222,14 @@ class Pipeline:
         """The shape that each stage hands to the next, as this rank holds it."""
         if batch_size in self._known_shapes:
             return self._known_shapes[batch_size]
-        x: Any = torch.empty(batch_size, self._num_tokens, dtype=torch.long, device="meta")
+        # A batch of any size is as many copies of one sequence.
+        batch = join([self._example.rows(0, 1)] * batch_size)
+        x: Tensor | None = None
         shapes = []
         with torch.no_grad():
-            positions = torch.arange(self._num_tokens, device="meta")
             for part in self._plain_parts[:-1]:
-                x = call_model(part, x, positions=positions)
+                x = call_model(part, batch, x)
+                assert x is not None
                 shape = list(x.shape)
                 if self._sequence_dim is not None:
                     shape[self._sequence_dim] //= self._num_shards
@@ -241,30 +237,31 @@ class Pipeline:
         self._known_shapes[batch_size] = shapes
         return shapes
 
-    def _make_stage(self, stage: int, microbatch_size: int) -> _Stage:
+    def _make_stage(self, stage: int) -> _Stage:
         """With all shapes given, PyTorch need not run the model once to learn them."""
 
         def activation(index: int) -> Tensor:
-            shape = self._shapes(microbatch_size)[index]
+            shape = self._shapes(self._example.num_sequences)[index]
             return torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
 
-        tokens = torch.empty(microbatch_size, self._num_tokens, dtype=torch.long, device="meta")
         last = self.table.num_stages - 1
         return _Stage(
             self._parts[stage],
             stage,
             self.table.num_stages,
             self._device,
-            input_args=(tokens,) if stage == 0 else (activation(stage - 1),),
+            input_args=(self._example.tokens,) if stage == 0 else (activation(stage - 1),),
             # Nobody receives what the last stage puts out.
             output_args=(activation(min(stage, last - 1)),),
             group=self.group,
         )
 
     def _make_schedule(self, from_table: bool) -> Any:
-        def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
+        def loss_function(outputs: Any, rows: Tensor) -> Tensor:
+            assert self._batch is not None
             assert self._loss_function is not None
-            loss = self._loss_function(logits, targets)
+            microbatch = self._batch.rows(int(rows[0]), int(rows[-1]) + 1)
+            loss = self._loss_function(outputs, microbatch)
             if self.on_loss is not None:
                 self.on_loss()
             return loss
@@ -295,9 +292,3 @@ class Pipeline:
             schedule = cls(self.stages, **options)
         schedule._args_chunk_spec = (TensorChunkSpec(0),)
         return schedule
-
-
-def _chunks_of(name: str, field: Tensor) -> Any:
-    """How PyTorch cuts a field of a batch into microbatches."""
-    batch_dim = dims_of(name, field).batch
-    return _Replicate() if batch_dim is None else TensorChunkSpec(batch_dim)

@@ -14,7 +14,7 @@ from torch import nn
 from titanlite.attention import explain_choice
 from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.parallelize.activation_checkpoint import CheckpointReport, apply_ac
+from titanlite.parallelize.activation_checkpoint import RecomputationReport, apply_ac
 from titanlite.parallelize.compile import apply_compile
 from titanlite.parallelize.context_parallel import apply_cp
 from titanlite.parallelize.ddp import apply_ddp
@@ -40,7 +40,7 @@ class Part:
     meshes: Meshes
     plan: ParallelPlan
     whole: nn.Module | None
-    checkpointing: CheckpointReport = field(default_factory=lambda: CheckpointReport(()))
+    recomputation: RecomputationReport = field(default_factory=lambda: RecomputationReport(()))
 
 
 def tensor_parallel(part: Part) -> PlanRow:
@@ -114,7 +114,7 @@ def activation_checkpoint(part: Part) -> PlanRow:
         save_cpu_attention=save_cpu_attention,
         plan=part.plan,
     )
-    part.checkpointing = report
+    part.recomputation = report
     requested: str = section.mode
     if section.mode == "selective":
         requested += f" {section.selective_ac_option}"

@@ -1,10 +1,16 @@
-"""The loss: summed over tokens, and divided by the tokens of the whole step."""
+"""The loss: summed over targets, and divided by the number of targets of the whole step.
+
+A Loss is two functions, so that the number is known before the backward pass: what a task adds up,
+and what it divides by. A data set's spec names the loss that it is trained with.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +18,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-IGNORE_INDEX = -100
+from titanlite.batch import IGNORE_INDEX, Batch
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a task is trained to make small.
+
+    `total(outputs, batch)` is the sum of the losses (nats), a scalar, of what the model puts out
+    for a batch or for some of its sequences; `count(batch)` is how many losses that sum has, an
+    integer scalar, known without the outputs.
+    """
+
+    total: Callable[[Any, Batch], Tensor]
+    count: Callable[[Batch], Tensor]
+
+    def compiled(self, backend: str) -> Loss:
+        """The same, its sum compiled."""
+        return replace(self, total=torch.compile(self.total, backend=backend))
+
+
+def next_token_loss(logits_BTV: Tensor, batch: Batch) -> Tensor:
+    """The sum of the cross-entropies (nats) of the batch's targets."""
+    return token_loss_sum(logits_BTV, batch.targets)
 
 
 def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -31,11 +59,10 @@ def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
+NEXT_TOKEN = Loss(next_token_loss, Batch.count_targets)
+"""The cross-entropy of each next token."""
+
+
 def loss_context(logits_are_sharded: bool) -> AbstractContextManager[None]:
     """What a forward and backward pass has to be inside, depending on the logits."""
     return loss_parallel() if logits_are_sharded else contextlib.nullcontext()
-
-
-def make_loss_function(compiled: bool, backend: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """`token_loss_sum`, compiled where asked for."""
-    return torch.compile(token_loss_sum, backend=backend) if compiled else token_loss_sum

@@ -15,39 +15,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.batch import call_model
+from titanlite.batch import Batch, call_model
 from titanlite.errors import NonFiniteError
 from titanlite.training.gradient_norm import (
     clip_gradients,
     gradient_norm,
     reduce_partial_gradients,
 )
-from titanlite.training.loss import IGNORE_INDEX, loss_context
+from titanlite.training.loss import Loss, loss_context
 from titanlite.training.non_finite import explain_non_finite
 
 
 @dataclass(frozen=True)
-class Microbatch:
-    """This rank's part of some images: tokens [B, T], targets [B, T] and their true positions.
-
-    Positions are [T], or [B, T] where they differ from image to image.
-
-    T is a rank's share of the sequence under context parallelism.
-    """
-
-    tokens: Tensor
-    targets: Tensor
-    positions: Tensor
-
-
-@dataclass(frozen=True)
 class StepResult:
-    """What a step did: mean loss (nats a token), gradient norm before clipping, learning rate."""
+    """What a step did: mean loss (nats a target), gradient norm before clipping, learning rate."""
 
     loss: float
     grad_norm: float
     lr: float
-    num_tokens: int
+    num_targets: int
     seconds: float
     note: str = ""
     """Why the weights are as before the step, where they are."""
@@ -61,21 +47,15 @@ class Stages(Protocol):
         """Which of the model's stages the parts are."""
 
     def step(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        targets: Tensor,
-        loss_function: Callable[[Tensor, Tensor], Tensor],
-        *,
-        is_last: bool,
+        self, batch: Batch, loss_function: Callable[[Any, Batch], Tensor], *, is_last: bool
     ) -> None:
         """Forward and backward; the loss function is called where the last stage is.
 
         `is_last` says that no batch of the same training step follows.
         """
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        """The logits where the last stage is, None elsewhere."""
+    def forward(self, batch: Batch) -> Any:
+        """What the model puts out, where the last stage is; None elsewhere."""
 
 
 @dataclass
@@ -83,7 +63,7 @@ class Trainer:
     """A model with its optimizer: what a step works on.
 
     `parts` are the model, or this rank's parts of one that is split into stages, which `stages`
-    then runs. `is_counted` says whether this rank's loss and tokens enter the sums over the world:
+    then runs. `is_counted` says whether this rank's loss and targets enter the sums over the world:
     of the ranks that see the same tokens, one, which has the loss. `logits_are_sharded` is true
     under loss parallelism. `non_finite` says what becomes of a step whose loss or gradient norm is
     not finite: "stop" raises NonFiniteError, "skip" leaves it out, "ignore" takes it.
@@ -92,7 +72,7 @@ class Trainer:
     parts: list[nn.Module]
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    loss_function: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     world_mesh: DeviceMesh
     max_norm: float
     is_counted: bool
@@ -112,18 +92,18 @@ class Trainer:
 
     def step(
         self,
-        microbatches: Sequence[Microbatch],
+        batches: Sequence[Batch],
         number: int | None = None,
         *,
         on_gradients: Callable[[], None] | None = None,
     ) -> StepResult:
-        """Train on this rank's microbatches of one global batch.
+        """Train on this rank's part of one global batch, in one or several batches.
 
         `number` is what a message calls this step; the schedule's, where none is given.
         `on_gradients` is called when the gradients are on the parameters, neither clipped nor used.
         """
         start = time.perf_counter()
-        loss, num_tokens = self.compute_gradients(microbatches)
+        loss, num_targets = self.compute_gradients(batches)
         if on_gradients is not None:
             on_gradients()
         norm = gradient_norm(self.parameters, self.world_mesh)
@@ -132,42 +112,42 @@ class Trainer:
         note = ""
         if self.non_finite != "ignore" and not (math.isfinite(loss) and torch.isfinite(norm)):
             number = number or self.scheduler.last_epoch + 1
-            note = self._refuse(microbatches, number, loss, float(norm))
+            note = self._refuse(batches, number, loss, float(norm))
             lr = self._skip()
         else:
             lr = self._update(norm)
-        return StepResult(loss, float(norm), lr, num_tokens, time.perf_counter() - start, note)
+        return StepResult(loss, float(norm), lr, num_targets, time.perf_counter() - start, note)
 
-    def compute_gradients(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
-        """The part of a step that leaves gradients on the parameters; the mean loss, the tokens."""
-        num_tokens = self._count_tokens(microbatches)
+    def compute_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """The part of a step that leaves gradients on the parameters; mean loss and targets."""
+        num_targets = self._count_targets(batches)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        for index, batch in enumerate(microbatches):
-            is_last = index == len(microbatches) - 1
-            for loss in self._forward_backward(batch, num_tokens, is_last=is_last):
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            for loss in self._forward_backward(batch, num_targets, is_last=is_last):
                 loss_sum += loss
         reduce_partial_gradients(self.parameters)
-        return self._world_sum(loss_sum) / num_tokens, num_tokens
+        return self._world_sum(loss_sum) / num_targets, num_targets
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Iterable[Microbatch]) -> float:
-        """The mean loss (nats a token) over the microbatches of all ranks; all have as many."""
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss (nats a target) over the batches of all ranks; all have as many."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         for part in self.parts:
             part.eval()
-        for batch in microbatches:
+        for batch in batches:
             with loss_context(self.logits_are_sharded):
                 if self.stages is None:
-                    logits = call_model(self.parts[0], batch.tokens, positions=batch.positions)
+                    outputs = call_model(self.parts[0], batch)
                 else:
-                    logits = self.stages.forward(batch.tokens, batch.positions)
-                if logits is not None:
-                    totals[0] += self.loss_function(logits, batch.targets)
-            totals[1] += (batch.targets != IGNORE_INDEX).sum()
+                    outputs = self.stages.forward(batch)
+                if outputs is not None:
+                    totals[0] += self.loss.total(outputs, batch)
+            totals[1] += self.loss.count(batch)
         for part in self.parts:
             part.train()
-        loss_sum, num_tokens = self._world_sums(totals)
-        return loss_sum / num_tokens
+        loss_sum, num_targets = self._world_sums(totals)
+        return loss_sum / num_targets
 
     def _update(self, norm: Tensor) -> float:
         """Clip by the norm, update the weights and clear; the learning rate."""
@@ -188,9 +168,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return lr
 
-    def _refuse(
-        self, microbatches: Sequence[Microbatch], step: int, loss: float, norm: float
-    ) -> str:
+    def _refuse(self, batches: Sequence[Batch], step: int, loss: float, norm: float) -> str:
         """Say where a step's values stopped being finite; raise it unless such steps are skipped.
 
         Every rank comes here, since loss and norm are the same on all.
@@ -198,7 +176,7 @@ class Trainer:
         numbers = (0,) if self.stages is None else self.stages.numbers
         cause = explain_non_finite(
             dict(zip(numbers, self.parts, strict=True)),
-            lambda: self.compute_gradients(microbatches)[0],
+            lambda: self.compute_gradients(batches)[0],
             self.world_mesh,
         )
         text = f"step {step}: loss {loss:g}, gradient norm {norm:g}; {cause}"
@@ -209,9 +187,7 @@ class Trainer:
             '(debug.non_finite = "skip" leaves such a step out and goes on)'
         )
 
-    def _forward_backward(
-        self, batch: Microbatch, num_tokens: int, *, is_last: bool
-    ) -> list[Tensor]:
+    def _forward_backward(self, batch: Batch, num_targets: int, *, is_last: bool) -> list[Tensor]:
         """Add the batch's gradients to the parameters'; the loss sums that this rank has seen.
 
         They are one; one a microbatch where the last stage of a pipeline is, and none elsewhere.
@@ -220,25 +196,22 @@ class Trainer:
         """
         sums = []
 
-        def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
-            loss = self.loss_function(logits, targets)
+        def loss_function(outputs: Any, batch: Batch) -> Tensor:
+            loss = self.loss.total(outputs, batch)
             sums.append(loss.detach())
-            return loss / num_tokens
+            return loss / num_targets
 
         # Around the backward pass too, as sharded logits need it.
         with loss_context(self.logits_are_sharded):
             if self.stages is not None:
-                self.stages.step(
-                    batch.tokens, batch.positions, batch.targets, loss_function, is_last=is_last
-                )
+                self.stages.step(batch, loss_function, is_last=is_last)
             else:
                 self._set_replica_sync(enabled=is_last)
-                logits = call_model(self.parts[0], batch.tokens, positions=batch.positions)
-                loss_function(logits, batch.targets).backward()
+                loss_function(call_model(self.parts[0], batch), batch).backward()
         return sums
 
-    def _count_tokens(self, microbatches: Sequence[Microbatch]) -> int:
-        counts = [(batch.targets != IGNORE_INDEX).sum() for batch in microbatches]
+    def _count_targets(self, batches: Sequence[Batch]) -> int:
+        counts = [self.loss.count(batch) for batch in batches]
         # At least one: a step without any target has a loss of zero, not one of 0 / 0.
         return max(1, int(self._world_sum(torch.stack(counts).sum().double())))
 

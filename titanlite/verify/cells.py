@@ -15,15 +15,11 @@ import torch
 from torch import Tensor
 
 from titanlite.attention import make_layout
-from titanlite.batch import dims_of
-from titanlite.config import JobConfig
+from titanlite.batch import Batch
+from titanlite.config import ResolvedJob
 from titanlite.job import Job
-from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.training.loss import IGNORE_INDEX
 from titanlite.training.shards import local_part, shard_of
-from titanlite.training.step import Microbatch
 from titanlite.verify.record import Cell
-from titanlite.verify.run import named_parameters
 
 # More are not told apart: each is a backward pass, and a copy of the gradients.
 MOST_CELLS = 48
@@ -39,7 +35,7 @@ def shares_of(
 ) -> dict[str, tuple[tuple[float, ...], float]]:
     """This rank's wrong gradients as sums of the cells' gradients, by least squares."""
     by_cell = torch.load(cells_file(folder), mmap=True, weights_only=True)
-    parameters = named_parameters(job)
+    parameters = job.parameters
     shares = {}
     for name in names:
         parameter = parameters.get(name)
@@ -56,13 +52,12 @@ def shares_of(
     return shares
 
 
-def cells_of(plan: JobConfig, dims: ParallelDims) -> tuple[Cell, ...]:
+def cells_of(plan: ResolvedJob) -> tuple[Cell, ...]:
     """The cells of a plan's batch; microbatches are not told apart where there are too many."""
-    per_rank = plan.training.global_batch_size // dims.dp
-    size = plan.training.local_batch_size
-    if dims.pp_enabled:
-        size = plan.parallelism.pipeline_parallel_microbatch_size
-    count = per_rank // size
+    dims, size = plan.dims, plan.config.training.local_batch_size
+    if plan.pipeline is not None:
+        size = plan.pipeline.microbatch_size
+    count = plan.global_batch_size // dims.dp // size
     if dims.dp * count * dims.cp > MOST_CELLS:
         count = 1
     return tuple(
@@ -73,23 +68,14 @@ def cells_of(plan: JobConfig, dims: ParallelDims) -> tuple[Cell, ...]:
     )
 
 
-def cut_cells(
-    batch: Microbatch, cells: tuple[Cell, ...], plan: JobConfig, dims: ParallelDims
-) -> Iterator[Microbatch]:
+def cut_cells(batch: Batch, cells: tuple[Cell, ...], plan: ResolvedJob) -> Iterator[Batch]:
     """The batch with the targets of one cell alone, for each cell."""
-    num_images, num_tokens = batch.tokens.shape
-    layout = make_layout(plan.parallelism.context_parallel_load_balancer, dims.cp)
+    dims, seq_len = plan.dims, batch.tokens.size(1)
+    layout = make_layout(plan.config.parallelism.context_parallel_load_balancer, dims.cp)
     count = 1 + max(microbatch for _, microbatch, _ in cells)
-    size = num_images // dims.dp // count
+    size = batch.num_sequences // dims.dp // count
     for data, microbatch, part in cells:
-        first = data * num_images // dims.dp + microbatch * size
-        images = slice(first, first + size)
-        held = torch.arange(num_tokens)
-        if dims.cp_enabled:
-            held = layout.positions(part, num_tokens)
-        targets = torch.full_like(batch.targets[images], IGNORE_INDEX)
-        held = held.to(targets.device)
-        targets[:, held] = batch.targets[images][:, held]
-        by_image = dims_of("positions", batch.positions).batch is not None
-        positions = batch.positions[images] if by_image else batch.positions
-        yield Microbatch(batch.tokens[images], targets, positions)
+        first = data * batch.num_sequences // dims.dp + microbatch * size
+        is_out = torch.ones(seq_len, dtype=torch.bool)
+        is_out[layout.positions(part, seq_len) if dims.cp_enabled else slice(None)] = False
+        yield batch.rows(first, first + size).leave_out(is_out)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.config import load_config
+from titanlite.config import Reading, read_job
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
 from titanlite.ranks.machine import check_local_ranks
@@ -25,7 +25,7 @@ gradient norm, every gradient and every weight, step by step. Where they differ,
   --steps N           optimizer steps to compare (default 5; of the matrix 2)
   --dtype DTYPE       float64 (default), float32, or bfloat16: computed in it, weights kept
                       in float32
-  --shrink            make layers, widths, image and batch as small as the plan allows
+  --shrink            make layers, widths, sequence and batch as small as the plan allows
   --json FILE         write all that was found
   --section.key=value any key of the job, as for train.py
 
@@ -77,14 +77,17 @@ def verify_one(options: Options) -> int:
     if options.shrink:
         # What the file trains on need not be here.
         words += ["--training.dataset=synthetic", "--training.dataset_path=none"]
-    config = load_config(words, needs_file=EXAMPLE)
+    reading = read_job(words, needs_file=EXAMPLE)
     shrunk: list[str] = []
     if options.shrink:
         from titanlite.verify.shrink import shrink
 
-        config, shrunk = shrink(config)
+        reading.draft()
+        config, shrunk = shrink(reading.require())
+        reading = Reading(config)
         shrunk.append("generated data")
-    start = check_start(config)
+    start = check_start(reading)
+    config = start.job.config
     source = config.job.config_file or ""
 
     def show_header(found: Verification) -> None:
@@ -92,7 +95,7 @@ def verify_one(options: Options) -> int:
 
     with Verifier(start.device_type, max_ranks=config.job.max_local_ranks) as verifier:
         found = verifier.verify(
-            config, start.dims, steps=options.steps or 5, dtype=options.dtype, on_start=show_header
+            start.job, steps=options.steps or 5, dtype=options.dtype, on_start=show_header
         )
     print(format_verification(found))
     if found.error is not None and found.error.rank_traceback:

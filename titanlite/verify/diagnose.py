@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 from titanlite.verify.compare import KINDS, same_shards
 from titanlite.verify.evidence import EXPLAINED, Evidence, pooled, ranks_of, worst
-from titanlite.verify.factors import agree, is_near, listed, name_parameters, name_ranks
 from titanlite.verify.gradients import explain_gradients, explain_shares
 from titanlite.verify.norms import explain_norm
 from titanlite.verify.record import ModuleOutput, module_of
+from titanlite.verify.words import agree, is_near, listed, name_parameters, name_ranks
 
 
 def diagnose(evidence: Evidence) -> list[str]:
@@ -56,30 +56,30 @@ def _start(e: Evidence) -> Iterator[str]:
 
 def _data(e: Evidence) -> Iterator[str]:
     step = max(1, e.step)
-    per_rank = e.plan.training.global_batch_size // e.dims.dp
+    per_rank = e.job.global_batch_size // e.dims.dp
     wrong: dict[int, tuple[int, ...]] = {}
     for run in e.runs:
         first = e.dims.data_rank(run.rank) * per_rank
-        if run.steps[step].images != tuple(range(first, first + per_rank)):
-            wrong[run.rank] = run.steps[step].images
+        if run.steps[step].sequences != tuple(range(first, first + per_rank)):
+            wrong[run.rank] = run.steps[step].sequences
     if wrong:
-        rank, images = next(iter(wrong.items()))
+        rank, sequences = next(iter(wrong.items()))
         first = e.dims.data_rank(rank) * per_rank
-        strange = sum(image == -1 for image in images)
+        strange = sum(one == -1 for one in sequences)
         got = (
-            f"{strange} images that are not in the batch of one process"
+            f"{strange} sequences that are not in the batch of one process"
             if strange
-            else f"images {listed(images)} of it"
+            else f"sequences {listed(sequences)} of it"
         )
         yield (
             f"the data depend on the plan: at step {step} rank {rank} read {got}, in place of "
-            f"images {first} to {first + per_rank - 1}, and so "
+            f"sequences {first} to {first + per_rank - 1}, and so "
             f"{name_ranks(wrong, e.runs, range(len(e.runs)))}. Which sample comes when must not "
             "depend on the data-parallel degree: let the sampler count over all ranks together"
         )
     moved = [run.rank for run in e.runs if not run.steps[step].positions_agree]
     if moved:
-        layout = e.plan.parallelism.context_parallel_load_balancer
+        layout = e.job.config.parallelism.context_parallel_load_balancer
         yield (
             "positions are wrong under context parallelism: the model is told other positions "
             f"than those of the tokens a rank holds in the {layout} layout, "
@@ -119,8 +119,8 @@ def _stage_positions(e: Evidence) -> Iterator[str]:
 def _count(e: Evidence) -> Iterator[str]:
     """One wrong number of targets; where ranks have different ones, `_counts` says so later."""
     step = max(1, e.step)
-    known = e.reference[step].num_tokens
-    counts = {run.steps[step].num_tokens for run in e.runs}
+    known = e.reference[step].num_targets
+    counts = {run.steps[step].num_targets for run in e.runs}
     if len(counts) == 1 and counts != {known} and not e.failed("start"):
         ratio = counts.pop() / known
         same = e.factor(ratio)
@@ -133,11 +133,11 @@ def _count(e: Evidence) -> Iterator[str]:
 
 def _counts(e: Evidence) -> Iterator[str]:
     step = max(1, e.step)
-    counts = {run.steps[step].num_tokens for run in e.runs}
+    counts = {run.steps[step].num_targets for run in e.runs}
     if len(counts) > 1:
         yield (
             f"ranks count different numbers of targets in a step ({listed(sorted(counts))}), and "
-            f"there are {e.reference[step].num_tokens}"
+            f"there are {e.reference[step].num_targets}"
         )
 
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from titanlite.config import JobConfig
+from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.verify.compare import Failure, Key, Split
-from titanlite.verify.factors import name_factor
 from titanlite.verify.record import Agreement, RankRun, RankTrace, ReferenceStep, ReferenceTrace
+from titanlite.verify.words import name_factor
 
 # A factor's leftover: what is not explained by it, relative to the whole.
 EXPLAINED = 1e-6
@@ -20,8 +20,7 @@ EXPLAINED = 1e-6
 class Evidence:
     """All that is known of a plan that differs; what follows from it is found by `diagnose`."""
 
-    plan: JobConfig
-    dims: ParallelDims
+    job: ResolvedJob
     reference: Sequence[ReferenceStep]
     runs: Sequence[RankRun]
     differences: Sequence[dict[Key, float]]
@@ -31,6 +30,10 @@ class Evidence:
     traces: Sequence[RankTrace] = ()
     cured_by: Sequence[str] = ()
     """Settings with which the plan agrees, such as "compile.enable = false"."""
+
+    @property
+    def dims(self) -> ParallelDims:
+        return self.job.dims
 
     @property
     def step(self) -> int:
@@ -56,18 +59,19 @@ class Evidence:
     @property
     def num_microbatches(self) -> int:
         """On a rank and in a step."""
-        size = self.plan.training.local_batch_size
-        if self.dims.pp_enabled:
-            size = self.plan.parallelism.pipeline_parallel_microbatch_size
-        return self.plan.training.global_batch_size // self.dims.dp // size
+        job = self.job
+        size = job.config.training.local_batch_size
+        if job.pipeline is not None:
+            size = job.pipeline.microbatch_size
+        return job.global_batch_size // job.dims.dp // size
 
     def factor(self, value: float) -> str:
         return name_factor(
             value,
             self.dims,
             num_microbatches=self.num_microbatches,
-            num_targets=self.reference[max(1, self.step)].num_tokens,
-            batch=self.plan.training.global_batch_size,
+            num_targets=self.reference[max(1, self.step)].num_targets,
+            batch=self.job.global_batch_size,
         )
 
 

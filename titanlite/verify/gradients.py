@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from titanlite.verify.evidence import EXPLAINED, Evidence, holder_of, pooled
-from titanlite.verify.factors import be, is_near, name_parameters, name_ranks
-from titanlite.verify.weights import describe_shares
+from titanlite.verify.shares import describe_shares
+from titanlite.verify.words import be, is_near, name_parameters, name_ranks
 
 
 def explain_gradients(e: Evidence) -> Iterator[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanlite.config import JobConfig, make_config, make_model_config, override
-from titanlite.mesh.parallel_dims import ParallelDims, divisors
+from titanlite.config import JobConfig, ResolvedJob, make_config, override, resolve_job
+from titanlite.mesh.parallel_dims import divisors
 
 DTYPES = ("float64", "float32", "bfloat16")
 """What a job can be verified in; bfloat16 computes in it and keeps weights in float32."""
@@ -14,46 +14,43 @@ DTYPES = ("float64", "float32", "bfloat16")
 MOST_TOKENS = 16_384
 
 
-def plan_job(config: JobConfig, dtype: str, dims: ParallelDims) -> JobConfig:
-    """`config` in `dtype`, with its degrees and batch as numbers, and nothing beside training."""
+def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
+    """`job` in `dtype`, with its degrees and batch as numbers, and nothing beside training."""
     mixed = dtype == "bfloat16"
-    training = config.training
-    batch = training.global_batch_size
-    return override(
-        config,
+    config = override(
+        job.config,
         {
             "training.dtype": "float32" if mixed else dtype,
             "training.mixed_precision_param": "bfloat16" if mixed else None,
             "training.mixed_precision_reduce": "float32" if mixed else None,
-            "training.global_batch_size": training.local_batch_size * dims.dp
-            if batch == -1
-            else batch,
-            "parallelism.data_parallel_shard_degree": dims.dp_shard,
+            "training.global_batch_size": job.global_batch_size,
+            "parallelism.data_parallel_shard_degree": job.dims.dp_shard,
             "validation.enable": False,
             # A loss that is not finite is a difference to be named, or one that both have.
             "debug.non_finite": "ignore",
         },
     )
+    return resolve_job(config, job.dims.world_size)
 
 
-def reference_job(plan: JobConfig, *, num_parts: int = 1) -> JobConfig:
+def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
     """The job of `plan` on one process, with nothing parallel, recomputed, compiled or offloaded.
 
     The batch is taken at once, as far as memory should allow, or in at least `num_parts`.
     """
-    values: dict[str, Any] = plan.model_dump(exclude_unset=True)
+    values: dict[str, Any] = plan.config.model_dump(exclude_unset=True)
     values["parallelism"] = {"data_parallel_shard_degree": 1}
     values["activation_checkpoint"] = {"mode": "none"}
     values.pop("compile", None)
-    batch, num_tokens = plan.training.global_batch_size, make_model_config(plan).num_tokens
+    batch = plan.global_batch_size
     training = values["training"]
     training.pop("enable_cpu_offload", None)
     training["local_batch_size"] = max(
         size
         for size in divisors(batch)
-        if size == 1 or (size * num_tokens <= MOST_TOKENS and size * num_parts <= batch)
+        if size == 1 or (size * plan.seq_len <= MOST_TOKENS and size * num_parts <= batch)
     )
-    return make_config(values)
+    return resolve_job(make_config(values), 1)
 
 
 def features_off(plan: JobConfig) -> list[dict[str, Any]]:

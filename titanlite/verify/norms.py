@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from titanlite.verify.compare import holders_of
-from titanlite.verify.factors import how_in_words, is_near
 from titanlite.verify.record import RankRun
+from titanlite.verify.words import how_in_words, is_near
 
 
 def explain_norm(runs: Sequence[RankRun], step: int, norm: float) -> str:

@@ -1,8 +1,8 @@
 """On a rank: which part of the reference's output of a module this rank's output should be.
 
-The reference's dimensions are labelled by running it on fewer images and on fewer tokens: the one
-that shrinks counts them. A rank's part is then its images, its tokens, and, where a dimension is
-smaller than that, its chunk over the tensor axis.
+The reference's dimensions are labelled by running it on fewer sequences and on fewer tokens: the
+one that shrinks counts them. A rank's part is then its sequences, its tokens, and, where a
+dimension is smaller than that, its chunk over the tensor axis.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.batch import call_model
+from titanlite.batch import Batch, call_model, join
 from titanlite.job import Job
 from titanlite.names import canonical_name
-from titanlite.training.step import Microbatch
 from titanlite.verify.record import Agreement, ModuleOutput
-from titanlite.verify.run import agreement, held_positions
+from titanlite.verify.run import agreement
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
 """How far outputs may be from the reference's: far above rounding, below what a bug does."""
 
 
-def label_dimensions(model: nn.Module, batch: Microbatch) -> dict[str, tuple[int | None, ...]]:
-    """For each module's output which dimension counts images and which tokens, found by trying."""
-    tokens = batch.tokens[:1].repeat(2, 1)
-    half = tokens.size(1) // 2
-    whole, one, short = (
-        _shapes_of(model, t, torch.arange(t.size(1), device=t.device))
-        for t in (tokens, tokens[:1], tokens[:, :half])
-    )
+def label_dimensions(model: nn.Module, batch: Batch) -> dict[str, tuple[int | None, ...]]:
+    """For each module's output which dimension counts sequences and which tokens, by trying."""
+    two = join([batch.rows(0, 1)] * 2)
+    half = batch.tokens.size(1) // 2
+    whole, one, short = (_shapes_of(model, b) for b in (two, two.rows(0, 1), two.tokens_to(half)))
 
     def changed(name: str, other: Mapping[str, torch.Size]) -> int | None:
         shape, others = whole[name], other.get(name, whole[name])
@@ -45,7 +41,7 @@ def label_dimensions(model: nn.Module, batch: Microbatch) -> dict[str, tuple[int
 
 
 @torch.no_grad()
-def _shapes_of(model: nn.Module, tokens: Tensor, positions: Tensor) -> dict[str, torch.Size]:
+def _shapes_of(model: nn.Module, batch: Batch) -> dict[str, torch.Size]:
     shapes: dict[str, torch.Size] = {}
 
     def note(name: str, output: Any) -> None:
@@ -59,9 +55,9 @@ def _shapes_of(model: nn.Module, tokens: Tensor, positions: Tensor) -> dict[str,
         for name, module in model.named_modules()
     ]
     try:
-        # A model that takes whole images alone leaves its tokens unlabelled.
+        # A model that takes whole sequences alone leaves its tokens unlabelled.
         with contextlib.suppress(Exception):
-            call_model(model, tokens, positions=positions)
+            call_model(model, batch)
     finally:
         for hook in hooks:
             hook.remove()
@@ -69,27 +65,27 @@ def _shapes_of(model: nn.Module, tokens: Tensor, positions: Tensor) -> dict[str,
 
 
 @dataclass
-class Part:
+class ExpectedPart:
     """Which part of the reference's tensors a rank's outputs should be."""
 
     job: Job
-    microbatches: list[Microbatch]
+    batches: list[Batch]
 
     def compare(
         self, calls: list[Tensor], whole: Tensor, labels: tuple[int | None, ...]
     ) -> tuple[ModuleOutput, list[Tensor]]:
         """A module's outputs in the order of its calls beside `whole`, the reference's."""
-        num_images = sum(batch.tokens.size(0) for batch in self.microbatches)
-        first = self.job.dims.data_rank(self.job.world.rank) * num_images
-        per_call = max(1, num_images // len(calls))
+        num_sequences = sum(batch.num_sequences for batch in self.batches)
+        first = self.job.dims.data_rank(self.job.world.rank) * num_sequences
+        per_call = max(1, num_sequences // len(calls))
         tolerance = TOLERANCES.get(calls[0].dtype, 0.1)
-        held = held_positions(self.job)
+        held = self.job.held_positions
         wrong, sums, parts = [], [0.0, 0.0, 0.0], []
         worst = agreement(whole, whole, whole)
         shape = ""
         for index, call in enumerate(calls):
-            images = range(first + index * per_call, first + (index + 1) * per_call)
-            part = self._part(call, whole, labels, images, held)
+            rows = range(first + index * per_call, first + (index + 1) * per_call)
+            part = self._part(call, whole, labels, rows, held)
             if part is None:
                 shape = f"{list(call.shape)}, which is no part of {list(whole.shape)}"
                 part = torch.zeros(0)
@@ -102,8 +98,8 @@ class Part:
         elsewhere = ""
         if wrong and not shape and self.job.dims.cp_enabled and labels[1] is not None:
             index = wrong[0]
-            images = range(first + index * per_call, first + (index + 1) * per_call)
-            elsewhere = self._elsewhere(calls[index], whole, labels, images, tolerance)
+            rows = range(first + index * per_call, first + (index + 1) * per_call)
+            elsewhere = self._elsewhere(calls[index], whole, labels, rows, tolerance)
         combined = Agreement(worst.error, worst.scale, sums[0], sums[1], sums[2], "")
         return ModuleOutput(combined, len(calls), tuple(wrong), shape, elsewhere), parts
 
@@ -112,7 +108,7 @@ class Part:
         call: Tensor,
         whole: Tensor,
         labels: tuple[int | None, ...],
-        images: range,
+        rows: range,
         held: Tensor,
     ) -> Tensor | None:
         batch_dim, token_dim = labels
@@ -120,7 +116,7 @@ class Part:
             return None
         part = whole
         if batch_dim is not None:
-            part = part.narrow(batch_dim, images.start, len(images))
+            part = part.narrow(batch_dim, rows.start, len(rows))
         if token_dim is not None:
             part = part.index_select(token_dim, held)
         dims = self.job.dims
@@ -138,19 +134,18 @@ class Part:
         call: Tensor,
         whole: Tensor,
         labels: tuple[int | None, ...],
-        images: range,
+        rows: range,
         tolerance: float,
     ) -> str:
         """The cp rank for whose tokens the output would be right, or the first places."""
-        job, n = self.job, len(held_positions(self.job))
-        num_tokens = n * job.dims.cp
+        job, n = self.job, len(self.job.held_positions)
         candidates = {
-            f"the tokens of cp {rank}": job.layout.positions(rank, num_tokens)
+            f"the tokens of cp {rank}": job.layout.positions(rank, job.resolved.seq_len)
             for rank in range(job.dims.cp)
         }
         candidates[f"positions 0 to {n - 1}"] = torch.arange(n)
         for words, held in candidates.items():
-            part = self._part(call, whole, labels, images, held)
+            part = self._part(call, whole, labels, rows, held)
             if part is not None and agreement(call, part, whole).difference < tolerance:
                 return words
         return ""

@@ -37,11 +37,11 @@ class RankStep:
     loss: float = 0.0
     norm: float = 0.0
     lr: float = 0.0
-    num_tokens: int = 0
+    num_targets: int = 0
     gradients: dict[str, Agreement] = field(default_factory=dict)
     weights: dict[str, Agreement] = field(default_factory=dict)
-    images: tuple[int, ...] = ()
-    """For each image that the rank read, which of the reference's batch it is; -1 for none."""
+    sequences: tuple[int, ...] = ()
+    """For each sequence the rank read, which of the reference's batch it is; -1 for none."""
     positions_agree: bool = True
     targets_agree: bool = True
 
@@ -68,7 +68,7 @@ class ReferenceStep:
     loss: float = 0.0
     norm: float = 0.0
     lr: float = 0.0
-    num_tokens: int = 0
+    num_targets: int = 0
 
 
 Cell = tuple[int, int, int]

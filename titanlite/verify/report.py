@@ -16,12 +16,12 @@ HEADINGS = ("step", "loss", "norm", "gradients, the worst of them", "weights, th
 
 def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
     """What is compared with what."""
-    batch = found.plan.training.global_batch_size
+    batch = found.job.global_batch_size
     size = batch // found.reference_parts
     at_once = "at once" if found.reference_parts == 1 else f"{size} at a time"
     lines = [
-        f"plan       {found.dims.describe()}, {found.dims.world_size} ranks: {source}",
-        f"reference  the same {batch} images a step on one process, {at_once}; {found.dtype}",
+        f"plan       {found.job.dims.describe()}, {found.job.dims.world_size} ranks: {source}",
+        f"reference  the same {batch} sequences a step on one process, {at_once}; {found.dtype}",
     ]
     if shrunk:
         lines.append(f"shrunk     {', '.join(shrunk)}")
@@ -168,7 +168,7 @@ def to_json(found: Verification, source: str, shrunk: list[str]) -> dict[str, An
     return {
         "config": source,
         "shrunk": shrunk,
-        "degrees": found.dims.degrees,
+        "degrees": found.job.dims.degrees,
         "dtype": found.dtype,
         "agrees": found.agrees,
         "margin": number(found.margin) if ran else None,

@@ -13,7 +13,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titanlite.batch import dims_of
-from titanlite.config import JobConfig, check_job, make_parallel_dims
+from titanlite.batch import Batch, join
+from titanlite.config import ResolvedJob
 from titanlite.job import Job, build_job
 from titanlite.mesh.parallel_dims import axes_of, axes_where
-from titanlite.names import canonical_name
 from titanlite.ranks.world import World
 from titanlite.training.initialize import generator_for
-from titanlite.training.loss import IGNORE_INDEX
 from titanlite.training.shards import is_sharded, local_part, shard_of
-from titanlite.training.step import Microbatch
 from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceStep
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -43,30 +39,28 @@ def step_file(folder: str, step: int) -> Path:
     return Path(folder) / f"step{step}.pt"
 
 
-def run_reference(world: World, config: JobConfig, steps: int, folder: str) -> list[ReferenceStep]:
-    """Train `config` for `steps` steps on this one process and write each step into `folder`."""
-    with open_job(world, config) as job:
+def run_reference(
+    world: World, resolved: ResolvedJob, steps: int, folder: str
+) -> list[ReferenceStep]:
+    """Train the job for `steps` steps on this one process and write each step into `folder`."""
+    with open_job(world, resolved) as job:
         drawn = draw_zero_matrices(job, None)
         torch.save(
             {"weights": _whole(job.whole_parameters()), "drawn": drawn}, step_file(folder, 0)
         )
         numbers = [ReferenceStep()]
         for step in range(1, steps + 1):
-            microbatches = job.draw()
-            tokens = torch.cat([batch.tokens for batch in microbatches]).cpu()
-            targets = torch.cat([batch.targets for batch in microbatches]).cpu()
-            positions = joined_positions(microbatches).cpu()
+            batches = job.draw()
+            whole = join(batches).to(torch.device("cpu"))
             gradients: dict[str, Tensor] = {}
 
             def keep(gradients: dict[str, Tensor] = gradients) -> None:
                 gradients.update(_whole(job.whole_gradients()))
 
-            done = job.trainer.step(leave_out_targets(job, microbatches), on_gradients=keep)
-            numbers.append(ReferenceStep(done.loss, done.grad_norm, done.lr, done.num_tokens))
+            done = job.trainer.step(leave_out_targets(job, batches), on_gradients=keep)
+            numbers.append(ReferenceStep(done.loss, done.grad_norm, done.lr, done.num_targets))
             record = {
-                "tokens": tokens,
-                "targets": targets,
-                "positions": positions,
+                "fields": dict(whole.fields),
                 "gradients": gradients,
                 "weights": _whole(job.whole_parameters()),
             }
@@ -75,16 +69,16 @@ def run_reference(world: World, config: JobConfig, steps: int, folder: str) -> l
 
 
 def run_plan(
-    world: World, config: JobConfig, steps: int, folder: str, patch: Patch | None = None
+    world: World, resolved: ResolvedJob, steps: int, folder: str, patch: Patch | None = None
 ) -> RankRun:
-    """Train `config` for `steps` steps and measure this rank's part against the record in `folder`.
+    """Train the job for `steps` steps and measure this rank's part against the record in `folder`.
 
     Every rank of the world must call this.
     """
-    with (patch or contextlib.nullcontext)(), open_job(world, config) as job:
+    with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
         start = load(folder, 0)
         draw_zero_matrices(job, start["drawn"])
-        parameters = named_parameters(job)
+        parameters = job.parameters
         placements = {name: placements_of(job, parameter) for name, parameter in parameters.items()}
         expected = {
             name: _digest(_slice(start["weights"][name], parameter))
@@ -95,8 +89,8 @@ def run_plan(
         pending: tuple[str, ...] = ()
         for step in range(1, steps + 1):
             record = load(folder, step)
-            microbatches = job.draw()
-            found = RankStep(**_look_at_data(job, microbatches, record))
+            batches = job.draw()
+            found = RankStep(**_look_at_data(job, join(batches), record["fields"]))
 
             def look(found: RankStep = found, expected: Any = record["gradients"]) -> None:
                 nonlocal pending
@@ -105,8 +99,8 @@ def run_plan(
                     name for name, parameter in parameters.items() if _is_pending(parameter.grad)
                 )
 
-            done = job.trainer.step(leave_out_targets(job, microbatches), on_gradients=look)
-            found.loss, found.num_tokens = done.loss, done.num_tokens
+            done = job.trainer.step(leave_out_targets(job, batches), on_gradients=look)
+            found.loss, found.num_targets = done.loss, done.num_targets
             found.norm, found.lr = done.grad_norm, done.lr
             found.weights = _agreements(parameters, record["weights"], lambda p: p)
             seen.append(found)
@@ -116,14 +110,12 @@ def run_plan(
 
 
 @contextlib.contextmanager
-def open_job(world: World, config: JobConfig) -> Iterator[Job]:
+def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
     """The job in a world that other jobs have been in, and in which others will be."""
     # Compiled code of the job before must not be found by this one's shapes.
     torch._dynamo.reset()
-    dims = make_parallel_dims(config, world.size)
-    check_job(config, dims)
     try:
-        yield build_job(config, dims, world)
+        yield build_job(resolved, world)
     finally:
         gc.collect()
 
@@ -131,15 +123,6 @@ def open_job(world: World, config: JobConfig) -> Iterator[Job]:
 def load(folder: str, step: int) -> Any:
     """The reference's record of a step, its tensors mapped from the file."""
     return torch.load(step_file(folder, step), mmap=True, weights_only=True)
-
-
-def named_parameters(job: Job) -> dict[str, nn.Parameter]:
-    """This rank's parameters by their canonical names."""
-    return {
-        canonical_name(name): parameter
-        for part in job.parts
-        for name, parameter in part.named_parameters()
-    }
 
 
 @torch.no_grad()
@@ -150,7 +133,7 @@ def draw_zero_matrices(job: Job, names: list[str] | None) -> list[str]:
     with everything.
     """
     found = []
-    for name, parameter in named_parameters(job).items():
+    for name, parameter in job.parameters.items():
         local = local_part(parameter)
         if name in names if names is not None else parameter.ndim > 1 and not local.any():
             whole = torch.empty(parameter.shape)
@@ -160,82 +143,65 @@ def draw_zero_matrices(job: Job, names: list[str] | None) -> list[str]:
     return found
 
 
-def leave_out_targets(job: Job, microbatches: list[Microbatch]) -> list[Microbatch]:
-    """The microbatches without the first i/2G of the targets of image i of G.
+def leave_out_targets(job: Job, batches: list[Batch]) -> list[Batch]:
+    """The batches without the first i/2G of the targets of sequence i of G.
 
     So no two ranks, microbatches or stretches of the sequence have as many targets as each other,
     and an average of averages is not the average.
     """
-    dims, held, num_tokens = job.dims, held_positions(job), _sequence_length(job)
-    total = job.global_batch_size
-    image = dims.data_rank(job.world.rank) * total // dims.dp
+    held, seq_len = job.held_positions, job.resolved.seq_len
+    first, total = _first_sequence(job), job.resolved.global_batch_size
     left = []
-    for batch in microbatches:
-        images = torch.arange(image, image + batch.targets.size(0))
-        is_out = held[None] < (images * num_tokens // (2 * total))[:, None]
-        targets = batch.targets.masked_fill(is_out.to(batch.targets.device), IGNORE_INDEX)
-        left.append(replace(batch, targets=targets))
-        image += batch.targets.size(0)
+    for batch in batches:
+        numbers = torch.arange(first, first + batch.num_sequences)
+        is_out = held[None] < (numbers * seq_len // (2 * total))[:, None]
+        left.append(batch.leave_out(is_out))
+        first += batch.num_sequences
     return left
 
 
-def held_positions(job: Job) -> Tensor:
-    """The places in the sequence of the tokens that this rank holds."""
-    num_tokens = _sequence_length(job)
-    if not job.dims.cp_enabled:
-        return torch.arange(num_tokens)
-    return job.layout.positions(job.dims.token_rank(job.world.rank), num_tokens)
-
-
-def _sequence_length(job: Job) -> int:
-    return int(job.model_config.num_tokens)
+def _first_sequence(job: Job) -> int:
+    """The place in the global batch of the first sequence that this rank reads."""
+    rank = job.dims.data_rank(job.world.rank)
+    return rank * job.resolved.global_batch_size // job.dims.dp
 
 
 def _whole(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: whole.detach().cpu().clone() for name, whole in tensors}
 
 
-def _look_at_data(job: Job, microbatches: list[Microbatch], record: Any) -> dict[str, Any]:
-    """Which images this rank was given, and whether the rest of the batch goes with them."""
-    held = held_positions(job)
-    tokens = torch.cat([batch.tokens for batch in microbatches]).cpu()
-    targets = torch.cat([batch.targets for batch in microbatches]).cpu()
-    known, known_targets = record["tokens"][:, held], record["targets"][:, held]
-    first = job.dims.data_rank(job.world.rank) * job.global_batch_size // job.dims.dp
-    images = []
-    for row, image in enumerate(range(first, first + len(tokens))):
-        own = tokens[row]
-        if image < len(known) and torch.equal(own, known[image]):
-            images.append(image)
+def _look_at_data(job: Job, own: Batch, known: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Which sequences this rank was given, and whether the rest of the batch goes with them.
+
+    `known` are the fields of the reference's batch, of which a rank holds some sequences and of
+    each some tokens.
+    """
+    own, held = own.to(torch.device("cpu")), job.held_positions
+    known_tokens, known_targets = known["tokens"][:, held], known["targets"][:, held]
+    first = _first_sequence(job)
+    sequences = []
+    for row, number in enumerate(range(first, first + own.num_sequences)):
+        tokens = own.tokens[row]
+        if number < len(known_tokens) and torch.equal(tokens, known_tokens[number]):
+            sequences.append(number)
         else:
-            same = (known == own).all(1).nonzero() if own.shape == known.shape[1:] else known[:0]
-            images.append(int(same[0]) if len(same) else -1)
+            same = known_tokens[:0]
+            if tokens.shape == known_tokens.shape[1:]:
+                same = (known_tokens == tokens).all(1).nonzero()
+            sequences.append(int(same[0]) if len(same) else -1)
     return {
-        "images": tuple(images),
-        "positions_agree": _positions_agree(microbatches, record["positions"], held, images),
-        "targets_agree": -1 in images or torch.equal(targets, known_targets[images]),
+        "sequences": tuple(sequences),
+        "positions_agree": _positions_agree(own, known["positions"][..., held], sequences),
+        "targets_agree": -1 in sequences or torch.equal(own.targets, known_targets[sequences]),
     }
 
 
-def joined_positions(microbatches: list[Microbatch]) -> Tensor:
-    """The positions of all microbatches as those of one: [T], or [B, T] where images differ."""
-    positions = [batch.positions for batch in microbatches]
-    if dims_of("positions", positions[0]).batch is not None:
-        return torch.cat(positions)
-    return positions[0]
-
-
-def _positions_agree(
-    microbatches: list[Microbatch], known: Tensor, held: Tensor, images: list[int]
-) -> bool:
-    """Whether this rank's positions are those of the reference, of the images that it read."""
-    expected = known[..., held]
-    if known.ndim == 2:
-        expected = expected[[image for image in images if image != -1]]
-    own = joined_positions(microbatches).cpu()
-    if own.ndim == 2 and -1 in images:
-        own = own[[row for row, image in enumerate(images) if image != -1]]
-    return torch.equal(own, expected)
+def _positions_agree(own: Batch, expected: Tensor, sequences: list[int]) -> bool:
+    """Whether this rank's positions are those of the reference, of the sequences that it read."""
+    if own.dims["positions"].batch is None or expected.ndim == 1:
+        return torch.equal(own.positions, expected)
+    rows = [row for row, number in enumerate(sequences) if number != -1]
+    return torch.equal(own.positions[rows], expected[[sequences[row] for row in rows]])
 
 
 def _agreements(

@@ -1,7 +1,7 @@
 """The same plan at sizes that a laptop runs in seconds: `titanlite verify --shrink`; torch-free.
 
-Blocks, widths, image and batch become as small as the plan allows, and no smaller: each change is
-kept only where the job's own checks still accept the whole. What is cut, and how many ways, stays.
+Blocks, widths, sequence and batch become as small as the plan allows, and no smaller: each change
+is kept only where the job's own checks accept the whole. What is cut, and how many ways, stays.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from titanlite.config import JobConfig, check_job, make_model_config, make_parallel_dims, override
+from titanlite.config import JobConfig, make_model_config, override, resolve_job
+from titanlite.config.data import own_length
+from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError
 
 # Wide enough that sums are sums; two, so that something comes after the first.
-LEAST_WIDTH, LEAST_SIDE, LEAST_BLOCKS, LEAST_BATCH = 32, 8, 2, 2
-SYNTHETIC = {"training.dataset": "synthetic", "training.dataset_path": None}
+LEAST_WIDTH, LEAST_BLOCKS, LEAST_BATCH = 32, 2, 2
+SYNTHETIC: dict[str, Any] = {"training.dataset": "synthetic", "training.dataset_path": None}
 
 
 def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:
@@ -35,6 +37,11 @@ def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:
                 if changed is not None:
                     small = changed
                     break
+    if own_length(sizes) is None:
+        for shorter in _smaller("seq_len", resolve_job(config).seq_len):
+            if (changed := _try(small, {"training.seq_len": shorter})) is not None:
+                small = changed
+                break
     return small, _told(config, small)
 
 
@@ -43,7 +50,7 @@ def _smaller(name: str, value: int) -> Iterator[int]:
     if "layer" in name or "block" in name:
         yield from range(LEAST_BLOCKS, value)
         return
-    least = LEAST_SIDE if "height" in name or "width" in name else LEAST_WIDTH
+    least = DATASETS[SYNTHETIC["training.dataset"]].least_sizes.get(name, LEAST_WIDTH)
     halves = []
     while value % 2 == 0 and value // 2 >= least:
         value //= 2
@@ -53,12 +60,10 @@ def _smaller(name: str, value: int) -> Iterator[int]:
 
 def _batch_changes(config: JobConfig) -> Iterator[dict[str, Any]]:
     """Smaller batches, the smallest first; what is accumulated or in microbatches stays so."""
-    dims = make_parallel_dims(config, None)
-    training = config.training
+    job = resolve_job(config)
+    dims, training = job.dims, config.training
     micro = config.parallelism.pipeline_parallel_microbatch_size
-    at_once = training.local_batch_size * dims.dp
-    batch = at_once if training.global_batch_size == -1 else training.global_batch_size
-    accumulated = min(batch // at_once, 2)
+    accumulated = min(job.global_batch_size // (training.local_batch_size * dims.dp), 2)
     for local in range(min(LEAST_BATCH, training.local_batch_size), training.local_batch_size):
         changes: dict[str, Any] = {
             "training.local_batch_size": local,
@@ -72,7 +77,7 @@ def _batch_changes(config: JobConfig) -> Iterator[dict[str, Any]]:
 def _try(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig | None:
     with contextlib.suppress(ConfigError):
         changed = override(config, changes)
-        check_job(changed, make_parallel_dims(changed, None))
+        resolve_job(changed)
         return changed
     return None
 
@@ -83,7 +88,7 @@ def _told(config: JobConfig, small: JobConfig) -> list[str]:
         (f.name, getattr(before, f.name), getattr(after, f.name)) for f in dataclasses.fields(after)
     ]
     for section, names in (
-        ("training", ("local_batch_size", "global_batch_size")),
+        ("training", ("local_batch_size", "global_batch_size", "seq_len")),
         ("parallelism", ("pipeline_parallel_microbatch_size",)),
     ):
         pairs += [

@@ -20,18 +20,14 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from titanlite.batch import asked_for, dims_of
-from titanlite.config import JobConfig, load_model_spec
+from titanlite.batch import Batch, join, takes
+from titanlite.config import ResolvedJob
 from titanlite.job import Job
-from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.names import canonical_name
-from titanlite.parallelize.plan import find_plan
 from titanlite.ranks.world import World
-from titanlite.training.loss import IGNORE_INDEX
 from titanlite.training.shards import local_part, shard_of
-from titanlite.training.step import Microbatch
 from titanlite.verify.cells import cells_file, cells_of, cut_cells, shares_of
-from titanlite.verify.parts import Part, label_dimensions
+from titanlite.verify.parts import ExpectedPart, label_dimensions
 from titanlite.verify.record import (
     Agreement,
     ModuleOutput,
@@ -44,10 +40,8 @@ from titanlite.verify.run import (
     Patch,
     agreement,
     draw_zero_matrices,
-    joined_positions,
     leave_out_targets,
     load,
-    named_parameters,
     open_job,
     placements_of,
 )
@@ -58,22 +52,21 @@ MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30
 
 def trace_reference(
     world: World,
-    config: JobConfig,
+    resolved: ResolvedJob,
     step: int,
     folder: str,
-    plan: JobConfig,
-    dims: ParallelDims,
+    plan: ResolvedJob,
     names: list[str],
 ) -> ReferenceTrace:
-    """Look closely at `step` of the reference, for a `plan` over `dims`, and write into `folder`.
+    """Look closely at `step` of the reference, for the job under its `plan`; write into `folder`.
 
     `names` are the parameters whose gradients are wanted cell by cell.
     """
-    with _at_step(world, config, step, folder) as (job, microbatches):
+    with _at_step(world, resolved, step, folder) as (job, batches):
         model = job.parts[0]
-        labels = label_dimensions(model, microbatches[0])
+        labels = label_dimensions(model, batches[0])
         with _outputs_of(job) as kept:
-            job.trainer.compute_gradients(leave_out_targets(job, microbatches))
+            job.trainer.compute_gradients(leave_out_targets(job, batches))
         job.trainer.optimizer.zero_grad(set_to_none=True)
         outputs, num_bytes, num_left_out = {}, 0, 0
         for name, calls in kept.first.items():
@@ -85,14 +78,14 @@ def trace_reference(
             outputs[name] = calls[0] if batch_dim is None else torch.cat(calls, batch_dim)
         torch.save({"outputs": outputs, "labels": labels}, _trace_file(folder))
 
-        batch = _joined(leave_out_targets(job, microbatches))
-        cells, losses, targets, gradients = cells_of(plan, dims), [], [], defaultdict(list)
+        batch = join(leave_out_targets(job, batches))
+        cells, losses, targets, gradients = cells_of(plan), [], [], defaultdict(list)
         names = _small_enough(job, names, len(cells))
-        num_targets = max(1, int((batch.targets != IGNORE_INDEX).sum()))
-        for own in cut_cells(batch, cells, plan, dims):
+        num_targets = max(1, int(batch.count_targets()))
+        for own in cut_cells(batch, cells, plan):
             # The trainer divides by the targets it is given.
             loss, count = job.trainer.compute_gradients([own])
-            count = int((own.targets != IGNORE_INDEX).sum())
+            count = int(own.count_targets())
             losses.append(loss * count)
             targets.append(count)
             for name, gradient in job.whole_gradients():
@@ -105,7 +98,7 @@ def trace_reference(
 
 def trace_plan(
     world: World,
-    config: JobConfig,
+    resolved: ResolvedJob,
     step: int,
     folder: str,
     names: list[str],
@@ -119,13 +112,13 @@ def trace_plan(
     """
     with (
         (patch or contextlib.nullcontext)(),
-        _at_step(world, config, step, folder) as (job, microbatches),
+        _at_step(world, resolved, step, folder) as (job, batches),
     ):
         with _outputs_of(job) as kept:
-            job.trainer.compute_gradients(leave_out_targets(job, microbatches))
+            job.trainer.compute_gradients(leave_out_targets(job, batches))
         known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
         record = load(folder, step)["gradients"]
-        own = Part(job, microbatches)
+        own = ExpectedPart(job, batches)
         found, expected = {}, {}
         for name, calls in kept.first.items():
             if name in known["outputs"]:
@@ -143,14 +136,14 @@ def trace_plan(
             summed_gradients=_sum_gradients(job, names, record),
             shares=shares_of(job, names, record, folder),
             pending_inputs=tuple(kept.pending_inputs),
-            blind_stages=_blind_stages(job, kept, microbatches),
+            blind_stages=_blind_stages(job, kept, batches),
             styles=_styles(job),
         )
 
 
 def _small_enough(job: Job, names: list[str], num_cells: int) -> list[str]:
     """As many of the parameters, from the smallest on, as there is room for once a cell."""
-    sizes = {name: parameter.numel() for name, parameter in named_parameters(job).items()}
+    sizes = {name: parameter.numel() for name, parameter in job.parameters.items()}
     chosen, num_bytes = [], 0
     for name in sorted(names, key=lambda name: sizes.get(name, 0)):
         num_bytes += sizes.get(name, 0) * num_cells * 8
@@ -165,10 +158,10 @@ def _trace_file(folder: str) -> Path:
 
 @contextlib.contextmanager
 def _at_step(
-    world: World, config: JobConfig, step: int, folder: str
-) -> Iterator[tuple[Job, list[Microbatch]]]:
+    world: World, resolved: ResolvedJob, step: int, folder: str
+) -> Iterator[tuple[Job, list[Batch]]]:
     """The job as it is just before it computes `step`, and what it is given there."""
-    with open_job(world, config) as job:
+    with open_job(world, resolved) as job:
         draw_zero_matrices(job, load(folder, 0)["drawn"])
         for _ in range(1, step):
             job.trainer.step(leave_out_targets(job, job.draw()))
@@ -264,27 +257,26 @@ def _argument(
     return None
 
 
-def _blind_stages(job: Job, kept: _Kept, microbatches: list[Microbatch]) -> dict[int, str]:
+def _blind_stages(job: Job, kept: _Kept, batches: list[Batch]) -> dict[int, str]:
     """This rank's stages that take positions and are not given those of their tokens."""
-    numbers = [0] if job.pipeline is None else job.pipeline.numbers
-    known = [batch.positions for batch in microbatches]
     blind = {}
-    for index, (stage, part) in enumerate(zip(numbers, job.parts, strict=True)):
-        if not asked_for(part, positions=known[0]):
+    for index, (stage, part) in enumerate(zip(job.stage_numbers, job.parts, strict=True)):
+        if not takes(part, "positions"):
             continue
         given = kept.positions[index]
         if any(positions is None for positions in given):
             blind[stage] = "none"
-        elif not all(any(_is_part(own, whole) for whole in known) for own in given):
+        elif not all(any(_is_part(own, batch) for batch in batches) for own in given):
             blind[stage] = "other ones"
     return blind
 
 
-def _is_part(own: Tensor | None, whole: Tensor) -> bool:
-    """Whether positions are those of a batch, or of some images in a row of it."""
+def _is_part(own: Tensor | None, batch: Batch) -> bool:
+    """Whether positions are those of a batch, or of some sequences in a row of it."""
+    whole = batch.positions
     if own is None or own.ndim != whole.ndim or own.size(-1) != whole.size(-1):
         return False
-    if dims_of("positions", whole).batch is None:
+    if batch.dims["positions"].batch is None:
         return torch.equal(own, whole)
     return any(torch.equal(own, part) for part in whole.unfold(0, len(own), 1).movedim(-1, 1))
 
@@ -341,7 +333,7 @@ def _sum_gradients(
     job: Job, names: list[str], record: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Agreement]]:
     """The wrong gradients summed over each axis over which their parameters are replicated."""
-    parameters = named_parameters(job)
+    parameters = job.parameters
     sums: dict[str, dict[str, Agreement]] = {}
     for name in names:
         parameter = parameters.get(name)
@@ -361,26 +353,16 @@ def _replicated_axes(job: Job, parameter: Tensor) -> list[str]:
     return [axis for axis, how in placements_of(job, parameter).items() if how == "replicated"]
 
 
-def _joined(microbatches: list[Microbatch]) -> Microbatch:
-    return Microbatch(
-        torch.cat([batch.tokens for batch in microbatches]),
-        torch.cat([batch.targets for batch in microbatches]),
-        joined_positions(microbatches),
-    )
-
-
 def _styles(job: Job) -> dict[str, str]:
     """Module -> its entry in the tensor-parallel plan, in words."""
     if not job.dims.tp_enabled:
         return {}
-    spec = load_model_spec(job.config)
     styles = {}
+    entries = dict(job.plan.tensor_parallel)
+    if not job.config.parallelism.disable_loss_parallel:
+        entries.update(job.plan.loss_parallel)
     for part in job.parts:
-        plan = spec.load_plans().get(spec.load_model_class()) or find_plan(part)
         names = [canonical_name(name) for name, _ in part.named_modules()]
-        entries = dict(plan.tensor_parallel)
-        if not job.config.parallelism.disable_loss_parallel:
-            entries.update(plan.loss_parallel)
         for pattern, style in entries.items():
             words = type(style).__name__
             shown = [

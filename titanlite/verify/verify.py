@@ -20,9 +20,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanlite.config import JobConfig, check_job, make_parallel_dims, override
+from titanlite.config import JobConfig, ResolvedJob, override, resolve_job
 from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.verify.compare import (
     Failure,
     Key,
@@ -49,11 +48,23 @@ Patch = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
+class Reference:
+    """A job that was run on one process: its numbers of each step, and the folder of its tensors.
+
+    The first of `steps` is the start.
+    """
+
+    job: ResolvedJob
+    folder: str
+    steps: list[ReferenceStep]
+
+
+@dataclass
 class Verification:
     """What came of verifying one job."""
 
-    plan: JobConfig
-    dims: ParallelDims
+    job: ResolvedJob
+    """The job under its plan, as it was run."""
     dtype: str
     num_steps: int
     reference_parts: int
@@ -119,7 +130,7 @@ class Verifier:
         self.max_ranks = max_ranks
         self.timeout_seconds = timeout_seconds
         self._pools: dict[int, RankPool] = {}
-        self._references: dict[tuple[str, int], tuple[str, list[ReferenceStep]]] = {}
+        self._references: dict[tuple[str, int], Reference] = {}
         self._exits = contextlib.ExitStack()
         self._folder = self._exits.enter_context(
             tempfile.TemporaryDirectory(prefix="titanlite-verify-")
@@ -133,45 +144,42 @@ class Verifier:
 
     def verify(
         self,
-        config: JobConfig,
-        dims: ParallelDims | None = None,
+        job: JobConfig | ResolvedJob,
         *,
         steps: int = 5,
         dtype: str = "float64",
         patch: Patch | None = None,
         on_start: Callable[[Verification], None] = lambda _: None,
     ) -> Verification:
-        """Run `config` under its plan and on one process for `steps` steps, and compare.
+        """Run `job` under its plan and on one process for `steps` steps, and compare.
 
         `patch` is in force on the plan's ranks alone; `on_start` is told what will be compared
         once the job has been checked. Raises ConfigError where the job cannot be built or
         compared; whatever else a rank raises is part of the verification.
         """
         start = time.perf_counter()
-        dims = dims or make_parallel_dims(config, None)
-        plan = plan_job(config, dtype, dims)
-        check_job(plan, dims)
+        if isinstance(job, JobConfig):
+            job = resolve_job(job)
+        plan = plan_job(job, dtype)
         alone = reference_job(plan)
-        parts = plan.training.global_batch_size // alone.training.local_batch_size
-        found = Verification(plan, dims, dtype, steps, parts)
+        parts = plan.global_batch_size // alone.config.training.local_batch_size
+        found = Verification(plan, dtype, steps, parts)
         on_start(found)
-        folder, reference = self._reference(alone, steps)
+        reference = self._reference(alone, steps)
         try:
-            runs = self.pool(dims.world_size).call(
-                "titanlite.verify.run:run_plan", plan, steps, folder, patch
-            )
+            runs = self._run(plan, reference, steps, patch)
         except RankError as error:
             found.error = error
             found.findings = [found.error_finding]
-            if cures := self._cures(found, folder, reference, steps, patch):
+            if cures := self._cures(found, reference, steps, patch):
                 found.findings.insert(0, f"with {' and also with '.join(cures)} it runs and agrees")
         else:
-            self._judge(found, runs, alone, folder, reference)
+            self._judge(found, runs, reference)
             if not found.agrees and dtype == "float64":
-                found.findings = self._diagnose(found, runs, alone, folder, reference, patch)
+                found.findings = self._diagnose(found, runs, reference, patch)
             elif not found.agrees:
                 # Patterns are told from rounding in float64.
-                exact = self.verify(config, dims, steps=steps, patch=patch)
+                exact = self.verify(job, steps=steps, patch=patch)
                 found.findings = exact.findings or [
                     f"in float64 the plan agrees: in {dtype} it rounds more than one process does. "
                     "Look at the number formats of sums, of reductions and of what ranks exchange"
@@ -191,22 +199,23 @@ class Verifier:
             self._pools[num_ranks] = self._exits.enter_context(pool)
         return self._pools[num_ranks]
 
-    def _judge(
-        self,
-        found: Verification,
-        runs: list[RankRun],
-        alone: JobConfig,
-        folder: str,
-        reference: list[ReferenceStep],
-    ) -> None:
-        found.differences = differences(runs, reference)
+    def _run(
+        self, job: ResolvedJob, reference: Reference, steps: int, patch: Patch | None = None
+    ) -> list[RankRun]:
+        """Run a job on its ranks for so many steps, measured against the reference."""
+        return self.pool(job.dims.world_size).call(
+            "titanlite.verify.run:run_plan", job, steps, reference.folder, patch
+        )
+
+    def _judge(self, found: Verification, runs: list[RankRun], reference: Reference) -> None:
+        found.differences = differences(runs, reference.steps)
         found.tolerance = Tolerance(found.dtype)
         if found.dtype != "float64":
-            found.tolerance = self._measure_rounding(found, alone, folder, reference)
+            found.tolerance = self._measure_rounding(found, reference)
         found.failures = failures(found.differences, found.tolerance)
         if found.failures and found.dtype == "float64":
             # A tensor may hold nothing but rounding: looked at where something seems wrong alone.
-            found.tolerance = self._measure_rounding(found, alone, folder, reference)
+            found.tolerance = self._measure_rounding(found, reference)
             found.failures = failures(found.differences, found.tolerance)
         found.splits = split_replicas(runs)
 
@@ -214,62 +223,53 @@ class Verifier:
         self,
         found: Verification,
         runs: list[RankRun],
-        alone: JobConfig,
-        folder: str,
-        reference: list[ReferenceStep],
+        reference: Reference,
         patch: Patch | None,
     ) -> list[str]:
         """Look closely at the first step that differs, and say what is wrong."""
         evidence = Evidence(
-            found.plan,
-            found.dims,
-            reference,
+            found.job,
+            reference.steps,
             runs,
             found.differences,
             found.failures,
             found.splits,
         )
         step, names = max(1, evidence.step), evidence.failed("gradient")
-        ranks, trace = self.pool(found.dims.world_size), "titanlite.verify.trace"
+        ranks, trace = self.pool(found.job.dims.world_size), "titanlite.verify.trace"
         lost: list[str] = []
         try:
             (evidence.reference_trace,) = self.pool(1).call(
-                f"{trace}:trace_reference", alone, step, folder, found.plan, found.dims, names
+                f"{trace}:trace_reference", reference.job, step, reference.folder, found.job, names
             )
             modules = evidence.reference_trace.modules
             evidence.traces = ranks.call(
-                f"{trace}:trace_plan", found.plan, step, folder, names, modules, patch
+                f"{trace}:trace_plan", found.job, step, reference.folder, names, modules, patch
             )
             if evidence.failed("gradient") or evidence.failed("loss"):
-                evidence.cured_by = self._cures(found, folder, reference, step, patch)
+                evidence.cured_by = self._cures(found, reference, step, patch)
         except RankError as error:
             lost = [f"a closer look at step {step} failed ({error})"]
         return diagnose(evidence) + lost
 
     def _cures(
-        self,
-        found: Verification,
-        folder: str,
-        reference: list[ReferenceStep],
-        step: int,
-        patch: Patch | None,
+        self, found: Verification, reference: Reference, step: int, patch: Patch | None
     ) -> list[str]:
         """The features without which the plan agrees, as the settings that turn them off."""
         cures = []
-        for changes in features_off(found.plan):
-            without = override(found.plan, changes)
+        for changes in features_off(found.job.config):
+            config = override(found.job.config, changes)
+            without = resolve_job(config, found.job.dims.world_size)
             try:
-                runs = self.pool(found.dims.world_size).call(
-                    "titanlite.verify.run:run_plan", without, step, folder, patch
-                )
+                runs = self._run(without, reference, step, patch)
             except RankError:
                 continue
-            if not failures(differences(runs, reference[: step + 1]), found.tolerance):
+            if not failures(differences(runs, reference.steps[: step + 1]), found.tolerance):
                 cures += [f"{key} = {json.dumps(value)}" for key, value in changes.items()]
         return cures
 
-    def _reference(self, alone: JobConfig, steps: int) -> tuple[str, list[ReferenceStep]]:
-        key = alone.model_dump_json(exclude_unset=True), steps
+    def _reference(self, alone: ResolvedJob, steps: int) -> Reference:
+        key = alone.config.model_dump_json(exclude_unset=True), steps
         if key not in self._references:
             folder = tempfile.mkdtemp(dir=self._folder)
             try:
@@ -282,42 +282,32 @@ class Verifier:
                     f"{error.message}".strip()
                 ) from error
             _require_finite(numbers)
-            self._references[key] = folder, numbers
+            self._references[key] = Reference(alone, folder, numbers)
         return self._references[key]
 
-    def _measure_rounding(
-        self,
-        found: Verification,
-        alone: JobConfig,
-        folder: str,
-        reference: list[ReferenceStep],
-    ) -> Tolerance:
+    def _measure_rounding(self, found: Verification, reference: Reference) -> Tolerance:
         """The reference beside itself in parts, and beside float64 where that is not its dtype."""
-        plan = found.plan
-        exact = plan_job(plan, "float64", found.dims)
+        exact = plan_job(found.job, "float64")
         self._require_one_answer(exact)
-        others = [reference_job(plan, num_parts=PARTS)]
+        others = [reference_job(found.job, num_parts=PARTS)]
         if found.dtype != "float64":
             others.append(reference_job(exact))
-        rounding: list[dict[Key, float]] = [{} for _ in reference]
+        rounding: list[dict[Key, float]] = [{} for _ in reference.steps]
         for other in others:
-            runs = self.pool(1).call(
-                "titanlite.verify.run:run_plan", other, found.num_steps, folder, None
-            )
-            for total, of_step in zip(rounding, differences(runs, reference), strict=True):
+            runs = self._run(other, reference, found.num_steps)
+            for total, of_step in zip(rounding, differences(runs, reference.steps), strict=True):
                 for key, value in of_step.items():
                     total[key] = max(total.get(key, 0.0), value)
         return Tolerance(found.dtype, rounding)
 
-    def _require_one_answer(self, exact: JobConfig) -> None:
+    def _require_one_answer(self, exact: ResolvedJob) -> None:
         """Raises ConfigError where the job itself depends on how its batch is cut.
 
         Its rounding would then be as large as anything, and every plan would agree with it.
         """
-        folder, reference = self._reference(reference_job(exact), 1)
-        cut = reference_job(exact, num_parts=PARTS)
-        runs = self.pool(1).call("titanlite.verify.run:run_plan", cut, 1, folder, None)
-        of_step = differences(runs, reference)[1]
+        reference = self._reference(reference_job(exact), 1)
+        runs = self._run(reference_job(exact, num_parts=PARTS), reference, 1)
+        of_step = differences(runs, reference.steps)[1]
         worst = max(("loss", "norm"), key=lambda kind: of_step[kind, ""])
         if of_step[worst, ""] > ONE_ANSWER:
             words = {"loss": "loss", "norm": "gradient norm"}[worst]

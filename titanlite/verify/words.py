@@ -28,7 +28,7 @@ def name_factor(
     if num_microbatches > 1:
         known["the number of microbatches"] = num_microbatches
     known["the number of targets in the step"] = num_targets
-    known["the number of images in the step"] = batch
+    known["the number of sequences in the step"] = batch
     squares = {f"the square of {words}": n * n for words, n in known.items()}
     for candidates in (known, squares):
         same = [words for words, n in candidates.items() if is_near(factor, n)]

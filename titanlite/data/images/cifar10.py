@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from titanlite.data.pixels import pixels_to_tokens
-from titanlite.data.stored import StoredImages
+from titanlite.data.images.pixels import pixels_to_tokens
+from titanlite.data.images.stored import StoredImages
 from titanlite.errors import ConfigError
 
 LEVELS = 256

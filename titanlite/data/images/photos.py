@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from titanlite.data.images.pixels import pixels_to_tokens
+from titanlite.data.images.stored import StoredImages
 from titanlite.data.keyed_random import CROP, permutation, random_words
-from titanlite.data.pixels import pixels_to_tokens
-from titanlite.data.stored import StoredImages
 from titanlite.errors import ConfigError
 
 LEVELS = 256

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from titanlite.data.pixels import pixels_to_tokens
-from titanlite.data.stored import StoredImages
+from titanlite.data.images.pixels import pixels_to_tokens
+from titanlite.data.images.stored import StoredImages
 
 LEVELS = 17
 HEIGHT = WIDTH = 8

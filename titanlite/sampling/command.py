@@ -1,4 +1,4 @@
-"""`titanlite sample CHECKPOINT --out grid.png`: images from a checkpoint, on any number of ranks.
+"""`titanlite sample CHECKPOINT --out FILE`: samples from a checkpoint, on any number of ranks.
 
 The checkpoint holds the configuration of its job; only the plan is another one. That configuration
 is data: what it imports or opens, the user has to name (config/stored.py).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +16,31 @@ from pydantic import ValidationError
 
 from titanlite.checkpoint.folder import find_checkpoint
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.config import (
-    JobConfig,
-    make_config,
-    make_model_config,
-    make_parallel_dims,
-    override,
-)
+from titanlite.config import JobConfig, ResolvedJob, make_config, make_model_config, override
+from titanlite.config.data import own_length
 from titanlite.config.load import read_file
 from titanlite.config.stored import ASKED, stored_sections
+from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.ranks.launch import ALONE, Place, prepare_environment, run_ranks
-from titanlite.start import check_start
+from titanlite.ranks.launch import Place, prepare_environment
+from titanlite.start import check_start, run_job
 
 # More than a job draws at its end: who wants so many says so.
-MOST_IMAGES = 1024
+MOST_SAMPLES = 1024
 # A model of so many parameters is built in a moment; what it lacks is then said by name.
 BUILT_AT_ONCE = 10_000_000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw the images; the exit status."""
+    """Draw the samples; the exit status."""
     parser = argparse.ArgumentParser(
-        prog="titanlite sample", description="Draw images from the model in a checkpoint."
+        prog="titanlite sample", description="Draw samples from the model in a checkpoint."
     )
     parser.add_argument("checkpoint", type=Path, help="step-N, a folder of them, or .safetensors")
-    parser.add_argument("--out", type=Path, required=True, help="the picture to write (PNG)")
-    parser.add_argument("--num-images", type=int, help="how many; sampling.num_images if not given")
+    parser.add_argument("--out", type=Path, required=True, help="the file to write (images: a PNG)")
+    parser.add_argument(
+        "--num-samples", type=int, help="how many; sampling.num_samples if not given"
+    )
     parser.add_argument("--temperature", type=float, help="sampling.temperature if not given")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the work (1)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -59,49 +58,47 @@ def main(arguments: Sequence[str]) -> int:
         "--job.config_file", metavar="FILE", help="the job's TOML file, to take these two from"
     )
     asked = parser.parse_args(arguments)
-    for option, number in (("--num-images", asked.num_images), ("--ranks", asked.ranks)):
+    for option, number in (("--num-samples", asked.num_samples), ("--ranks", asked.ranks)):
         if number is not None and number < 1:
             raise ConfigError(f"{option}: {number} is too few; give at least 1")
     prepare_environment()
     source, manifest, stored = _open(asked.checkpoint)
     config = _for_sampling(stored, source, _stored_bytes(source, manifest), asked)
-    if config.sampling.num_images == 0:
-        raise ConfigError("--num-images: the job itself draws none; say how many")
-    device_type = check_start(config, key="--ranks").device_type
+    if config.sampling.num_samples == 0:
+        raise ConfigError("--num-samples: the job itself draws none; say how many")
+    start = check_start(config, key="--ranks")
+    on_rank = partial(draw, source=source, manifest=manifest, out=asked.out)
     try:
-        if asked.ranks == 1:
-            drawn = draw(ALONE, config, device_type, source, manifest, asked.out)
-        else:
-            args = (config, device_type, source, manifest, asked.out)
-            most = config.job.max_local_ranks
-            drawn = run_ranks(draw, asked.ranks, *args, max_ranks=most)[0]
+        drawn = run_job(on_rank, start)
     except RankError as error:
         raise TitanliteError(f"{error.rank_traceback}\n{error}".strip()) from error
-    print(f"{drawn} images from {source}: {asked.out}")
+    name = DATASETS[config.training.dataset].sample_name
+    print(f"{drawn} {name}{'s' * (drawn != 1)} from {source}: {asked.out}")
     return 0
 
 
 def draw(
     place: Place,
-    config: JobConfig,
+    resolved: ResolvedJob,
     device_type: str,
     source: Path,
     manifest: Manifest | None,
     out: Path,
 ) -> int:
-    """Load, sample and draw, on one rank of those that share it; how many images there are."""
-    from titanlite.checkpoint.agreement import Agreement
+    """Load, sample and show, on one rank of those that share it; how many samples there are."""
     from titanlite.checkpoint.folder import look_at
+    from titanlite.checkpoint.group import CheckpointGroup
     from titanlite.checkpoint.start import load_weights, problem_of
     from titanlite.checkpoint.storage import told
     from titanlite.checkpoint.weights import load_safetensors
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.sample import sample_images, save_samples
+    from titanlite.sampling.generate import sample_sequences, save_samples
 
+    config = resolved.config
     with open_world(place, device_type) as world:
-        job = build_job(config, make_parallel_dims(config, world.size), world)
-        ranks = Agreement(world, config.comm.checkpoint_timeout_seconds)
+        job = build_job(resolved, world)
+        ranks = CheckpointGroup(world, config.comm.checkpoint_timeout_seconds)
         with ranks.patiently():
             if manifest is None:
                 load_safetensors(job, source, ranks)
@@ -109,17 +106,17 @@ def draw(
                 if problem := problem_of(look_at(source), ranks):
                     raise ConfigError(f"{source} is refused: {problem}; give another checkpoint")
                 load_weights(job, source, manifest, ranks)
-        images = sample_images(
-            job, config.sampling.num_images, temperature=config.sampling.temperature
+        sequences = sample_sequences(
+            job, config.sampling.num_samples, temperature=config.sampling.temperature
         )
-        if images is None:
+        if sequences is None:
             raise ConfigError(f"{source}: the whole model does not fit on one rank")
         if world.is_first:
             try:
-                save_samples(job, images, out)
+                save_samples(job, sequences, out)
             except OSError as error:
                 raise ConfigError(f"--out: writing {out} failed: {told(error)}") from error
-        return len(images)
+        return len(sequences)
 
 
 def _open(path: Path) -> tuple[Path, Manifest | None, dict[str, Any]]:
@@ -151,7 +148,8 @@ def _check_size(sections: dict[str, dict[str, Any]], source: Path, stored_bytes:
         model = make_model_config(JobConfig.model_validate(sections))
     except (ValidationError, ConfigError):
         return  # for make_config to say
-    for number, what in ((model.num_parameters, "parameters"), (model.num_tokens, "pixels")):
+    lengths = (own_length(model) or 0, "tokens")
+    for number, what in ((model.num_parameters, "parameters"), lengths):
         if number > max(stored_bytes, BUILT_AT_ONCE):
             raise ConfigError(
                 f"checkpoint: {source} has {stored_bytes:,} bytes, and its [model] {number:,} "
@@ -185,13 +183,13 @@ def _for_sampling(
     except ConfigError as error:
         lines = (f"{problem} (the configuration in {source})" for problem in error.problems)
         raise ConfigError(*lines) from error
-    if asked.num_images is None and config.sampling.num_images > MOST_IMAGES:
+    if asked.num_samples is None and config.sampling.num_samples > MOST_SAMPLES:
         raise ConfigError(
-            f"--num-images: {source} asks for {config.sampling.num_images:,}; say how many"
+            f"--num-samples: {source} asks for {config.sampling.num_samples:,}; say how many"
         )
     changes: dict[str, Any] = {
         "job.device": asked.device,
-        "sampling.num_images": asked.num_images,
+        "sampling.num_samples": asked.num_samples,
         "sampling.temperature": asked.temperature,
     }
     return override(config, {name: value for name, value in changes.items() if value is not None})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from titanlite.verify.factors import be, listed, name_parameters, name_ranks
 from titanlite.verify.record import Cell, RankRun, RankTrace, ReferenceTrace
+from titanlite.verify.words import be, listed, name_parameters, name_ranks
 
 # How near a share has to be to a number, and how much of a gradient may be left unexplained.
 NEAR, LEFT = 1e-5, 1e-6

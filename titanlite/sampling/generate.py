@@ -1,7 +1,7 @@
-"""Draw images from a trained job: one pixel after the other, with a key/value cache.
+"""Draw sequences from a trained job: one token after the other, with a key/value cache.
 
-The weights are gathered from whatever plan trained them into the plain model, and the images are
-shared out over the ranks.
+The weights are gathered from whatever plan trained them into the plain model, and the sequences
+are shared out over the ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.batch import call_model
+from titanlite.batch import call_model, make_batch
 from titanlite.config import load_model_spec
+from titanlite.data.sampler import first_tokens
 from titanlite.job import Job
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
@@ -25,89 +26,83 @@ from titanlite.ranks.world import free_memory_bytes
 from titanlite.training.initialize import generator_for
 from titanlite.training.shards import whole_tensor
 
-# Images of so many tokens in all are drawn side by side, which bounds their keys and values.
+# Sequences of so many tokens in all are drawn side by side, which bounds their keys and values.
 TOKENS_AT_ONCE = 16 * 3072
-# Pixels from one look at the clock to the next.
-PIXELS_A_LOOK = 128
-# Looks after which the growth of a pixel's cost can be told from noise.
+# Tokens from one look at the clock to the next.
+TOKENS_A_LOOK = 128
+# Looks after which the growth of a token's cost can be told from noise.
 LOOKS_FOR_A_LINE = 4
 WAIT_SECONDS = 3600
 
 
-def sample_images(
+def sample_sequences(
     job: Job,
-    num_images: int,
+    num_samples: int,
     *,
     temperature: float = 1.0,
     limit_seconds: float = 60,
-    on_pixels: Callable[[int], None] = lambda num_drawn: None,
+    on_tokens: Callable[[int], None] = lambda num_drawn: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Tensor | None:
-    """Up to `num_images` sampled images as tokens [N, T]; every rank must call this.
+    """Up to `num_samples` sampled sequences as tokens [N, T]; every rank must call this.
 
-    The first pixel of each is that of a training image, the data's own distribution; each other
-    is drawn from the model's logits over `temperature`. The same images come from every plan with
-    the same weights, up to rounding. Where all would take longer than `limit_seconds`, a rank
-    gives up as many as it has to, but for one. `on_pixels` hears now and then how many pixels of
-    each image this rank has drawn. Where `is_stopped` comes true a rank gives up what it has begun.
-    None where the whole model does not fit beside its shards.
+    Each begins as a training sample does, with as many of its tokens as the data set says; each
+    other token is drawn from the model's logits over `temperature`. The same sequences come from
+    every plan with the same weights, up to rounding. Where all would take longer than
+    `limit_seconds`, a rank gives up as many as it has to, but for one. `on_tokens` hears now and
+    then how many tokens of each sequence this rank has drawn. Where `is_stopped` comes true a rank
+    gives up what it has begun. None where the whole model does not fit beside its shards.
     """
     if not _fits(job):
         return None
     # A rank that draws none, or is quicker, waits for the others at the end.
     job.world.set_timeout(WAIT_SECONDS, "the limit of sampling")
-    model, num_tokens = whole_model(job), job.model_config.num_tokens
-    # An image and whether it is there, both zero on all ranks but the one that drew it.
-    images = torch.zeros(num_images, num_tokens + 1, dtype=torch.long)
-    left = list(range(job.world.rank, num_images, job.world.size))
-    at_once = max(1, TOKENS_AT_ONCE // num_tokens)
+    model, seq_len = whole_model(job), job.resolved.seq_len
+    # A sequence and whether it is there, both zero on all ranks but the one that drew it.
+    sequences = torch.zeros(num_samples, seq_len + 1, dtype=torch.long)
+    left = list(range(job.world.rank, num_samples, job.world.size))
+    at_once = max(1, TOKENS_AT_ONCE // seq_len)
     pace = Pace(limit_seconds)
 
     def look(num_drawn: int) -> None:
-        on_pixels(num_drawn)
+        on_tokens(num_drawn)
         if is_stopped():
             raise _StoppedError
 
     while left and pace.allows_another() and not is_stopped():
         drawn, left = left[:at_once], left[at_once:]
-        first_pixels = torch.stack([job.dataset.sample(index)[:1] for index in drawn])
+        prompts = first_tokens(job.dataset, drawn, job.data.prompt_length)
         generators = [generator_for(job.config.debug.seed, f"sample {index}") for index in drawn]
         try:
             tokens = generate(
                 model,
-                first_pixels.to(job.world.device),
-                num_tokens,
+                prompts.to(job.world.device),
+                seq_len,
                 generators,
                 temperature,
                 pace=pace,
-                on_pixels=look,
+                on_tokens=look,
             )
         except _StoppedError:
             break
-        images[drawn[: len(tokens)], :-1] = tokens.cpu()
-        images[drawn[: len(tokens)], -1] = 1
-    images = images.to(job.world.device)
-    dist.all_reduce(images)
-    return images[images[:, -1] == 1, :-1].cpu()
+        sequences[drawn[: len(tokens)], :-1] = tokens.cpu()
+        sequences[drawn[: len(tokens)], -1] = 1
+    sequences = sequences.to(job.world.device)
+    dist.all_reduce(sequences)
+    return sequences[sequences[:, -1] == 1, :-1].cpu()
 
 
 class _StoppedError(Exception):
-    """Raised at a look, to leave a batch of images that is half drawn."""
+    """Raised at a look, to leave sequences that are half drawn."""
 
 
-def save_samples(job: Job, images: Tensor, path: Path) -> None:
-    """Draw sampled images beside as many real ones."""
-    # matplotlib takes its time to import: on the rank that draws alone.
-    from titanlite.observe.pictures import save_image_grid
-
-    save_image_grid(
+def save_samples(job: Job, sequences: Tensor, path: Path) -> None:
+    """Show sampled sequences beside as many real ones, as the data set's samples are shown."""
+    job.data.save_samples(
         path,
-        images,
-        torch.stack([job.dataset.sample(i) for i in range(len(images))]),
-        height=job.model_config.image_height,
-        width=job.model_config.image_width,
-        channels=job.model_config.image_channels,
-        vocab_size=job.model_config.vocab_size,
+        sequences,
+        first_tokens(job.dataset, range(len(sequences))),
+        model=job.resolved.model,
         title=job.config.job.description,
     )
 
@@ -120,11 +115,11 @@ class Pace:
         self._limit_seconds = limit_seconds
         self._start = self._last = clock()
         self._was_kept = True
-        # Pixels left and seconds a pixel, at each look since there were as many images as now.
+        # Tokens left and seconds a token, at each look since there were as many sequences as now.
         self._looks: list[tuple[int, float]] = []
 
     def keeps(self, num_drawn: int, num_left: int) -> bool:
-        """Whether `num_left` pixels fit in, after `num_drawn` more; if not, images are given up."""
+        """Whether `num_left` tokens fit in, after `num_drawn` more; if not, some are given up."""
         now = self._clock()
         self._looks.append((num_left, (now - self._last) / num_drawn))
         self._last = now
@@ -136,7 +131,7 @@ class Pace:
     def _forecast(self) -> float:
         """The seconds that what is left will take.
 
-        A pixel costs more the more there are before it, which a line through the looks foresees.
+        A token costs more the more there are before it, which a line through the looks foresees.
         """
         num_left, seconds_each = self._looks[-1]
         if len(self._looks) < LOOKS_FOR_A_LINE:
@@ -145,7 +140,7 @@ class Pace:
         return num_left * (at_end + slope * num_left / 2)
 
     def allows_another(self) -> bool:
-        """Whether to begin a batch of images: the first, and while at least half is left."""
+        """Whether to begin a batch of sequences: the first, and while at least half is left."""
         self._last = self._clock()
         return self._was_kept and 2 * (self._last - self._start) <= self._limit_seconds
 
@@ -154,40 +149,39 @@ class Pace:
 def generate(
     model: Any,
     tokens_BT: Tensor,
-    num_tokens: int,
+    seq_len: int,
     generators: list[torch.Generator],
     temperature: float = 1.0,
     *,
     pace: Pace | None = None,
-    on_pixels: Callable[[int], None] = lambda num_drawn: None,
+    on_tokens: Callable[[int], None] = lambda num_drawn: None,
 ) -> Tensor:
-    """Continue `tokens_BT` to `num_tokens` pixels; the image of each row has its own generator.
+    """Continue `tokens_BT` to `seq_len` tokens; each row has its own generator.
 
     Rows from the last on are given up where `pace` is not kept. A model without `make_cache` reads
-    all pixels so far for each new one.
+    all tokens so far for each new one.
     """
     model.eval()
-    cache = model.make_cache(num_tokens) if hasattr(model, "make_cache") else None
+    cache = model.make_cache(seq_len) if hasattr(model, "make_cache") else None
     new = tokens_BT
-    for drawn in range(tokens_BT.size(1), num_tokens):
+    for drawn in range(tokens_BT.size(1), seq_len):
         if cache is None:
-            positions_T = torch.arange(drawn, device=tokens_BT.device)
-            logits_BTV = call_model(model, tokens_BT, positions=positions_T)
+            logits_BTV = call_model(model, make_batch(tokens_BT))
         else:
             logits_BTV = model(new, cache=cache)
         logits_BV = logits_BTV[:, -1].float() / temperature
-        # Gumbel-max: the noise is drawn on the CPU, so that every device draws the same images.
+        # Gumbel-max: the noise is drawn on the CPU, so that every device draws the same tokens.
         uniform = torch.stack([torch.rand(logits_BV.size(1), generator=g) for g in generators])
         gumbel_BV = -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
         new = (logits_BV + gumbel_BV.to(logits_BV.device)).argmax(-1, keepdim=True)
         tokens_BT = torch.cat([tokens_BT, new], dim=1)
-        if drawn % PIXELS_A_LOOK == 0:
-            on_pixels(drawn)
-            if pace and not pace.keeps(PIXELS_A_LOOK, num_tokens - drawn) and len(generators) > 1:
+        if drawn % TOKENS_A_LOOK == 0:
+            on_tokens(drawn)
+            if pace and not pace.keeps(TOKENS_A_LOOK, seq_len - drawn) and len(generators) > 1:
                 rows = len(generators) // 2
                 generators, tokens_BT, new = generators[:rows], tokens_BT[:rows], new[:rows]
                 if cache is not None:
-                    cache.keep_images(rows)
+                    cache.keep_first(rows)
     return tokens_BT
 
 
@@ -202,7 +196,7 @@ def whole_model(job: Job) -> nn.Module:
     if job.world.device.type == "cpu" and dtype == torch.bfloat16:
         dtype = torch.float32
     with torch.device("meta"):
-        model = spec.load_model_class()(job.model_config).to(dtype)
+        model = spec.load_model_class()(job.resolved.model).to(dtype)
     model.to_empty(device=job.world.device)
     own = dict(model.named_parameters())
     for name, whole in job.whole_parameters():

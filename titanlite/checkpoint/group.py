@@ -20,7 +20,7 @@ from titanlite.ranks.world import World, set_group_timeout
 T = TypeVar("T")
 
 
-class Agreement:
+class CheckpointGroup:
     """Every rank of the world must make the same calls, from one thread at a time.
 
     Ranks wait here for each other's disks, not for a step: for `timeout_seconds`, which is

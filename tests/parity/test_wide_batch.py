@@ -1,0 +1,101 @@
+"""A batch may have more than tokens and targets, and its own loss: every plan trains it alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from training import FEW_STEPS, Sections, differences, make_config, train
+
+from titanlite.config import resolve_job
+from titanlite.errors import ConfigError
+from titanlite.ranks.launch import Place, run_ranks
+
+JOB: Sections = {
+    "model": {"name": "wide", "flavor": "small"},
+    "experimental": {"custom_import": "wide_model"},
+    "training": {
+        "dataset": "weighted",
+        "seq_len": 24,
+        "dtype": "float64",
+        "local_batch_size": 4,
+        "global_batch_size": 8,
+        "steps": FEW_STEPS,
+    },
+    "lr_scheduler": {"warmup_steps": 2},
+    "activation_checkpoint": {"mode": "none"},
+    "validation": {"enable": True, "local_batch_size": 4},
+}
+PP, CP, TP = (
+    {"pipeline_parallel_degree": 2},
+    {"context_parallel_degree": 2},
+    {"tensor_parallel_degree": 2, "disable_loss_parallel": True},
+)
+PLANS: dict[str, dict[str, Any]] = {
+    "PP": PP,
+    "CP": CP | {"context_parallel_load_balancer": "striped"},
+    "FSDP": {"data_parallel_shard_degree": 2},
+    "TP": TP,
+}
+
+
+def config(plan: dict[str, Any], **training: Any) -> Any:
+    sections = {**JOB, "training": JOB["training"] | training, "parallelism": plan}
+    return make_config(sections)
+
+
+def test_every_plan_trains_alike() -> None:
+    (reference,) = train([config({})])
+    trained = train([config(plan) for plan in PLANS.values()])
+    for name, training in zip(PLANS, trained, strict=True):
+        for what, difference in differences(training, reference).items():
+            assert difference < 1e-11, f"{name}: {what}: {difference:.1e}"
+
+
+def evaluate(place: Place, plan: dict[str, Any]) -> float:
+    from titanlite.job import build_job
+    from titanlite.ranks.world import open_world
+
+    with open_world(place) as world:
+        return build_job(resolve_job(config(plan), world.size), world).evaluate()
+
+
+def test_validation_counts_by_the_loss_and_leaves_fillers_out() -> None:
+    (alone,) = run_ranks(evaluate, 1, {}, timeout_seconds=120)
+    both = run_ranks(evaluate, 2, PP | {"data_parallel_shard_degree": 1}, timeout_seconds=120)
+    assert both == pytest.approx([alone, alone], rel=1e-12)
+
+
+def test_length_is_the_jobs_own() -> None:
+    job = resolve_job(config({}))
+    assert job.seq_len == 24
+    assert resolve_job(config({}, seq_len=40)).seq_len == 40
+    with pytest.raises(ConfigError) as caught:
+        config({}, dataset="digits")
+    assert caught.value.problems == (
+        'training.dataset: "digits" has images of 8 x 8 x 1 and 17 values, the model takes '
+        '24 tokens and 17; set training.dataset to "synthetic" or "weighted", or '
+        "training.seq_len to 64",
+    )
+    # Pixels are tokens like others, for a model that knows of no images.
+    assert resolve_job(config({}, dataset="digits", seq_len=None)).seq_len == 64
+
+
+def test_a_loss_compiles() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from titanlite.batch import make_batch
+    from titanlite.training.loss import NEXT_TOKEN
+
+    torch._dynamo.reset()
+    compiled = NEXT_TOKEN.compiled("aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
+    counted = NEXT_TOKEN.compiled(graphs)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        batch = make_batch(torch.randint(17, (2, 8), generator=generator))
+        logits = torch.randn(2, 8, 17, generator=generator)
+        assert torch.allclose(compiled.total(logits, batch), NEXT_TOKEN.total(logits, batch))
+        counted.total(logits, batch)
+    assert graphs.frame_count == 1

@@ -1,0 +1,73 @@
+"""A job with nothing left to look up: made once, before any rank starts, and sent to the ranks.
+
+    JobConfig + number of ranks -> resolve_job -> ResolvedJob
+
+Training, verification, sampling and drawing all start from it. Torch-free.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from titanlite.config.checks import Draft
+from titanlite.config.load import Reading
+from titanlite.config.model import load_model_spec
+from titanlite.config.pipeline import PipelinePlan
+from titanlite.config.schema import JobConfig
+from titanlite.mesh.parallel_dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """A configuration with all that follows from it and from the number of ranks."""
+
+    config: JobConfig
+    dims: ParallelDims
+    """The degree of every axis; no -1 is left."""
+    model: Any
+    """The model's own configuration: its flavor with the overrides of [model]."""
+    seq_len: int
+    """Tokens in a sequence."""
+    global_batch_size: int
+    """Sequences a step, over all ranks; where the job says -1, what the ranks take at once."""
+    pipeline: PipelinePlan | None
+    """Stages and schedule; None without pipeline parallelism."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The model's configuration is of a class of the user's, whose module a rank has to import
+        # in the way that the job says.
+        rest = (self.model, self.seq_len, self.global_batch_size, self.pipeline)
+        return _unpack, (self.config, self.dims, cloudpickle.dumps(rest))
+
+
+def resolve_job(config: JobConfig, world_size: int | None = None, num_gpus: int = 0) -> ResolvedJob:
+    """The job for a world of `world_size` ranks; of as many as its degrees need where that is None.
+
+    `num_gpus` are those of this machine (see make_parallel_dims). Raises ConfigError with
+    everything that does not fit together.
+    """
+    reading = Reading(config)
+    draft = reading.draft(world_size, num_gpus)
+    reading.require()
+    return finish(draft)
+
+
+def finish(draft: Draft) -> ResolvedJob:
+    """What a draft comes to that has passed every check."""
+    return ResolvedJob(
+        draft.config,
+        draft.dims,
+        draft.model,
+        draft.seq_len,
+        draft.global_batch_size,
+        draft.pipeline,
+    )
+
+
+def _unpack(config: JobConfig, dims: ParallelDims, packed: bytes) -> ResolvedJob:
+    load_model_spec(config)
+    return ResolvedJob(config, dims, *pickle.loads(packed))

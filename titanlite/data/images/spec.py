@@ -1,0 +1,175 @@
+"""The image data sets, and what a model must look like to read them; torch-free.
+
+A pixel is a token: an image of height x width x channels is a sequence of that many tokens,
+planar (channel -> row -> column), each in [0, vocab_size). A model that says which images it takes
+has `image_height`, `image_width` and `image_channels` in its configuration; any other model reads
+the pixels as a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite.data.spec import Dataset, DatasetSpec, Misfit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SIDES = ("image_height", "image_width", "image_channels")
+
+
+@dataclass(frozen=True)
+class ImageSpec(DatasetSpec):
+    """An image data set: the shape of its images, None where it takes any (synthetic).
+
+    A set of crops takes any height and width up to `max_height` and `max_width`.
+    """
+
+    height: int | None = None
+    width: int | None = None
+    channels: int | None = None
+    max_height: int | None = None
+    max_width: int | None = None
+    sample_name: str = "image"
+    token_name: str = "pixel"
+    samples_file: str = "samples.png"
+    least_sizes: Mapping[str, int] = field(
+        default_factory=lambda: {"image_height": 8, "image_width": 8}
+    )
+
+    def shape(self, model: Any, seq_len: int | None = None) -> tuple[int, int, int] | None:
+        """Height, width and channels: the model's where it has them, else the data set's own.
+
+        Where neither says, one row of `seq_len` pixels; None where that is not known either.
+        """
+        if shape := shape_of(model):
+            return shape
+        if self.height and self.width and self.channels:
+            return self.height, self.width, self.channels
+        return None if seq_len is None else (1, seq_len, 1)
+
+    def seq_len(self, model: Any) -> int | None:
+        shape = self.shape(model)
+        return None if shape is None else math.prod(shape)
+
+    def misfit(self, model: Any, seq_len: int) -> Misfit | None:
+        shape = self.shape(model, seq_len)
+        assert shape is not None
+        needed = (self.height, self.width, self.channels)
+        changes = [
+            f"model.{name} to {size}"
+            for name, size, own in zip(SIDES, needed, shape, strict=True)
+            if size not in (None, own)
+        ]
+        changes += [
+            f"model.{name} to at most {limit}"
+            for name, limit, own in zip(
+                SIDES[:2], (self.max_height, self.max_width), shape[:2], strict=True
+            )
+            if limit is not None and own > limit
+        ]
+        if shape_of(model) is None and math.prod(shape) != seq_len:
+            is_given = getattr(model, "seq_len", None) is None
+            what = "training.seq_len" if is_given else "the length that the model takes"
+            changes.append(f"{what} to {math.prod(shape)}")
+        if self.vocab_size is not None and model.vocab_size < self.vocab_size:
+            changes.append(f"model.vocab_size to {self.vocab_size}")
+        if not changes:
+            return None
+        takes = " x ".join(map(str, shape_of(model) or (f"{seq_len} tokens",)))
+        return Misfit(
+            f"images of {self.size} and {self.vocab_size} values",
+            f"{takes} and {model.vocab_size}",
+            tuple(changes),
+        )
+
+    def make(self, *, model: Any, seq_len: int, **arguments: Any) -> Dataset:
+        shape = self.shape(model, seq_len)
+        assert shape is not None
+        height, width, channels = shape
+        return self.builder(
+            name=self.name,
+            height=height,
+            width=width,
+            channels=channels,
+            vocab_size=model.vocab_size,
+            **arguments,
+        )
+
+    @property
+    def size(self) -> str:
+        """The shape of the images in words: height x width x channels."""
+        height = self.height or f"at most {self.max_height}"
+        width = self.width or f"at most {self.max_width}"
+        return f"{height} x {width} x {self.channels}"
+
+    def save_samples(
+        self, path: Path, sampled: Tensor, real: Tensor, *, model: Any, title: str
+    ) -> None:
+        """Draw sampled images beside real ones as a PNG."""
+        # matplotlib takes its time to import: on the rank that draws alone.
+        from titanlite.data.images.picture import save_image_grid
+
+        shape = self.shape(model, sampled.size(1))
+        assert shape is not None
+        height, width, channels = shape
+        save_image_grid(
+            path,
+            sampled,
+            real,
+            height=height,
+            width=width,
+            channels=channels,
+            vocab_size=model.vocab_size,
+            title=title,
+        )
+
+
+def shape_of(model: Any) -> tuple[int, int, int] | None:
+    """Height, width and channels of the images that a model takes; None where it takes none."""
+    height, width, channels = (getattr(model, side, None) for side in SIDES)
+    if height is None or width is None or channels is None:
+        return None
+    return height, width, channels
+
+
+BUILD = "titanlite.data.images.build:build_dataset"
+
+DIGITS = ImageSpec(
+    "digits",
+    "1,797 handwritten digits bundled with scikit-learn",
+    BUILD,
+    height=8,
+    width=8,
+    channels=1,
+    vocab_size=17,
+)
+PHOTOS = ImageSpec(
+    "photos",
+    "random crops of the two photographs bundled with scikit-learn",
+    BUILD,
+    channels=3,
+    vocab_size=256,
+    max_height=427,
+    # What is held out for validation is no wider.
+    max_width=64,
+)
+CIFAR10 = ImageSpec(
+    "cifar10",
+    "CIFAR-10 from a local folder of its python or binary files",
+    BUILD,
+    height=32,
+    width=32,
+    channels=3,
+    vocab_size=256,
+    needs_path=True,
+)
+SYNTHETIC = ImageSpec(
+    "synthetic",
+    "generated patterns of any shape and vocabulary, for tests",
+    BUILD,
+)
