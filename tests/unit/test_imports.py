@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +27,14 @@ MUST_NOT_IMPORT = {
     "titanlite/mesh": ["titanlite.ranks", "titanlite.config", "titanlite.job", "titanlite.models"],
     "titanlite/checkpoint/manifest.py": ["torch"],
     "titanlite/checkpoint/folder.py": ["torch"],
-    "titanlite/schedule": ["torch"],
+    "titanlite/schedule": ["torch", "titanlite.drawing"],
     "titanlite/simulate": ["torch"],
+    "titanlite/attention": ["titanlite.drawing"],
+    # What is drawn comes as plain values.
+    "titanlite/drawing": [
+        *("torch", "titanlite.config", "titanlite.data", "titanlite.job", "titanlite.models"),
+        *("titanlite.observe", "titanlite.parallelize", "titanlite.simulate", "titanlite.training"),
+    ],
     **{
         f"titanlite/verify/{name}.py": ["torch", "titanlite.job"]
         for name in (
@@ -103,6 +111,16 @@ def test_imports(path: Path) -> None:
         if name.startswith("models/") and name.endswith("/model.py"):
             allowed = ("titanlite.attention", own)
             assert not is_below(module, "titanlite") or module.startswith(allowed), module
+
+
+def test_schedules_meshes_and_losses_are_drawn_without_torch() -> None:
+    """Nothing they import loads it either; the ring's layouts are torch's."""
+    folder = ROOT / "titanlite/drawing"
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__", "ring"}
+    code = f"from titanlite.drawing import {', '.join(names)}; import sys; print(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    loaded = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert "torch" not in loaded.split()
 
 
 def test_the_rules_can_fail(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from titanlite.drawing.loss import save_loss_curve
 from titanlite.observe.metrics import StepRecord
-from titanlite.observe.pictures import save_image_grid, save_loss_curve
+from titanlite.observe.pictures import save_image_grid
 
 
 def make_records(count: int) -> list[StepRecord]:

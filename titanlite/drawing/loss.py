@@ -1,0 +1,130 @@
+"""The loss curve of a run as a PNG.
+
+Drawn through matplotlib's objects alone: pyplot would keep global state and look for a screen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+_TRAIN, _VALIDATION, _REFERENCE = "#1f5fa8", "#d1495b", "#6b7280"
+# Curves of more steps than this are drawn faint, with their running mean over them.
+_STEPS_A_WINDOW = 60
+
+
+class Record(Protocol):
+    """What is drawn of a step: the StepRecords of a run have it."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def validation_loss(self) -> float | None: ...
+
+
+def save_loss_curve(
+    path: str | Path,
+    records: Sequence[Record],
+    *,
+    vocab_size: int | None = None,
+    title: str = "",
+) -> None:
+    """Draw the loss by step as a PNG, 1,152 x 720 pixels.
+
+    Training loss, validation loss where measured, and, with `vocab_size`, the loss ln(vocab_size)
+    of a model that has learned nothing; the right-hand axis is the same in bits per dimension.
+    Steps whose loss is not finite are left out. Raises ValueError where there are no records.
+    """
+    if not records:
+        raise ValueError("there are no records to draw")
+    figure = Figure(figsize=(8, 5), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_training(axes, records)
+    _draw_validation(axes, records)
+    if vocab_size is not None:
+        axes.axhline(
+            math.log(vocab_size),
+            color=_REFERENCE,
+            linewidth=1.2,
+            linestyle=(0, (4, 3)),
+            label=f"ln({vocab_size}) = {math.log(vocab_size):.3f}, nothing learned",
+        )
+    _dress(axes, title)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", facecolor="white")
+
+
+def _draw_training(axes: Axes, records: Sequence[Record]) -> None:
+    steps = np.array([record.step for record in records])
+    losses = np.array([record.loss for record in records])
+    losses = np.where(np.isfinite(losses), losses, np.nan)
+    window = len(records) // _STEPS_A_WINDOW
+    if window > 1:
+        axes.plot(steps, losses, color=_TRAIN, linewidth=0.8, alpha=0.35)
+        means = np.convolve(losses, np.ones(window) / window, mode="valid")
+        first = window // 2
+        axes.plot(
+            steps[first : first + len(means)],
+            means,
+            color=_TRAIN,
+            linewidth=1.8,
+            label=f"training (mean of {window} steps)",
+        )
+    else:
+        marker = "o" if len(records) == 1 else None
+        axes.plot(steps, losses, color=_TRAIN, linewidth=1.4, marker=marker, label="training")
+
+
+def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
+    validated = {r.step: r.validation_loss for r in records if r.validation_loss is not None}
+    if validated:
+        axes.plot(
+            list(validated),
+            list(validated.values()),
+            color=_VALIDATION,
+            linewidth=1.4,
+            marker="o",
+            markersize=4,
+            label="validation",
+        )
+
+
+def _dress(axes: Axes, title: str) -> None:
+    """Scales, grid, legend and title around the curves."""
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("loss (nats a token)")
+    bits = axes.secondary_yaxis("right", functions=(_nats_to_bits, _bits_to_nats))
+    bits.set_ylabel("bits per dimension")
+    axes.grid(color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines["top"].set_visible(False)
+    axes.margins(x=0.02)
+    # Above the plot, where no curve can be under it.
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
+    if title:
+        # As it is: what stands between two dollars is no formula.
+        axes.set_title(title, loc="left", fontsize=12, pad=28, parse_math=False)
+
+
+# matplotlib hands these arrays, and empty ones too.
+def _nats_to_bits(nats: Any) -> Any:
+    return nats / math.log(2)
+
+
+def _bits_to_nats(bits: Any) -> Any:
+    return bits * math.log(2)
