@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.document import format_config
+from titanlite.drawing.mesh import draw_mesh
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
-from titanlite.observe.effective_plan import draw_mesh, render_plan
+from titanlite.observe.effective_plan import render_plan
 from titanlite.observe.metrics import (
     FILE_NAME,
     MetricsLog,
@@ -267,7 +268,7 @@ class Reporter:
         if not records:
             return f"no loss curve is drawn: there are no records in {self._folder / FILE_NAME}"
         # matplotlib takes its time to import: on this rank alone, and not before it is needed.
-        from titanlite.observe.pictures import save_loss_curve
+        from titanlite.drawing.loss import save_loss_curve
 
         curve, job = self._folder / CURVE, self._job
         save_loss_curve(

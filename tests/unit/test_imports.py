@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,14 @@ MUST_NOT_IMPORT = {
     "titanlite/mesh": ["titanlite.ranks", "titanlite.config", "titanlite.job", "titanlite.models"],
     "titanlite/checkpoint/manifest.py": ["torch"],
     "titanlite/checkpoint/folder.py": ["torch"],
-    "titanlite/schedule": ["torch"],
+    "titanlite/schedule": ["torch", "titanlite.drawing"],
     "titanlite/simulate": ["torch"],
+    "titanlite/attention": ["titanlite.drawing"],
+    # What is drawn comes as plain values.
+    "titanlite/drawing": [
+        *("torch", "titanlite.config", "titanlite.data", "titanlite.job", "titanlite.models"),
+        *("titanlite.observe", "titanlite.parallelize", "titanlite.simulate", "titanlite.training"),
+    ],
     **{
         f"titanlite/verify/{name}.py": ["torch", "titanlite.job"]
         for name in (
@@ -103,6 +111,77 @@ def test_imports(path: Path) -> None:
         if name.startswith("models/") and name.endswith("/model.py"):
             allowed = ("titanlite.attention", own)
             assert not is_below(module, "titanlite") or module.startswith(allowed), module
+
+
+def test_schedules_meshes_and_losses_are_drawn_without_torch() -> None:
+    """Nothing they import loads it either; the ring's layouts are torch's."""
+    folder = ROOT / "titanlite/drawing"
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__", "ring"}
+    code = f"from titanlite.drawing import {', '.join(names)}; import sys; print(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    loaded = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert "torch" not in loaded.split()
+
+
+def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """What each module of `sources` (name -> text) imports of the others, types' imports counted.
+
+    Imports inside functions are left out: they run when all modules are there.
+    """
+
+    def targets(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (name.name for name in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                for name in child.names:
+                    inside = f"{child.module}.{name.name}"
+                    yield inside if inside in sources else str(child.module)
+            elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield from targets(child)
+
+    return {name: {*targets(ast.parse(text))} & sources.keys() for name, text in sources.items()}
+
+
+def circle(imported: Mapping[str, set[str]]) -> list[str]:
+    """Modules each of which imports the next, and the last one the first; none if no such are."""
+    done: set[str] = set()
+
+    def follow(way: list[str]) -> list[str]:
+        for module in sorted(imported[way[-1]] - done):
+            if module in way:
+                return way[way.index(module) :]
+            if found := follow([*way, module]):
+                return found
+        done.add(way[-1])
+        return []
+
+    return next((found for module in sorted(imported) if (found := follow([module]))), [])
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("titanlite", *parts) if parts[0] == "models" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    found = circle(graph({module_name(path): path.read_text() for path in SOURCES}))
+    assert not found, " -> ".join([*found, found[0]])
+
+
+def test_circles_are_found() -> None:
+    sources = {
+        "p": "import json\n",
+        "p.a": "from p import b\nimport p.c\n",
+        "p.b": "if TYPE_CHECKING:\n    from p.c import name\n",
+        "p.c": "from p import name\ndef f():\n    from p import a\n",
+    }
+    imported = graph(sources)
+    assert imported == {"p": set(), "p.a": {"p.b", "p.c"}, "p.b": {"p.c"}, "p.c": {"p"}}
+    assert circle(imported) == []
+    assert circle(imported | {"p.c": {"p.b"}}) == ["p.b", "p.c"]
+    assert circle({"p": {"p"}}) == ["p"]
 
 
 def test_the_rules_can_fail(tmp_path: Path) -> None:

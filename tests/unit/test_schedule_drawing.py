@@ -6,11 +6,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from titanlite.drawing.schedule_html import draw_html
+from titanlite.drawing.schedule_png import draw_png
+from titanlite.drawing.schedule_svg import draw_svg
+from titanlite.drawing.schedule_text import draw_text
 from titanlite.schedule import Span, Timeline, make_schedule, walk
-from titanlite.schedule.draw_html import draw_html
-from titanlite.schedule.draw_png import draw_png
-from titanlite.schedule.draw_svg import draw_svg
-from titanlite.schedule.draw_text import draw_text
 from titanlite.schedule.trace import make_trace
 
 SVG = "{http://www.w3.org/2000/svg}"

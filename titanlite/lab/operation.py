@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from titanlite.lab.device import VirtualDevice
 from titanlite.lab.mesh import Mesh
 
-if TYPE_CHECKING:
-    from titanlite.lab.cluster import VirtualCluster
+
+class Runner(Protocol):
+    """What an operation needs of a VirtualCluster: a mesh, and to run on all of its devices."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def run(self, job: Operation, /, *inputs: Any, **options: Any) -> list[Any]: ...
 
 
 class Operation(ABC):
@@ -31,5 +37,5 @@ class Operation(ABC):
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
         """The global result from every device's, in mesh order."""
 
-    def __call__(self, cluster: VirtualCluster, *inputs: Any, **options: Any) -> Any:
+    def __call__(self, cluster: Runner, *inputs: Any, **options: Any) -> Any:
         return self.join(cluster.mesh, cluster.run(self, *inputs, **options))

@@ -1,7 +1,4 @@
-"""The effective plan: what was asked for, what is active, and why not where they differ.
-
-`draw_mesh` belongs to it: which rank sits where on which axis.
-"""
+"""The effective plan: what was asked for, what is active, and why not where they differ."""
 
 from __future__ import annotations
 
@@ -14,12 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.terminal import is_terminal, terminal_width
 from titanlite.plan_row import PlanRow
-
-__all__ = ["draw_mesh", "render_plan"]
-
 
 _HEADINGS = ("feature", "requested", "active", "note")
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.drawing.schedule_svg import draw_svg
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
-from titanlite.schedule.draw_svg import draw_svg
 from titanlite.schedule.timeline import activation_curves
 from titanlite.schedule.trace import make_trace
 

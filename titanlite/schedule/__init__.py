@@ -1,4 +1,4 @@
-"""Pipeline schedules as data, torch-free: made, read and written, checked, lowered and drawn.
+"""Pipeline schedules as data, torch-free: made, read and written, checked and lowered.
 
 actions.py      Action and Schedule, and their text form
 generators.py   make_schedule: GPipe, 1F1B, the interleaved and the zero-bubble families
@@ -6,7 +6,8 @@ v_shaped.py     ZBV and DualPipeV
 table.py        CSV in and out, in the format of torch.distributed.pipelining
 walk.py         does a schedule run? which action of each rank is stuck, what is missing
 lower.py        sends and receives, unshard and reshard, gradient reduction put in
-timeline.py     what ran when, measured or computed; the draw_*.py render it
+timeline.py     what ran when, measured or computed; titanlite/drawing draws it
+trace.py        a timeline as a Chrome trace
 """
 
 from titanlite.schedule.actions import Action, Schedule, ScheduleError, parse_action

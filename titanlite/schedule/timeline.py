@@ -1,7 +1,8 @@
 """What ran when: the one structure that every picture is drawn from.
 
 A `Timeline` is made from a schedule (`walk`), from a simulation, or from clocks read in a real
-run; the draw_*.py modules render it as text, SVG, HTML, PNG or a trace without asking which.
+run. titanlite/drawing draws it as text, SVG, HTML or PNG and trace.py writes it as a trace, without
+asking which.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> None:
-    from titanlite.schedule.draw_text import draw_text
+    from titanlite.drawing.schedule_text import draw_text
 
     longest = max(simulation.makespan for simulation in simulations)
     timelines = [replace(simulation.timeline(), until=longest) for simulation in simulations]
@@ -43,11 +43,11 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
             print(draw_text(timeline, options.width, options.color), end="\n\n")
     print(format_table(HEADER, rows, left=("scheme",)))
     if options.svg:
-        from titanlite.schedule.draw_svg import draw_svg
+        from titanlite.drawing.schedule_svg import draw_svg
 
         _write(options.svg, draw_svg(*timelines))
     if options.html:
-        from titanlite.schedule.draw_html import draw_html
+        from titanlite.drawing.schedule_html import draw_html
 
         _write(options.html, draw_html(timelines, html_table(HEADER, rows)))
     for option, extension in (("png", ".png"), ("trace", ".json")):
@@ -58,7 +58,7 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
             stem = f"{Path(path).stem}_{name}" if len(timelines) > 1 else Path(path).stem
             target = Path(path).with_name(stem + (Path(path).suffix or extension))
             if option == "png":
-                from titanlite.schedule.draw_png import draw_png
+                from titanlite.drawing.schedule_png import draw_png
 
                 target.parent.mkdir(parents=True, exist_ok=True)
                 draw_png(timeline, target)
@@ -119,11 +119,11 @@ def _ladder(options: argparse.Namespace) -> int:
             for measured, cluster in runs
         ]
         if options.svg:
-            from titanlite.schedule.draw_svg import draw_svg
+            from titanlite.drawing.schedule_svg import draw_svg
 
             _write(options.svg, draw_svg(*timelines))
         if options.html:
-            from titanlite.schedule.draw_html import draw_html
+            from titanlite.drawing.schedule_html import draw_html
 
             _write(options.html, draw_html(timelines))
     return 0

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from titanlite.simulate.network import Link, Network
 from titanlite.simulate.work import SimulationError
-
-if TYPE_CHECKING:
-    from titanlite.simulate.cluster import Cluster
 
 SECONDS_PER_COMPUTE_UNIT = 0.1
 NETWORK_BASE_LATENCY_SECONDS = 0.05
@@ -35,13 +32,21 @@ class Event(NamedTuple):
     work: tuple[str, int, int] | None = None
 
 
+class Messages(Protocol):
+    """What a GPU needs of its Cluster: to leave a message for a rank, and to take the next one."""
+
+    def put(self, source: int, target: int, arrival_seconds: float, value: Any) -> None: ...
+
+    def take(self, source: int, target: int, description: str) -> tuple[float, Any]: ...
+
+
 class GPU:
     """One device. `seconds` is its clock, `events` its past, `peak_memory_units` its high water."""
 
     def __init__(
         self,
         global_rank: int,
-        cluster: Cluster | None = None,
+        cluster: Messages | None = None,
         *,
         network: Network = ETHERNET,
         memory_units: float = float("inf"),

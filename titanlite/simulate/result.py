@@ -313,12 +313,12 @@ class Simulation:
         return f"<{self.title}: {self.summary()}>"
 
     def __str__(self) -> str:
-        from titanlite.schedule.draw_text import draw_text
+        from titanlite.drawing.schedule_text import draw_text
 
         return draw_text(self.timeline())
 
     def _repr_html_(self) -> str:
-        from titanlite.schedule.draw_svg import draw_svg
+        from titanlite.drawing.schedule_svg import draw_svg
 
         return draw_svg(self.timeline())
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from titanlite.schedule.draw_svg import Layout, draw_layout, layouts_of
+from titanlite.drawing.schedule_svg import Layout, draw_layout, layouts_of
 from titanlite.schedule.timeline import Timeline
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from titanlite.schedule import palette
+from titanlite.drawing import palette
 from titanlite.schedule.timeline import NAMES, WORK, Timeline
 
 _FONT = "font-family='DejaVu Sans, Verdana, sans-serif'"

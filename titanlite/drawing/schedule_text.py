@@ -7,7 +7,7 @@ import shutil
 import sys
 from bisect import bisect_right
 
-from titanlite.schedule import palette
+from titanlite.drawing import palette
 from titanlite.schedule.timeline import WORK, Span, Timeline
 
 

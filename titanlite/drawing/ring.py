@@ -1,6 +1,6 @@
 """Drawings of the sequence layouts and of the ring, made from the layout objects themselves.
 
-    python -m titanlite.attention.diagram docs/images/context_parallel
+    python -m titanlite.drawing.ring docs/images/context_parallel
 
 writes layouts.svg (who computes which part of the score matrix) and, for each layout,
 ring_<layout>.svg (who holds what at each step). What the code does is what the picture shows.

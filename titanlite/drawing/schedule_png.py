@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titanlite.schedule import palette
+from titanlite.drawing import palette
+from titanlite.drawing.schedule_svg import Layout
 from titanlite.schedule.actions import ScheduleError
-from titanlite.schedule.draw_svg import Layout
 from titanlite.schedule.timeline import WORK, Timeline
 
 

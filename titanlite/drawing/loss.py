@@ -1,4 +1,4 @@
-"""The picture of a run that any job has: its loss curve.
+"""The loss curve of a run as a PNG.
 
 Drawn through matplotlib's objects alone: pyplot would keep global state and look for a screen.
 """
@@ -8,24 +8,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from titanlite.observe.metrics import StepRecord
-
 _TRAIN, _VALIDATION, _REFERENCE = "#1f5fa8", "#d1495b", "#6b7280"
-_DPI = 144
 # Curves of more steps than this are drawn faint, with their running mean over them.
 _STEPS_A_WINDOW = 60
 
 
+class Record(Protocol):
+    """What is drawn of a step: the StepRecords of a run have it."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def validation_loss(self) -> float | None: ...
+
+
 def save_loss_curve(
     path: str | Path,
-    records: Sequence[StepRecord],
+    records: Sequence[Record],
     *,
     vocab_size: int | None = None,
     title: str = "",
@@ -38,9 +49,26 @@ def save_loss_curve(
     """
     if not records:
         raise ValueError("there are no records to draw")
-    figure = Figure(figsize=(8, 5), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(8, 5), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    _draw_training(axes, records)
+    _draw_validation(axes, records)
+    if vocab_size is not None:
+        axes.axhline(
+            math.log(vocab_size),
+            color=_REFERENCE,
+            linewidth=1.2,
+            linestyle=(0, (4, 3)),
+            label=f"ln({vocab_size}) = {math.log(vocab_size):.3f}, nothing learned",
+        )
+    _dress(axes, title)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", facecolor="white")
+
+
+def _draw_training(axes: Axes, records: Sequence[Record]) -> None:
     steps = np.array([record.step for record in records])
     losses = np.array([record.loss for record in records])
     losses = np.where(np.isfinite(losses), losses, np.nan)
@@ -59,6 +87,9 @@ def save_loss_curve(
     else:
         marker = "o" if len(records) == 1 else None
         axes.plot(steps, losses, color=_TRAIN, linewidth=1.4, marker=marker, label="training")
+
+
+def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
     validated = {r.step: r.validation_loss for r in records if r.validation_loss is not None}
     if validated:
         axes.plot(
@@ -70,14 +101,10 @@ def save_loss_curve(
             markersize=4,
             label="validation",
         )
-    if vocab_size is not None:
-        axes.axhline(
-            math.log(vocab_size),
-            color=_REFERENCE,
-            linewidth=1.2,
-            linestyle=(0, (4, 3)),
-            label=f"ln({vocab_size}) = {math.log(vocab_size):.3f}, nothing learned",
-        )
+
+
+def _dress(axes: Axes, title: str) -> None:
+    """Scales, grid, legend and title around the curves."""
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("loss (nats a token)")
@@ -92,7 +119,6 @@ def save_loss_curve(
     if title:
         # As it is: what stands between two dollars is no formula.
         axes.set_title(title, loc="left", fontsize=12, pad=28, parse_math=False)
-    _save(figure, path)
 
 
 # matplotlib hands these arrays, and empty ones too.
@@ -102,9 +128,3 @@ def _nats_to_bits(nats: Any) -> Any:
 
 def _bits_to_nats(bits: Any) -> Any:
     return bits * math.log(2)
-
-
-def _save(figure: Figure, path: str | Path) -> None:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", facecolor="white")
