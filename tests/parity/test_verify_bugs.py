@@ -149,8 +149,8 @@ CASES = [
     Case(
         bugs.data_by_rank,
         FSDP,
-        "the data depend on the plan: at step 1 rank 1 read images 1, 2, 3 and 4 of it, in place "
-        "of images 4 to 7",
+        "the data depend on the plan: at step 1 rank 1 read sequences 1, 2, 3 and 4 of it, in "
+        "place of sequences 4 to 7",
     ),
     Case(
         bugs.last_microbatch_dropped,
@@ -208,7 +208,7 @@ def name_of(case: Case) -> str:
 def test_the_bug_is_caught_and_its_cause_named(verifier: Verifier, case: Case) -> None:
     found = verifier.verify(config_of(case), steps=case.steps, patch=case.patch)
     assert not found.agrees
-    assert found.dims.world_size <= 4
+    assert found.job.dims.world_size <= 4
     assert re.search(case.cause, found.cause), "\n".join(found.findings)
 
 

@@ -239,7 +239,11 @@ def keep_the_interpreter(place: Place, seconds: float) -> str:
             while time.monotonic() < end:
                 count += sum(map(abs, range(10)))
             box = Path(place.rendezvous.removeprefix("file://")).parent / FAULTS / "stack-1"
-            text = box.read_text()
+            text = ""
+            # In one call, which gives other threads a turn: in two, the note may change between.
+            while not text.endswith("\n\n"):
+                with box.open("rb", buffering=0) as file:
+                    text = (file.read(1 << 16) or b"").decode()
             sys.setswitchinterval(interval)
         dist.barrier()
         return text if place.rank == 1 else ""
@@ -325,11 +329,11 @@ def save_behind(place: Place) -> None:
     """Rank 0 waits for rank 1 in a step; behind them, 1 waits for 0 in a save."""
     import torch.distributed as dist
 
-    from titanlite.checkpoint.group import Agreement
+    from titanlite.checkpoint.group import CheckpointGroup
     from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
-        ranks = Agreement(world, 60)
+        ranks = CheckpointGroup(world, 60)
         world.set_timeout(1)
         if world.rank == 1:
             with ranks.patiently():
@@ -339,11 +343,11 @@ def save_behind(place: Place) -> None:
 
 
 def stay_in_a_save(place: Place) -> None:
-    from titanlite.checkpoint.group import Agreement
+    from titanlite.checkpoint.group import CheckpointGroup
     from titanlite.ranks.world import open_world
 
     with open_world(place, init_timeout_seconds=60) as world:
-        ranks = Agreement(world, 1)
+        ranks = CheckpointGroup(world, 1)
         with ranks.patiently():
             ranks.all_do(read_what_does_not_come if world.rank == 1 else lambda: None)
 
