@@ -49,10 +49,12 @@ class Plan:
     priority_key: Callable[[int], int] | None = None
     orders: Sequence[Sequence[int]] | None = None
     max_in_flight: Sequence[float] | None = None
+    num_chained: int = field(init=False)
     durations: list[float] = field(init=False)
     weight_durations: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_chained = 2 * self.num_stages * self.num_batches
         per_stage = self.costs.per_stage
         forward = per_stage("forward", self.num_stages)
         self.weight_durations = per_stage("weight_gradient", self.num_stages)
@@ -64,10 +66,6 @@ class Plan:
                     f"costs: weight_gradient of stage {stage} is {part}, more than the whole "
                     f"backward pass, {whole}"
                 )
-
-    @property
-    def num_chained(self) -> int:
-        return 2 * self.num_stages * self.num_batches
 
     def weight_gradient(self, backward: int) -> int:
         """The number of the weight gradient that belongs to `backward`."""
@@ -100,163 +98,229 @@ def run(plan: Plan) -> tuple[list[float | None], list[Extra]]:
 
     Weight gradients follow the other works, and have a place there even if none is split.
     """
-    stages, chain, num_chained = plan.num_stages, 2 * plan.num_stages, plan.num_chained
-    compute, durations, costs, is_split = plan.compute, plan.durations, plan.costs, plan.is_split
-    splits = any(is_split)
-    total = num_chained + (len(is_split) if splits else 0)
-    starts: list[float | None] = [None] * total
-    extras: list[Extra] = []
+    engine = _Engine(plan)
+    engine.run()
+    return engine.starts, engine.extras
 
-    key_of, orders, caps = plan.priority_key, plan.orders, plan.max_in_flight
-    last_key = 1 << 62  # weight gradients come after all others: they fill what is left
-    ready: list[list[int]] = [[] for _ in range(plan.num_workers)]
-    capped: list[list[int]] = [[] for _ in range(plan.num_workers)]
-    in_flight = [0] * plan.num_workers
-    position = [0] * plan.num_workers
-    is_ready = bytearray(total)
-    idle = bytearray(b"\1" * plan.num_workers)
 
-    network, overlap = costs.network, costs.overlap_transfers
-    port_free: list[float] = [0] * plan.num_workers
-    weight_units = costs.per_stage("weight_units", stages)
-    fetches = network is not None and any(weight_units)
-    fetch_free: list[float] = [0] * plan.num_workers
-    recent_starts: list[deque[float]] = [deque(maxlen=costs.prefetch) for _ in idle]
+class _Ordered:
+    """The works that are ready, where each worker has an order: it takes the next one, or waits."""
 
-    # An event is a work that ends (its number), data that arrives (~number) or a worker that is
-    # free after a transfer (total + worker).
-    times: list[float] = [0]
-    events: dict[float, list[int]] = {0: [~first for first in range(0, num_chained, chain)]}
+    def __init__(self, orders: Sequence[Sequence[int]], total: int) -> None:
+        self.orders = orders
+        self.position = [0] * len(orders)
+        self.is_ready = bytearray(total)
 
-    def post(time: float, event: int) -> None:
-        bucket = events.get(time)
+    def put(self, number: int, worker: int) -> None:
+        self.is_ready[number] = 1
+
+    def take(self, worker: int) -> int | None:
+        order, at = self.orders[worker], self.position[worker]
+        if at == len(order) or not self.is_ready[order[at]]:
+            return None
+        self.position[worker] = at + 1
+        return order[at]
+
+
+class _ByPriority:
+    """The works that are ready, a heap a worker: it takes the one that its priority puts first."""
+
+    def __init__(self, plan: Plan, total: int) -> None:
+        assert plan.priority_key is not None
+        self.key_of = plan.priority_key
+        self.num_chained, self.total = plan.num_chained, total
+        # Weight gradients come after all others: they fill what is left.
+        self.last_key = (1 << 62) * total
+        self.heaps: list[list[int]] = [[] for _ in range(plan.num_workers)]
+
+    def put(self, number: int, worker: int) -> None:
+        if number < self.num_chained:
+            heappush(self.heaps[worker], self.key_of(number) * self.total + number)
+        else:
+            heappush(self.heaps[worker], self.last_key + number)
+
+    def take(self, worker: int) -> int | None:
+        heap = self.heaps[worker]
+        return heappop(heap) % self.total if heap else None
+
+
+class _Capped(_ByPriority):
+    """The same, but forwards have a heap of their own, closed while a worker has no `room`."""
+
+    def __init__(self, plan: Plan, room: list[float], total: int) -> None:
+        super().__init__(plan, total)
+        self.stages, self.chain = plan.num_stages, 2 * plan.num_stages
+        self.room = room
+        self.forwards: list[list[int]] = [[] for _ in range(plan.num_workers)]
+
+    def put(self, number: int, worker: int) -> None:
+        if number >= self.num_chained:
+            heappush(self.heaps[worker], self.last_key + number)
+        else:
+            heaps = self.forwards if number % self.chain < self.stages else self.heaps
+            heappush(heaps[worker], self.key_of(number) * self.total + number)
+
+    def take(self, worker: int) -> int | None:
+        heap, forwards = self.heaps[worker], self.forwards[worker]
+        if forwards and self.room[worker] > 0 and not (heap and heap[0] < forwards[0]):
+            self.room[worker] -= 1
+            heap = forwards
+        return heappop(heap) % self.total if heap else None
+
+
+class _Engine:
+    """One run of a plan: the time, what is to happen when, and which workers are idle.
+
+    An event is a work that ends (its number), data that arrives (~number) or a worker that is
+    free after a transfer (total + worker). `touched` are the workers for whom it changed something.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.compute = plan, plan.compute
+        self.stages, self.chain = plan.num_stages, 2 * plan.num_stages
+        self.num_chained = plan.num_chained
+        self.splits = any(plan.is_split)
+        self.total = plan.num_chained + (len(plan.is_split) if self.splits else 0)
+        self.starts: list[float | None] = [None] * self.total
+        self.extras: list[Extra] = []
+
+        # How many more batches each worker may start, where that is limited.
+        self.room = None if plan.max_in_flight is None else list(plan.max_in_flight)
+        self.ready: _Ordered | _ByPriority
+        if plan.orders is not None:
+            self.ready = _Ordered(plan.orders, self.total)
+        elif self.room is not None:
+            self.ready = _Capped(plan, self.room, self.total)
+        else:
+            self.ready = _ByPriority(plan, self.total)
+
+        self.now: float = 0
+        self.times: list[float] = [0]
+        self.events: dict[float, list[int]] = {
+            0: [~first for first in range(0, plan.num_chained, self.chain)]
+        }
+        self.idle = bytearray(b"\1" * plan.num_workers)
+        self.touched: list[int] = []
+
+        costs = self.costs = plan.costs
+        self.network = costs.network
+        self.port_free: list[float] = [0] * plan.num_workers
+        self.weight_units = costs.per_stage("weight_units", plan.num_stages)
+        self.fetches = costs.network is not None and any(self.weight_units)
+        self.fetch_free: list[float] = [0] * plan.num_workers
+        self.recent_starts: list[deque[float]] = [deque(maxlen=costs.prefetch) for _ in self.idle]
+
+    def run(self) -> None:
+        """What happens to every work is here, for speed; what happens to some is in methods."""
+        times, events, compute, starts = self.times, self.events, self.compute, self.starts
+        put, take, post = self.ready.put, self.ready.take, self._post
+        idle, touched, durations = self.idle, self.touched, self.plan.durations
+        num_chained, total, stages, chain = self.num_chained, self.total, self.stages, self.chain
+        splits, network, fetches = self.splits, self.network, self.fetches
+        backward_ends_more = splits or self.room is not None
+        while times:
+            self.now = now = heappop(times)
+            for event in events.pop(now):
+                if event < 0:
+                    put(~event, compute[~event])
+                    touched.append(compute[~event])
+                elif event < num_chained:
+                    # A work ends: its worker is free, and its successor or successors can start.
+                    worker = compute[event]
+                    idle[worker] = 1
+                    touched.append(worker)
+                    k = event % chain
+                    if k >= stages and backward_ends_more:
+                        self._end_backward(event, k, worker)
+                    if k + 1 < chain:
+                        target = compute[event + 1]
+                        if target == worker or network is None:
+                            put(event + 1, target)
+                            touched.append(target)
+                        else:
+                            self._send(event, worker, target)
+                elif event < total:
+                    self._end_weight_gradient(event)
+                else:
+                    idle[event - total] = 1
+                    touched.append(event - total)
+            for worker in touched:
+                if not idle[worker] or (number := take(worker)) is None:
+                    continue
+                idle[worker] = 0
+                starts[number] = start = self._fetch(number, worker) if fetches else now
+                k = number % chain
+                if splits and (number >= num_chained or k >= stages):
+                    post(start + self.plan.duration(number), number)
+                else:
+                    post(start + durations[k], number)
+            touched.clear()
+
+    def _post(self, time: float, event: int) -> None:
+        bucket = self.events.get(time)
         if bucket is None:
-            events[time] = [event]
-            heappush(times, time)
+            self.events[time] = [event]
+            heappush(self.times, time)
         else:
             bucket.append(event)
 
-    def make_ready(number: int, worker: int) -> None:
-        if orders is not None:
-            is_ready[number] = 1
-        elif number >= num_chained:
-            heappush(ready[worker], last_key * total + number)
-        else:
-            heap = capped if caps is not None and number % chain < stages else ready
-            heappush(heap[worker], key_of(number) * total + number)  # type: ignore[misc]
+    def _end_backward(self, number: int, k: int, worker: int) -> None:
+        """Its weight gradient can start, where that is a work; otherwise its batch is through."""
+        place = number // self.chain * self.stages + self.chain - 1 - k
+        if self.plan.is_split[place]:
+            self.ready.put(self.num_chained + place, worker)
+        elif self.room is not None:
+            self._end_batch(self.compute[number - 2 * (k - self.stages) - 1])
 
-    def take_next(worker: int) -> int | None:
-        """The work that `worker` starts now, if there is one."""
-        if orders is not None:
-            order, at = orders[worker], position[worker]
-            if at == len(order) or not is_ready[order[at]]:
-                return None
-            position[worker] = at + 1
-            return order[at]
-        heap = ready[worker]
-        if caps is not None:
-            forwards = capped[worker]
-            if (
-                forwards
-                and in_flight[worker] < caps[worker]
-                and not (heap and heap[0] < forwards[0])
-            ):
-                in_flight[worker] += 1
-                heap = forwards
-        return heappop(heap) % total if heap else None
+    def _end_weight_gradient(self, number: int) -> None:
+        worker = self.plan.worker(number)
+        self.idle[worker] = 1
+        self.touched.append(worker)
+        batch, stage = divmod(number - self.num_chained, self.stages)
+        self._end_batch(self.compute[batch * self.chain + stage])
 
-    def transfer(number: int, successor: int, worker: int, target: int) -> None:
-        """Send what `number` made; the successor is ready, or the sender free, once it is there."""
-        assert network is not None
-        link = network.link(worker, target)
-        if overlap:
-            sent = max(now, port_free[worker]) + costs.activation_units * link.seconds_per_unit
-            port_free[worker] = sent
+    def _end_batch(self, opener: int) -> None:
+        """A batch is through whose first forward `opener` started: it may start another one."""
+        if self.room is not None:
+            self.room[opener] += 1
+        self.touched.append(opener)
+
+    def _send(self, number: int, worker: int, target: int) -> None:
+        """Send what `number` made: the next work is ready, or the sender free, once it is there."""
+        assert self.network is not None
+        costs, link = self.costs, self.network.link(worker, target)
+        if costs.overlap_transfers:
+            leaves = max(self.now, self.port_free[worker])
+            sent = leaves + costs.activation_units * link.seconds_per_unit
+            self.port_free[worker] = sent
             arrival = sent + link.latency_seconds
         else:
-            arrival = now + link.seconds(costs.activation_units)
-            if arrival > now:
-                idle[worker] = 0
-                extras.append(Extra(worker, now, arrival, "SEND", number))
-                post(arrival, total + worker)
-        if arrival > now:
-            post(arrival, ~successor)
+            arrival = self.now + link.seconds(costs.activation_units)
+            if arrival > self.now:
+                self.idle[worker] = 0
+                self.extras.append(Extra(worker, self.now, arrival, "SEND", number))
+                self._post(arrival, self.total + worker)
+        if arrival > self.now:
+            self._post(arrival, ~(number + 1))
         else:
-            make_ready(successor, target)
-            touched.append(target)
+            self.ready.put(number + 1, target)
+            self.touched.append(target)
 
-    def fetch(number: int, worker: int) -> float:
+    def _fetch(self, number: int, worker: int) -> float:
         """When `number` can compute: once its weights, if they are kept elsewhere, have come."""
-        home = plan.weight[number]
-        stage = min(number % chain, chain - 1 - number % chain)
-        if home == worker or not weight_units[stage]:
-            return now
-        if costs.prefetch:
-            before = recent_starts[worker]
-            begin = max(before[0] if len(before) == costs.prefetch else 0, fetch_free[worker])
-        else:
-            begin = now
-        assert network is not None
-        end = begin + network.link(home, worker).seconds(weight_units[stage])
-        fetch_free[worker] = end
-        extras.append(Extra(worker, begin, end, "FETCH", number))
-        return max(now, end)
-
-    while times:
-        now = heappop(times)
-        touched = []
-        for event in events.pop(now):
-            if event < 0:
-                number = ~event
-                worker = compute[number]
-                make_ready(number, worker)
-                touched.append(worker)
-            elif event >= total:
-                worker = event - total
-                idle[worker] = 1
-                touched.append(worker)
-            else:
-                # A work ends: its worker is free, and its successor or successors can start.
-                number = event
-                worker = compute[number] if number < num_chained else plan.worker(number)
-                idle[worker] = 1
-                touched.append(worker)
-                if number >= num_chained:
-                    batch, stage = divmod(number - num_chained, stages)
-                    opener = compute[batch * chain + stage]
-                    in_flight[opener] -= 1
-                    touched.append(opener)
-                    continue
-                k = number % chain
-                if k >= stages and (splits or caps is not None):
-                    weight_gradient = plan.weight_gradient(number)
-                    if is_split[weight_gradient - num_chained]:
-                        make_ready(weight_gradient, worker)
-                    elif caps is not None:
-                        opener = compute[number - 2 * (k - stages) - 1]
-                        in_flight[opener] -= 1
-                        touched.append(opener)
-                if k + 1 < chain:
-                    target = compute[number + 1]
-                    if target == worker or network is None:
-                        make_ready(number + 1, target)
-                        touched.append(target)
-                    else:
-                        transfer(number, number + 1, worker, target)
-        for worker in touched:
-            if not idle[worker]:
-                continue
-            chosen = take_next(worker)
-            if chosen is None:
-                continue
-            idle[worker] = 0
-            start = fetch(chosen, worker) if fetches and chosen < num_chained else now
-            if fetches:
-                recent_starts[worker].append(start)
-            starts[chosen] = start
-            k = chosen % chain
-            if splits and (chosen >= num_chained or k >= stages):
-                post(start + plan.duration(chosen), chosen)
-            else:
-                post(start + durations[k], chosen)
-    return starts, extras
+        before = self.recent_starts[worker]
+        k = number % self.chain
+        units = self.weight_units[min(k, self.chain - 1 - k)]
+        start = self.now
+        if number < self.num_chained and units and self.plan.weight[number] != worker:
+            begin = start
+            if self.costs.prefetch:
+                is_full = len(before) == self.costs.prefetch
+                begin = max(before[0] if is_full else 0, self.fetch_free[worker])
+            assert self.network is not None
+            link = self.network.link(self.plan.weight[number], worker)
+            end = self.fetch_free[worker] = begin + link.seconds(units)
+            self.extras.append(Extra(worker, begin, end, "FETCH", number))
+            start = max(start, end)
+        before.append(start)
+        return start
