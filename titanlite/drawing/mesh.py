@@ -14,7 +14,7 @@ _GAP = None
 Place = tuple[int | None, ...]  # a coordinate on each axis
 
 
-class Mesh(Protocol):
+class Degrees(Protocol):
     """What `draw_mesh` needs to know: axes outermost first, and each rank's place on them."""
 
     @property
@@ -26,7 +26,7 @@ class Mesh(Protocol):
     def coordinates(self, rank: int) -> Mapping[str, int]: ...
 
 
-def draw_mesh(dims: Mesh) -> str:
+def draw_mesh(dims: Degrees) -> str:
     """A cell a rank: the innermost axis across, the others down; axes of degree 1 are left out.
 
     At most 80 columns and some 30 lines: of an axis too long for that the first coordinates and

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from titanlite.drawing.schedule_svg import Layout, draw_layout, layouts_of
+from titanlite.drawing.schedule_svg import Canvas, canvases_of, draw_canvas
 from titanlite.schedule.timeline import Timeline
 
 
@@ -18,9 +18,9 @@ def draw_html(timelines: Sequence[Timeline] | Timeline, table: str = "") -> str:
     if isinstance(timelines, Timeline):
         timelines = [timelines]
     title = ", ".join(timeline.title for timeline in timelines)
-    layouts = layouts_of(timelines)
-    figures = "\n".join(f"<figure>{draw_layout(layout)}</figure>" for layout in layouts)
-    data = json.dumps([_hover_data(layout) for layout in layouts], separators=(",", ":"))
+    canvases = canvases_of(timelines)
+    figures = "\n".join(f"<figure>{draw_canvas(canvas)}</figure>" for canvas in canvases)
+    data = json.dumps([_hover_data(canvas) for canvas in canvases], separators=(",", ":"))
     return _PAGE.format(
         title=escape(title),
         table=table,
@@ -30,16 +30,16 @@ def draw_html(timelines: Sequence[Timeline] | Timeline, table: str = "") -> str:
     )
 
 
-def _hover_data(layout: Layout) -> dict[str, object]:
-    timeline = layout.timeline
+def _hover_data(canvas: Canvas) -> dict[str, object]:
+    timeline = canvas.timeline
     rows: list[list[list[object]]] = [[] for _ in timeline.rows]
     for span in sorted(timeline.spans, key=lambda span: span.start):
         rows[span.row].append([span.start, span.end, timeline.describe(span)])
     return {
-        "left": layout.left,
-        "top": layout.top,
-        "rowHeight": layout.row_height,
-        "scale": layout.scale,
+        "left": canvas.left,
+        "top": canvas.top,
+        "rowHeight": canvas.row_height,
+        "scale": canvas.scale,
         "start": timeline.start,
         "rows": rows,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from titanlite.drawing import palette
-from titanlite.drawing.schedule_svg import Layout
+from titanlite.drawing.schedule_svg import Canvas
 from titanlite.schedule.actions import ScheduleError
 from titanlite.schedule.timeline import WORK, Timeline
 
@@ -18,12 +18,12 @@ def draw_png(timeline: Timeline, path: str | Path, dpi: int = 110) -> None:
     except ImportError as error:
         raise ScheduleError("a PNG needs matplotlib; install it, or draw SVG") from error
 
-    layout = Layout.of(timeline)
+    canvas = Canvas.of(timeline)
     rows = len(timeline.rows)
-    figure = Figure(figsize=(layout.width / 100, layout.height / 100))
+    figure = Figure(figsize=(canvas.width / 100, canvas.height / 100))
     FigureCanvasAgg(figure)
     if timeline.curves:
-        ratio = [max(1, rows * layout.row_height), 110]
+        ratio = [max(1, rows * canvas.row_height), 110]
         axes, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": ratio})
     else:
         axes, below = figure.subplots(), None
@@ -35,15 +35,15 @@ def draw_png(timeline: Timeline, path: str | Path, dpi: int = 110) -> None:
     for (row, color, beside), pieces in bars.items():
         height = (row + 0.22, 0.26) if beside else (row - 0.48, 0.96)
         axes.broken_barh(pieces, height, facecolors=color, edgecolor="white", linewidth=0.2)
-    size = min(8, 0.5 * layout.row_height)
+    size = min(8, 0.5 * canvas.row_height)
     for span in timeline.spans:
         label = timeline.label(span)
-        width = (span.end - span.start) * layout.scale
+        width = (span.end - span.start) * canvas.scale
         if label and span.kind in WORK and size >= 5 and width >= 0.9 * size * len(label):
             middle = (span.start + span.end) / 2
             ink = palette.ink(span.kind)
             axes.text(middle, span.row, label, ha="center", va="center", fontsize=size, color=ink)
-    every = 1 if layout.row_height >= 12 else 4
+    every = 1 if canvas.row_height >= 12 else 4
     axes.set_yticks(range(0, rows, every), timeline.rows[::every], fontsize=8)
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_xlim(timeline.start, timeline.drawn_end)

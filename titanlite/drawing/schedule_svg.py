@@ -15,7 +15,7 @@ _MOST_CELLS_WITH_HOVER = 4000  # beyond that, cells of one colour are drawn as o
 
 
 @dataclass(frozen=True)
-class Layout:
+class Canvas:
     """Where things are, in pixels; `x(time)` and `y(row)` are upper left corners."""
 
     timeline: Timeline
@@ -26,7 +26,7 @@ class Layout:
     with_hover: bool = True
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Layout:
+    def of(cls, timeline: Timeline) -> Canvas:
         rows = len(timeline.rows)
         row_height = 24 if rows <= 12 else 18 if rows <= 24 else 12 if rows <= 48 else 9
         left = 14 + 6.2 * max((len(row) for row in timeline.rows), default=0)
@@ -65,40 +65,40 @@ def draw_svg(*timelines: Timeline) -> str:
 
     Cells have a hover text unless there are thousands of them.
     """
-    layouts = layouts_of(timelines)
-    pictures = [draw_layout(layout) for layout in layouts]
+    canvases = canvases_of(timelines)
+    pictures = [draw_canvas(canvas) for canvas in canvases]
     if len(pictures) == 1:
         return pictures[0]
-    height = sum(layout.height for layout in layouts)
-    y, parts = 0.0, [_opening(max(layout.width for layout in layouts), height)]
-    for picture, layout in zip(pictures, layouts, strict=True):
+    height = sum(canvas.height for canvas in canvases)
+    y, parts = 0.0, [_opening(max(canvas.width for canvas in canvases), height)]
+    for picture, canvas in zip(pictures, canvases, strict=True):
         parts.append(picture.replace("<svg ", f"<svg y='{y:.0f}' ", 1))
-        y += layout.height
+        y += canvas.height
     return "\n".join([*parts, "</svg>"])
 
 
-def layouts_of(timelines: Sequence[Timeline]) -> list[Layout]:
-    """A layout each, with one scale and one time axis for all, so that they can be compared."""
+def canvases_of(timelines: Sequence[Timeline]) -> list[Canvas]:
+    """A canvas each, with one scale and one time axis for all, so that they can be compared."""
     until = max(timeline.drawn_end for timeline in timelines)
-    layouts = [Layout.of(replace(timeline, until=until)) for timeline in timelines]
-    scale, left = max(o.scale for o in layouts), max(o.left for o in layouts)
+    canvases = [Canvas.of(replace(timeline, until=until)) for timeline in timelines]
+    scale, left = max(o.scale for o in canvases), max(o.left for o in canvases)
     hover = sum(len(timeline.spans) for timeline in timelines) <= _MOST_CELLS_WITH_HOVER
-    return [replace(o, scale=scale, left=left, with_hover=hover) for o in layouts]
+    return [replace(o, scale=scale, left=left, with_hover=hover) for o in canvases]
 
 
-def draw_layout(layout: Layout) -> str:
+def draw_canvas(canvas: Canvas) -> str:
     """The SVG element of one timeline."""
-    timeline = layout.timeline
+    timeline = canvas.timeline
     parts = [
-        _opening(layout.width, layout.height),
+        _opening(canvas.width, canvas.height),
         "<rect width='100%' height='100%' fill='#ffffff'/>",
         _text(10, 20, timeline.title, 14, weight="bold"),
         _text(10, 38, timeline.caption, 11, "#444444"),
-        *_legend(layout),
-        *_frame(layout),
-        *_cells(layout),
-        *_time_axis(layout),
-        *_curves(layout),
+        *_legend(canvas),
+        *_frame(canvas),
+        *_cells(canvas),
+        *_time_axis(canvas),
+        *_curves(canvas),
         "</svg>",
     ]
     return "\n".join(part for part in parts if part)
@@ -111,36 +111,36 @@ def _opening(width: float, height: float) -> str:
     )
 
 
-def _frame(layout: Layout) -> Iterator[str]:
-    rows = layout.timeline.rows
-    every = 1 if layout.row_height >= 12 else 4
-    width = layout.right - layout.left
+def _frame(canvas: Canvas) -> Iterator[str]:
+    rows = canvas.timeline.rows
+    every = 1 if canvas.row_height >= 12 else 4
+    width = canvas.right - canvas.left
     yield (
-        f"<rect x='{layout.left:g}' y='{layout.top:g}' width='{width:.2f}' "
-        f"height='{layout.bottom - layout.top:g}' fill='#f1f1f1'/>"
+        f"<rect x='{canvas.left:g}' y='{canvas.top:g}' width='{width:.2f}' "
+        f"height='{canvas.bottom - canvas.top:g}' fill='#f1f1f1'/>"
     )
-    bubbles = layout.timeline.bubbles()
-    yield _text(layout.right + 40, layout.top - 6, "idle", 10, "#777777", "end")
+    bubbles = canvas.timeline.bubbles()
+    yield _text(canvas.right + 40, canvas.top - 6, "idle", 10, "#777777", "end")
     for row, name in enumerate(rows):
         if row % every == 0:
-            y = layout.y(row) + layout.row_height / 2 + 3.5
-            yield _text(layout.left - 6, y, name, 10, anchor="end")
-            yield _text(layout.right + 40, y, f"{bubbles[row]:.0%}", 10, "#777777", "end")
+            y = canvas.y(row) + canvas.row_height / 2 + 3.5
+            yield _text(canvas.left - 6, y, name, 10, anchor="end")
+            yield _text(canvas.right + 40, y, f"{bubbles[row]:.0%}", 10, "#777777", "end")
 
 
-def _cells(layout: Layout) -> Iterator[str]:
-    timeline = layout.timeline
-    gap = 0.6 if layout.row_height >= 12 else 0.3
+def _cells(canvas: Canvas) -> Iterator[str]:
+    timeline = canvas.timeline
+    gap = 0.6 if canvas.row_height >= 12 else 0.3
     paths: dict[str, list[str]] = {}
     for span in timeline.spans:
-        x, width = layout.x(span.start), (span.end - span.start) * layout.scale
-        y, height = layout.y(span.row) + gap, layout.row_height - 2 * gap
+        x, width = canvas.x(span.start), (span.end - span.start) * canvas.scale
+        y, height = canvas.y(span.row) + gap, canvas.row_height - 2 * gap
         if span.kind not in WORK and span.kind != "SEND":
             # Fetches and reductions go on beside the work: a strip along the foot of the row.
             y, height = y + 0.72 * height, 0.28 * height
         width = max(0.4, width - min(0.6, 0.15 * width))
         color = palette.fill(span.kind, span.microbatch, timeline.num_microbatches)
-        if layout.with_hover:
+        if canvas.with_hover:
             yield (
                 f"<rect x='{x:.2f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' "
                 f"fill='{color}'><title>{escape(timeline.describe(span))}</title></rect>"
@@ -150,37 +150,37 @@ def _cells(layout: Layout) -> Iterator[str]:
             paths.setdefault(color, []).append(corner)
     for color, corners in paths.items():
         yield f"<path fill='{color}' d='{''.join(corners)}'/>"
-    yield from _labels(layout)
+    yield from _labels(canvas)
 
 
-def _labels(layout: Layout) -> Iterator[str]:
-    size = min(11, layout.row_height - 4)
+def _labels(canvas: Canvas) -> Iterator[str]:
+    size = min(11, canvas.row_height - 4)
     if size < 7:
         return
     yield f"<g font-size='{size:g}' text-anchor='middle' pointer-events='none'>"
-    for span in layout.timeline.spans:
-        label = layout.timeline.label(span)
-        width = (span.end - span.start) * layout.scale
+    for span in canvas.timeline.spans:
+        label = canvas.timeline.label(span)
+        width = (span.end - span.start) * canvas.scale
         if label and span.kind in WORK and width >= 0.66 * size * len(label):
-            x = layout.x(span.start) + width / 2
-            y = layout.y(span.row) + layout.row_height / 2 + 0.36 * size
+            x = canvas.x(span.start) + width / 2
+            y = canvas.y(span.row) + canvas.row_height / 2 + 0.36 * size
             yield f"<text x='{x:.1f}' y='{y:.1f}' fill='{palette.ink(span.kind)}'>{label}</text>"
     yield "</g>"
 
 
-def _time_axis(layout: Layout) -> Iterator[str]:
-    timeline = layout.timeline
+def _time_axis(canvas: Canvas) -> Iterator[str]:
+    timeline = canvas.timeline
     for tick in _ticks(timeline.drawn_end - timeline.start):
-        x = layout.x(timeline.start + tick)
-        yield f"<path d='M{x:.1f} {layout.bottom:g}v4' stroke='#999999'/>"
-        yield _text(x, layout.bottom + 15, f"{tick:g}", 10, "#555555", "middle")
-    yield _text(layout.left - 6, layout.bottom + 15, timeline.unit, 10, "#555555", "end")
+        x = canvas.x(timeline.start + tick)
+        yield f"<path d='M{x:.1f} {canvas.bottom:g}v4' stroke='#999999'/>"
+        yield _text(x, canvas.bottom + 15, f"{tick:g}", 10, "#555555", "middle")
+    yield _text(canvas.left - 6, canvas.bottom + 15, timeline.unit, 10, "#555555", "end")
 
 
-def _legend(layout: Layout) -> Iterator[str]:
-    timeline = layout.timeline
+def _legend(canvas: Canvas) -> Iterator[str]:
+    timeline = canvas.timeline
     kinds = dict.fromkeys(span.kind for span in timeline.spans)
-    x = layout.left
+    x = canvas.left
     for kind in [kind for kind in NAMES if kind in kinds]:
         color = palette.fill(kind, 0, timeline.num_microbatches)
         yield f"<rect x='{x:.0f}' y='48' width='10' height='10' fill='{color}'/>"
@@ -199,40 +199,40 @@ def _legend(layout: Layout) -> Iterator[str]:
     yield _text(x + count * each + 4, 57, f"{count - 1}", 10, "#444444")
 
 
-def _curves(layout: Layout) -> Iterator[str]:
-    timeline = layout.timeline
+def _curves(canvas: Canvas) -> Iterator[str]:
+    timeline = canvas.timeline
     if not timeline.curves:
         return
-    top, height = layout.bottom + 46, _CURVES_HEIGHT
+    top, height = canvas.bottom + 46, _CURVES_HEIGHT
     most = max((value for curve in timeline.curves.values() for _, value in curve), default=0) or 1
-    yield _text(layout.left, top - 8, timeline.curves_label, 10, "#444444")
+    yield _text(canvas.left, top - 8, timeline.curves_label, 10, "#444444")
     # What is held is counted: no half of it is marked.
     for tick in (tick for tick in _ticks(most, 4) if tick == round(tick)):
         y = top + height * (1 - tick / most)
-        yield f"<path d='M{layout.left:g} {y:.1f}H{layout.right:.1f}' stroke='#e4e4e4'/>"
-        yield _text(layout.left - 6, y + 3.5, f"{tick:g}", 10, "#555555", "end")
+        yield f"<path d='M{canvas.left:g} {y:.1f}H{canvas.right:.1f}' stroke='#e4e4e4'/>"
+        yield _text(canvas.left - 6, y + 3.5, f"{tick:g}", 10, "#555555", "end")
     for row, (name, curve) in enumerate(timeline.curves.items()):
         path: list[str] = []
         for time, value in curve:
             y = top + height * (1 - value / most)
             path.append(
-                f"H{layout.x(time):.1f}V{y:.1f}" if path else f"M{layout.x(time):.1f} {y:.1f}"
+                f"H{canvas.x(time):.1f}V{y:.1f}" if path else f"M{canvas.x(time):.1f} {y:.1f}"
             )
         color = palette.line(row, len(timeline.curves))
         yield (
-            f"<path d='{''.join(path)}H{layout.right:.1f}' fill='none' stroke='{color}' "
+            f"<path d='{''.join(path)}H{canvas.right:.1f}' fill='none' stroke='{color}' "
             f"stroke-width='1.3' stroke-opacity='0.85'><title>{escape(name)}</title></path>"
         )
-    yield from _curve_key(layout, top - 8)
+    yield from _curve_key(canvas, top - 8)
 
 
-def _curve_key(layout: Layout, y: float) -> Iterator[str]:
+def _curve_key(canvas: Canvas, y: float) -> Iterator[str]:
     """Which colour is which row: all by name if they are few, otherwise the first and the last."""
-    names = list(layout.timeline.curves)
+    names = list(canvas.timeline.curves)
     shown = (
         list(enumerate(names)) if len(names) <= 8 else [(0, names[0]), (len(names) - 1, names[-1])]
     )
-    x = layout.left + 6.2 * len(layout.timeline.curves_label) + 16
+    x = canvas.left + 6.2 * len(canvas.timeline.curves_label) + 16
     for row, name in shown:
         color = palette.line(row, len(names))
         yield f"<path d='M{x:.0f} {y - 3.5:.1f}h14' stroke='{color}' stroke-width='2.5'/>"

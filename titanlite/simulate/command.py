@@ -11,7 +11,7 @@ from titanlite.simulate.costs import Costs
 from titanlite.simulate.network import Link, Network
 from titanlite.simulate.priority import PRIORITIES
 from titanlite.simulate.result import Simulation
-from titanlite.simulate.schemes import STRATEGIES, Job, run_scheme
+from titanlite.simulate.schemes import STRATEGIES, Workload, run_scheme
 from titanlite.simulate.table import format_table, html_table
 from titanlite.simulate.work import SimulationError
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.scheme == "ladder":
         return _ladder(options)
     simulations = [
-        run_scheme(scheme, _job(options)) for scheme in (options.scheme, *options.compare)
+        run_scheme(scheme, _workload(options)) for scheme in (options.scheme, *options.compare)
     ]
     _show(simulations, options)
     return 0
@@ -129,7 +129,7 @@ def _ladder(options: argparse.Namespace) -> int:
     return 0
 
 
-def _job(options: argparse.Namespace) -> Job:
+def _workload(options: argparse.Namespace) -> Workload:
     network = None
     sends = (options.latency, options.time_per_unit, options.inside_latency)
     if any(sends) or options.inside_time_per_unit or options.reduce_gradients:
@@ -149,7 +149,7 @@ def _job(options: argparse.Namespace) -> Job:
         prefetch=options.prefetch,
         reduce_gradients=options.reduce_gradients,
     )
-    return Job(
+    return Workload(
         workers=options.workers,
         batches=options.batches,
         stages=options.stages,

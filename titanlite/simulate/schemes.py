@@ -1,8 +1,8 @@
 """Training schemes by name: the notebook's strategies, every pipeline schedule, your own file.
 
-`run_scheme("1F1B", Job(workers=4, batches=8))` is what the command line does. A scheme is a name
-of `STRATEGIES` or of `titanlite.schedule.SCHEDULES`, a schedule in a CSV file, or `file.py` with a
-function `strategy(work)` (or `file.py:another_name`).
+`run_scheme("1F1B", Workload(workers=4, batches=8))` is what the command line does. A scheme is a
+name of `STRATEGIES` or of `titanlite.schedule.SCHEDULES`, a schedule in a CSV file, or `file.py`
+with a function `strategy(work)` (or `file.py:another_name`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, Simulati
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """What to run a scheme on. Without `stages` there are as few as the scheme allows.
 
     The model is the same whatever the scheme: where a worker has several stages by default, each
@@ -42,73 +42,79 @@ class Job:
     costs: Costs = field(default_factory=Costs)
 
 
-def run_scheme(scheme: str, job: Job) -> Simulation:
+def run_scheme(scheme: str, workload: Workload) -> Simulation:
     """Simulate `scheme`. Raises SimulationError or ScheduleError for what cannot be."""
     if scheme.endswith(".csv"):
         schedule = read_csv(scheme)
         check_schedule(schedule)
-        return _run_schedule(schedule, job)
+        return _run_schedule(schedule, workload)
     path, _, function = scheme.partition(":")
     if path.endswith(".py"):
-        return _run_strategy(_load_strategy(path, function or "strategy"), job, title=scheme)
+        return _run_strategy(_load_strategy(path, function or "strategy"), workload, title=scheme)
     for name, make in STRATEGIES.items():
         if scheme.lower() in (name.lower(), make.__name__.lower()):
-            return _run_strategy(make(job), job, title=name)
-    return _run_schedule(_make_schedule(scheme, job), job)
+            return _run_strategy(make(workload), workload, title=name)
+    return _run_schedule(_make_schedule(scheme, workload), workload)
 
 
-def distributed_data_parallelism(job: Job) -> Strategy:
+def distributed_data_parallelism(workload: Workload) -> Strategy:
     """Every worker has the whole model and takes whole batches."""
-    return lambda work: ComputeAndWeightWorkers(work.batch % job.workers, work.batch % job.workers)
+    return lambda work: ComputeAndWeightWorkers(
+        work.batch % workload.workers, work.batch % workload.workers
+    )
 
 
-def fully_sharded_data_parallelism(job: Job) -> Strategy:
+def fully_sharded_data_parallelism(workload: Workload) -> Strategy:
     """The same, with each stage's weights kept on one worker and fetched by all."""
-    return lambda work: ComputeAndWeightWorkers(work.batch % job.workers, work.stage % job.workers)
+    return lambda work: ComputeAndWeightWorkers(
+        work.batch % workload.workers, work.stage % workload.workers
+    )
 
 
-def pipeline_parallelism(job: Job) -> Strategy:
+def pipeline_parallelism(workload: Workload) -> Strategy:
     """A stage a worker; every batch passes through all of them."""
-    return lambda work: ComputeAndWeightWorkers(work.stage % job.workers, work.stage % job.workers)
+    return lambda work: ComputeAndWeightWorkers(
+        work.stage % workload.workers, work.stage % workload.workers
+    )
 
 
-def cuckoo_parallelism(job: Job) -> Strategy:
+def cuckoo_parallelism(workload: Workload) -> Strategy:
     """A pipeline in which the first batches go back through the other end's idle workers."""
-    stages = job.stages or job.workers
+    stages = workload.stages or workload.workers
 
     def strategy(work: Work) -> ComputeAndWeightWorkers:
-        early = work.stage < stages // 2 + 2 and work.batch < job.batches // 2 - 2
+        early = work.stage < stages // 2 + 2 and work.batch < workload.batches // 2 - 2
         if work.direction == Direction.BACKWARD and early:
-            return ComputeAndWeightWorkers(job.workers - work.stage - 1, work.stage)
+            return ComputeAndWeightWorkers(workload.workers - work.stage - 1, work.stage)
         return ComputeAndWeightWorkers(work.stage, work.stage)
 
     return strategy
 
 
-def looped_pipeline_parallelism(job: Job) -> Strategy:
+def looped_pipeline_parallelism(workload: Workload) -> Strategy:
     """Batches go round groups of fewer workers than there are stages."""
-    group = _group_size(job)
+    group = _group_size(workload)
 
     def strategy(work: Work) -> ComputeAndWeightWorkers:
-        worker = group * work.batch % job.workers + work.stage % group
+        worker = group * work.batch % workload.workers + work.stage % group
         return ComputeAndWeightWorkers(worker, worker)
 
     return strategy
 
 
-def fully_sharded_looped_pipeline_parallelism(job: Job) -> Strategy:
+def fully_sharded_looped_pipeline_parallelism(workload: Workload) -> Strategy:
     """The same, with each stage's weights kept on one worker and fetched by the other groups."""
-    group = _group_size(job)
+    group = _group_size(workload)
 
     def worker(stage: int, index: int) -> int:
-        return group * index % job.workers + stage % group
+        return group * index % workload.workers + stage % group
 
     return lambda work: ComputeAndWeightWorkers(
         worker(work.stage, work.batch), worker(work.stage, work.stage)
     )
 
 
-STRATEGIES: dict[str, Callable[[Job], Strategy]] = {
+STRATEGIES: dict[str, Callable[[Workload], Strategy]] = {
     "DDP": distributed_data_parallelism,
     "FSDP": fully_sharded_data_parallelism,
     "Pipeline": pipeline_parallelism,
@@ -118,50 +124,50 @@ STRATEGIES: dict[str, Callable[[Job], Strategy]] = {
 }
 
 
-def _group_size(job: Job) -> int:
-    group = max(1, job.workers // 2) if job.group_size is None else job.group_size
-    if group < 1 or job.workers % group:
+def _group_size(workload: Workload) -> int:
+    group = max(1, workload.workers // 2) if workload.group_size is None else workload.group_size
+    if group < 1 or workload.workers % group:
         raise SimulationError(
-            f"a group of {group} workers does not divide {job.workers} workers; "
+            f"a group of {group} workers does not divide {workload.workers} workers; "
             "choose a group size that does"
         )
     return group
 
 
-def _run_strategy(strategy: Strategy, job: Job, title: str) -> Simulation:
-    stages = job.workers if job.stages is None else job.stages
+def _run_strategy(strategy: Strategy, workload: Workload, title: str) -> Simulation:
+    stages = workload.workers if workload.stages is None else workload.stages
     priority = None
-    if job.priority is not None:
-        if job.priority not in PRIORITIES:
+    if workload.priority is not None:
+        if workload.priority not in PRIORITIES:
             raise SimulationError(
-                f"there is no priority {job.priority!r}; choose from {', '.join(PRIORITIES)}"
+                f"there is no priority {workload.priority!r}; choose from {', '.join(PRIORITIES)}"
             )
-        priority = PRIORITIES[job.priority](stages, job.batches)
+        priority = PRIORITIES[workload.priority](stages, workload.batches)
     return simulate(
-        job.workers,
+        workload.workers,
         stages,
-        job.batches,
+        workload.batches,
         strategy,
         priority,
-        max_in_flight=job.max_in_flight,
-        split_backward=job.split_backward,
-        costs=job.costs,
+        max_in_flight=workload.max_in_flight,
+        split_backward=workload.split_backward,
+        costs=workload.costs,
         title=title,
     )
 
 
-def _run_schedule(schedule: Schedule, job: Job) -> Simulation:
-    if job.priority or job.max_in_flight is not None or job.split_backward:
+def _run_schedule(schedule: Schedule, workload: Workload) -> Simulation:
+    if workload.priority or workload.max_in_flight is not None or workload.split_backward:
         raise SimulationError(
             f"{schedule.name} says what runs when: a priority, a cap on works in flight and a "
             f"split of the backward pass are for strategies ({', '.join(STRATEGIES)})"
         )
     chunks = schedule.num_stages // schedule.num_ranks
-    costs = job.costs if job.stages is not None else _cut_finer(job.costs, chunks)
+    costs = workload.costs if workload.stages is not None else _cut_finer(workload.costs, chunks)
     return simulate_schedule(schedule, costs)
 
 
-def _make_schedule(scheme: str, job: Job) -> Schedule:
+def _make_schedule(scheme: str, workload: Workload) -> Schedule:
     try:
         name = schedule_name(scheme)
     except ScheduleError:
@@ -172,14 +178,16 @@ def _make_schedule(scheme: str, job: Job) -> Schedule:
             f"there is no scheme {scheme!r}; {hint}choose from {', '.join(known.values())}, "
             "or give a .py or .csv file"
         ) from None
-    if job.stages is None:
-        return make_schedule(name, job.workers, job.batches)
-    if job.stages % job.workers:
+    if workload.stages is None:
+        return make_schedule(name, workload.workers, workload.batches)
+    if workload.stages % workload.workers:
         raise SimulationError(
-            f"{name} gives every worker as many stages; {job.stages} do not divide over "
-            f"{job.workers} workers"
+            f"{name} gives every worker as many stages; {workload.stages} do not divide over "
+            f"{workload.workers} workers"
         )
-    return make_schedule(name, job.workers, job.batches, job.stages // job.workers)
+    return make_schedule(
+        name, workload.workers, workload.batches, workload.stages // workload.workers
+    )
 
 
 def _cut_finer(costs: Costs, pieces: int) -> Costs:
