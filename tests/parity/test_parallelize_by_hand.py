@@ -87,8 +87,11 @@ def test_tp_of_bare_embeddings_by_the_notes_plan():
     assert no_messages == []
 
 
-def styles_with_biases(world):
-    """GatherColwise, RowwiseLocal and NormLocal on a module with biases, against the module."""
+def styles_with_biases(world, is_rounded):
+    """GatherColwise, RowwiseLocal and NormLocal on a module with biases, against the module.
+
+    Rounded layers have a product of their own: sixteenths of what weight and input are.
+    """
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -110,10 +113,20 @@ def styles_with_biases(world):
     class Inner(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b, self.out = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+            linear = RoundedLinear if is_rounded else nn.Linear
+            self.a, self.b, self.out = nn.Linear(8, 12), linear(8, 12), linear(12, 8)
 
         def forward(self, x, scale):
             return self.out(self.a(x).tanh() * self.b(x) * scale)
+
+    class RoundedLinear(nn.Linear):
+        def product(self, x, weight):
+            # Values are rounded, gradients pass through.
+            x, weight = (t + ((t * 16).round() / 16 - t).detach() for t in (x, weight))
+            return x @ weight.T
+
+        def forward(self, x):
+            return self.product(x, self.weight) + self.bias
 
     def build():
         torch.manual_seed(0)
@@ -147,7 +160,13 @@ def styles_with_biases(world):
 
 
 def test_local_styles_equal_the_plain_module():
-    assert all(on_ranks(styles_with_biases))
+    assert (
+        run_ranks(_in_world_with, 4, styles_with_biases, False, timeout_seconds=120) == [True] * 4
+    )
+
+
+def test_local_styles_multiply_as_a_layer_of_its_own_product_does():
+    assert run_ranks(_in_world_with, 4, styles_with_biases, True, timeout_seconds=120) == [True] * 4
 
 
 def test_a_style_on_the_wrong_module_says_so():
@@ -243,7 +262,7 @@ def test_a_style_never_leaves_out_what_a_layer_computes():
     assert "has parametrized weights" in said["parametrized"]
     assert "a ShiftedNorm, has a forward of its own" in said["norm"]
     assert "SequenceParallel of torch" in said["norm"]
-    assert "a Embedding, has max_norm set" in said["embedding"]
+    assert "an Embedding, has max_norm set" in said["embedding"]
     assert "named" not in said
 
 

@@ -4,6 +4,9 @@ They say the same as PyTorch's ColwiseParallel, RowwiseParallel and SequencePara
 are DTensors and collectives are DTensor's. But what lies between two collectives runs on plain
 tensors, because DTensor's dispatch costs some 100 microseconds an operator and rank, which on CPU
 adds up to a tenth of a small model's step. Either kind may stand in a plan, and both in one.
+
+A linear layer whose class has a method `product(x, weight)`, on plain tensors, is multiplied by
+that: a layer of low precision stays one when it is cut. Its forward is that product and the bias.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class GatherColwise(ParallelStyle):
     nothing else. That argument: the local shard along `dim`, all-gathered in the forward pass; its
     gradient is reduce-scattered in the backward pass, once for all layers. Output of each layer:
     the local shard of its last dimension. The layers are one matrix product, because cutting them
-    leaves each too narrow to be a fast one. The module's other arguments pass unchanged.
+    leaves each too narrow to be a fast one; layers with a `product` of their own are one each. The
+    module's other arguments pass unchanged.
     """
 
     def __init__(self, dim: int, *layers: str) -> None:
@@ -53,7 +57,14 @@ class GatherColwise(ParallelStyle):
             whole = shard.redistribute(placements=[Replicate()])
             x = whole.to_local(grad_placements=[Partial()])
             weights = [_local(layer.weight) for layer in layers.values()]
-            products = F.linear(x, torch.cat(weights)).split([w.size(0) for w in weights], dim=-1)
+            if any(_has_product(layer) for layer in layers.values()):
+                products = [
+                    _product(layer, x, weight)
+                    for layer, weight in zip(layers.values(), weights, strict=True)
+                ]
+            else:
+                joined = F.linear(x, torch.cat(weights))
+                products = list(joined.split([w.size(0) for w in weights], dim=-1))
             outputs = {
                 name: product if layer.bias is None else product + _local(layer.bias)
                 for (name, layer), product in zip(layers.items(), products, strict=True)
@@ -82,7 +93,7 @@ class RowwiseLocal(ParallelStyle):
         )
 
         def forward(module: nn.Linear, x: Tensor) -> Tensor:
-            partial = F.linear(x, _local(module.weight))
+            partial = _product(module, x, _local(module.weight))
             total = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)
             output = total.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
             return output if module.bias is None else output + _local(module.bias, Partial())
@@ -139,6 +150,15 @@ class EmbeddingLocal(ParallelStyle):
         return _replace_forward(module, forward)
 
 
+def _has_product(layer: nn.Module) -> bool:
+    return hasattr(type(layer), "product")
+
+
+def _product(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """A linear layer's input times a shard of its weight, as the layer's class multiplies."""
+    return layer.product(x, weight) if _has_product(layer) else F.linear(x, weight)
+
+
 def _local(parameter: Tensor | None, grad_placement: Placement | None = None) -> Any:
     """The local shard of a parameter; its gradient has the parameter's placement or the given."""
     if not isinstance(parameter, DTensor):
@@ -172,17 +192,20 @@ def _require(
 ) -> None:
     """Raises TitanliteError unless `module` computes just what `style` computes in its place.
 
-    A subclass that computes something else (float8, LoRA, a norm of another formula) would be
-    trained as the plain layer.
+    A subclass that computes something else (LoRA, a norm of another formula) would be trained as
+    the plain layer.
     """
     kinds = kind if isinstance(kind, tuple) else (kind,)
     base = next((k for k in kinds if isinstance(module, k)), None)
-    who = f"{name}, a {type(module).__name__}" if name else f"a {type(module).__name__}"
+    kind_name = type(module).__name__
+    article = "an" if kind_name[0] in "AEIOU" else "a"
+    who = f"{name}, {article} {kind_name}" if name else f"{article} {kind_name}"
     names = " or ".join(k.__name__ for k in kinds)
     if base is None:
         raise TitanliteError(f"{type(style).__name__} is for {names}, and this is {who}")
     reason = ""
-    if type(module).forward is not base.forward or "forward" in vars(module):
+    has_own = type(module).forward is not base.forward and not _has_product(module)
+    if has_own or "forward" in vars(module):
         reason = "has a forward of its own"
     elif is_parametrized(module):
         reason = "has parametrized weights"
