@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from titanlite.config import JobConfig, load_config
+from titanlite.config import JobConfig, checks, load_config, read_job
+from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.errors import ConfigError
 from titanlite.lab.cluster import VirtualCluster
 from titanlite.lab.mesh import Mesh
@@ -113,3 +116,39 @@ def test_a_known_backend_is_checked_without_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_a_job_is_resolved_once_and_travels_to_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[PipelinePlan] = []
+
+    def count(*arguments: Any) -> PipelinePlan:
+        made.append(make_pipeline_plan(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(checks, "make_pipeline_plan", count)
+    argv = ["--job.device=cpu", f"--job.config_file={ROOT}/configs/pp2_fsdp2.toml"]
+    job = check_start(read_job(argv)).job
+    assert made == [job.pipeline]
+    assert (job.dims.pp, job.seq_len, job.global_batch_size) == (2, 64, 32)
+    there = pickle.loads(pickle.dumps(job))
+    assert there == job
+    assert len(made) == 1
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    argv = [
+        "--job.device=cpu",
+        "--training.stpes=5",
+        "--training.global_batch_size=12",
+        "--parallelism.data_parallel_shard_degree=512",
+        "--compile.enable",
+        "--compile.backend=eagr",
+    ]
+    assert [
+        line.partition(":")[0] for line in problems_of(lambda: check_start(read_job(argv)))
+    ] == [
+        "training.stpes",
+        "training.global_batch_size",
+        "parallelism.data_parallel_shard_degree",
+        "compile.backend",
+    ]
