@@ -19,11 +19,12 @@ from typing import Any
 
 from titanlite.config.checkpoint import checkpoint_problems
 from titanlite.config.data import fit_problems, own_length, sequence_length, source_problems
+from titanlite.config.degrees import DEGREES
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError, nearest
-from titanlite.mesh.parallel_dims import ParallelDims, divisors
+from titanlite.mesh.parallel_dims import ParallelDims, axes_where, divisors
 
 
 def check_machine(config: JobConfig, device_type: str) -> None:
@@ -276,8 +277,7 @@ def _loss_parallel(job: Draft) -> Iterator[str]:
 
 
 @reads(
-    "parallelism.data_parallel_replicate_degree",
-    "parallelism.data_parallel_shard_degree",
+    *(f"parallelism.{DEGREES[axis]}" for axis in axes_where(batch="samples")),
     "training.local_batch_size",
     "training.global_batch_size",
 )

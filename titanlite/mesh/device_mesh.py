@@ -14,11 +14,10 @@ from titanlite.mesh.parallel_dims import AXES, ParallelDims, axes_where, flat_na
 class Meshes:
     """The world as axes, and the parts of it that each parallelism uses.
 
-    `pp`, `tp` and `cp` are None where that axis has one rank. `dp` is what FSDP2 takes: 1-D
-    (dp_shard), or 2-D (dp_replicate, dp_shard) to replicate over the first axis and shard over the
-    second.
-    Ranks of the cp axis hold the same parameters and different tokens, as those of dp_shard do, so
-    FSDP2 shards over both together: the axis is then dp_shard_cp.
+    `pp`, `tp` and `cp` are None where that axis has one rank. `dp` is what FSDP2 takes: 1-D, or 2-D
+    to replicate over the first axis and shard over the second. FSDP2 shards over all axes of the
+    table whose weights are sharded, flattened to one: ranks of the cp axis hold the same parameters
+    and different tokens, as those of dp_shard do, and the two together are dp_shard_cp.
     """
 
     world: DeviceMesh
@@ -52,8 +51,9 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         mesh_dim_names=tuple(axes),
     )
     dp = world[sharded[0]]
-    if any(axis in axes for axis in sharded[1:]):
-        dp = world[tuple(axis for axis in sharded if axis in axes)]._flatten(flat_name(sharded))
+    used = tuple(axis for axis in sharded if axis in axes)
+    if len(used) > 1:
+        dp = world[used]._flatten(flat_name(used))
     if copies := [axis for axis in replicated if axis in axes]:
         # A slice of the world cannot have a flattened axis.
         dp = DeviceMesh._concatenate([*(world[axis] for axis in copies), dp])

@@ -7,6 +7,7 @@ over which ranks weights are sharded or replicated follow from it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -58,12 +59,19 @@ def flat_name(axes: tuple[str, ...]) -> str:
 def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
     """The axes that a mesh dimension stands for: itself, or those flattened into it."""
     sharded = axes_where(weights="sharded")
-    return sharded if mesh_dim_name == flat_name(sharded) else (mesh_dim_name,)
+    for count in range(2, len(sharded) + 1):
+        for axes in itertools.combinations(sharded, count):
+            if mesh_dim_name == flat_name(axes):
+                return axes
+    return (mesh_dim_name,)
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The degree of every mesh axis, each at least 1; their product is the number of ranks."""
+    """The degree of every mesh axis, each at least 1; their product is the number of ranks.
+
+    A field for each row of TABLE.
+    """
 
     pp: int = 1
     dp_replicate: int = 1

@@ -13,7 +13,7 @@ from torch import nn
 
 from titanlite.attention import explain_choice
 from titanlite.mesh.device_mesh import Meshes
-from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.mesh.parallel_dims import ParallelDims, axes_where
 from titanlite.parallelize.activation_checkpoint import RecomputationReport, apply_ac
 from titanlite.parallelize.compile import apply_compile
 from titanlite.parallelize.context_parallel import apply_cp
@@ -151,7 +151,8 @@ def data_parallel(part: Part) -> PlanRow:
     dtype = training.dtype
     param, reduce = training.param_dtype, training.reduce_dtype
     is_mixed = param != dtype or reduce != dtype
-    requested = _data_parallel_name(dims.dp_replicate, dims.dp_shard)
+    asked = dims.degree_of(axes_where(batch="samples", weights="sharded"))
+    requested = _data_parallel_name(dims.dp_replicate, asked)
     plain = not is_mixed and not training.enable_cpu_offload and not dims.fsdp_enabled
     # DDP cannot be told which of a schedule's backward passes is the last.
     if plain and dims.tp == 1 and dims.pp == 1:
