@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.mesh.parallel_dims import AXES, ParallelDims
 from titanlite.verify.matrix import OFF, features_of, name_of, plans_of
 from titanlite.verify.norms import explain_norm, true_norm
 from titanlite.verify.overview import DIFFERS, draw_overview
@@ -152,6 +152,6 @@ def test_the_overview_shows_every_plan_and_what_differs():
 
 
 def test_a_plan_is_named_by_what_is_on():
-    choice = dict.fromkeys(features_of(2), OFF) | {"pp": 1, "dp_replicate": 1, "dp_shard": 1}
-    choice |= {"cp": 2, "tp": 1, "layout": "striped", "clipping": "off"}
+    choice = dict.fromkeys(features_of(2), OFF) | dict.fromkeys(AXES, 1)
+    choice |= {"cp": 2, "layout": "striped", "clipping": "off"}
     assert name_of(choice) == "cp 2, layout striped"
