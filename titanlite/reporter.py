@@ -39,7 +39,7 @@ from titanlite.observe.pipeline_timeline import (
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
 from titanlite.observe.run_rows import name_idle_keys, run_rows
-from titanlite.sampling.generate import sample_sequences, save_samples
+from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
 from titanlite.training.step import StepResult
 
 # Tokens from one line about sampling to the next; a multiple of how often sampling looks up.
@@ -238,17 +238,18 @@ class Reporter:
             f"sampling {wanted} {_plural(name, wanted)}, "
             f"{job.resolved.seq_len:,} {data.token_name}s each"
         )
-        sequences = sample_sequences(
-            job,
-            wanted,
-            temperature=sampling.temperature,
-            on_tokens=self._show_sampling,
-            is_stopped=is_stopped,
-        )
-        if not job.world.is_first:
+        try:
+            sequences = sample_sequences(
+                job,
+                wanted,
+                temperature=sampling.temperature,
+                on_tokens=self._show_sampling,
+                is_stopped=is_stopped,
+            )
+        except NoSamplesError as error:
+            self._progress.print(f"no {name}s sampled: {error}")
             return
-        if sequences is None:
-            self._progress.print(f"no {name}s sampled: the whole model does not fit on one rank")
+        if not job.world.is_first:
             return
         if len(sequences) < wanted:
             why = "stopped as asked" if is_stopped() else "all would take over a minute"

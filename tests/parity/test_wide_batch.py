@@ -11,6 +11,7 @@ from training import FEW_STEPS, Sections, differences, make_config, train
 from titanlite.config import resolve_job
 from titanlite.errors import ConfigError
 from titanlite.ranks.launch import Place, run_ranks
+from titanlite.verify.shrink import shrink
 
 JOB: Sections = {
     "model": {"name": "wide", "flavor": "small"},
@@ -80,6 +81,48 @@ def test_length_is_the_jobs_own() -> None:
     )
     # Pixels are tokens like others, for a model that knows of no images.
     assert resolve_job(config({}, dataset="digits", seq_len=None)).seq_len == 64
+
+
+def test_a_validation_set_has_the_fields_of_the_training_set() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config({**JOB, "validation": {"enable": True, "dataset": "synthetic"}})
+    assert caught.value.problems == (
+        'validation.dataset: "synthetic" has the fields tokens, and "weighted" has label, levels, '
+        "targets, tokens, weights; give a data set like training's",
+    )
+
+
+def test_a_model_without_images_is_told_which_data_it_can_read() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config({}, dataset="photos")
+    assert caught.value.problems == (
+        'training.dataset: "photos" has images of at most 427 x at most 64 x 3 and 256 values, the '
+        'model takes 24 tokens and 17; set training.dataset to "synthetic" or "weighted"',
+    )
+
+
+def test_a_job_with_fields_of_its_own_is_shrunk_on_its_own_data() -> None:
+    small, told = shrink(config({}, seq_len=128))
+    assert small.training.dataset == "weighted"
+    assert resolve_job(small).seq_len == 32
+    assert "seq_len 128 -> 32" in told
+
+
+def sample(place: Place) -> str:
+    from titanlite.job import build_job
+    from titanlite.ranks.world import open_world
+    from titanlite.sampling.generate import NoSamplesError, sample_sequences
+
+    with open_world(place) as world:
+        job = build_job(resolve_job(config(PP), world.size), world)
+        with pytest.raises(NoSamplesError) as caught:
+            sample_sequences(job, 2)
+        return str(caught.value)
+
+
+def test_what_sampled_tokens_do_not_have_is_said_on_every_rank() -> None:
+    said = run_ranks(sample, 2, timeout_seconds=120)
+    assert said == ["the model takes `levels`, which sampled tokens do not have"] * 2
 
 
 def test_a_loss_compiles() -> None:

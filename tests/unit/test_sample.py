@@ -102,7 +102,7 @@ def test_a_rank_that_is_asked_to_stop_leaves_off(model, monkeypatch):
             rank=0, size=1, device=torch.device("cpu"), set_timeout=lambda *limit: None
         ),
         resolved=SimpleNamespace(seq_len=NUM_TOKENS),
-        data=SimpleNamespace(prompt_length=1),
+        data=SimpleNamespace(prompt_length=1, fields={}),
         config=SimpleNamespace(debug=SimpleNamespace(seed=0)),
         dataset=SimpleNamespace(sample=lambda index: torch.zeros(NUM_TOKENS, dtype=torch.long)),
     )
@@ -114,7 +114,6 @@ def test_a_rank_that_is_asked_to_stop_leaves_off(model, monkeypatch):
         images = sample_sequences(
             job, 3, on_tokens=seen.append, is_stopped=lambda: len(seen) >= looks
         )
-        assert images is not None
         return len(images)
 
     assert draw_until(9) == 3

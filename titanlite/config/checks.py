@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.checkpoint import checkpoint_problems
-from titanlite.config.data import fit_problems, own_length, sequence_length, source_problems
+from titanlite.config.data import (
+    fit_problems,
+    own_length,
+    sequence_length,
+    source_problems,
+    unlike_problems,
+)
 from titanlite.config.degrees import DEGREES
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.config.schema import JobConfig
@@ -155,6 +161,7 @@ def _validation_data(job: Draft) -> Iterator[str]:
     config, dataset = job.config, job.config.validation_dataset
     if config.validation.enable and dataset != config.training.dataset:
         yield from fit_problems("validation", dataset, config, job.model, job.seq_len)
+        yield from unlike_problems(config.training.dataset, dataset)
 
 
 @reads(MODEL, "training.seq_len", "training.dataset", "validation.enable", "validation.seq_len")

@@ -81,12 +81,27 @@ def fit_problems(
         ]
         if whole and not config.model.overrides:
             ways.append(f"model.flavor to {one_of(whole)}")
-        else:
+        elif misfit.changes:
             ways.append(", ".join(misfit.changes))
     yield (
         f"{section}.dataset: {quote(dataset)} has {misfit.has}, the model takes {misfit.takes}; "
-        f"set {', or '.join(ways)}"
+        + (f"set {', or '.join(ways)}" if ways else "give another")
     )
+
+
+def unlike_problems(training: str, validation: str) -> Iterator[str]:
+    """What keeps a model from being validated on other data than it is trained on."""
+    own, other = DATASETS.get(training), DATASETS.get(validation)
+    if own is None or other is None:
+        return
+    if own.fields != other.fields:
+        theirs, ours = (", ".join(sorted({"tokens", *spec.fields})) for spec in (other, own))
+        what = f"the fields {theirs}, and {quote(training)} has {ours}"
+    elif own.loss != other.loss:
+        what = "another loss"
+    else:
+        return
+    yield f"validation.dataset: {quote(validation)} has {what}; give a data set like training's"
 
 
 def _misfit(dataset: str, model: Any, seq_len: int) -> Misfit | None:

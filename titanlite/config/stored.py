@@ -22,7 +22,7 @@ from titanlite.files import shown
 DATA: Mapping[str, tuple[str, ...]] = {
     "job": ("description",),
     "model": ("name", "flavor"),
-    "training": ("dataset", "dtype", "mixed_precision_param", "mixed_precision_reduce"),
+    "training": ("dataset", "seq_len", "dtype", "mixed_precision_param", "mixed_precision_reduce"),
     "sampling": ("num_samples", "temperature"),
     "debug": ("seed", "deterministic", "deterministic_warn_only"),
 }

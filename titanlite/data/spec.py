@@ -46,10 +46,11 @@ class Misfit:
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A data set as a job names it. A spec with more to say is of a subclass.
+    """A data set as a job names it; one that fits some models alone is of a subclass.
 
-    `build` makes it, as "module:function" that is imported when first asked for, or the function
-    itself: `build(model=..., seq_len=..., split=..., seed=..., path=..., path_key=...)` gives a
+    What reads data is named as "module:function" and imported when first asked for, so that a spec
+    needs neither torch nor numpy; a function itself will do too. `build` makes the data set:
+    `build(model=..., seq_len=..., split=..., seed=..., path=..., path_key=...)` gives a
     Dataset whose samples have `seq_len` tokens, for the model of the sizes `model`. `split` is
     "train" or "validation"; the two share no sample, and validation is finite and does not depend
     on `seed`. It raises ConfigError, naming `path_key`, for files that are missing or damaged.
@@ -73,6 +74,8 @@ class DatasetSpec:
     """Tokens of a sample that sampling begins with: nothing before the first one predicts it."""
     samples_file: str = "samples.txt"
     """Where a run shows what was sampled."""
+    show: str | Callable[..., None] = "titanlite.data.spec:write_numbers"
+    """What writes that file: `show(path, sampled, real, model=..., title=...)`, tensors [N, T]."""
     least_sizes: Mapping[str, int] = field(default_factory=dict)
     """Fields of a model's configuration -> the least that keeps such samples what they are."""
 
@@ -102,11 +105,17 @@ class DatasetSpec:
         self, path: Path, sampled: Tensor, real: Tensor, *, model: Any, title: str
     ) -> None:
         """Write sampled sequences [N, T] and as many real ones for a person to look at."""
+        show = load(self.show) if isinstance(self.show, str) else self.show
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            for kind, sequences in (("sampled", sampled), ("real", real)):
-                for tokens in sequences.tolist():
-                    print(kind, *tokens, file=file)
+        show(path, sampled, real, model=model, title=title)
+
+
+def write_numbers(path: Path, sampled: Tensor, real: Tensor, *, model: Any, title: str) -> None:
+    """Sequences as lines of numbers: what is left where nobody says what tokens mean."""
+    with path.open("w", encoding="utf-8") as file:
+        for kind, sequences in (("sampled", sampled), ("real", real)):
+            for tokens in sequences.tolist():
+                print(kind, *tokens, file=file)
 
 
 def load(path: str) -> Any:

@@ -72,7 +72,9 @@ def main(arguments: Sequence[str]) -> int:
         drawn = run_job(on_rank, start)
     except RankError as error:
         raise TitanliteError(f"{error.rank_traceback}\n{error}".strip()) from error
-    name = DATASETS[config.training.dataset].sample_name
+    name, wanted = DATASETS[config.training.dataset].sample_name, config.sampling.num_samples
+    if drawn < wanted:
+        print(f"{drawn} of {wanted} {name}s are drawn: all would take over a minute")
     print(f"{drawn} {name}{'s' * (drawn != 1)} from {source}: {asked.out}")
     return 0
 
@@ -109,8 +111,6 @@ def draw(
         sequences = sample_sequences(
             job, config.sampling.num_samples, temperature=config.sampling.temperature
         )
-        if sequences is None:
-            raise ConfigError(f"{source}: the whole model does not fit on one rank")
         if world.is_first:
             try:
                 save_samples(job, sequences, out)
@@ -148,7 +148,8 @@ def _check_size(sections: dict[str, dict[str, Any]], source: Path, stored_bytes:
         model = make_model_config(JobConfig.model_validate(sections))
     except (ValidationError, ConfigError):
         return  # for make_config to say
-    lengths = (own_length(model) or 0, "tokens")
+    given = sections.get("training", {}).get("seq_len")
+    lengths = (own_length(model) or (given if isinstance(given, int) else 0), "tokens")
     for number, what in ((model.num_parameters, "parameters"), lengths):
         if number > max(stored_bytes, BUILT_AT_ONCE):
             raise ConfigError(

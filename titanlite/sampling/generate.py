@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.batch import call_model, make_batch
+from titanlite.batch import call_model, make_batch, takes
 from titanlite.config import load_model_spec
 from titanlite.data.sampler import first_tokens
+from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
@@ -43,7 +44,7 @@ def sample_sequences(
     limit_seconds: float = 60,
     on_tokens: Callable[[int], None] = lambda num_drawn: None,
     is_stopped: Callable[[], bool] = lambda: False,
-) -> Tensor | None:
+) -> Tensor:
     """Up to `num_samples` sampled sequences as tokens [N, T]; every rank must call this.
 
     Each begins as a training sample does, with as many of its tokens as the data set says; each
@@ -51,10 +52,14 @@ def sample_sequences(
     every plan with the same weights, up to rounding. Where all would take longer than
     `limit_seconds`, a rank gives up as many as it has to, but for one. `on_tokens` hears now and
     then how many tokens of each sequence this rank has drawn. Where `is_stopped` comes true a rank
-    gives up what it has begun. None where the whole model does not fit beside its shards.
+    gives up what it has begun. Raises NoSamplesError where the whole model does not fit beside its
+    shards, and where it takes more of a batch than its tokens and their positions.
     """
+    for name in job.data.fields:
+        if name not in ("targets", "positions") and _is_taken(job, name):
+            raise NoSamplesError(f"the model takes `{name}`, which sampled tokens do not have")
     if not _fits(job):
-        return None
+        raise NoSamplesError("the whole model does not fit on one rank")
     # A rank that draws none, or is quicker, waits for the others at the end.
     job.world.set_timeout(WAIT_SECONDS, "the limit of sampling")
     model, seq_len = whole_model(job), job.resolved.seq_len
@@ -90,6 +95,10 @@ def sample_sequences(
     sequences = sequences.to(job.world.device)
     dist.all_reduce(sequences)
     return sequences[sequences[:, -1] == 1, :-1].cpu()
+
+
+class NoSamplesError(TitanliteError):
+    """Why nothing can be sampled; the same on every rank."""
 
 
 class _StoppedError(Exception):
@@ -209,6 +218,14 @@ def whole_model(job: Job) -> nn.Module:
             for name, buffer in part.named_buffers():
                 buffers[canonical_name(name)].copy_(whole_tensor(buffer))
     return model
+
+
+def _is_taken(job: Job, name: str) -> bool:
+    """Whether any part of the model takes a field of that name."""
+    is_taken = any(takes(part, name) for part in job.parts)
+    taken = torch.tensor(int(is_taken), device=job.world.device)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return bool(taken)
 
 
 def _fits(job: Job) -> bool:

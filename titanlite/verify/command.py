@@ -73,19 +73,21 @@ def verify_one(options: Options) -> int:
 
     if options.json:
         _require_writable(options.json)
-    words = list(options.job)
-    if options.shrink:
-        # What the file trains on need not be here.
-        words += ["--training.dataset=synthetic", "--training.dataset_path=none"]
-    reading = read_job(words, needs_file=EXAMPLE)
+    reading = read_job(options.job, needs_file=EXAMPLE)
     shrunk: list[str] = []
     if options.shrink:
-        from titanlite.verify.shrink import shrink
+        from titanlite.verify.shrink import generated, shrink
 
+        # What the file trains on need not be here.
+        changes = [
+            f"--{key}={'none' if value is None else value}"
+            for key, value in generated(reading.config).items()
+        ]
+        reading = read_job([*options.job, *changes], needs_file=EXAMPLE)
         reading.draft()
         config, shrunk = shrink(reading.require())
         reading = Reading(config)
-        shrunk.append("generated data")
+        shrunk += ["generated data"] * bool(changes)
     start = check_start(reading)
     config = start.job.config
     source = config.job.config_file or ""

@@ -21,9 +21,20 @@ LEAST_WIDTH, LEAST_BLOCKS, LEAST_BATCH = 32, 2, 2
 SYNTHETIC: dict[str, Any] = {"training.dataset": "synthetic", "training.dataset_path": None}
 
 
+def generated(config: JobConfig) -> dict[str, Any]:
+    """The changes by which a job trains on generated data, which is there on every machine.
+
+    None where its own data set has fields or a loss that generated data does not have.
+    """
+    own, other = (DATASETS.get(name) for name in (config.training.dataset, "synthetic"))
+    assert other is not None
+    is_alike = own is None or (own.fields, own.loss) == (other.fields, other.loss)
+    return SYNTHETIC if is_alike else {}
+
+
 def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:
     """`config` at small sizes, on generated data, and each change in words."""
-    small = override(config, SYNTHETIC)
+    small = override(config, generated(config))
     for changes in _batch_changes(config):
         if (changed := _try(small, changes)) is not None:
             small = changed
@@ -50,7 +61,7 @@ def _smaller(name: str, value: int) -> Iterator[int]:
     if "layer" in name or "block" in name:
         yield from range(LEAST_BLOCKS, value)
         return
-    least = DATASETS[SYNTHETIC["training.dataset"]].least_sizes.get(name, LEAST_WIDTH)
+    least = DATASETS["synthetic"].least_sizes.get(name, LEAST_WIDTH)
     halves = []
     while value % 2 == 0 and value // 2 >= least:
         value //= 2
@@ -84,15 +95,18 @@ def _try(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig | None:
 
 def _told(config: JobConfig, small: JobConfig) -> list[str]:
     before, after = make_model_config(config), make_model_config(small)
+    jobs = resolve_job(config), resolve_job(small)
     pairs = [
         (f.name, getattr(before, f.name), getattr(after, f.name)) for f in dataclasses.fields(after)
     ]
     for section, names in (
-        ("training", ("local_batch_size", "global_batch_size", "seq_len")),
+        ("training", ("local_batch_size", "global_batch_size")),
         ("parallelism", ("pipeline_parallel_microbatch_size",)),
     ):
         pairs += [
             (name, getattr(getattr(config, section), name), getattr(getattr(small, section), name))
             for name in names
         ]
+    if own_length(after) is None:
+        pairs.append(("seq_len", jobs[0].seq_len, jobs[1].seq_len))
     return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from titanlite.data.images.pixels import pixels_to_tokens
-from titanlite.data.images.stored import StoredImages
+from titanlite.data.stored import StoredSequences
 from titanlite.errors import ConfigError
 
 LEVELS = 256
@@ -34,7 +34,7 @@ def build_cifar10(
     channels: int,
     vocab_size: int,
     path_key: str = "training.dataset_path",
-) -> StoredImages:
+) -> StoredSequences:
     """CIFAR-10 as tokens: the five training batches, or the test batch to validate on.
 
     `path` is the folder of the batches or the one that holds it. Raises ConfigError, naming
@@ -45,7 +45,7 @@ def build_cifar10(
     )
     pixels = np.moveaxis(planes.reshape(-1, 3, HEIGHT, WIDTH), 1, -1)
     tokens = pixels_to_tokens(pixels, levels=LEVELS, channels=channels, vocab_size=vocab_size)
-    return StoredImages(tokens, shuffle_seed=seed if split == "train" else None)
+    return StoredSequences(tokens, shuffle_seed=seed if split == "train" else None)
 
 
 def _find_batches(path: str, split: str, path_key: str) -> list[Path]:

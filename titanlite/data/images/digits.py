@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from titanlite.data.images.pixels import pixels_to_tokens
-from titanlite.data.images.stored import StoredImages
+from titanlite.data.stored import StoredSequences
 
 LEVELS = 17
 HEIGHT = WIDTH = 8
@@ -26,9 +26,9 @@ def load_digit_images(split: str) -> np.ndarray:
     return pixels[held_out if split == "validation" else ~held_out]
 
 
-def build_digits(split: str, *, seed: int, channels: int, vocab_size: int) -> StoredImages:
+def build_digits(split: str, *, seed: int, channels: int, vocab_size: int) -> StoredSequences:
     """The digits as tokens; training epochs are shuffled by (seed, epoch)."""
     tokens = pixels_to_tokens(
         load_digit_images(split), levels=LEVELS, channels=channels, vocab_size=vocab_size
     )
-    return StoredImages(tokens, shuffle_seed=seed if split == "train" else None)
+    return StoredSequences(tokens, shuffle_seed=seed if split == "train" else None)

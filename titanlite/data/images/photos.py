@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from titanlite.data.images.pixels import pixels_to_tokens
-from titanlite.data.images.stored import StoredImages
 from titanlite.data.keyed_random import CROP, permutation, random_words
+from titanlite.data.stored import StoredSequences
 from titanlite.errors import ConfigError
 
 LEVELS = 256
@@ -54,7 +54,7 @@ def load_photo_regions(split: str) -> list[np.ndarray]:
 
 def build_photos(
     split: str, *, seed: int, height: int, width: int, channels: int, vocab_size: int
-) -> RandomCrops | StoredImages:
+) -> RandomCrops | StoredSequences:
     """Random crops to train on, or the fixed tiles to validate on, in one mixed order.
 
     Raises ConfigError where a crop of `height` x `width` does not fit into the split's region.
@@ -78,7 +78,7 @@ def build_photos(
         return RandomCrops(planes, height=height, width=width, seed=seed)
     tiles = np.concatenate([_tiles(plane, height, width) for plane in planes])
     # Mixed once and for all, so that the first few are not all sky.
-    return StoredImages(tiles[permutation(0, 0, len(tiles))])
+    return StoredSequences(tiles[permutation(0, 0, len(tiles))])
 
 
 def _tiles(plane: np.ndarray, height: int, width: int) -> np.ndarray:

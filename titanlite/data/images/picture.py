@@ -7,14 +7,34 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from titanlite.data.images.spec import shape_of
+
 # In pixels: the longer side of an image about this, white around and between.
 _IMAGE_PIXELS, _MARGIN, _PANEL_GAP = 96, 28, 40
+
+
+def save_samples(
+    path: Path, sampled: torch.Tensor, real: torch.Tensor, *, model: Any, title: str
+) -> None:
+    """Draw sampled images beside real ones, for a model of the sizes `model`."""
+    height, width, channels = shape_of(model) or (1, sampled.size(1), 1)
+    save_image_grid(
+        path,
+        sampled,
+        real,
+        height=height,
+        width=width,
+        channels=channels,
+        vocab_size=model.vocab_size,
+        title=title,
+    )
 
 
 def save_image_grid(

@@ -9,15 +9,11 @@ the pixels as a sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlite.data.spec import Dataset, DatasetSpec, Misfit
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SIDES = ("image_height", "image_width", "image_channels")
 
@@ -37,6 +33,7 @@ class ImageSpec(DatasetSpec):
     sample_name: str = "image"
     token_name: str = "pixel"
     samples_file: str = "samples.png"
+    show: str | Callable[..., None] = "titanlite.data.images.picture:save_samples"
     least_sizes: Mapping[str, int] = field(
         default_factory=lambda: {"image_height": 8, "image_width": 8}
     )
@@ -46,17 +43,31 @@ class ImageSpec(DatasetSpec):
 
         Where neither says, one row of `seq_len` pixels; None where that is not known either.
         """
-        if shape := shape_of(model):
-            return shape
-        if self.height and self.width and self.channels:
-            return self.height, self.width, self.channels
-        return None if seq_len is None else (1, seq_len, 1)
+        row = None if seq_len is None else (1, seq_len, 1)
+        return shape_of(model) or self._own_shape or row
 
     def seq_len(self, model: Any) -> int | None:
         shape = self.shape(model)
         return None if shape is None else math.prod(shape)
 
     def misfit(self, model: Any, seq_len: int) -> Misfit | None:
+        taken = shape_of(model)
+        is_known = taken is not None or self._own_shape is not None
+        changes = self._changes(model, seq_len) if is_known else []
+        if is_known and not changes:
+            return None
+        if not is_known and self.max_height is None:
+            return None
+        values = self.vocab_size or model.vocab_size
+        takes = " x ".join(map(str, taken)) if taken else f"{seq_len} tokens"
+        return Misfit(
+            f"images of {self.size} and {values} values",
+            f"{takes} and {model.vocab_size}",
+            tuple(changes),
+        )
+
+    def _changes(self, model: Any, seq_len: int) -> list[str]:
+        """What would have to change for the model to take these images."""
         shape = self.shape(model, seq_len)
         assert shape is not None
         needed = (self.height, self.width, self.channels)
@@ -78,14 +89,14 @@ class ImageSpec(DatasetSpec):
             changes.append(f"{what} to {math.prod(shape)}")
         if self.vocab_size is not None and model.vocab_size < self.vocab_size:
             changes.append(f"model.vocab_size to {self.vocab_size}")
-        if not changes:
+        return changes
+
+    @property
+    def _own_shape(self) -> tuple[int, int, int] | None:
+        """The one shape of its images; None for crops and what is made to measure."""
+        if self.height is None or self.width is None or self.channels is None:
             return None
-        takes = " x ".join(map(str, shape_of(model) or (f"{seq_len} tokens",)))
-        return Misfit(
-            f"images of {self.size} and {self.vocab_size} values",
-            f"{takes} and {model.vocab_size}",
-            tuple(changes),
-        )
+        return self.height, self.width, self.channels
 
     def make(self, *, model: Any, seq_len: int, **arguments: Any) -> Dataset:
         shape = self.shape(model, seq_len)
@@ -106,27 +117,6 @@ class ImageSpec(DatasetSpec):
         height = self.height or f"at most {self.max_height}"
         width = self.width or f"at most {self.max_width}"
         return f"{height} x {width} x {self.channels}"
-
-    def save_samples(
-        self, path: Path, sampled: Tensor, real: Tensor, *, model: Any, title: str
-    ) -> None:
-        """Draw sampled images beside real ones as a PNG."""
-        # matplotlib takes its time to import: on the rank that draws alone.
-        from titanlite.data.images.picture import save_image_grid
-
-        shape = self.shape(model, sampled.size(1))
-        assert shape is not None
-        height, width, channels = shape
-        save_image_grid(
-            path,
-            sampled,
-            real,
-            height=height,
-            width=width,
-            channels=channels,
-            vocab_size=model.vocab_size,
-            title=title,
-        )
 
 
 def shape_of(model: Any) -> tuple[int, int, int] | None:

@@ -1,4 +1,4 @@
-"""A finite set of images held in memory, read in epochs: digits, CIFAR-10, validation crops."""
+"""A finite set of sequences held in memory, read in epochs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from titanlite.data.keyed_random import permutation
 
 
-class StoredImages:
-    """N images; sample `i` is number `i mod N` of epoch `i // N`'s order.
+class StoredSequences:
+    """N sequences; sample `i` is number `i mod N` of epoch `i // N`'s order.
 
-    `images` [N, channels, height, width] uint8 tokens. `shuffle_seed` orders each epoch anew by
-    (seed, epoch); None keeps the order of the array in every epoch.
+    `tokens` [N, ...] of any integer dtype, each a sequence once it is flattened. `shuffle_seed`
+    orders each epoch anew by (seed, epoch); None keeps the order of the array in every epoch.
     """
 
-    def __init__(self, images: np.ndarray, *, shuffle_seed: int | None = None) -> None:
-        self._sequences = images.reshape(len(images), -1)
+    def __init__(self, tokens: np.ndarray, *, shuffle_seed: int | None = None) -> None:
+        self._sequences = tokens.reshape(len(tokens), -1)
         self._shuffle_seed = shuffle_seed
         # A memo of the last two orders, not state: a global batch can straddle two epochs.
         self._orders: dict[int, np.ndarray] = {}
