@@ -310,7 +310,7 @@ def read_results(
 def code_digest() -> str:
     """Of what a result depends on: titanlite, the models, and PyTorch's version."""
     digest = hashlib.sha256(importlib.metadata.version("torch").encode())
-    for package in ("titanlite", "models"):
+    for package in ("titanlite", "titanlite.models"):
         spec = importlib.util.find_spec(package)
         assert spec is not None
         assert spec.origin is not None
