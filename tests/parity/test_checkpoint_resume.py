@@ -9,7 +9,7 @@ from plans import PLANS, by_num_ranks, checksums, config_of, make_job
 from training import difference
 
 from titanlite.checkpoint.run import Checkpoints
-from titanlite.config import JobConfig
+from titanlite.config import JobConfig, override
 from titanlite.ranks.launch import Place, run_ranks
 
 SAVED_AT, STEPS = 3, 6
@@ -26,6 +26,8 @@ def go_on(place: Place, configs: list[JobConfig]) -> list[tuple[dict, dict]]:
             with Checkpoints(job) as checkpoints:
                 for step in range(checkpoints.first_step, STEPS + 1):
                     job.step()
+                    # What it leaves gathered must not be what is saved.
+                    job.evaluate()
                     checkpoints.after_step(step)
             weights = {name: whole.clone() for name, whole in job.whole_parameters()}
             results.append((checksums(job), weights))
@@ -33,7 +35,8 @@ def go_on(place: Place, configs: list[JobConfig]) -> list[tuple[dict, dict]]:
 
 
 def config(plan: str, folder: Path, **checkpoint: object) -> JobConfig:
-    return config_of(plan, folder, interval=SAVED_AT, **checkpoint)
+    job = config_of(plan, folder, interval=SAVED_AT, **checkpoint)
+    return override(job, {"validation.enable": True, "validation.steps": 1})
 
 
 def check_resumes(plans: list[str], folder: Path) -> None:
@@ -50,7 +53,7 @@ def check_resumes(plans: list[str], folder: Path) -> None:
 
 
 def test_resumed_and_never_stopped_are_equal_to_the_bit(tmp_path):
-    check_resumes(["ddp4"], tmp_path)
+    check_resumes(["ddp4", "fsdp4"], tmp_path)
 
 
 @pytest.mark.slow

@@ -146,6 +146,11 @@ class Trainer:
             totals[1] += self.loss.count(batch)
         for part in self.parts:
             part.train()
+            # What stays gathered after a forward pass waits for a backward pass to be freed: until
+            # then the model has other parameters than the optimizer.
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         loss_sum, num_targets = self._world_sums(totals)
         return loss_sum / num_targets
 
