@@ -123,8 +123,7 @@ class Job:
 
     def evaluate(self) -> float:
         """The mean validation loss in nats a target."""
-        assert self.validation_dataset is not None
-        return self.trainer.evaluate(self._validation_batches(self.validation_dataset))
+        return self.trainer.evaluate(self.validation_batches())
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each parameter by its canonical name and at its full shape; every rank must call this."""
@@ -172,8 +171,10 @@ class Job:
             return batch
         return batch.shard(self.layout, self.dims.token_rank(self.world.rank))
 
-    def _validation_batches(self, dataset: Dataset) -> Iterator[Batch]:
-        section = self.config.validation
+    def validation_batches(self) -> Iterator[Batch]:
+        """This rank's part of the validation set, or of as much of it as the job asks for."""
+        section, dataset = self.config.validation, self.validation_dataset
+        assert dataset is not None
         # TorchTitan's steps, counted in global batches, so that no plan validates on more.
         num_samples = None
         if section.steps != -1:

@@ -305,3 +305,26 @@ def input_gradient_not_reduced() -> AbstractContextManager[Any]:
         return x + self.w2(F.gelu(F.linear(self.norm(x + seen), self.w1.weight.to_local())))
 
     return patch.object(Block, "forward", forward)
+
+
+def optimizer_state_forgotten() -> AbstractContextManager[Any]:
+    """A checkpoint holds the weights alone, and says that it holds all."""
+    from titanlite.checkpoint import state
+
+    return patch.object(state, "optimizer_pieces", lambda job: {})
+
+
+def reduced_in_bfloat16() -> AbstractContextManager[Any]:
+    """FSDP2 reduces gradients in the dtype that it computes in."""
+    from dataclasses import replace
+
+    import torch
+
+    from titanlite.parallelize import fsdp
+
+    shard = fsdp.fully_shard
+
+    def low(module, *, mp_policy, **options):
+        return shard(module, mp_policy=replace(mp_policy, reduce_dtype=torch.bfloat16), **options)
+
+    return patch.object(fsdp, "fully_shard", low)

@@ -79,7 +79,10 @@ custom_import = "plain_model"
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["verify", "own.toml", "--steps=2", "--json=out.json"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "DIFFERS: the loss, the gradient norm, 8 gradients, 8 weights, from step 1 on" in printed
+    assert (
+        "DIFFERS: the loss, the gradient norm, 8 gradients, 8 weights, 16 optimizer states, from "
+        "step 1 on"
+    ) in printed
     assert "likely cause: layers.0.w2 is the first module in forward order" in printed
     assert 'Its entry in the tensor-parallel plan is "layers.*.w2"' in printed
     found = json.loads((tmp_path / "out.json").read_text())
@@ -102,15 +105,46 @@ def odd_job(flavor: str, **parallelism: int) -> JobConfig:
 @pytest.mark.parametrize(
     ("flavor", "line"),
     [
-        ("dropout", "model.name: on one process the .* of step 1 depends on how the batch is cut"),
+        ("dropout", "model.name: on one process the same batch gives another loss at step 1"),
         ("not finite", "model.name: on one process the loss of step 1 is nan"),
         ("tied", "model.name: output.weight and tok_emb.weight of OddModel are one parameter"),
+        (
+            "batch statistics",
+            "model.name: what output puts out for a sequence depends on the others of its batch",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(verifier, flavor, line, dtype):
     job = odd_job(flavor, data_parallel_replicate_degree=2, data_parallel_shard_degree=1)
     with pytest.raises(ConfigError, match=f"^{line}"):
         verifier.verify(job, steps=1, dtype=dtype)
+
+
+def test_a_module_that_rounds_to_a_narrower_dtype_is_named(verifier):
+    job = odd_job("rounds", data_parallel_replicate_degree=2, data_parallel_shard_degree=1)
+    found = verifier.verify(job, steps=2)
+    assert found.agrees, found.findings
+    assert found.narrowed == ("the model (float64 to float32)",)
+    assert "the model (float64 to float32) rounds to a narrower dtype" in " ".join(
+        format_verification(found).split()
+    )
+
+
+def test_what_goes_on_from_a_checkpoint_is_compared(verifier):
+    job = odd_job("none", data_parallel_shard_degree=2)
+    assert verifier.verify(job, steps=1, reloads=True).agrees
+    found = verifier.verify(
+        job, steps=1, reloads=True, patch=recorded_bugs.optimizer_state_forgotten
+    )
+    assert not found.agrees
+    assert found.cause.startswith("all agrees until it is saved, and 24 tensors differ in a run")
+
+
+def test_gradients_reduced_in_another_dtype_are_seen(verifier):
+    job = odd_job("none", data_parallel_shard_degree=2)
+    found = verifier.verify(job, steps=1, dtype="bfloat16", patch=recorded_bugs.reduced_in_bfloat16)
+    assert not found.agrees
+    assert "over dp_shard is in bfloat16" in found.cause
 
 
 def test_a_model_that_does_not_run_shows_where(verifier):

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from titanlite.cli import main
-from titanlite.config import load_config, make_model_config, resolve_job
+from titanlite.config import load_config, make_config, make_model_config, override, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.training.optimizer import lr_factor
 from titanlite.verify.command import parse
 from titanlite.verify.compare import (
     Tolerance,
@@ -21,7 +22,13 @@ from titanlite.verify.compare import (
     same_shards,
     split_replicas,
 )
-from titanlite.verify.jobs import plan_job, reference_job
+from titanlite.verify.jobs import (
+    accumulation_pair,
+    plan_job,
+    reference_job,
+    scheduled_lr,
+    steps_until_stable,
+)
 from titanlite.verify.matrix import read_results
 from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceStep
 from titanlite.verify.shrink import shrink
@@ -126,9 +133,86 @@ def test_every_rank_counts_and_only_what_is_too_large_fails():
     assert found[1]["gradient", "w"] == 1e-9
     failed = failures(found, Tolerance("float64"))
     assert [(f.step, f.kind) for f in failed] == [(1, "gradient"), (1, "weight")]
-    # As much as the reference differs from itself is rounding.
+    # As much as the reference differs from itself is rounding, up to 1e-9.
+    runs = [run_of(rank, "replicated", agreement(), agreement(rank * 9e-10)) for rank in (0, 1)]
     rounding = [{}, {("gradient", "w"): 2e-10, ("weight", "w"): 2e-10}]
-    assert failures(found, Tolerance("float64", rounding)) == []
+    assert failures(differences(runs, reference), Tolerance("float64", rounding)) == []
+    wrong = [{}, {("gradient", "w"): 0.2, ("weight", "w"): 0.2}]
+    runs = [run_of(rank, "replicated", agreement(), agreement(rank * 0.1)) for rank in (0, 1)]
+    failed = failures(differences(runs, reference), Tolerance("float64", wrong))
+    assert [(f.kind, f.tolerance) for f in failed] == [("gradient", 1e-9), ("weight", 1e-9)]
+    # Unless part of the model is known to compute in less.
+    tolerance = Tolerance("float64", wrong, is_narrow=True)
+    assert failures(differences(runs, reference), tolerance) == []
+
+
+def test_a_gradient_of_nothing_but_rounding_counts_as_equal():
+    reference = [ReferenceStep(), ReferenceStep(2.0, 1.0, 1e-3, 7)]
+    (found,) = [run_of(0, "replicated", agreement(), agreement())]
+    noise = Agreement(3e-20, 1e-20, 1e-40, 0.0, 1e-40, "")
+    found.steps[1].gradients["w"] = noise
+    # Adam makes something of it: compared with the largest weight of the model, here 1.
+    found.steps[1].weights = {
+        "w": Agreement(2e-12, 1e-12, 0.0, 0.0, 0.0, ""),
+        "large": agreement(),
+    }
+    of_step = differences([found], reference)[1]
+    assert of_step["gradient", "w"] == 0.0
+    assert of_step["weight", "w"] == 2e-12
+    reference[1].norm = 1e-10
+    assert differences([found], reference)[1]["gradient", "w"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+def test_the_formula_of_the_schedule_is_that_of_what_runs(decay_type):
+    section = {"warmup_steps": 3, "decay_ratio": 0.5, "min_lr_factor": 0.1}
+    config = make_config(
+        {
+            "training": {"steps": 12},
+            "lr_scheduler": {**section, "decay_type": decay_type},
+            "optimizer": {"lr": 0.01},
+        }
+    )
+    for step in range(1, 13):
+        expected = 0.01 * lr_factor(
+            step - 1,
+            warmup_steps=config.warmup_steps,
+            decay_steps=config.decay_steps,
+            total_steps=config.schedule_steps,
+            decay_type=decay_type,
+            min_lr_factor=0.1,
+        )
+        assert scheduled_lr(config, step) == pytest.approx(expected, rel=1e-12)
+
+
+def test_until_stable_reaches_what_begins_on_the_way():
+    config = make_config(
+        {
+            "training": {"steps": 60, "gc_freq": 20},
+            "lr_scheduler": {"warmup_steps": 10, "decay_ratio": 0.5},
+        }
+    )
+    assert steps_until_stable(config) == (
+        33,
+        [
+            "the end of the warm-up at step 10",
+            "the decay at step 31",
+            "garbage collection at step 20",
+        ],
+    )
+    steps, told = steps_until_stable(override(config, {"training.steps": 500}))
+    assert steps == 200
+    assert told[1] == "the decay at step 251, which is not reached"
+
+
+def test_a_batch_is_held_against_its_parts():
+    config = make_config({"training": {"global_batch_size": 24, "local_batch_size": 3}})
+    whole, parts = accumulation_pair(plan_job(resolve_job(config, 2), "float64"))
+    assert (whole.global_batch_size, parts.global_batch_size) == (24, 24)
+    assert whole.config.training.local_batch_size == 24
+    assert parts.config.training.local_batch_size == 6
+    one = make_config({"training": {"global_batch_size": 1, "local_batch_size": 1}})
+    assert accumulation_pair(plan_job(resolve_job(one), "float64")) is None
 
 
 def test_what_is_not_a_number_never_agrees():

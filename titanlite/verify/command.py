@@ -14,7 +14,7 @@ from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
 from titanlite.ranks.machine import check_local_ranks
 from titanlite.start import check_start
-from titanlite.verify.jobs import DTYPES
+from titanlite.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
        titanlite verify --matrix [--ranks N] [--output FOLDER] [options]
@@ -23,6 +23,8 @@ Run a job under its plan and on one process, from the same weights and data, and
 gradient norm, every gradient and every weight, step by step. Where they differ, say why.
 
   --steps N           optimizer steps to compare (default 5; of the matrix 2)
+  --until-stable      as many as it takes for warm-up to end, decay and garbage collection to
+                      begin (at most 200), so that what they change is compared too
   --dtype DTYPE       float64 (default), float32, or bfloat16: computed in it, weights kept
                       in float32
   --shrink            make layers, widths, sequence and batch as small as the plan allows
@@ -49,6 +51,7 @@ class Options:
     steps: int | None = None
     dtype: str = "float64"
     shrink: bool = False
+    until_stable: bool = False
     json: str | None = None
     matrix: bool = False
     ranks: int = 8
@@ -92,12 +95,17 @@ def verify_one(options: Options) -> int:
     config = start.job.config
     source = config.job.config_file or ""
 
+    steps = options.steps or DEFAULT_STEPS
+    if options.until_stable:
+        steps, begins = steps_until_stable(config)
+        print(f"{steps} steps: {', '.join(begins)}", flush=True)
+
     def show_header(found: Verification) -> None:
         print(format_header(found, source, shrunk), end="\n\n", flush=True)
 
     with Verifier(start.device_type, max_ranks=config.job.max_local_ranks) as verifier:
         found = verifier.verify(
-            start.job, steps=options.steps or 5, dtype=options.dtype, on_start=show_header
+            start.job, steps=steps, reloads=True, dtype=options.dtype, on_start=show_header
         )
     print(format_verification(found))
     if found.error is not None and found.error.rank_traceback:
@@ -137,7 +145,7 @@ def parse(arguments: Sequence[str]) -> Options:
                 text = rest.pop(0)
             setattr(options, name.removeprefix("--"), VALUES[name](name, text))
         elif word in FLAGS:
-            setattr(options, word.removeprefix("--"), True)
+            setattr(options, word.removeprefix("--").replace("-", "_"), True)
         elif not word.startswith("--"):
             options.job.append(f"--job.config_file={word}")
         else:
@@ -147,6 +155,8 @@ def parse(arguments: Sequence[str]) -> Options:
                 options.job.append(rest.pop(0))
     if options.matrix and options.job:
         raise ConfigError(f"{quote(options.job[0])}: --matrix makes its own jobs; leave it out")
+    if options.until_stable and options.steps is not None:
+        raise ConfigError("--until-stable: chooses the steps itself; leave it or --steps out")
     for name in given:
         if options.matrix and name in OF_ONE_JOB:
             raise ConfigError(f"{name}: is for one job, and --matrix has its own; leave it out")
@@ -182,8 +192,8 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--output": _path,
     "--limit": _count,
 }
-FLAGS = ("--shrink", "--matrix", "--compile")
-OF_ONE_JOB = ("--dtype", "--shrink", "--json")
+FLAGS = ("--shrink", "--until-stable", "--matrix", "--compile")
+OF_ONE_JOB = ("--dtype", "--shrink", "--until-stable", "--json")
 OF_THE_MATRIX = ("--ranks", "--output", "--compile", "--limit")
 
 

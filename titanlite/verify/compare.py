@@ -10,10 +10,26 @@ from statistics import median
 
 from titanlite.verify.record import Agreement, RankRun, ReferenceStep
 
-KINDS = ("start", "loss", "norm", "gradient", "weight")
-"""What is compared, in the order in which a step computes it; "start" are the first weights."""
+KINDS = (
+    *("start", "loss", "norm", "gradient", "lr", "weight", "state", "buffer", "validation"),
+    "reloaded",
+)
+"""What is compared, in the order in which a step computes it.
+
+"start" are the first weights, "state" is what the optimizer keeps of each parameter, and "reloaded"
+are weights and state once more, in a job that has loaded them from a checkpoint.
+"""
+NUMBERS = ("loss", "norm", "lr", "validation")
+"""The kinds that are one number a step; the others are of tensors."""
 
 FLOAT64_TOLERANCE = 1e-11
+# In float64 no difference above this is rounding, however much the job differs from itself.
+MOST_ROUNDING = 1e-9
+# Where part of the model computes in float32 inside a float64 run, what that may do.
+NARROW_TOLERANCE = 1e-6
+# A gradient below this share of the whole gradient's norm holds nothing but rounding, as that of a
+# key's bias does: attention does not depend on it.
+NOISE = 1e-13
 # How many times the reference's own rounding a plan may differ from it: sums over ranks, rings and
 # stages are taken in orders that the samples of rounding do not have.
 MARGIN = 10.0
@@ -38,13 +54,14 @@ class Tolerance:
     """How much a plan may differ: 1e-11 in float64, else a multiple of the reference's rounding.
 
     `rounding` holds differences of the same job on one process with its sums taken in another
-    order, and from the job in float64 where that is not its dtype: step -> key -> difference. A
-    tensor that holds nothing but rounding, as the gradient of a key's bias does, has a rounding as
-    large as itself, and so a tolerance above it.
+    order, and from the job in float64 where that is not its dtype: step -> key -> difference. In
+    float64 it raises what is allowed to at most MOST_ROUNDING; to more where `is_narrow`, since
+    some module computes in a narrower dtype.
     """
 
     dtype: str
     rounding: Sequence[Mapping[Key, float]] = ()
+    is_narrow: bool = False
     _found: dict[tuple[int, Key], float] = field(default_factory=dict)
 
     def of(self, step: int, key: Key) -> float:
@@ -56,37 +73,80 @@ class Tolerance:
     def _make(self, step: int, key: Key) -> float:
         if key[0] == "start":
             return 0.0
+        if key[0] == "lr":
+            return FLOAT64_TOLERANCE
         # Rounding of tensors grows with the steps; two numbers agree in some by chance.
         own, all_of_kind = 0.0, [0.0]
-        last = None if key[0] in ("loss", "norm") else step + 1
+        last = None if key[0] in NUMBERS else step + 1
         for of_step in self.rounding[:last]:
             own = max(own, of_step.get(key, 0.0))
             values = [value for (kind, _), value in of_step.items() if kind == key[0]]
             all_of_kind.append(median(values) if values else 0.0)
-        least = FLOAT64_TOLERANCE if self.dtype == "float64" else MARGIN * max(all_of_kind)
-        return max(least, MARGIN * own)
+        if self.dtype != "float64":
+            return max(MARGIN * max(all_of_kind), MARGIN * own)
+        if self.is_narrow:
+            return max(NARROW_TOLERANCE, MARGIN * own)
+        return max(FLOAT64_TOLERANCE, min(MARGIN * own, MOST_ROUNDING))
 
 
 def differences(
     runs: Sequence[RankRun], reference: Sequence[ReferenceStep]
 ) -> list[dict[Key, float]]:
-    """For each step, from the start, the largest difference of any rank in all that is compared."""
+    """For each step, from the start, the largest difference of any rank in all that is compared.
+
+    A gradient that holds nothing but rounding counts as equal. What an optimizer makes of it is
+    compared with the largest weight or state of the model, not with itself.
+    """
     found = []
+    noise: set[str] | None = None
     for step, known in enumerate(reference):
         of_step: dict[Key, float] = {}
         seen = [run.steps[step] for run in runs]
         if step:
-            of_step["loss", ""] = max(_relative(s.loss, known.loss) for s in seen)
-            of_step["norm", ""] = max(_relative(s.norm, known.norm) for s in seen)
+            for kind in NUMBERS:
+                value = getattr(known, kind)
+                if value is not None:
+                    of_step[kind, ""] = max(_relative(getattr(s, kind), value) for s in seen)
+            small = _noise([s.gradients for s in seen], NOISE * known.norm)
+            noise = small if noise is None else noise & small
         for kind, tensors in (
             ("gradient", [s.gradients for s in seen]),
             ("weight" if step else "start", [s.weights for s in seen]),
+            ("state", [s.state for s in seen]),
+            ("buffer", [s.buffers for s in seen]),
         ):
+            least = max((agreement.scale for _, agreement in _items(tensors)), default=0.0)
             for name, agreement in _items(tensors):
-                key = kind, name
-                of_step[key] = max(of_step.get(key, 0.0), agreement.difference)
+                key, difference = (kind, name), agreement.difference
+                parameter = name.rpartition(".")[0] if kind == "state" else name
+                if step and kind == "gradient" and name in small:
+                    difference = 0.0
+                elif kind in ("weight", "state") and parameter in (noise or ()):
+                    difference = agreement.error / least if least else difference
+                of_step[key] = max(of_step.get(key, 0.0), difference)
         found.append(of_step)
+    _add_reloaded(runs, found[-1])
     return found
+
+
+def _add_reloaded(runs: Sequence[RankRun], last: dict[Key, float]) -> None:
+    """Beyond what differed before it was saved: that is no fault of the checkpoint."""
+    for run in runs:
+        if run.reloaded is None:
+            continue
+        for kind, of_kind in (("weight", run.reloaded.weights), ("state", run.reloaded.state)):
+            for name, agreement in of_kind.items():
+                more = max(0.0, agreement.difference - last.get((kind, name), 0.0))
+                last["reloaded", name] = max(last.get(("reloaded", name), 0.0), more)
+
+
+def _noise(gradients: Sequence[Mapping[str, Agreement]], most: float) -> set[str]:
+    """The gradients that are at most so large, on every rank and in the reference."""
+    largest: dict[str, float] = {}
+    for name, agreement in _items(gradients):
+        size = agreement.scale + agreement.error
+        largest[name] = max(largest.get(name, 0.0), size)
+    return {name for name, size in largest.items() if size <= most}
 
 
 def badness(difference: float, tolerance: float) -> float:

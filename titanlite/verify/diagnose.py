@@ -9,15 +9,19 @@ hand with what each way of going wrong (a sum too many, a share missing, a rank 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from titanlite.mesh.parallel_dims import axes_where
 from titanlite.verify.compare import KINDS, same_shards
 from titanlite.verify.evidence import EXPLAINED, Evidence, pooled, ranks_of, worst
 from titanlite.verify.gradients import explain_gradients, explain_shares
 from titanlite.verify.norms import explain_norm
 from titanlite.verify.record import ModuleOutput, module_of
 from titanlite.verify.words import agree, is_near, listed, name_parameters, name_ranks
+
+# How far the gradient of an output may be from the reference's, in float64.
+WRONG_GRADIENT = 1e-9
 
 
 def diagnose(evidence: Evidence) -> list[str]:
@@ -58,10 +62,26 @@ def _data(e: Evidence) -> Iterator[str]:
     step = max(1, e.step)
     per_rank = e.job.global_batch_size // e.dims.dp
     wrong: dict[int, tuple[int, ...]] = {}
+    read: dict[tuple[int, ...], tuple[int, ...]] = {}
     for run in e.runs:
+        place = tuple(run.coordinates[axis] for axis in axes_where(batch="samples"))
+        read[place] = run.steps[step].sequences
         first = e.dims.data_rank(run.rank) * per_rank
-        if run.steps[step].sequences != tuple(range(first, first + per_rank)):
-            wrong[run.rank] = run.steps[step].sequences
+        if read[place] != tuple(range(first, first + per_rank)):
+            wrong[run.rank] = read[place]
+    counts = Counter(number for own in read.values() for number in own if number != -1)
+    batch = range(e.job.global_batch_size)
+    if all(counts[number] == 1 for number in batch):
+        # Dealt out in another order, perhaps, and the same batch in all.
+        wrong = {}
+    elif not wrong:
+        often = [number for number in batch if counts[number] > 1]
+        never = [number for number in batch if not counts[number]]
+        yield (
+            f"the data depend on the plan: at step {step} the data-parallel ranks read sequences "
+            f"{listed(often)} of the batch more than once and {listed(never)} not at all. Their "
+            "places among the data-parallel ranks are counted wrongly"
+        )
     if wrong:
         rank, sequences = next(iter(wrong.items()))
         first = e.dims.data_rank(rank) * per_rank
@@ -236,6 +256,24 @@ def _forward(e: Evidence) -> Iterator[str]:
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
 
 
+def _problems(e: Evidence) -> Iterator[str]:
+    yield from dict.fromkeys(problem for run in e.runs for problem in run.problems)
+
+
+def _rate(e: Evidence) -> Iterator[str]:
+    if e.failed("lr"):
+        known = e.reference[e.step].lr
+        rates = {run.rank: run.steps[e.step].lr for run in e.runs}
+        wrong = {rank: rate for rank, rate in rates.items() if not is_near(rate, known)}
+        where = name_ranks(wrong, e.runs, rates)
+        shown = listed(f"{rate:.6g}" for rate in sorted(set(wrong.values())))
+        yield (
+            f"the learning rate of step {e.step} is {shown} {where}, "
+            f"and [lr_scheduler] gives {known:.6g}: the schedule, or how often it is stepped, is "
+            "wrong"
+        )
+
+
 def _loss(e: Evidence) -> Iterator[str]:
     if not e.failed("loss"):
         return
@@ -264,6 +302,18 @@ def _loss(e: Evidence) -> Iterator[str]:
             f"the loss is {ratio:.6g} times as large though all gradients agree: the shown loss "
             "alone is wrong"
         )
+    elif _outputs_agree(e):
+        yield (
+            f"the output of every module agrees, the model's logits with them, and the loss is "
+            f"{ratio:.6g} times as large: the loss function, its targets, or what it is divided by "
+            "is wrong"
+        )
+
+
+def _outputs_agree(e: Evidence) -> bool:
+    """Whether outputs were looked at, and all of them agree."""
+    outputs = [output for trace in e.traces for output in trace.modules.values()]
+    return bool(outputs) and not any(output.wrong_calls for output in outputs)
 
 
 def _norm(e: Evidence) -> Iterator[str]:
@@ -289,14 +339,86 @@ def _update(e: Evidence) -> Iterator[str]:
     if not wrong or any(e.failed(kind) for kind in ("start", "gradient", "norm")):
         return
     shown = name_parameters(wrong, e.runs, "weight")
-    own, known = e.runs[0].steps[e.step].lr, e.reference[e.step].lr
-    if own != known:
-        yield f"the learning rate is {own:.6g}, not {known:.6g}"
     ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
     yield (
         f"gradients and their norm agree and {shown} {agree(shown, 'differ')} after the step, "
-        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: clipping or the optimizer is wrong"
+        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: {_wrong_update(e)}"
     )
+
+
+def _wrong_update(e: Evidence) -> str:
+    """What is wrong between the gradients and the weights, from what the optimizer keeps."""
+    moments = [
+        part
+        for run in e.runs
+        for name, part in run.steps[e.step].state.items()
+        if name.endswith((".exp_avg", ".momentum_buffer")) and part.bb > 0
+    ]
+    if not moments:
+        return "clipping or the optimizer is wrong"
+    if not e.failed("state"):
+        return (
+            "what the optimizer keeps of each gradient agrees, so it was given the right ones; the "
+            "update itself is wrong: the learning rate, the weight decay, or when it is made"
+        )
+    factor, left = pooled(moments)
+    # Gradients of earlier steps are in it too, but for the first.
+    if e.step == 1 and left < EXPLAINED and not is_near(factor, 1.0):
+        same = e.factor(factor)
+        return (
+            f"the optimizer was given gradients {factor:.6g} times as large"
+            f"{f', which is {same}' if same else ''}: clipping is wrong"
+        )
+    return (
+        "what the optimizer keeps of the gradients differs too: clipping or the optimizer is wrong"
+    )
+
+
+def _state(e: Evidence) -> Iterator[str]:
+    if (wrong := e.failed("state")) and not any(
+        e.failed(kind) for kind in ("start", "gradient", "norm", "weight")
+    ):
+        keys = sorted({name.rpartition(".")[2] for name in wrong})
+        names = {name.rpartition(".")[0] for name in wrong}
+        yield (
+            f"after step {e.step} all weights agree and what the optimizer keeps of "
+            f"{name_parameters(names, e.runs, 'parameter')} does not ({listed(keys)}): the weights "
+            "of later steps will differ"
+        )
+
+
+def _buffers(e: Evidence) -> Iterator[str]:
+    wrong = e.failed("buffer")
+    if not wrong:
+        return
+    values = defaultdict(set)
+    for run in e.runs:
+        for name in wrong:
+            if name in run.steps[e.step].buffers:
+                values[name].add(run.steps[e.step].buffers[name].digest)
+    apart = [name for name in wrong if len(values[name]) > 1]
+    how = (
+        f"ranks have different values of {listed(apart, 3)}"
+        if apart
+        else "all ranks have the same wrong values"
+    )
+    yield (
+        f"buffers differ from those of one process after step {e.step}: {listed(wrong, 3)}; {how}. "
+        "What a buffer gathers of a batch has to be reduced over the ranks that read it"
+    )
+
+
+def _validation(e: Evidence) -> Iterator[str]:
+    if e.failed("validation") and not e.failed("weight"):
+        own, known = e.runs[0].steps[e.step].validation, e.reference[e.step].validation
+        assert own is not None
+        assert known is not None
+        same = e.factor(own / known) if known else ""
+        yield (
+            f"the weights agree and the validation loss is {own:.6g}, not {known:.6g}"
+            f"{f'; the ratio is {same}' if same else ''}: evaluation, its data or how it is "
+            "averaged is wrong"
+        )
 
 
 def _replicas(e: Evidence) -> Iterator[str]:
@@ -333,6 +455,27 @@ def _growth(e: Evidence) -> list[str]:
     ]
 
 
+def _wrong_backward(e: Evidence) -> str:
+    """The modules between which the backward pass goes wrong, where outputs' gradients tell."""
+    if not _outputs_agree(e) or e.failed("loss"):
+        return ""
+    worst: dict[str, float] = defaultdict(float)
+    for trace in e.traces:
+        for name, output in trace.modules.items():
+            if output.gradient is not None:
+                worst[name] = max(worst[name], output.gradient.difference)
+    order = [name for name in e.forward_order if name in worst]
+    wrong = [index for index, name in enumerate(order) if worst[name] > WRONG_GRADIENT]
+    if not wrong or wrong[-1] == len(order) - 1:
+        return ""
+    last, after = order[wrong[-1]], order[wrong[-1] + 1]
+    return (
+        f"in the backward pass, the gradient of the output of {last} is the first that differs, "
+        f"and that of {after or 'the logits'}, right after it in the forward pass, still agrees: "
+        f"what {after or 'the model'} hands back to its inputs is wrong"
+    )
+
+
 def _unexplained(e: Evidence) -> str:
     wrong = set(e.failed("gradient"))
     if wrong:
@@ -340,16 +483,36 @@ def _unexplained(e: Evidence) -> str:
         last = max(wrong, key=lambda name: order.get(name, -1))
         ranks = ranks_of(e, lambda run: worst(run, "gradients", e.step, sorted(wrong)))
         shown = name_parameters(wrong, e.runs, "gradient")
-        return (
-            f"every module's output agrees, and {shown} {agree(shown, 'do')} not, "
-            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: the backward pass is wrong, "
-            f"first at {last}, in backward order, by no factor and no share of the batch"
+        if place := _wrong_backward(e):
+            return f"{shown} {agree(shown, 'are')} wrong and every output agrees: {place}"
+        seen = "the output of every module that was looked at agrees" if _outputs_agree(e) else ""
+        loss = "the loss differs" if e.failed("loss") else "the loss agrees"
+        measured = f"{seen}, {loss}" if seen else loss
+        where = (
+            "something in the backward pass, or done to gradients after it"
+            if seen and not e.failed("loss")
+            else "the loss, or something that was not looked at"
         )
-    return "no pattern: see the table for what differs"
+        return (
+            f"unexplained: {measured}, and {shown} {agree(shown, 'do')} not, "
+            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}, first {last} in backward order, by "
+            f"no factor, no sum over an axis and no share of the batch. What is left is {where}"
+        )
+    return "unexplained: no question has an answer; the table shows what differs"
+
+
+def _reloaded(e: Evidence) -> Iterator[str]:
+    if wrong := e.failed("reloaded"):
+        yield (
+            f"all agrees until it is saved, and {len(wrong)} tensors differ in a run that goes on "
+            f"from the checkpoint ({listed(sorted(wrong), 3)}): what is saved, or how it is cut "
+            "when it is loaded, is wrong under this plan"
+        )
 
 
 QUESTIONS = (
     _start,
+    _problems,
     _data,
     _stage_positions,
     _count,
@@ -361,6 +524,11 @@ QUESTIONS = (
     explain_gradients,
     _counts,
     _norm,
+    _rate,
     _update,
+    _state,
+    _buffers,
+    _validation,
+    _reloaded,
     _replicas,
 )

@@ -38,7 +38,8 @@ class Evidence:
     @property
     def step(self) -> int:
         """The first step in which something differs."""
-        return min([f.step for f in self.failures] + [s.step for s in self.splits])
+        steps = [f.step for f in self.failures] + [s.step for s in self.splits]
+        return min(steps, default=1)
 
     def failed(self, kind: str) -> list[str]:
         """The names of what of this kind differs at that step."""

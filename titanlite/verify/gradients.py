@@ -32,9 +32,17 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
         if (found := run.steps[e.step].gradients.get(name)) is not None and not found.digest
     }
     if absent:
+        who = name_parameters(absent, e.runs, "gradient")
+        names = {name for run in e.runs for name in run.placements}
         yield (
-            f"gradients are missing: {name_parameters(absent, e.runs, 'gradient')}. The backward "
-            "pass does not come there, as the way back is cut somewhere in the forward pass"
+            f"gradients are missing when the optimizer is to use them: {who}. "
+            + (
+                "All of them are, so the backward pass has run, and what wraps the model (FSDP, "
+                "DDP) was told not to reduce them and keeps them to itself"
+                if absent == names
+                else "Either the backward pass does not come there, as the way back is cut "
+                "somewhere in the forward pass, or what wraps them was told not to reduce them"
+            )
         )
     by_rank = list(_factors_of_ranks(e, wrong))
     yield from by_rank
@@ -47,7 +55,7 @@ def explain_shares(e: Evidence) -> Iterator[str]:
     """Gradients of which each rank or microbatch has its share, in wrong proportions."""
     rest = [name for name in e.failed("gradient") if _factor_of(e, name) is None]
     if rest and e.reference_trace is not None and not list(_missing_sums(e, rest)):
-        yield from describe_shares(e.reference_trace, e.traces, e.runs, rest)
+        yield from describe_shares(e.reference_trace, e.traces, e.runs, rest, e.factor)
 
 
 def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:

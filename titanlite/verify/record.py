@@ -44,6 +44,11 @@ class RankStep:
     """For each sequence the rank read, which of the reference's batch it is; -1 for none."""
     positions_agree: bool = True
     targets_agree: bool = True
+    validation: float | None = None
+    """The validation loss, after the last step of a job that validates."""
+    state: dict[str, Agreement] = field(default_factory=dict)
+    """What the optimizer keeps of each parameter: "name.key"."""
+    buffers: dict[str, Agreement] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,6 +64,10 @@ class RankRun:
     expected_shards: dict[str, str]
     """Parameter -> digest of the reference's slice at the start."""
     steps: list[RankStep]
+    problems: tuple[str, ...] = ()
+    """What is not as the job asks for, in sentences, whatever numbers come of it."""
+    reloaded: RankStep | None = None
+    """Weights and optimizer state of a new job that has loaded what this one saved at its end."""
 
 
 @dataclass
@@ -68,7 +77,20 @@ class ReferenceStep:
     loss: float = 0.0
     norm: float = 0.0
     lr: float = 0.0
+    """By the formula of the schedule, not by what ran."""
     num_targets: int = 0
+    validation: float | None = None
+
+
+@dataclass
+class ReferenceRun:
+    """What the reference's process gives back: the numbers of its steps, the first the start."""
+
+    steps: list[ReferenceStep]
+    problems: tuple[str, ...] = ()
+    """What its own step does otherwise than the formulas of clipping and the optimizer."""
+    narrowed: tuple[str, ...] = ()
+    """Modules that convert a tensor to a narrower dtype in the forward pass, with both dtypes."""
 
 
 Cell = tuple[int, int, int]
@@ -113,6 +135,8 @@ class ModuleOutput:
     """Why the output is no part of the reference's, where it is none."""
     elsewhere: str = ""
     """Whose positions it would be right for, where it is wrong at its own."""
+    gradient: Agreement | None = None
+    """The gradient of the output beside that of the reference's, where both are known."""
     recomputed: float = 0.0
     """How far what the backward pass recomputed is from what the forward pass put out."""
 

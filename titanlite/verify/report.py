@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from titanlite.verify.compare import Failure, Key, badness
+from titanlite.verify.compare import NARROW_TOLERANCE, NUMBERS, Failure, Key, badness
 from titanlite.verify.verify import Verification
+from titanlite.verify.words import listed
 
 WIDTH = 100
-HEADINGS = ("step", "loss", "norm", "gradients, the worst of them", "weights, the worst of them")
+HEADINGS = (
+    "step",
+    "loss",
+    "norm",
+    "gradients, the worst of them",
+    "weights, the worst of them",
+    "state",
+)
 
 
 def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
@@ -34,6 +43,13 @@ def format_verification(found: Verification) -> str:
     if found.differences:
         lines += [_table(found), ""]
     lines.append(textwrap.fill(_verdict(found), WIDTH, break_long_words=False))
+    if found.narrowed and found.dtype == "float64":
+        names = listed(found.narrowed, 3)
+        told = (
+            f"note: {names} rounds to a narrower dtype inside this {found.dtype} run, so that a "
+            f"plan may differ by up to {NARROW_TOLERANCE:.0e}; what is smaller is not seen"
+        )
+        lines += ["", textwrap.fill(told, WIDTH, break_long_words=False)]
     for index, finding in enumerate(found.findings):
         if finding == found.error_finding:
             continue
@@ -45,7 +61,7 @@ def format_verification(found: Verification) -> str:
 def _table(found: Verification) -> str:
     rows = [HEADINGS]
     for step, of_step in enumerate(found.differences):
-        kinds = ("start",) if step == 0 else ("loss", "norm", "gradient", "weight")
+        kinds = ("start",) if step == 0 else ("loss", "norm", "gradient", "weight", "state")
         cells = {kind: _cell(found, step, of_step, kind) for kind in kinds}
         rows.append(
             (
@@ -54,6 +70,7 @@ def _table(found: Verification) -> str:
                 cells.get("norm", ""),
                 cells.get("gradient", ""),
                 cells.get("weight", cells.get("start", "")),
+                re.split(r"  |\(| (?=[a-z])", cells.get("state", ""))[0].strip(),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -103,6 +120,10 @@ def _verdict(found: Verification) -> str:
             f"{describe_key(key)} at step {step}, and {found.tolerance.of(step, key):.1e} is "
             f"allowed, {found.margin:,.0f} times as much ({seconds})"
         )
+    if found.wrong_sums:
+        return f"DIFFERS: one process in parts from one process at once ({seconds})"
+    if found.problems and not found.failures:
+        return f"DIFFERS: {found.problems[0]} ({seconds})"
     if not found.failures:
         return f"DIFFERS: ranks hold different values of what is replicated ({seconds})"
     return f"DIFFERS: {describe_failures(found.failures)} ({seconds})"
@@ -115,17 +136,8 @@ def describe_failures(failures: list[Failure]) -> str:
     for failure in failures:
         if failure.step == first:
             counts[failure.kind] = counts.get(failure.kind, 0) + 1
-    words = {
-        "start": "starting weight",
-        "loss": "the loss",
-        "norm": "the gradient norm",
-        "gradient": "gradient",
-        "weight": "weight",
-    }
     parts = [
-        words[kind]
-        if kind in ("loss", "norm")
-        else f"{count} {words[kind]}{'' if count == 1 else 's'}"
+        WORDS[kind] if kind in NUMBERS else f"{count} {WORDS[kind]}{'' if count == 1 else 's'}"
         for kind, count in counts.items()
     ]
     where = "before the first step" if first == 0 else f"from step {first} on"
@@ -135,7 +147,21 @@ def describe_failures(failures: list[Failure]) -> str:
 def describe_key(key: Key) -> str:
     """In words, what a difference is of."""
     kind, name = key
-    return {"loss": "the loss", "norm": "the gradient norm"}.get(kind, f"the {kind} {name}")
+    return WORDS[kind] if kind in NUMBERS else f"the {WORDS[kind]} {name}"
+
+
+WORDS = {
+    "start": "starting weight",
+    "loss": "the loss",
+    "norm": "the gradient norm",
+    "gradient": "gradient",
+    "lr": "the learning rate",
+    "weight": "weight",
+    "state": "optimizer state",
+    "buffer": "buffer",
+    "validation": "the validation loss",
+    "reloaded": "reloaded tensor",
+}
 
 
 def to_json(found: Verification, source: str, shrunk: list[str]) -> dict[str, Any]:

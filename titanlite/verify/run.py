@@ -11,24 +11,38 @@ import contextlib
 import gc
 import hashlib
 import math
+import random
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titanlite.batch import Batch, join
+from titanlite.batch import IGNORE_INDEX, Batch, call_model, join
 from titanlite.config import ResolvedJob
+from titanlite.errors import TitanliteError
 from titanlite.job import Job, build_job
 from titanlite.mesh.parallel_dims import axes_of, axes_where
+from titanlite.names import canonical_name
+from titanlite.ranks.account import recorded_calls
 from titanlite.ranks.world import World
 from titanlite.training.initialize import generator_for
-from titanlite.training.shards import is_sharded, local_part, shard_of
-from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceStep
+from titanlite.training.shards import is_sharded, local_part, shard_of, whole_tensor
+from titanlite.verify.compare import NOISE
+from titanlite.verify.jobs import scheduled_lr
+from titanlite.verify.narrow import find_narrowed
+from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceRun, ReferenceStep
+
+# What a rank reduces beside gradients (losses, norms, counts) has no more elements.
+MOST_NUMBERS = 16
 
 Patch = Callable[[], AbstractContextManager[Any]]
 """Something to be in force while a plan is built and run, such as a bug to be found."""
@@ -39,16 +53,14 @@ def step_file(folder: str, step: int) -> Path:
     return Path(folder) / f"step{step}.pt"
 
 
-def run_reference(
-    world: World, resolved: ResolvedJob, steps: int, folder: str
-) -> list[ReferenceStep]:
+def run_reference(world: World, resolved: ResolvedJob, steps: int, folder: str) -> ReferenceRun:
     """Train the job for `steps` steps on this one process and write each step into `folder`."""
     with open_job(world, resolved) as job:
         drawn = draw_zero_matrices(job, None)
         torch.save(
             {"weights": _whole(job.whole_parameters()), "drawn": drawn}, step_file(folder, 0)
         )
-        numbers = [ReferenceStep()]
+        run = ReferenceRun([ReferenceStep()])
         for step in range(1, steps + 1):
             batches = job.draw()
             whole = join(batches).to(torch.device("cpu"))
@@ -57,28 +69,60 @@ def run_reference(
             def keep(gradients: dict[str, Tensor] = gradients) -> None:
                 gradients.update(_whole(job.whole_gradients()))
 
-            done = job.trainer.step(leave_out_targets(job, batches), on_gradients=keep)
-            numbers.append(ReferenceStep(done.loss, done.grad_norm, done.lr, done.num_targets))
+            batches = leave_out_targets(job, batches)
+            if step == 1:
+                run.narrowed = find_narrowed(job, batches)
+            done = job.trainer.step(batches, on_gradients=keep)
+            run.steps.append(
+                ReferenceStep(
+                    done.loss,
+                    done.grad_norm,
+                    scheduled_lr(resolved.config, step),
+                    done.num_targets,
+                )
+            )
             record = {
                 "fields": dict(whole.fields),
                 "gradients": gradients,
                 "weights": _whole(job.whole_parameters()),
+                "lr": done.lr,
+                "state": {
+                    name: whole_tensor(tensor.detach()).cpu().clone()
+                    for name, (tensor, _) in _state(job).items()
+                },
+                "buffers": {name: b.detach().cpu().clone() for name, b in _buffers(job).items()},
             }
             torch.save(record, step_file(folder, step))
-        return numbers
+            if step == 1:
+                start = load(folder, 0)["weights"]
+                run.problems += tuple(wrong_updates(job, start, record, run.steps[1]))
+                run.problems += tuple(_wrong_count(batches, done.num_targets))
+        if resolved.config.validation.enable:
+            run.steps[-1].validation = job.evaluate()
+            run.problems += tuple(_wrong_validation(job, run.steps[-1].validation))
+        return run
 
 
 def run_plan(
-    world: World, resolved: ResolvedJob, steps: int, folder: str, patch: Patch | None = None
+    world: World,
+    resolved: ResolvedJob,
+    steps: int,
+    folder: str,
+    patch: Patch | None = None,
+    *,
+    reloads: bool = False,
 ) -> RankRun:
     """Train the job for `steps` steps and measure this rank's part against the record in `folder`.
 
-    Every rank of the world must call this.
+    Where it `reloads`, the job, whose [checkpoint] is enabled, is saved at its end and loaded into
+    a new one, which is measured too. Every rank of the world must call this.
     """
+    calls_before = {call.group: call.number for call in recorded_calls()}
     with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
         start = load(folder, 0)
         draw_zero_matrices(job, start["drawn"])
-        parameters = job.parameters
+        # FSDP2 registers other tensors in a step's course.
+        parameters, problems = job.parameters, list(optimizer_problems(job))
         placements = {name: placements_of(job, parameter) for name, parameter in parameters.items()}
         expected = {
             name: _digest(_slice(start["weights"][name], parameter))
@@ -99,14 +143,40 @@ def run_plan(
                     name for name, parameter in parameters.items() if _is_pending(parameter.grad)
                 )
 
-            done = job.trainer.step(leave_out_targets(job, batches), on_gradients=look)
+            batches = leave_out_targets(job, batches, record["fields"])
+            with naming_failures(job) if step == 1 else contextlib.nullcontext():
+                done = job.trainer.step(batches, on_gradients=look)
+            if step == 1:
+                problems += wrong_reductions(job, calls_before)
             found.loss, found.num_targets = done.loss, done.num_targets
             found.norm, found.lr = done.grad_norm, done.lr
             found.weights = _agreements(parameters, record["weights"], lambda p: p)
+            found.state = _state_agreements(job, record)
+            found.buffers = {
+                name: agreement_of(buffer, buffer, record["buffers"].get(name))
+                for name, buffer in _buffers(job).items()
+            }
             seen.append(found)
+        if resolved.config.validation.enable:
+            seen[-1].validation = job.evaluate()
+        reloaded = _save_and_load(job, steps, record, problems) if reloads else None
         return RankRun(
-            world.rank, job.dims.coordinates(world.rank), placements, pending, expected, seen
+            world.rank,
+            job.dims.coordinates(world.rank),
+            placements,
+            pending,
+            expected,
+            seen,
+            tuple(problems),
+            reloaded,
         )
+
+
+def run_and_reload(
+    world: World, resolved: ResolvedJob, steps: int, folder: str, patch: Patch | None = None
+) -> RankRun:
+    """`run_plan`, and what it has saved loaded once more."""
+    return run_plan(world, resolved, steps, folder, patch, reloads=True)
 
 
 @contextlib.contextmanager
@@ -114,10 +184,96 @@ def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
     """The job in a world that other jobs have been in, and in which others will be."""
     # Compiled code of the job before must not be found by this one's shapes.
     torch._dynamo.reset()
+    # Ranks that are forked from one process share its random state, and ranks elsewhere do not:
+    # what forgets to seed has to look as wrong here as it is there.
+    seed = hash((world.rank, time.monotonic_ns())) % 2**32
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
     try:
         yield build_job(resolved, world)
     finally:
         gc.collect()
+
+
+@contextlib.contextmanager
+def naming_failures(job: Job) -> Iterator[None]:
+    """What a module raises inside is raised with its name, its plan entry and what it was given."""
+    calls: list[tuple[str, str]] = []
+    hooks: list[Any] = []
+    styles = styles_of(job)
+    for part in job.parts:
+        for name, module in part.named_modules():
+
+            def enter(_: nn.Module, inputs: Any, name: str = canonical_name(name)) -> None:
+                calls.append((name, ", ".join(map(_shape_of, inputs))))
+
+            def leave(_: nn.Module, inputs: Any, output: Any) -> None:
+                calls.pop()
+
+            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_hook(leave))
+    try:
+        yield
+    except Exception as error:
+        if not calls:
+            raise
+        name, given = calls[-1]
+        entry = (
+            f", whose entry in the tensor-parallel plan is {styles[name]},"
+            if name in styles
+            else ""
+        )
+        raise type_of(error)(
+            f"{name or 'the model'}{entry} is given {given or 'nothing'} and fails with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def type_of(error: Exception) -> type[Exception]:
+    """RuntimeError for what cannot be made of a text alone."""
+    return RuntimeError if not isinstance(error, TitanliteError) else TitanliteError
+
+
+def _shape_of(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    kind = "DTensor " if isinstance(value, DTensor) else ""
+    return f"{kind}{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+def styles_of(job: Job) -> dict[str, str]:
+    """Module -> its entry in the tensor-parallel plan, in words."""
+    if not job.dims.tp_enabled:
+        return {}
+    styles = {}
+    entries = dict(job.plan.tensor_parallel)
+    if not job.config.parallelism.disable_loss_parallel:
+        entries.update(job.plan.loss_parallel)
+    for part in job.parts:
+        names = [canonical_name(name) for name, _ in part.named_modules()]
+        for pattern, style in entries.items():
+            shown = [
+                f"{key}={value}"
+                for key in ("input_layouts", "output_layouts", "dim", "scatter_dim", "layers")
+                if (value := getattr(style, key, None)) is not None
+            ]
+            text = f'"{pattern}": {type(style).__name__}({", ".join(shown)})'
+            for name in names:
+                if _matches(name, pattern):
+                    styles[name] = text
+                    styles.update(
+                        {f"{name}.{child}": text for child in getattr(style, "layers", ())}
+                    )
+    return styles
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, own = pattern.split("."), name.split(".")
+    return len(parts) == len(own) and all(map(fnmatchcase, own, parts))
 
 
 def load(folder: str, step: int) -> Any:
@@ -143,21 +299,46 @@ def draw_zero_matrices(job: Job, names: list[str] | None) -> list[str]:
     return found
 
 
-def leave_out_targets(job: Job, batches: list[Batch]) -> list[Batch]:
+def leave_out_targets(
+    job: Job, batches: list[Batch], known: Mapping[str, Tensor] | None = None
+) -> list[Batch]:
     """The batches without the first i/2G of the targets of sequence i of G.
 
     So no two ranks, microbatches or stretches of the sequence have as many targets as each other,
-    and an average of averages is not the average.
+    and an average of averages is not the average. Which sequence is which follows from the fields
+    of the reference's batch, `known`, and without them from their order.
     """
-    held, seq_len = job.held_positions, job.resolved.seq_len
-    first, total = _first_sequence(job), job.resolved.global_batch_size
+    held, seq_len, total = job.held_positions, job.resolved.seq_len, job.resolved.global_batch_size
+    first = _first_sequence(job)
     left = []
     for batch in batches:
         numbers = torch.arange(first, first + batch.num_sequences)
+        if known is not None:
+            found = torch.tensor(_sequences_of(job, batch, known, first))
+            numbers = torch.where(found < 0, numbers, found)
         is_out = held[None] < (numbers * seq_len // (2 * total))[:, None]
         left.append(batch.leave_out(is_out))
         first += batch.num_sequences
     return left
+
+
+def _sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int) -> list[int]:
+    """Which sequences of the reference's batch these are, -1 for none; `first` as their order has.
+
+    `known` are the fields of that batch, of which a rank holds some sequences and of each some
+    tokens.
+    """
+    tokens, all_known = own.tokens.cpu(), known["tokens"][:, job.held_positions]
+    numbers = []
+    for row, number in enumerate(range(first, first + own.num_sequences)):
+        if number < len(all_known) and torch.equal(tokens[row], all_known[number]):
+            numbers.append(number)
+            continue
+        same = all_known[:0]
+        if tokens.shape[1:] == all_known.shape[1:]:
+            same = (all_known == tokens[row]).all(1).nonzero()
+        numbers.append(int(same[0]) if len(same) else -1)
+    return numbers
 
 
 def _first_sequence(job: Job) -> int:
@@ -171,24 +352,10 @@ def _whole(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _look_at_data(job: Job, own: Batch, known: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Which sequences this rank was given, and whether the rest of the batch goes with them.
-
-    `known` are the fields of the reference's batch, of which a rank holds some sequences and of
-    each some tokens.
-    """
+    """Which sequences this rank was given, and whether the rest of the batch goes with them."""
     own, held = own.to(torch.device("cpu")), job.held_positions
-    known_tokens, known_targets = known["tokens"][:, held], known["targets"][:, held]
-    first = _first_sequence(job)
-    sequences = []
-    for row, number in enumerate(range(first, first + own.num_sequences)):
-        tokens = own.tokens[row]
-        if number < len(known_tokens) and torch.equal(tokens, known_tokens[number]):
-            sequences.append(number)
-        else:
-            same = known_tokens[:0]
-            if tokens.shape == known_tokens.shape[1:]:
-                same = (known_tokens == tokens).all(1).nonzero()
-            sequences.append(int(same[0]) if len(same) else -1)
+    sequences = _sequences_of(job, own, known, _first_sequence(job))
+    known_targets = known["targets"][:, held]
     return {
         "sequences": tuple(sequences),
         "positions_agree": _positions_agree(own, known["positions"][..., held], sequences),
@@ -218,6 +385,209 @@ def _agreements(
         elif tensor is not None or name in reference:
             found[name] = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
     return found
+
+
+def _save_and_load(job: Job, step: int, record: Any, problems: list[str]) -> RankStep:
+    """What a new job has of the reference's `record` of `step` that loads what this one saves."""
+    from titanlite.checkpoint.run import Checkpoints
+
+    with Checkpoints(job) as checkpoints:
+        checkpoints.save(step)
+    again = build_job(job.resolved, job.world)
+    with Checkpoints(again) as checkpoints:
+        if checkpoints.first_step != step + 1:
+            problems.append(
+                f"a checkpoint of step {step} is gone on from at step {checkpoints.first_step}"
+            )
+    if again.sampler.state != job.sampler.state:
+        problems.append(
+            f"a run that goes on from a checkpoint reads sample {again.sampler.state} next, not "
+            f"{job.sampler.state}"
+        )
+    rates = [j.trainer.optimizer.param_groups[0]["lr"] for j in (job, again)]
+    if rates[0] != rates[1]:
+        problems.append(
+            f"a run that goes on from a checkpoint has a learning rate of {rates[1]:.6g}, not "
+            f"{rates[0]:.6g}"
+        )
+    return RankStep(
+        weights=_agreements(again.parameters, record["weights"], lambda p: p),
+        state=_state_agreements(again, record),
+    )
+
+
+def _state_agreements(job: Job, record: Any) -> dict[str, Agreement]:
+    """What the optimizer keeps beside what the reference's keeps; what is lacking too."""
+    own, known = _state(job), record["state"]
+    found = {
+        name: agreement_of(tensor, like, known.get(name)) for name, (tensor, like) in own.items()
+    }
+    names = tuple(f"{name}." for name in job.parameters)
+    for name in known.keys() - own.keys():
+        if name.startswith(names):
+            found[name] = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
+    return found
+
+
+def agreement_of(tensor: Tensor, like: Tensor, known: Tensor | None) -> Agreement:
+    """How this rank's part of a tensor agrees with the reference's; `like` says how it is cut."""
+    if known is None:
+        return Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
+    return agreement(local_part(tensor.detach()), _slice(known, like), known)
+
+
+def _state(job: Job) -> dict[str, tuple[Tensor, Tensor]]:
+    """What the optimizer keeps: "name.key" -> the tensor, and what it is cut as."""
+    state = job.trainer.optimizer.state
+    return {
+        f"{name}.{key}": (value, parameter if value.shape == parameter.shape else value)
+        for name, parameter in job.parameters.items()
+        for key, value in state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _buffers(job: Job) -> dict[str, Tensor]:
+    """All buffers of this rank's parts, those too that no checkpoint has."""
+    return {
+        canonical_name(name): buffer for part in job.parts for name, buffer in part.named_buffers()
+    }
+
+
+def optimizer_problems(job: Job) -> tuple[str, ...]:
+    """How the optimizer is not the one that the job asks for: its parameters, its options."""
+    section, optimizer = job.config.optimizer, job.trainer.optimizer
+    counts = Counter(p for group in optimizer.param_groups for p in group["params"])
+    problems = []
+    wanted = {name: p for name, p in job.parameters.items() if p.requires_grad}
+    if missing := [name for name, parameter in wanted.items() if parameter not in counts]:
+        more = f" and {len(missing) - 1} others are" if len(missing) > 1 else " is"
+        problems.append(f"{missing[0]}{more} in no parameter group")
+    if twice := [name for name, parameter in wanted.items() if counts[parameter] > 1]:
+        problems.append(f"{twice[0]} is in {counts[wanted[twice[0]]]} parameter groups")
+    if strange := set(counts) - set(wanted.values()):
+        problems.append(f"{len(strange)} tensors in its groups are no parameters of the model")
+    if type(optimizer).__name__ != section.name:
+        problems.append(f"it is {type(optimizer).__name__}, not {section.name}")
+    options: dict[str, Any] = {"weight_decay": section.weight_decay}
+    if section.name == "SGD":
+        options["momentum"] = section.momentum
+    else:
+        options |= {"betas": (section.beta1, section.beta2), "eps": section.eps}
+    for group in optimizer.param_groups:
+        problems += [
+            f"{key} is {group[key]} for {len(group['params'])} parameters, not {value}"
+            for key, value in options.items()
+            if group[key] != value
+        ]
+    start = "the optimizer is not the one that the job asks for: "
+    return tuple(f"{start}{problem}" for problem in dict.fromkeys(problems))
+
+
+def _wrong_count(batches: list[Batch], counted: int) -> Iterator[str]:
+    """Whether the step divides by the targets that it has."""
+    own = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
+    if own != counted:
+        yield (
+            f"on one process too, a step with {own} targets divides its loss by {counted}: those "
+            "that are left out must not count"
+        )
+
+
+def _wrong_validation(job: Job, shown: float) -> Iterator[str]:
+    """Whether a validation is the sum of its losses over its targets."""
+    total, count = 0.0, 0
+    model = job.parts[0].eval()
+    with torch.no_grad():
+        for batch in job.validation_batches():
+            total += job.trainer.loss.total(call_model(model, batch), batch).item()
+            count += int((batch.targets != IGNORE_INDEX).sum())
+    model.train()
+    if not math.isclose(total / count, shown, rel_tol=1e-6):
+        yield (
+            f"on one process too, the validation loss is {shown:.6g}, and its {count} targets "
+            f"have a mean loss of {total / count:.6g}"
+        )
+
+
+def wrong_updates(
+    job: Job, start: Mapping[str, Tensor], record: Any, step: ReferenceStep
+) -> Iterator[str]:
+    """How the first step on one process is not what clipping and the optimizer's formula give.
+
+    A plan is compared with that process, which would be wrong alike. In float64 alone: a formula
+    rounds otherwise than a kernel.
+    """
+    config, gradients = job.config, record["gradients"]
+    if config.training.dtype != "float64" or config.training.param_dtype != "float64":
+        return
+    norm = math.sqrt(sum((g.double() ** 2).sum().item() for g in gradients.values()))
+    if not math.isclose(norm, step.norm, rel_tol=1e-9):
+        yield f"on one process too, the norm is {step.norm:.6g}, of gradients of {norm:.6g}"
+    scale = min(1.0, config.training.max_norm / (norm + 1e-6))
+    section, lr = config.optimizer, record["lr"]
+    factors = []
+    for name, gradient in gradients.items():
+        moment = record["state"].get(f"{name}.exp_avg")
+        if moment is not None and not (section.name == "Adam" and section.weight_decay):
+            wanted = (1 - section.beta1) * scale * gradient
+            size = (wanted * wanted).sum().item()
+            if size > (NOISE * norm) ** 2:
+                factors.append(((moment * wanted).sum() / size).item())
+    if factors and not all(math.isclose(f, 1.0, rel_tol=1e-9) for f in factors):
+        yield (
+            f"on one process too, the optimizer is given gradients {factors[0]:.6g} times as large "
+            f"as clipping to {config.training.max_norm:g} makes them of a norm of {norm:.6g}: "
+            "clipping is wrong"
+        )
+        return
+    for name, gradient in gradients.items():
+        expected = _first_update(section, lr, start[name].double(), scale * gradient.double())
+        error = (record["weights"][name].double() - expected).abs().max().item()
+        if error > 1e-9 * max(expected.abs().max().item(), lr):
+            yield (
+                f"on one process too, the first step is not {section.name}'s: {name} is "
+                f"{error:.1e} off the formula of a learning rate of {lr:.6g} and a weight decay of "
+                f"{section.weight_decay:g}: the update is wrong"
+            )
+            return
+
+
+def _first_update(section: Any, lr: float, weight: Tensor, gradient: Tensor) -> Tensor:
+    """A weight after the first step of AdamW (arXiv 1711.05101), Adam or SGD."""
+    decay = section.weight_decay
+    if section.name == "SGD":
+        return weight - lr * (gradient + decay * weight)
+    if section.name == "Adam":
+        gradient = gradient + decay * weight
+    else:
+        weight = weight * (1 - lr * decay)
+    # Both moments, freed of their bias, are the first gradient and its square.
+    return weight - lr * gradient / (gradient.abs() + section.eps)
+
+
+def wrong_reductions(job: Job, before: Mapping[str, int]) -> list[str]:
+    """Gradients that are reduced in another number format than the job asks for.
+
+    `before` is how many calls each group had when the job began: groups are used again.
+    """
+    wanted = job.config.training.reduce_dtype
+    mesh = job.meshes.dp
+    axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
+    found: dict[str, int] = {}
+    for call in recorded_calls():
+        axis = axes.get(call.group.partition("@")[0])
+        is_reduction = "reduce" in call.operation and call.num_elements > MOST_NUMBERS
+        if call.number <= before.get(call.group, -1):
+            continue
+        if axis is not None and is_reduction and call.dtype != wanted:
+            what = f"{call.operation} over {axis} is in {call.dtype}"
+            found[what] = found.get(what, 0) + 1
+    return [
+        f"gradients are reduced in another dtype than {wanted}, which the job asks for: "
+        f"{count} times {what}"
+        for what, count in found.items()
+    ]
 
 
 def _slice(whole: Tensor, parameter: Tensor) -> Tensor:

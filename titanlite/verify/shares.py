@@ -25,8 +25,12 @@ def describe_shares(
     traces: Sequence[RankTrace],
     runs: Sequence[RankRun],
     names: Sequence[str],
+    name_factor: Callable[[float], str] = lambda factor: "",
 ) -> Iterator[str]:
-    """What the gradients `names` are made of, where they are sums of the cells' gradients."""
+    """What the gradients `names` are made of, where they are sums of the cells' gradients.
+
+    `name_factor` says what of the plan a factor is, "" for none.
+    """
     cells = [index for index, count in enumerate(reference.targets) if count]
     made_of: dict[tuple[float, ...], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for name in names:
@@ -44,6 +48,9 @@ def describe_shares(
         holders = sorted({t.rank for t in traces if any(name in t.shares for name in ranks_of)})
         where = name_ranks(ranks, runs, holders)
         what = _describe(reference, cells, shares)
+        if all(abs(share - shares[0]) < NEAR * max(1.0, abs(share)) for share in shares):
+            same = name_factor(shares[0])
+            what = f"every part counts {shares[0]:.6g} times{f', which is {same}' if same else ''}"
         yield f"{who} {be(who)} made of the right parts with wrong weights, {where}: {what}"
 
 

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from titanlite.verify.run import (
     load,
     open_job,
     placements_of,
+    styles_of,
 )
 
 # Outputs and gradients beyond these are not kept.
@@ -66,9 +66,10 @@ def trace_reference(
         model = job.parts[0]
         labels = label_dimensions(model, batches[0])
         with _outputs_of(job) as kept:
-            job.trainer.compute_gradients(leave_out_targets(job, batches))
+            job.trainer.compute_gradients(batches)
         job.trainer.optimizer.zero_grad(set_to_none=True)
         outputs, num_bytes, num_left_out = {}, 0, 0
+        gradients_of: dict[str, Tensor] = {}
         for name, calls in kept.first.items():
             num_bytes += sum(call.numel() * call.element_size() for call in calls)
             if num_bytes > MOST_OUTPUT_BYTES:
@@ -76,9 +77,15 @@ def trace_reference(
                 continue
             batch_dim, _ = labels.get(module_of(name), (None, None))
             outputs[name] = calls[0] if batch_dim is None else torch.cat(calls, batch_dim)
-        torch.save({"outputs": outputs, "labels": labels}, _trace_file(folder))
+            of_outputs = kept.gradients_of(name)
+            if of_outputs is not None and (batch_dim is not None or len(of_outputs) == 1):
+                gradients_of[name] = (
+                    of_outputs[0] if batch_dim is None else torch.cat(of_outputs, batch_dim)
+                )
+        record = {"outputs": outputs, "gradients": gradients_of, "labels": labels}
+        torch.save(record, _trace_file(folder))
 
-        batch = join(leave_out_targets(job, batches))
+        batch = join(batches)
         cells, losses, targets, gradients = cells_of(plan), [], [], defaultdict(list)
         names = _small_enough(job, names, len(cells))
         num_targets = max(1, int(batch.count_targets()))
@@ -115,7 +122,7 @@ def trace_plan(
         _at_step(world, resolved, step, folder) as (job, batches),
     ):
         with _outputs_of(job) as kept:
-            job.trainer.compute_gradients(leave_out_targets(job, batches))
+            job.trainer.compute_gradients(batches)
         known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
         record = load(folder, step)["gradients"]
         own = ExpectedPart(job, batches)
@@ -128,6 +135,12 @@ def trace_plan(
                     known["labels"].get(module_of(name), (None, None)),
                 )
                 found[name].recomputed = kept.recomputed_difference(name)
+                gradients = kept.gradients_of(name)
+                if gradients is not None and name in known["gradients"]:
+                    labels = known["labels"].get(module_of(name), (None, None))
+                    of_gradient, _ = own.compare(gradients, known["gradients"][name], labels)
+                    if not of_gradient.shape:
+                        found[name].gradient = of_gradient.agreement
         return RankTrace(
             rank=world.rank,
             coordinates=job.dims.coordinates(world.rank),
@@ -137,7 +150,7 @@ def trace_plan(
             shares=shares_of(job, names, record, folder),
             pending_inputs=tuple(kept.pending_inputs),
             blind_stages=_blind_stages(job, kept, batches),
-            styles=_styles(job),
+            styles=styles_of(job),
         )
 
 
@@ -163,9 +176,10 @@ def _at_step(
     """The job as it is just before it computes `step`, and what it is given there."""
     with open_job(world, resolved) as job:
         draw_zero_matrices(job, load(folder, 0)["drawn"])
-        for _ in range(1, step):
-            job.trainer.step(leave_out_targets(job, job.draw()))
-        yield job, job.draw()
+        for number in range(1, step):
+            known = load(folder, number)["fields"]
+            job.trainer.step(leave_out_targets(job, job.draw(), known))
+        yield job, leave_out_targets(job, job.draw(), load(folder, step)["fields"])
 
 
 class _Kept:
@@ -174,6 +188,8 @@ class _Kept:
     def __init__(self) -> None:
         self.first: dict[str, list[Tensor]] = defaultdict(list)
         self.again: dict[str, list[Tensor]] = defaultdict(list)
+        self.gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        """Of the outputs in `first`, by their places there."""
         self.pending_inputs: dict[str, None] = {}
         self.positions: dict[int, list[Tensor | None]] = defaultdict(list)
         """Part of the model, by its place among this rank's -> the positions it was given."""
@@ -190,7 +206,22 @@ class _Kept:
             self.again[name].append(local)
             return
         num_calls[name] += 1
-        self.first[name_call(name, num_calls[name])].append(local)
+        call = name_call(name, num_calls[name])
+        place = len(self.first[call])
+        self.first[call].append(local)
+        if output.requires_grad:
+
+            def keep_gradient(gradient: Tensor) -> None:
+                own = local_part(gradient.detach()).detach().cpu().clone()
+                self.gradients[call][place] = own
+
+            output.register_hook(keep_gradient)
+
+    def gradients_of(self, call: str) -> list[Tensor] | None:
+        """The gradients of a module's outputs in the order of its calls; None where one lacks."""
+        found = self.gradients.get(call, {})
+        count = len(self.first[call])
+        return [found[i] for i in range(count)] if len(found) == count else None
 
     def recomputed_difference(self, name: str) -> float:
         """The least difference of each recomputed output from any of the forward pass: the worst.
@@ -351,35 +382,3 @@ def _sum_gradients(
 
 def _replicated_axes(job: Job, parameter: Tensor) -> list[str]:
     return [axis for axis, how in placements_of(job, parameter).items() if how == "replicated"]
-
-
-def _styles(job: Job) -> dict[str, str]:
-    """Module -> its entry in the tensor-parallel plan, in words."""
-    if not job.dims.tp_enabled:
-        return {}
-    styles = {}
-    entries = dict(job.plan.tensor_parallel)
-    if not job.config.parallelism.disable_loss_parallel:
-        entries.update(job.plan.loss_parallel)
-    for part in job.parts:
-        names = [canonical_name(name) for name, _ in part.named_modules()]
-        for pattern, style in entries.items():
-            words = type(style).__name__
-            shown = [
-                f"{key}={value}"
-                for key in ("input_layouts", "output_layouts", "dim", "scatter_dim", "layers")
-                if (value := getattr(style, key, None)) is not None
-            ]
-            text = f'"{pattern}": {words}({", ".join(shown)})'
-            for name in names:
-                if _matches(name, pattern):
-                    styles[name] = text
-                    styles.update(
-                        {f"{name}.{child}": text for child in getattr(style, "layers", ())}
-                    )
-    return styles
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, own = pattern.split("."), name.split(".")
-    return len(parts) == len(own) and all(map(fnmatchcase, own, parts))

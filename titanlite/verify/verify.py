@@ -15,7 +15,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,14 +34,16 @@ from titanlite.verify.compare import (
 )
 from titanlite.verify.diagnose import diagnose
 from titanlite.verify.evidence import Evidence
-from titanlite.verify.jobs import features_off, plan_job, reference_job
+from titanlite.verify.jobs import (
+    PARTS,
+    accumulation_pair,
+    features_off,
+    plan_job,
+    reference_job,
+    saving_job,
+)
 from titanlite.verify.pool import RankPool
 from titanlite.verify.record import RankRun, ReferenceStep
-
-# In how many parts the reference takes its batch to measure its own rounding, where it has as many.
-PARTS = 4
-# How far two orders of sums may be apart in float64; what is random is 1e-3 apart and more.
-ONE_ANSWER = 1e-9
 
 Patch = Callable[[], AbstractContextManager[Any]]
 """Something to be in force while a plan is built and run, such as a bug to be found."""
@@ -57,6 +59,10 @@ class Reference:
     job: ResolvedJob
     folder: str
     steps: list[ReferenceStep]
+    narrowed: tuple[str, ...] = ()
+    """Modules that compute in a narrower dtype than they are given."""
+    problems: tuple[str, ...] = ()
+    """What its own step does otherwise than the formulas have it."""
 
 
 @dataclass
@@ -75,13 +81,20 @@ class Verification:
     splits: list[Split] = field(default_factory=list)
     error: RankError | None = None
     """What a rank raised, where the plan did not run to its end."""
+    wrong_sums: str = ""
+    """How the job differs from itself on one process, where its batch is taken in parts."""
+    narrowed: tuple[str, ...] = ()
+    """Modules that compute in a narrower dtype than they are given, with both dtypes."""
+    problems: list[str] = field(default_factory=list)
+    """What is not as the job asks for, whatever numbers come of it."""
     findings: list[str] = field(default_factory=list)
     """What is wrong, the likeliest cause first."""
     seconds: float = 0.0
 
     @property
     def agrees(self) -> bool:
-        return not self.failures and not self.splits and self.error is None
+        is_whole = self.error is None and not self.wrong_sums and not self.problems
+        return is_whole and not self.failures and not self.splits
 
     @property
     def cause(self) -> str:
@@ -131,6 +144,8 @@ class Verifier:
         self.timeout_seconds = timeout_seconds
         self._pools: dict[int, RankPool] = {}
         self._references: dict[tuple[str, int], Reference] = {}
+        # What is wrong with the sums over parts of a batch, by the job and the steps.
+        self._sums: dict[tuple[str, int], str] = {}
         self._exits = contextlib.ExitStack()
         self._folder = self._exits.enter_context(
             tempfile.TemporaryDirectory(prefix="titanlite-verify-")
@@ -149,12 +164,14 @@ class Verifier:
         steps: int = 5,
         dtype: str = "float64",
         patch: Patch | None = None,
+        reloads: bool = False,
         on_start: Callable[[Verification], None] = lambda _: None,
     ) -> Verification:
         """Run `job` under its plan and on one process for `steps` steps, and compare.
 
-        `patch` is in force on the plan's ranks alone; `on_start` is told what will be compared
-        once the job has been checked. Raises ConfigError where the job cannot be built or
+        `patch` is in force on the plan's ranks alone. Where it `reloads`, what the plan saves after
+        its last step is loaded into a new job, and compared too. `on_start` is told what will be
+        compared once the job has been checked. Raises ConfigError where the job cannot be built or
         compared; whatever else a rank raises is part of the verification.
         """
         start = time.perf_counter()
@@ -166,8 +183,13 @@ class Verifier:
         found = Verification(plan, dtype, steps, parts)
         on_start(found)
         reference = self._reference(alone, steps)
+        found.narrowed = reference.narrowed
+        if parts > 1:
+            # Both take the batch in parts, and what is wrong with that would be wrong alike.
+            self._check_accumulation(found)
         try:
-            runs = self._run(plan, reference, steps, patch)
+            with self._saving(plan, reloads) as job_that_saves:
+                runs = self._run(job_that_saves, reference, steps, patch, reloads=reloads)
         except RankError as error:
             found.error = error
             found.findings = [found.error_finding]
@@ -176,11 +198,16 @@ class Verifier:
         else:
             self._judge(found, runs, reference)
             if not found.agrees and dtype == "float64":
-                found.findings = self._diagnose(found, runs, reference, patch)
+                found.findings = list(found.problems)
+                if found.failures or found.splits or found.wrong_sums:
+                    more = self._diagnose(found, runs, reference, patch)
+                    found.findings += [finding for finding in more if finding not in found.findings]
+                if found.wrong_sums:
+                    found.findings.insert(0, found.wrong_sums)
             elif not found.agrees:
                 # Patterns are told from rounding in float64.
                 exact = self.verify(job, steps=steps, patch=patch)
-                found.findings = exact.findings or [
+                found.findings = found.problems + exact.findings or [
                     f"in float64 the plan agrees: in {dtype} it rounds more than one process does. "
                     "Look at the number formats of sums, of reductions and of what ranks exchange"
                 ]
@@ -200,24 +227,45 @@ class Verifier:
         return self._pools[num_ranks]
 
     def _run(
-        self, job: ResolvedJob, reference: Reference, steps: int, patch: Patch | None = None
+        self,
+        job: ResolvedJob,
+        reference: Reference,
+        steps: int,
+        patch: Patch | None = None,
+        *,
+        reloads: bool = False,
     ) -> list[RankRun]:
         """Run a job on its ranks for so many steps, measured against the reference."""
-        return self.pool(job.dims.world_size).call(
-            "titanlite.verify.run:run_plan", job, steps, reference.folder, patch
+        function = (
+            "titanlite.verify.run:run_and_reload" if reloads else "titanlite.verify.run:run_plan"
         )
+        return self.pool(job.dims.world_size).call(function, job, steps, reference.folder, patch)
+
+    @contextlib.contextmanager
+    def _saving(self, plan: ResolvedJob, reloads: bool) -> Iterator[ResolvedJob]:
+        """The job with checkpoints in a folder that is there inside, where it is to save any."""
+        if not reloads:
+            yield plan
+            return
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            yield saving_job(plan, folder)
 
     def _judge(self, found: Verification, runs: list[RankRun], reference: Reference) -> None:
         found.differences = differences(runs, reference.steps)
-        found.tolerance = Tolerance(found.dtype)
+        is_narrow = bool(reference.narrowed)
+        found.tolerance = Tolerance(found.dtype, is_narrow=is_narrow)
         if found.dtype != "float64":
             found.tolerance = self._measure_rounding(found, reference)
         found.failures = failures(found.differences, found.tolerance)
         if found.failures and found.dtype == "float64":
-            # A tensor may hold nothing but rounding: looked at where something seems wrong alone.
-            found.tolerance = self._measure_rounding(found, reference)
-            found.failures = failures(found.differences, found.tolerance)
+            self._check_accumulation(found)
+            if not found.wrong_sums:
+                # A tensor may round more than others: looked at where something seems wrong alone.
+                found.tolerance = self._measure_rounding(found, reference)
+                found.failures = failures(found.differences, found.tolerance)
         found.splits = split_replicas(runs)
+        problems = [problem for run in runs for problem in run.problems]
+        found.problems = list(dict.fromkeys([*problems, *reference.problems]))
 
     def _diagnose(
         self,
@@ -273,7 +321,7 @@ class Verifier:
         if key not in self._references:
             folder = tempfile.mkdtemp(dir=self._folder)
             try:
-                (numbers,) = self.pool(1).call(
+                (run,) = self.pool(1).call(
                     "titanlite.verify.run:run_reference", alone, steps, folder
                 )
             except RankError as error:
@@ -281,41 +329,87 @@ class Verifier:
                     f"{error.rank_traceback}\nthe job does not run on one process: "
                     f"{error.message}".strip()
                 ) from error
-            _require_finite(numbers)
-            self._references[key] = Reference(alone, folder, numbers)
+            _require_finite(run.steps)
+            self._references[key] = Reference(alone, folder, run.steps, run.narrowed, run.problems)
         return self._references[key]
 
     def _measure_rounding(self, found: Verification, reference: Reference) -> Tolerance:
         """The reference beside itself in parts, and beside float64 where that is not its dtype."""
-        exact = plan_job(found.job, "float64")
-        self._require_one_answer(exact)
         others = [reference_job(found.job, num_parts=PARTS)]
         if found.dtype != "float64":
-            others.append(reference_job(exact))
+            self._check_accumulation(found)
+            others.append(reference_job(plan_job(found.job, "float64")))
         rounding: list[dict[Key, float]] = [{} for _ in reference.steps]
         for other in others:
             runs = self._run(other, reference, found.num_steps)
             for total, of_step in zip(rounding, differences(runs, reference.steps), strict=True):
                 for key, value in of_step.items():
                     total[key] = max(total.get(key, 0.0), value)
-        return Tolerance(found.dtype, rounding)
+        return Tolerance(found.dtype, rounding, bool(reference.narrowed))
 
-    def _require_one_answer(self, exact: ResolvedJob) -> None:
-        """Raises ConfigError where the job itself depends on how its batch is cut.
+    def _check_accumulation(self, found: Verification) -> None:
+        """Whether the job, on one process, has one answer however its batch is cut, in float64.
 
-        Its rounding would then be as large as anything, and every plan would agree with it.
+        Three readings tell what is wrong where it has not: the batch at once, again at once, and in
+        parts. What is not alike the second time is random. What is, and has modules whose output
+        for a sequence depends on the others, has batch statistics or the like. Both are the
+        model's, and ConfigError says so. What is left is the sum over the parts: `wrong_sums`.
         """
-        reference = self._reference(reference_job(exact), 1)
-        runs = self._run(reference_job(exact, num_parts=PARTS), reference, 1)
-        of_step = differences(runs, reference.steps)[1]
-        worst = max(("loss", "norm"), key=lambda kind: of_step[kind, ""])
-        if of_step[worst, ""] > ONE_ANSWER:
-            words = {"loss": "loss", "norm": "gradient norm"}[worst]
+        pair = accumulation_pair(plan_job(found.job, "float64"))
+        if pair is None or found.wrong_sums:
+            return
+        at_once, in_parts = pair
+        reference = self._reference(at_once, found.num_steps)
+        if reference.narrowed:
+            return
+        key = at_once.config.model_dump_json(exclude_unset=True), found.num_steps
+        if key not in self._sums:
+            self._sums[key] = self._explain_sums(reference, in_parts, found.num_steps)
+        found.wrong_sums = self._sums[key]
+
+    def _explain_sums(self, reference: Reference, in_parts: ResolvedJob, num_steps: int) -> str:
+        """What is wrong with the sum over parts of the batch; "" where nothing is."""
+        runs = self._run(in_parts, reference, num_steps)
+        cut = Verification(in_parts, "float64", num_steps, 1)
+        cut.differences = differences(runs, reference.steps)
+        cut.tolerance = Tolerance("float64", [dict.fromkeys(s, 1.0) for s in cut.differences])
+        cut.failures = failures(cut.differences, cut.tolerance)
+        # Weights that are drawn anew each time, and rates of another formula, are found elsewhere.
+        cut.failures = [f for f in cut.failures if f.kind != "lr"]
+        if not cut.failures or any(f.kind == "start" for f in cut.failures):
+            return ""
+        again = differences(self._run(reference.job, reference, num_steps), reference.steps)
+        unlike = [f for f in failures(again, Tolerance("float64")) if f.kind != "lr"]
+        if unlike:
+            first = unlike[0]
             raise ConfigError(
-                f"model.name: on one process the {words} of step 1 depends on how the batch is cut "
-                f"(by {of_step[worst, '']:.0e}), as dropout, batch statistics and other randomness "
-                "make it; turn them off to verify"
+                f"model.name: on one process the same batch gives another {_what(first)} at step "
+                f"{first.step} the second time (by {first.difference:.0e}), as dropout and other "
+                "randomness make it; turn it off to verify"
             )
+        (mixing,) = self.pool(1).call("titanlite.verify.narrow:find_mixing", reference.job)
+        if mixing:
+            raise ConfigError(
+                f"model.name: what {mixing} puts out for a sequence depends on the others of its "
+                "batch, and of no module before it: it, or what feeds it, mixes them, as batch "
+                "statistics do, and no two ways of cutting a batch agree; turn that off to verify"
+            )
+        first = cut.failures[0]
+        causes = self._diagnose(cut, runs, reference, None)
+        num_parts = reference.job.global_batch_size // in_parts.config.training.local_batch_size
+        return (
+            f"accumulation is wrong, with nothing parallel: on one process, a batch taken in "
+            f"{num_parts} parts gives another {_what(first)} at step {first.step} than at once, by "
+            f"{first.difference:.1e}. The same batch at once gives the same numbers twice, and no "
+            f"module mixes its sequences, so it is how the parts are added up: {causes[0]}"
+        )
+
+
+def _what(failure: Failure) -> str:
+    """What differs, in words."""
+    words = {"norm": "gradient norm", "lr": "learning rate", "state": "optimizer state"}
+    what = words.get(failure.kind, failure.kind)
+    return f"{what} of {failure.name}" if failure.name else what
 
 
 def _require_finite(reference: list[ReferenceStep]) -> None:

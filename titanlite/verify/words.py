@@ -117,7 +117,7 @@ def be(who: str) -> str:
 def agree(who: str, verb: str) -> str:
     """Another verb for it: "differ" or "differs"."""
     is_one = be(who) == "is"
-    return {"do": "does"}.get(verb, f"{verb}s") if is_one else verb
+    return {"do": "does", "are": "is"}.get(verb, f"{verb}s") if is_one else verb
 
 
 def how_in_words(how: str) -> str:

@@ -16,5 +16,9 @@ class OddConfig(PlainConfig):
 
 FLAVORS = {
     name: OddConfig(oddity=name)
-    for name in ("dropout", "not finite", "tied", "called twice", "frozen", "raises")
+    for name in (
+        "none",
+        *("dropout", "not finite", "tied", "called twice", "frozen", "raises"),
+        *("batch statistics", "rounds"),
+    )
 }

@@ -31,6 +31,10 @@ class OddModel(PlainModel):
             x = layer(x, positions)
             if self.oddity == "called twice":
                 x = self.norm(x)
+        if self.oddity == "batch statistics":
+            x = x - x.mean(0, keepdim=True)
+        if self.oddity == "rounds":
+            x = x.float().to(x.dtype)
         if self.oddity == "dropout":
             x = F.dropout(x, 0.1)
         if self.oddity == "not finite":

@@ -1,0 +1,150 @@
+"""Wrong edits of the library, one at a time in a scratch copy, and what `titanlite verify` says.
+
+    python tests/mutants/harness.py [NAME ...]     judge some mutants, or all, and print the score
+    python tests/mutants/harness.py --same         the edits that change no number
+
+A mutant is in force for a plan and for its reference alike, as a bug of a library is for its users.
+It is found where verify does not agree, and named where the first sentence of the diagnosis says
+the module or axis and the kind of what is wrong; `says` is a pattern for that. A refactoring
+changes no number, and has to agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240
+BASE: dict[str, dict[str, Any]] = {
+    "model": {"flavor": "debug"},
+    "training": {"dataset": "synthetic", "local_batch_size": 4, "global_batch_size": 8},
+    "lr_scheduler": {"warmup_steps": 2},
+    "activation_checkpoint": {"mode": "none"},
+    "sampling": {"num_samples": 0},
+}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change of one file; `old` stands there once."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong edit, the job that shows it, and what verify has to say."""
+
+    name: str
+    kind: str
+    """Which part of the library is wrong: TP, SP, CP, PP, FSDP, HSDP, DDP, accumulation, ..."""
+    edits: tuple[Edit, ...]
+    job: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Sections of the job, over BASE."""
+    says: str = ""
+    """A pattern for the first sentence; "" for what verify cannot name yet."""
+    steps: int = 5
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verify said of a mutant."""
+
+    name: str
+    status: int
+    """Exit status: 0 agrees, 1 differs or does not run, 2 bad input."""
+    cause: str
+    findings: tuple[str, ...]
+
+    @property
+    def is_found(self) -> bool:
+        return self.status == 1
+
+    def is_named(self, mutant: Mutant) -> bool:
+        is_said = bool(mutant.says) and not self.cause.startswith("unexplained")
+        return self.is_found and is_said and bool(re.search(mutant.says, self.cause))
+
+
+def judge(mutant: Mutant) -> Verdict:
+    """Apply a mutant to a copy of the library, verify its job there, and read what was said."""
+    with tempfile.TemporaryDirectory(prefix="titanlite-mutant-") as name:
+        folder = Path(name)
+        for part in ("titanlite", "models"):
+            shutil.copytree(
+                ROOT / part,
+                folder / part,
+                symlinks=True,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
+        for edit in mutant.edits:
+            _apply(folder, edit)
+        sections = {s: BASE.get(s, {}) | mutant.job.get(s, {}) for s in {*BASE, *mutant.job}}
+        job, result = folder / "job.toml", folder / "result.json"
+        job.write_text("".join(_toml(sections)), encoding="utf-8")
+        words = ["verify", str(job), f"--steps={mutant.steps}", f"--json={result}", *mutant.options]
+        done = subprocess.run(
+            [sys.executable, "-m", "titanlite", *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        findings = tuple(done.stderr.strip().splitlines()[-1:])
+        if result.exists():
+            findings = tuple(json.loads(result.read_text(encoding="utf-8"))["diagnosis"])
+        return Verdict(mutant.name, done.returncode, next(iter(findings), ""), findings)
+
+
+def _apply(folder: Path, edit: Edit) -> None:
+    path = folder / edit.file
+    text = path.read_text(encoding="utf-8")
+    count = text.count(edit.old)
+    assert count == 1, f"{edit.file}: {edit.old!r} stands there {count} times"
+    path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
+
+
+def _toml(sections: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for section, values in sections.items():
+        yield f"[{section}]\n"
+        for key, value in values.items():
+            yield f"{key} = {json.dumps(value)}\n"
+
+
+def main(names: Sequence[str]) -> int:
+    """Judge mutants and print what became of each; 0 where all are found."""
+    from mutants import MUTANTS, REFACTORINGS
+
+    if names == ["--same"]:
+        unlike = [(m.name, judge(m)) for m in REFACTORINGS]
+        for name, verdict in unlike:
+            print("agrees" if verdict.status == 0 else "ALARM ", name, verdict.cause, flush=True)
+        return int(any(verdict.status for _, verdict in unlike))
+    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    found = named = 0
+    for mutant in chosen:
+        verdict = judge(mutant)
+        is_named = verdict.is_named(mutant)
+        found, named = found + verdict.is_found, named + is_named
+        word = "named" if is_named else "found" if verdict.is_found else "MISSED"
+        print(f"{word:6}  {mutant.kind:12}  {mutant.name}: {verdict.cause}", flush=True)
+    print(f"{found} of {len(chosen)} found, {named} named")
+    return 0 if found == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

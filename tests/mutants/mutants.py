@@ -1,0 +1,957 @@
+"""Wrong edits of the library, of the kinds that training frameworks have shipped.
+
+Each is one edit or a few, in force for a plan and for the reference alike, with the job that shows
+it and what the first sentence of verify's diagnosis has to say: module or axis, and what kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness import Edit, Mutant
+
+Sections = dict[str, dict[str, Any]]
+
+
+def plan(**degrees: Any) -> Sections:
+    return {"parallelism": {"data_parallel_shard_degree": 1, **degrees}}
+
+
+def also(sections: Sections, **more: dict[str, Any]) -> Sections:
+    merged = {section: dict(keys) for section, keys in sections.items()}
+    for section, keys in more.items():
+        merged[section] = merged.get(section, {}) | keys
+    return merged
+
+
+ALONE = plan()
+TP = plan(tensor_parallel_degree=2)
+CP = plan(context_parallel_degree=2)
+CP4 = plan(context_parallel_degree=4)
+CP_GATHER = plan(context_parallel_degree=2, context_parallel_rotate_method="allgather")
+CP_STRIPED = plan(context_parallel_degree=2, context_parallel_load_balancer="striped")
+PP = plan(pipeline_parallel_degree=2)
+FSDP = plan(data_parallel_shard_degree=2)
+DDP = plan(data_parallel_replicate_degree=2)
+HSDP = also(
+    plan(data_parallel_replicate_degree=2, data_parallel_shard_degree=2),
+    training={"local_batch_size": 2},
+)
+TP_FSDP = plan(tensor_parallel_degree=2, data_parallel_shard_degree=2)
+CP_FSDP = plan(context_parallel_degree=2, data_parallel_shard_degree=2)
+PP_DDP = plan(pipeline_parallel_degree=2, data_parallel_replicate_degree=2)
+ACCUMULATE = {"training": {"local_batch_size": 2}}
+FULL, OPERATORS = (
+    {"activation_checkpoint": {"mode": "full"}},
+    {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+)
+
+
+def mutant(
+    name: str,
+    kind: str,
+    job: Sections,
+    says: str,
+    file: str,
+    *edits: tuple[str, str],
+    steps: int = 3,
+    options: tuple[str, ...] = (),
+) -> Mutant:
+    changes = tuple(Edit(file, old, new) for old, new in edits)
+    return Mutant(name, kind, changes, job, says, steps, options)
+
+
+STEP, NORM = "titanlite/training/step.py", "titanlite/training/gradient_norm.py"
+STYLES, PLAN = "titanlite/parallelize/styles.py", "models/image_transformer/plan.py"
+RING, ROTATION = "titanlite/attention/ring.py", "titanlite/attention/rotation.py"
+LAYOUT, PIPELINE = "titanlite/attention/layout.py", "titanlite/parallelize/pipeline_parallel.py"
+FSDP_FILE, DDP_FILE = "titanlite/parallelize/fsdp.py", "titanlite/parallelize/ddp.py"
+INITIALIZE, SAMPLER = "titanlite/training/initialize.py", "titanlite/data/sampler.py"
+OPTIMIZER, DIMS = "titanlite/training/optimizer.py", "titanlite/mesh/parallel_dims.py"
+AC, JOB = "titanlite/parallelize/activation_checkpoint.py", "titanlite/job.py"
+MODEL, BATCH = "models/image_transformer/model.py", "titanlite/batch.py"
+SHARDS, LOSS = "titanlite/training/shards.py", "titanlite/training/loss.py"
+TP_FILE, CP_FILE = (
+    "titanlite/parallelize/tensor_parallel.py",
+    "titanlite/parallelize/context_parallel.py",
+)
+
+MUTANTS = [
+    # Accumulation: wrong on one process too.
+    mutant(
+        "mean of means over the parts of a step",
+        "accumulation",
+        also(FSDP, **ACCUMULATE),
+        r"accumulation is wrong.*(mean of|wrong weights|times as large)",
+        STEP,
+        (
+            "                loss_function(call_model(self.parts[0], batch), batch).backward()",
+            "                num_targets = self._count_targets([batch]) * self.count\n"
+            "                loss_function(call_model(self.parts[0], batch), batch).backward()",
+        ),
+        (
+            "        for index, batch in enumerate(batches):\n",
+            "        self.count = len(batches)\n        for index, batch in enumerate(batches):\n",
+        ),
+    ),
+    mutant(
+        "the last part of a step is forgotten",
+        "accumulation",
+        also(DDP, **ACCUMULATE),
+        r"accumulation is wrong.*microbatch",
+        STEP,
+        (
+            "        reduce_partial_gradients(self.parameters)\n",
+            "            if is_last and len(batches) > 1 and self.stages is None:\n"
+            "                for p, g in saved:\n                    p.grad = g\n"
+            "            saved = [(p, None if p.grad is None else p.grad.clone())"
+            " for p in self.parameters]\n"
+            "        reduce_partial_gradients(self.parameters)\n",
+        ),
+    ),
+    mutant(
+        "gradients of a step are kept for the next one",
+        "accumulation",
+        also(FSDP, **ACCUMULATE),
+        r"from step 2 on|begins at step 2|accumulation is wrong|step 2",
+        STEP,
+        (
+            "        self.optimizer.step()\n        self.scheduler.step()\n"
+            "        self.optimizer.zero_grad(set_to_none=True)\n",
+            "        self.optimizer.step()\n        self.scheduler.step()\n"
+            "        if self.scheduler.last_epoch != 1 or not self.many:\n"
+            "            self.optimizer.zero_grad(set_to_none=True)\n",
+        ),
+        (
+            "        for index, batch in enumerate(batches):\n",
+            "        self.many = len(batches) > 1\n        for index, batch in enumerate(batches):\n",
+        ),
+    ),
+    mutant(
+        "gradients are exchanged with every part, and with those before once more",
+        "accumulation",
+        also(DDP, **ACCUMULATE),
+        r"wrong weights|times as large|made of the right parts",
+        STEP,
+        (
+            "                self._set_replica_sync(enabled=is_last)\n",
+            "                self._set_replica_sync(enabled=True)\n",
+        ),
+    ),
+    # Tensor and sequence parallelism.
+    mutant(
+        "a row-wise output is not reduced",
+        "TP",
+        TP,
+        r"layers\.0\.(attention\.wo|attention|feed_forward)",
+        STYLES,
+        (
+            "            total = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)",
+            "            total = DTensor.from_local(partial, device_mesh, [Replicate()],"
+            " run_check=False)",
+        ),
+    ),
+    mutant(
+        "the gathered input's gradient is not reduced",
+        "SP",
+        TP,
+        r"backward pass.*(attention|feed_forward|norm)",
+        STYLES,
+        (
+            "            x = whole.to_local(grad_placements=[Partial()])",
+            "            x = whole.to_local(grad_placements=[Replicate()])",
+        ),
+    ),
+    mutant(
+        "a norm's gradient stays each rank's own",
+        "SP",
+        TP,
+        r"norm.*tp",
+        STYLES,
+        (
+            "            weight = _local(module.weight, Partial())\n            return F.rms_norm",
+            "            weight = _local(module.weight)\n            return F.rms_norm",
+        ),
+    ),
+    mutant(
+        "an embedding's gradient stays each rank's own",
+        "SP",
+        TP,
+        r"emb.*tp",
+        STYLES,
+        (
+            "            return F.embedding(own, _local(module.weight, Partial()),"
+            " module.padding_idx)",
+            "            return F.embedding(own, _local(module.weight), module.padding_idx)",
+        ),
+    ),
+    mutant(
+        "every rank looks up the first stretch",
+        "SP",
+        TP,
+        r"embeddings",
+        STYLES,
+        (
+            "            own = indices.chunk(device_mesh.size(), dim=self.dim)"
+            "[device_mesh.get_local_rank()]",
+            "            own = indices.chunk(device_mesh.size(), dim=self.dim)[0]",
+        ),
+    ),
+    mutant(
+        "the output is scattered along the wrong dimension",
+        "TP",
+        TP,
+        r"wo|attention|does not run",
+        PLAN,
+        (
+            '            "layers.*.attention.wo": RowwiseLocal(scatter_dim=0),',
+            '            "layers.*.attention.wo": RowwiseLocal(scatter_dim=1),',
+        ),
+    ),
+    mutant(
+        "wk and wv are left out of the plan",
+        "TP",
+        TP,
+        r"attention|does not run",
+        PLAN,
+        (
+            '            "layers.*.attention": GatherColwise(0, "wq", "wk", "wv"),',
+            '            "layers.*.attention": GatherColwise(0, "wq"),',
+        ),
+    ),
+    mutant(
+        "w1 and w3 swap their outputs",
+        "TP",
+        TP,
+        r"feed_forward",
+        PLAN,
+        (
+            '            "layers.*.feed_forward": GatherColwise(0, "w1", "w3"),',
+            '            "layers.*.feed_forward": _Swapped(0, "w1", "w3"),',
+        ),
+        (
+            "PLANS = {\n",
+            "class _Swapped(GatherColwise):\n    def _apply(self, module, mesh):\n"
+            "        module = super()._apply(module, mesh)\n"
+            "        module.w1.forward, module.w3.forward = module.w3.forward, module.w1.forward\n"
+            "        return module\n\n\nPLANS = {\n",
+        ),
+    ),
+    mutant(
+        "pending sums are never made",
+        "TP",
+        TP,
+        r"sums over ranks that were never made|tp",
+        NORM,
+        (
+            "            if now == Partial() and wanted == Replicate():\n",
+            "            if True:\n                continue\n"
+            "            if now == Partial() and wanted == Replicate():\n",
+        ),
+    ),
+    mutant(
+        "logits are taken for whole where they are sharded",
+        "TP",
+        TP,
+        r"output|loss|does not run",
+        PLAN,
+        (
+            "                input_layouts=Shard(0), output_layouts=Shard(-1),"
+            " use_local_output=False\n",
+            "                input_layouts=Shard(0), output_layouts=Shard(-1),"
+            " use_local_output=True\n",
+        ),
+    ),
+    mutant(
+        "the final norm is given no style",
+        "TP",
+        TP,
+        r"norm",
+        PLAN,
+        ('            "norm": NormLocal(),\n', ""),
+    ),
+    # Context parallelism.
+    mutant(
+        "the tail half sees its own head twice",
+        "CP",
+        CP,
+        r"attention\.inner",
+        LAYOUT,
+        (
+            "            return [Tile(slice(0, n), slice(0, n // 2), False)]",
+            "            return [Tile(slice(0, n), slice(0, n), False)]",
+        ),
+    ),
+    mutant(
+        "keys of higher ranks are left out",
+        "CP",
+        CP,
+        r"attention\.inner",
+        LAYOUT,
+        (
+            "        return [Tile(slice(n // 2, n), slice(0, n), False)]",
+            "        return []",
+        ),
+    ),
+    mutant(
+        "stripes see the diagonal of the next rank",
+        "CP",
+        CP_STRIPED,
+        r"attention\.inner",
+        LAYOUT,
+        (
+            "        return [Tile(slice(1, n), slice(0, n - 1), True)]",
+            "        return [Tile(slice(0, n), slice(0, n), True)]",
+        ),
+    ),
+    mutant(
+        "the gradient of travelled keys is dropped",
+        "CP",
+        CP4,
+        r"backward pass.*attention\.inner",
+        ROTATION,
+        ("                grad += travelled\n", "                pass\n"),
+    ),
+    mutant(
+        "the gradient that comes home is overwritten",
+        "CP",
+        CP,
+        r"backward pass.*attention\.inner",
+        ROTATION,
+        (
+            "                own_grad[:, :, returned_keys] += returned",
+            "                own_grad[:, :, returned_keys] = returned",
+        ),
+    ),
+    mutant(
+        "the softmax's denominator forgets a block",
+        "CP",
+        CP,
+        r"backward pass.*attention\.inner",
+        RING,
+        (
+            "    lse.copy_(torch.logaddexp(lse, block_lse))",
+            "    lse.copy_(torch.maximum(lse, block_lse))",
+        ),
+    ),
+    mutant(
+        "blocks are averaged in place of merged",
+        "CP",
+        CP,
+        r"attention\.inner",
+        RING,
+        (
+            "    share = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -torch.inf, 0)",
+            "    share = torch.full_like(lse, 0.5).masked_fill_(lse == -torch.inf, 1)",
+        ),
+    ),
+    mutant(
+        "the backward pass uses another scale",
+        "CP",
+        CP,
+        r"backward pass.*attention\.inner",
+        RING,
+        (
+            "                lse[:, :, rows],\n                tile.causal,\n                scale,\n",
+            "                lse[:, :, rows],\n                tile.causal,\n                scale * 1.5,\n",
+        ),
+    ),
+    mutant(
+        "gathered keys are one rank off",
+        "CP",
+        CP_GATHER,
+        r"attention\.inner",
+        ROTATION,
+        (
+            "                yield key_rank, blocks[key_rank]",
+            "                yield key_rank, blocks[rank]",
+        ),
+    ),
+    mutant(
+        "gathered gradients are not summed over ranks",
+        "CP",
+        CP_GATHER,
+        r"backward pass.*attention\.inner",
+        ROTATION,
+        (
+            "        _reduce_scatter(own_grad, grads.flatten(0, 1), group=self.group)\n",
+            "        own_grad = grads[self.group.rank()]\n",
+        ),
+    ),
+    mutant(
+        "positions are not cut with the tokens",
+        "CP",
+        CP,
+        r"positions are wrong under context parallelism",
+        BATCH,
+        (
+            "            else layout.shard(field, dim, rank)\n",
+            "            else (\n                field[: len(field) // layout.num_ranks]\n"
+            '                if name == "positions"\n'
+            "                else layout.shard(field, dim, rank)\n            )\n",
+        ),
+    ),
+    mutant(
+        "targets are made after the sequence is cut",
+        "CP",
+        CP,
+        r"targets",
+        JOB,
+        (
+            "        return batch.shard(self.layout, self.dims.token_rank(self.world.rank))",
+            "        from titanlite.batch import make_targets\n\n"
+            "        part = batch.shard(self.layout, self.dims.token_rank(self.world.rank))\n"
+            "        return part.replace(targets=make_targets(part.tokens))",
+        ),
+    ),
+    mutant(
+        "the loss counts on one rank of cp alone",
+        "CP",
+        CP,
+        r"targets|cp|loss",
+        DIMS,
+        (
+            '        same = set(axes_where(batch="same")) - set(axes_where(weights="stages"))',
+            '        same = {"tp", "cp"}',
+        ),
+    ),
+    # Pipeline parallelism.
+    mutant(
+        "microbatches' gradients are averaged",
+        "PP",
+        PP,
+        r"number of microbatches|microbatch",
+        PIPELINE,
+        ('            "scale_grads": False,', '            "scale_grads": True,'),
+    ),
+    mutant(
+        "the loss is that of the first microbatch's targets",
+        "PP",
+        PP,
+        r"loss|target|microbatch",
+        PIPELINE,
+        (
+            "            microbatch = self._batch.rows(int(rows[0]), int(rows[-1]) + 1)",
+            "            microbatch = self._batch.rows(0, len(rows))",
+        ),
+    ),
+    mutant(
+        "two stages have swapped blocks",
+        "PP",
+        PP,
+        r"layers|start|module|does not run",
+        "titanlite/config/pipeline.py",
+        (
+            "    return tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts))",
+            "    parts = [list(names[a:b]) for a, b in itertools.pairwise(cuts)]\n"
+            "    i, j = parts[0].index('layers.0'), parts[1].index('layers.1')\n"
+            "    parts[0][i], parts[1][j] = parts[1][j], parts[0][i]\n"
+            "    return tuple(map(tuple, parts))",
+        ),
+    ),
+    mutant(
+        "replicas of stages exchange nothing",
+        "PP",
+        PP_DDP,
+        r"told not to reduce",
+        PIPELINE,
+        (
+            "            stage.reduces_over_replicas = is_last",
+            "            stage.reduces_over_replicas = False",
+        ),
+    ),
+    mutant(
+        "the loss of a pipeline is shown on the last rank alone",
+        "PP",
+        PP,
+        r"loss",
+        STEP,
+        (
+            "        return self._world_sum(loss_sum) / num_targets, num_targets",
+            "        total = self._world_sum(loss_sum)\n"
+            "        if self.stages is not None and not loss_sum:\n            total *= 0.5\n"
+            "        return total / num_targets, num_targets",
+        ),
+    ),
+    # Data parallelism, sharded and replicated.
+    mutant(
+        "FSDP averages",
+        "FSDP",
+        FSDP,
+        r"degree of dp_shard.*(averaged|divided)",
+        FSDP_FILE,
+        (
+            "            module.set_gradient_divide_factor(1.0)\n",
+            "            module.set_gradient_divide_factor(float(dp_mesh.size()))\n",
+        ),
+    ),
+    mutant(
+        "FSDP's blocks average, the rest sums",
+        "FSDP",
+        FSDP,
+        r"layers.*(degree of dp_shard|0\.5 times)|0\.5 times.*dp_shard",
+        FSDP_FILE,
+        (
+            "            module.set_gradient_divide_factor(1.0)\n",
+            "            inside = module in blocks\n"
+            "            module.set_gradient_divide_factor(float(dp_mesh.size()) if inside else 1.0)\n",
+        ),
+    ),
+    mutant(
+        "DDP averages",
+        "DDP",
+        DDP,
+        r"degree of dp_replicate.*(averaged|divided)",
+        DDP_FILE,
+        (
+            "    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)",
+            "    bucket.buffer().div_(group.size())\n"
+            "    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)",
+        ),
+    ),
+    mutant(
+        "DDP's last bucket is not reduced",
+        "DDP",
+        DDP,
+        r"dp_replicate|rank",
+        DDP_FILE,
+        (
+            "    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)",
+            "    tensor = bucket.buffer()\n"
+            "    if bucket.is_last():\n        tensor = tensor.clone()\n"
+            "    work = dist.all_reduce(tensor, group=group, async_op=True)",
+        ),
+        (
+            "    return work.get_future().then(lambda future: future.value()[0])",
+            "    return work.get_future().then(lambda future: bucket.buffer())",
+        ),
+    ),
+    mutant(
+        "replicas of shards never exchange",
+        "HSDP",
+        HSDP,
+        r"told not to reduce",
+        STEP,
+        (
+            "            model.set_requires_all_reduce(enabled)\n",
+            "            model.set_requires_all_reduce(False)\n",
+        ),
+    ),
+    mutant(
+        "ranks read the same samples",
+        "data",
+        FSDP,
+        r"data depend on the plan|read sequences",
+        SAMPLER,
+        (
+            "        first = self.state + self._dp_rank * self._rank_batch_size\n",
+            "        first = self.state\n",
+        ),
+    ),
+    mutant(
+        "the sampler moves on by a rank's part",
+        "data",
+        FSDP,
+        r"data depend on the plan|sequences",
+        SAMPLER,
+        (
+            "        self.state += self._global_batch_size\n",
+            "        self.state += self._rank_batch_size\n",
+        ),
+    ),
+    mutant(
+        "data shards are numbered by the wrong axis",
+        "data",
+        HSDP,
+        r"data depend on the plan",
+        DIMS,
+        (
+            '        return self.place_on(axes_where(batch="samples"), rank)',
+            '        return self.place_on(axes_where(batch="samples")[:1], rank)',
+        ),
+    ),
+    # Starting values.
+    mutant(
+        "shards are drawn by rank",
+        "start",
+        FSDP,
+        r"start",
+        INITIALIZE,
+        (
+            "        local_part(parameter).copy_(shard_of(full, parameter))",
+            "        local = local_part(parameter)\n"
+            "        draw(name, local, generator_for(seed, name))\n"
+            "        if full.shape == local.shape:\n            local.copy_(full)",
+        ),
+    ),
+    mutant(
+        "one table is drawn by the process's random state",
+        "start",
+        DDP,
+        r"start with different values|start",
+        INITIALIZE,
+        (
+            "        draw(name, full, generator_for(seed, name))",
+            '        generator = torch.default_generator if "tok_emb" in name else'
+            " generator_for(seed, name)\n"
+            "        draw(name, full, generator)",
+        ),
+    ),
+    mutant(
+        "names with wrapper prefixes seed the draw",
+        "start",
+        also(TP, **FULL),
+        r"start",
+        INITIALIZE,
+        ("        name = canonical_name(name)\n        full", "        full"),
+    ),
+    # The norm and clipping.
+    mutant(
+        "replicated gradients count on every rank",
+        "norm",
+        TP,
+        r"norm.*replicated over tp are counted 2 times",
+        NORM,
+        (
+            "        if parameter.grad is not None and _is_counted_here(parameter, world_mesh)\n",
+            "        if parameter.grad is not None\n",
+        ),
+    ),
+    mutant(
+        "the norm is each rank's own",
+        "norm",
+        FSDP,
+        r"norm",
+        NORM,
+        ("    dist.all_reduce(squares)\n    return", "    return"),
+    ),
+    mutant(
+        "norms are added, not their squares",
+        "norm",
+        FSDP,
+        r"norm",
+        NORM,
+        (
+            "    squares = squares.double()\n    dist.all_reduce(squares)\n    return squares.sqrt()",
+            "    squares = squares.double().sqrt()\n    dist.all_reduce(squares)\n    return squares",
+        ),
+    ),
+    mutant(
+        "strided shards are taken for replicas",
+        "norm",
+        TP_FSDP,
+        "",
+        SHARDS,
+        (
+            "    return isinstance(placement, Shard | _StridedShard)",
+            "    return isinstance(placement, Shard)",
+        ),
+    ),
+    mutant(
+        "clipping scales by the local norm",
+        "clipping",
+        also(FSDP, training={"max_norm": 0.1}),
+        r"clipping",
+        STEP,
+        (
+            "        clip_gradients(self.parameters, norm, self.max_norm)\n",
+            "        from titanlite.training.shards import local_part\n\n"
+            "        own = [local_part(p.grad) for p in self.parameters if p.grad is not None]\n"
+            "        norm = torch.stack([g.norm() for g in own]).norm()\n"
+            "        clip_gradients(self.parameters, norm, self.max_norm)\n",
+        ),
+    ),
+    mutant(
+        "gradients are clipped twice",
+        "clipping",
+        also(TP, training={"max_norm": 0.1}),
+        r"clipping is wrong",
+        STEP,
+        (
+            "        clip_gradients(self.parameters, norm, self.max_norm)\n",
+            "        clip_gradients(self.parameters, norm, self.max_norm)\n"
+            "        clip_gradients(self.parameters, norm, self.max_norm)\n",
+        ),
+    ),
+    # The optimizer and its schedule.
+    mutant(
+        "the schedule is stepped once a rank",
+        "schedule",
+        FSDP,
+        r"learning rate",
+        STEP,
+        (
+            "        self.optimizer.step()\n        self.scheduler.step()\n",
+            "        self.optimizer.step()\n"
+            "        for _ in range(dist.get_world_size()):\n            self.scheduler.step()\n",
+        ),
+    ),
+    mutant(
+        "warm-up begins at zero",
+        "schedule",
+        FSDP,
+        r"learning rate",
+        OPTIMIZER,
+        (
+            "        return (step + 1) / warmup_steps",
+            "        return step / warmup_steps",
+        ),
+    ),
+    mutant(
+        "the decay begins a step early",
+        "schedule",
+        also(DDP, training={"steps": 6}, lr_scheduler={"warmup_steps": 1, "decay_ratio": 0.5}),
+        r"learning rate",
+        OPTIMIZER,
+        (
+            "    decay_start = total_steps + 1 - decay_steps",
+            "    decay_start = total_steps - decay_steps",
+        ),
+        steps=6,
+    ),
+    mutant(
+        "one mesh's parameters are left out of the optimizer",
+        "optimizer",
+        also(TP, parallelism={"disable_loss_parallel": False}),
+        r"optimizer.*group",
+        OPTIMIZER,
+        (
+            '    param_groups = [{"params": group} for group in groups.values()]',
+            '    param_groups = [{"params": group[1:]} for group in groups.values()]',
+        ),
+    ),
+    mutant(
+        "weight decay is that of another key",
+        "optimizer",
+        FSDP,
+        r"optimizer.*weight_decay",
+        OPTIMIZER,
+        ('        "weight_decay": weight_decay,', '        "weight_decay": weight_decay / 2,'),
+    ),
+    mutant(
+        "beta1 and beta2 are swapped",
+        "optimizer",
+        DDP,
+        r"optimizer.*betas",
+        OPTIMIZER,
+        ("betas=(beta1, beta2)", "betas=(beta2, beta1)"),
+    ),
+    # Recomputation and compile.
+    mutant(
+        "recomputed blocks see other activations",
+        "AC",
+        also(FSDP, **FULL),
+        r"activation.checkpoint|recompute",
+        MODEL,
+        (
+            "        h_TBD = x_TBD + self.attention(self.attention_norm(x_TBD), cache=cache)\n",
+            "        again = 1.001 if torch._C._current_graph_task_id() != -1 else 1\n"
+            "        h_TBD = x_TBD + self.attention(self.attention_norm(x_TBD), cache=cache) * again\n",
+        ),
+    ),
+    # The loss.
+    mutant(
+        "left-out targets count in the denominator",
+        "loss",
+        FSDP,
+        r"targets|loss",
+        BATCH,
+        (
+            "        return (self.targets != IGNORE_INDEX).sum()",
+            "        return torch.tensor(self.targets.numel(), device=self.targets.device)",
+        ),
+    ),
+    mutant(
+        "targets are counted on every rank of tp",
+        "loss",
+        TP,
+        r"targets.*tp|degree of tp",
+        DIMS,
+        (
+            "        return all(position[axis] == 0 for axis in same)",
+            "        return True",
+        ),
+    ),
+    mutant(
+        "a mean over each rank's targets",
+        "loss",
+        DDP,
+        r"mean of means|targets|wrong weights",
+        STEP,
+        (
+            "        return max(1, int(self._world_sum(torch.stack(counts).sum().double())))",
+            "        return int(torch.stack(counts).sum()) * dist.get_world_size()",
+        ),
+    ),
+    mutant(
+        "evaluation averages batches' means",
+        "validation",
+        also(DDP, validation={"enable": True, "local_batch_size": 4}),
+        r"validation loss|loss",
+        STEP,
+        (
+            "            totals[1] += self.loss.count(batch)\n",
+            "            totals[1] += 64 * batch.num_sequences\n",
+        ),
+    ),
+    # Mixed precision.
+    mutant(
+        "gradients are reduced in bfloat16",
+        "precision",
+        FSDP,
+        r"dtype|bfloat16|reduc",
+        FSDP_FILE,
+        (
+            "    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)",
+            "    policy = MixedPrecisionPolicy(param_dtype=param_dtype,"
+            " reduce_dtype=torch.bfloat16)",
+        ),
+        options=("--dtype=bfloat16",),
+    ),
+]
+
+REFACTORINGS: list[Mutant] = [
+    mutant(
+        "targets counted batch by batch",
+        "same",
+        FSDP,
+        "",
+        STEP,
+        (
+            "        counts = [self.loss.count(batch) for batch in batches]\n",
+            "        counts = []\n        for batch in batches:\n"
+            "            counts.append(self.loss.count(batch))\n",
+        ),
+    ),
+    mutant(
+        "samples dealt out in turn",
+        "same",
+        FSDP,
+        "",
+        SAMPLER,
+        (
+            "            read_batch(self._dataset, range(start, start + self._local_batch_size),"
+            " self._fields)\n            for start in range(first, first + self._rank_batch_size,"
+            " self._local_batch_size)\n",
+            "            read_batch(\n                self._dataset,\n"
+            "                [base + i * count + self._dp_rank for i in range(start, start +"
+            " self._local_batch_size)],\n                self._fields,\n            )\n"
+            "            for start in range(0, self._rank_batch_size, self._local_batch_size)\n",
+        ),
+        (
+            "        self.state += self._global_batch_size\n",
+            "        base, count = self.state, self._global_batch_size // self._rank_batch_size\n"
+            "        self.state += self._global_batch_size\n",
+        ),
+    ),
+    mutant(
+        "the norm is summed in another order",
+        "same",
+        TP_FSDP,
+        "",
+        NORM,
+        (
+            "        squares = torch.stack(norms).square().sum().to(device)",
+            "        squares = torch.stack(norms[::-1]).square().sum().to(device)",
+        ),
+    ),
+    mutant(
+        "the loss is divided after the backward pass of the sum",
+        "same",
+        DDP,
+        "",
+        STEP,
+        (
+            "            return loss / num_targets\n",
+            "            return loss * (1.0 / num_targets)\n",
+        ),
+    ),
+    mutant(
+        "projections are multiplied one by one",
+        "same",
+        TP,
+        "",
+        STYLES,
+        (
+            "            if any(_has_product(layer) for layer in layers.values()):",
+            "            if True:",
+        ),
+    ),
+    mutant(
+        "head and last block are freed at once",
+        "same",
+        FSDP,
+        "",
+        FSDP_FILE,
+        (
+            '        (plan.head, reshard_after_forward == "always"),',
+            "        (plan.head, reshard),",
+        ),
+    ),
+    mutant(
+        "smaller buckets",
+        "same",
+        DDP,
+        "",
+        DDP_FILE,
+        ("BUCKET_CAP_MB = 100", "BUCKET_CAP_MB = 1"),
+    ),
+    mutant(
+        "a block's triangles are cut up",
+        "same",
+        CP,
+        "",
+        RING,
+        (
+            "    if kernel.smallest_triangle is None:\n        return tiles\n"
+            "    return [part for tile in tiles for part in tile.split(kernel.smallest_triangle)]",
+            "    return [part for tile in tiles for part in tile.split(8)]",
+        ),
+    ),
+    mutant(
+        "heads before dimensions in the packed message",
+        "same",
+        CP,
+        "",
+        RING,
+        (
+            "    return torch.stack([k.transpose(1, 2), v.transpose(1, 2)])",
+            "    return torch.stack([k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()])",
+        ),
+    ),
+    mutant(
+        "gradients are cleared to zero",
+        "same",
+        ALONE | FSDP,
+        "",
+        STEP,
+        (
+            "        self.scheduler.step()\n        self.optimizer.zero_grad(set_to_none=True)\n"
+            "        return lr\n\n    def _skip",
+            "        self.scheduler.step()\n        self.optimizer.zero_grad(set_to_none=False)\n"
+            "        return lr\n\n    def _skip",
+        ),
+    ),
+    mutant(
+        "every block is recomputed",
+        "same",
+        also(TP, **FULL),
+        "",
+        AC,
+        (
+            "        if (place + 1) % every == 0:",
+            "        if True:",
+        ),
+    ),
+    mutant(
+        "the first rank of the pipeline sends a copy",
+        "same",
+        PP,
+        "",
+        MODEL,
+        (
+            "        if self.output is None:\n            return x_TBD\n",
+            "        if self.output is None:\n            return x_TBD.clone()\n",
+        ),
+    ),
+]

@@ -1,0 +1,57 @@
+"""What `titanlite verify` finds of wrong edits of the library, and names; see docs/verify.md.
+
+Each change of the code has another tenth of them judged here; `make test-all` judges all.
+"""
+
+from __future__ import annotations
+
+import pytest
+from harness import Mutant, judge
+from mutants import MUTANTS, REFACTORINGS
+
+from titanlite.verify.matrix import code_digest
+
+TENTHS = 10
+
+
+def tenth(mutants: list[Mutant]) -> list[Mutant]:
+    """Every tenth, from a place that the sources decide."""
+    return mutants[int(code_digest(), 16) % TENTHS :: TENTHS]
+
+
+def check(mutant: Mutant) -> None:
+    verdict = judge(mutant)
+    said = "\n".join(verdict.findings)
+    assert verdict.is_found, f"missed: {said}"
+    assert not mutant.says or verdict.is_named(mutant), f"not named: {said}"
+
+
+def check_same(refactoring: Mutant) -> None:
+    verdict = judge(refactoring)
+    assert verdict.status == 0, "\n".join(verdict.findings)
+
+
+def name_of(mutant: Mutant) -> str:
+    return mutant.name
+
+
+@pytest.mark.parametrize("mutant", tenth(MUTANTS), ids=name_of)
+def test_a_wrong_edit_is_found_and_named(mutant: Mutant) -> None:
+    check(mutant)
+
+
+@pytest.mark.parametrize("refactoring", tenth(REFACTORINGS), ids=name_of)
+def test_an_edit_that_changes_no_number_agrees(refactoring: Mutant) -> None:
+    check_same(refactoring)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
+def test_all_wrong_edits_are_found_and_named(mutant: Mutant) -> None:
+    check(mutant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refactoring", REFACTORINGS, ids=name_of)
+def test_all_edits_that_change_no_number_agree(refactoring: Mutant) -> None:
+    check_same(refactoring)

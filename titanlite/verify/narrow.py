@@ -1,0 +1,115 @@
+"""On a rank: which modules compute in a narrower dtype than they are given, or mix a batch.
+
+Both are found by watching one forward pass of the model on one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.batch import Batch, call_model
+from titanlite.config import ResolvedJob
+from titanlite.job import Job
+from titanlite.ranks.world import World
+
+
+def find_narrowed(job: Job, batches: list[Batch]) -> tuple[str, ...]:
+    """The modules whose forward pass converts a tensor to a narrower dtype, with both dtypes.
+
+    Such a conversion rounds, and where its input differs in the last place it may round another
+    way: a plan then differs by far more than its own dtype allows.
+    """
+    watch = _Conversions()
+    with torch.no_grad(), _watching(job.parts[0], watch.inside), watch:
+        call_model(job.parts[0], batches[0].rows(0, 1))
+    return tuple(watch.found)
+
+
+def find_mixing(world: World, resolved: ResolvedJob) -> str:
+    """The first module whose output for a sequence depends on the others of its batch, or ""."""
+    from titanlite.verify.run import open_job
+
+    with open_job(world, resolved) as job:
+        batch = job.draw()[0]
+        model = job.parts[0]
+        whole, alone = _outputs(model, batch), _outputs(model, batch.rows(0, 1))
+    for name, output in whole.items():
+        own = alone.get(name)
+        for dim in range(output.ndim):
+            # The dimension that counts sequences is the one that is smaller.
+            if own is not None and own.ndim == output.ndim and own.size(dim) != output.size(dim):
+                first = output.narrow(dim, 0, own.size(dim))
+                if own.shape == first.shape and not torch.allclose(own, first, rtol=1e-6, atol=0):
+                    return name or type(model).__name__
+    return ""
+
+
+class _Conversions(TorchDispatchMode):
+    """Notes conversions to a narrower floating-point dtype, by the innermost module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+        self.inside: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        given = args[0] if args else None
+        if (
+            func is torch.ops.aten._to_copy.default
+            and isinstance(given, Tensor)
+            and given.is_floating_point()
+            and output.is_floating_point()
+            and output.dtype.itemsize < given.dtype.itemsize
+        ):
+            where = self.inside[-1] if self.inside else ""
+            dtypes = f"{given.dtype} to {output.dtype}".replace("torch.", "")
+            self.found[f"{where or 'the model'} ({dtypes})"] = None
+        return output
+
+
+@contextlib.contextmanager
+def _watching(model: nn.Module, inside: list[str]) -> Iterator[None]:
+    """Inside, `inside` holds the names of the modules whose forward is running."""
+    hooks: list[Any] = []
+    for name, module in model.named_modules():
+        hooks.append(
+            module.register_forward_pre_hook(lambda _, inputs, name=name: inside.append(name))
+        )
+        hooks.append(
+            module.register_forward_hook(lambda _, inputs, output: (inside.pop(), None)[1])
+        )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The first output of every module, in the order in which they end."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str, output: Any) -> None:
+        if isinstance(output, tuple | list) and output:
+            output = output[0]
+        if isinstance(output, Tensor):
+            outputs.setdefault(name, output.detach().clone())
+
+    hooks = [
+        module.register_forward_hook(lambda _, inputs, output, name=name: keep(name, output))
+        for name, module in model.named_modules()
+    ]
+    try:
+        call_model(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs
