@@ -39,6 +39,8 @@ from titanlite.schedule.actions import (
 )
 
 KEY = "parallelism.pipeline_parallel_"
+# Actions of a schedule are made one by one.
+MOST_MICROBATCHES = 10_000
 BACKWARDS = (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
@@ -83,16 +85,17 @@ def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> Pip
     if not path:
         with collecting(problems):
             num_stages = _count_stages(config, dims, names)
-    if num_microbatches is not None:
+    if path and num_microbatches is not None:
         with collecting(problems):
-            if path:
-                schedule = _load_schedule(config, dims, num_microbatches)
-                num_stages = schedule.num_stages
-            elif num_stages is not None:
-                schedule = _make_schedule(config, dims, num_microbatches, num_stages)
+            schedule = _load_schedule(config, dims, num_microbatches)
+            num_stages = schedule.num_stages
     if num_stages is not None:
         with collecting(problems):
             stages = _make_stages(config, names, num_stages)
+    # A schedule of more stages than the model has blocks may take for ever to make.
+    if not path and num_microbatches is not None and num_stages is not None and stages:
+        with collecting(problems):
+            schedule = _make_schedule(config, dims, num_microbatches, num_stages)
     if problems or schedule is None:
         raise ConfigError(*problems)
     size = config.parallelism.pipeline_parallel_microbatch_size
@@ -117,6 +120,12 @@ def _count_microbatches(config: JobConfig) -> int:
         raise ConfigError(
             f"{KEY}microbatch_size: {size} does not divide training.local_batch_size {batch}; "
             f"give {nearest(size, divisors(batch))}"
+        )
+    if batch // size > MOST_MICROBATCHES:
+        raise ConfigError(
+            f"{KEY}microbatch_size: {size} cuts training.local_batch_size {batch} into "
+            f"{batch // size}, and a schedule takes at most {MOST_MICROBATCHES}; give a larger "
+            "one, or a smaller training.local_batch_size"
         )
     return batch // size
 
@@ -213,7 +222,9 @@ def _count_stages(config: JobConfig, dims: ParallelDims, names: Sequence[str]) -
         return fewest
     weight = sum(_weigh(config, names))
     if not is_legal(-(-weight // per_stage)):
-        legal = [n for n in range(1, weight + 1) if is_legal(-(-weight // n))]
+        # More than a model has blocks is no advice.
+        most = min(weight, len(names))
+        legal = [n for n in range(1, most + 1) if is_legal(-(-weight // n))]
         advice = f"give {nearest(per_stage, legal)}" if legal else "leave it out"
         raise ConfigError(
             f"{KEY}layers_per_stage: {per_stage} cuts {weight} blocks, embeddings and output "
@@ -238,6 +249,8 @@ def _make_schedule(
         return schedule
 
     def is_legal(num_microbatches: int) -> bool:
+        if num_microbatches > MOST_MICROBATCHES:
+            return False
         with contextlib.suppress(ScheduleError):
             return bool(make(num_microbatches))
         return False
@@ -247,8 +260,10 @@ def _make_schedule(
     except ScheduleError as error:
         batch = config.training.local_batch_size
         size = config.parallelism.pipeline_parallel_microbatch_size
-        most = 2 * max(num_microbatches, num_stages)
-        batches = [size * count for count in range(1, most + 1) if is_legal(count)]
+        below = range(num_microbatches - 1, 0, -1)
+        above = range(num_microbatches + 1, 2 * max(num_microbatches, num_stages) + 1)
+        found = [next(filter(is_legal, counts), None) for counts in (below, above)]
+        batches = [size * count for count in found if count is not None]
         sizes = [size for size in divisors(batch) if is_legal(batch // size)]
         ways = [f"training.local_batch_size to {nearest(batch, batches)}"] if batches else []
         if sizes:
@@ -278,15 +293,15 @@ def _share_out(
     blocks, first_less, last_less = _weigh(config, names)
     first_block = next(i for i, name in enumerate(names) if "." in name)
     per_stage, extra = divmod(blocks + first_less + last_less, num_stages)
-    counts = [per_stage + (stage < extra) for stage in range(num_stages)]
-    counts[0] -= first_less
-    counts[-1] -= last_less
-    if per_stage == 0:
+    if per_stage == 0 or num_stages > len(names):
         raise ConfigError(
             f"{KEY}degree: {num_stages} stages for {blocks} blocks, embeddings counted as "
             f"{first_less} and output as {last_less}; give fewer ranks, or a model of at least "
             f"{num_stages - first_less - last_less} blocks"
         )
+    counts = [per_stage + (stage < extra) for stage in range(num_stages)]
+    counts[0] -= first_less
+    counts[-1] -= last_less
     for end, less, count in (("first", first_less, counts[0]), ("last", last_less, counts[-1])):
         if count < 0:
             raise ConfigError(
