@@ -12,6 +12,7 @@ from titanlite.config import resolve_job
 from titanlite.errors import ConfigError
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.verify.shrink import shrink
+from titanlite.verify.verify import Verifier
 
 JOB: Sections = {
     "model": {"name": "wide", "flavor": "small"},
@@ -52,6 +53,11 @@ def test_every_plan_trains_alike() -> None:
     for name, training in zip(PLANS, trained, strict=True):
         for what, difference in differences(training, reference).items():
             assert difference < 1e-11, f"{name}: {what}: {difference:.1e}"
+
+
+def test_verify_takes_a_loss_that_counts_by_itself(verifier: Verifier) -> None:
+    found = verifier.verify(config(PLANS["FSDP"]), steps=2)
+    assert found.agrees, found.findings
 
 
 def evaluate(place: Place, plan: dict[str, Any]) -> float:

@@ -13,6 +13,7 @@ import hashlib
 import math
 import random
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -35,6 +36,7 @@ from titanlite.names import canonical_name
 from titanlite.ranks.account import recorded_calls
 from titanlite.ranks.world import World
 from titanlite.training.initialize import generator_for
+from titanlite.training.loss import NEXT_TOKEN
 from titanlite.training.shards import is_sharded, local_part, shard_of, whole_tensor
 from titanlite.verify.compare import NOISE
 from titanlite.verify.jobs import scheduled_lr
@@ -70,7 +72,7 @@ def run_reference(world: World, resolved: ResolvedJob, steps: int, folder: str) 
                 gradients.update(_whole(job.whole_gradients()))
 
             batches = leave_out_targets(job, batches)
-            if step == 1:
+            if step == 1 and resolved.config.training.param_dtype == "float64":
                 run.narrowed = find_narrowed(job, batches)
             done = job.trainer.step(batches, on_gradients=keep)
             run.steps.append(
@@ -96,7 +98,7 @@ def run_reference(world: World, resolved: ResolvedJob, steps: int, folder: str) 
             if step == 1:
                 start = load(folder, 0)["weights"]
                 run.problems += tuple(wrong_updates(job, start, record, run.steps[1]))
-                run.problems += tuple(_wrong_count(batches, done.num_targets))
+                run.problems += tuple(_wrong_count(job, batches, done.num_targets))
         if resolved.config.validation.enable:
             run.steps[-1].validation = job.evaluate()
             run.problems += tuple(_wrong_validation(job, run.steps[-1].validation))
@@ -198,44 +200,36 @@ def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
 
 @contextlib.contextmanager
 def naming_failures(job: Job) -> Iterator[None]:
-    """What a module raises inside is raised with its name, its plan entry and what it was given."""
-    calls: list[tuple[str, str]] = []
-    hooks: list[Any] = []
-    styles = styles_of(job)
-    for part in job.parts:
-        for name, module in part.named_modules():
+    """What a module raises inside is raised with its name, its plan entry and what it was given.
 
-            def enter(_: nn.Module, inputs: Any, name: str = canonical_name(name)) -> None:
-                calls.append((name, ", ".join(map(_shape_of, inputs))))
-
-            def leave(_: nn.Module, inputs: Any, output: Any) -> None:
-                calls.pop()
-
-            hooks.append(module.register_forward_pre_hook(enter))
-            hooks.append(module.register_forward_hook(leave))
+    Read from the traceback, so that nothing is hooked into what is verified.
+    """
     try:
         yield
     except Exception as error:
+        names = {
+            module: canonical_name(name)
+            for part in job.parts
+            for name, module in part.named_modules()
+        }
+        calls = [
+            (names[module], frame.f_locals.get("args", ()))
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_name == "_call_impl"
+            and isinstance(module := frame.f_locals.get("self"), nn.Module)
+            and module in names
+        ]
         if not calls:
             raise
-        name, given = calls[-1]
-        entry = (
-            f", whose entry in the tensor-parallel plan is {styles[name]},"
-            if name in styles
-            else ""
-        )
-        raise type_of(error)(
-            f"{name or 'the model'}{entry} is given {given or 'nothing'} and fails with "
+        name, inputs = calls[-1]
+        style = styles_of(job).get(name)
+        entry = f", whose entry in the tensor-parallel plan is {style}," if style else ""
+        given = ", ".join(map(_shape_of, inputs)) or "nothing"
+        kind = TitanliteError if isinstance(error, TitanliteError) else RuntimeError
+        raise kind(
+            f"{name or 'the model'}{entry} is given {given} and fails with "
             f"{type(error).__name__}: {error}"
         ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def type_of(error: Exception) -> type[Exception]:
-    """RuntimeError for what cannot be made of a text alone."""
-    return RuntimeError if not isinstance(error, TitanliteError) else TitanliteError
 
 
 def _shape_of(value: Any) -> str:
@@ -484,8 +478,10 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
     return tuple(f"{start}{problem}" for problem in dict.fromkeys(problems))
 
 
-def _wrong_count(batches: list[Batch], counted: int) -> Iterator[str]:
-    """Whether the step divides by the targets that it has."""
+def _wrong_count(job: Job, batches: list[Batch], counted: int) -> Iterator[str]:
+    """Whether the step divides by the targets that it has; a loss of its own may count others."""
+    if job.trainer.loss.count is not NEXT_TOKEN.count:
+        return
     own = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
     if own != counted:
         yield (
@@ -495,7 +491,9 @@ def _wrong_count(batches: list[Batch], counted: int) -> Iterator[str]:
 
 
 def _wrong_validation(job: Job, shown: float) -> Iterator[str]:
-    """Whether a validation is the sum of its losses over its targets."""
+    """Whether a validation is the sum of its losses over its targets, for the next token's loss."""
+    if job.trainer.loss.count is not NEXT_TOKEN.count:
+        return
     total, count = 0.0, 0
     model = job.parts[0].eval()
     with torch.no_grad():
