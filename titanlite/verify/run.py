@@ -13,11 +13,8 @@ import hashlib
 import math
 import random
 import time
-import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +24,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titanlite.batch import IGNORE_INDEX, Batch, call_model, join
+from titanlite.batch import Batch, join
 from titanlite.config import ResolvedJob
-from titanlite.errors import TitanliteError
 from titanlite.job import Job, build_job
 from titanlite.mesh.parallel_dims import axes_of, axes_where
 from titanlite.names import canonical_name
 from titanlite.ranks.account import recorded_calls
 from titanlite.ranks.world import World
 from titanlite.training.initialize import generator_for
-from titanlite.training.loss import NEXT_TOKEN
 from titanlite.training.shards import is_sharded, local_part, shard_of, whole_tensor
-from titanlite.verify.compare import NOISE
+from titanlite.verify.failing import naming_failures
+from titanlite.verify.formulas import (
+    optimizer_problems,
+    wrong_count,
+    wrong_reductions,
+    wrong_updates,
+    wrong_validation,
+)
 from titanlite.verify.jobs import scheduled_lr
 from titanlite.verify.narrow import find_narrowed
 from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceRun, ReferenceStep
-
-# What a rank reduces beside gradients (losses, norms, counts) has no more elements.
-MOST_NUMBERS = 16
 
 Patch = Callable[[], AbstractContextManager[Any]]
 """Something to be in force while a plan is built and run, such as a bug to be found."""
@@ -98,10 +97,10 @@ def run_reference(world: World, resolved: ResolvedJob, steps: int, folder: str) 
             if step == 1:
                 start = load(folder, 0)["weights"]
                 run.problems += tuple(wrong_updates(job, start, record, run.steps[1]))
-                run.problems += tuple(_wrong_count(job, batches, done.num_targets))
+                run.problems += tuple(wrong_count(job, batches, done.num_targets))
         if resolved.config.validation.enable:
             run.steps[-1].validation = job.evaluate()
-            run.problems += tuple(_wrong_validation(job, run.steps[-1].validation))
+            run.problems += tuple(wrong_validation(job, run.steps[-1].validation))
         return run
 
 
@@ -196,78 +195,6 @@ def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
         yield build_job(resolved, world)
     finally:
         gc.collect()
-
-
-@contextlib.contextmanager
-def naming_failures(job: Job) -> Iterator[None]:
-    """What a module raises inside is raised with its name, its plan entry and what it was given.
-
-    Read from the traceback, so that nothing is hooked into what is verified.
-    """
-    try:
-        yield
-    except Exception as error:
-        names = {
-            module: canonical_name(name)
-            for part in job.parts
-            for name, module in part.named_modules()
-        }
-        calls = [
-            (names[module], frame.f_locals.get("args", ()))
-            for frame, _ in traceback.walk_tb(error.__traceback__)
-            if frame.f_code.co_name == "_call_impl"
-            and isinstance(module := frame.f_locals.get("self"), nn.Module)
-            and module in names
-        ]
-        if not calls:
-            raise
-        name, inputs = calls[-1]
-        style = styles_of(job).get(name)
-        entry = f", whose entry in the tensor-parallel plan is {style}," if style else ""
-        given = ", ".join(map(_shape_of, inputs)) or "nothing"
-        kind = TitanliteError if isinstance(error, TitanliteError) else RuntimeError
-        raise kind(
-            f"{name or 'the model'}{entry} is given {given} and fails with "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _shape_of(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    kind = "DTensor " if isinstance(value, DTensor) else ""
-    return f"{kind}{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-
-def styles_of(job: Job) -> dict[str, str]:
-    """Module -> its entry in the tensor-parallel plan, in words."""
-    if not job.dims.tp_enabled:
-        return {}
-    styles = {}
-    entries = dict(job.plan.tensor_parallel)
-    if not job.config.parallelism.disable_loss_parallel:
-        entries.update(job.plan.loss_parallel)
-    for part in job.parts:
-        names = [canonical_name(name) for name, _ in part.named_modules()]
-        for pattern, style in entries.items():
-            shown = [
-                f"{key}={value}"
-                for key in ("input_layouts", "output_layouts", "dim", "scatter_dim", "layers")
-                if (value := getattr(style, key, None)) is not None
-            ]
-            text = f'"{pattern}": {type(style).__name__}({", ".join(shown)})'
-            for name in names:
-                if _matches(name, pattern):
-                    styles[name] = text
-                    styles.update(
-                        {f"{name}.{child}": text for child in getattr(style, "layers", ())}
-                    )
-    return styles
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, own = pattern.split("."), name.split(".")
-    return len(parts) == len(own) and all(map(fnmatchcase, own, parts))
 
 
 def load(folder: str, step: int) -> Any:
@@ -446,146 +373,6 @@ def _buffers(job: Job) -> dict[str, Tensor]:
     return {
         canonical_name(name): buffer for part in job.parts for name, buffer in part.named_buffers()
     }
-
-
-def optimizer_problems(job: Job) -> tuple[str, ...]:
-    """How the optimizer is not the one that the job asks for: its parameters, its options."""
-    section, optimizer = job.config.optimizer, job.trainer.optimizer
-    counts = Counter(p for group in optimizer.param_groups for p in group["params"])
-    problems = []
-    wanted = {name: p for name, p in job.parameters.items() if p.requires_grad}
-    if missing := [name for name, parameter in wanted.items() if parameter not in counts]:
-        more = f" and {len(missing) - 1} others are" if len(missing) > 1 else " is"
-        problems.append(f"{missing[0]}{more} in no parameter group")
-    if twice := [name for name, parameter in wanted.items() if counts[parameter] > 1]:
-        problems.append(f"{twice[0]} is in {counts[wanted[twice[0]]]} parameter groups")
-    if strange := set(counts) - set(wanted.values()):
-        problems.append(f"{len(strange)} tensors in its groups are no parameters of the model")
-    if type(optimizer).__name__ != section.name:
-        problems.append(f"it is {type(optimizer).__name__}, not {section.name}")
-    options: dict[str, Any] = {"weight_decay": section.weight_decay}
-    if section.name == "SGD":
-        options["momentum"] = section.momentum
-    else:
-        options |= {"betas": (section.beta1, section.beta2), "eps": section.eps}
-    for group in optimizer.param_groups:
-        problems += [
-            f"{key} is {group[key]} for {len(group['params'])} parameters, not {value}"
-            for key, value in options.items()
-            if group[key] != value
-        ]
-    start = "the optimizer is not the one that the job asks for: "
-    return tuple(f"{start}{problem}" for problem in dict.fromkeys(problems))
-
-
-def _wrong_count(job: Job, batches: list[Batch], counted: int) -> Iterator[str]:
-    """Whether the step divides by the targets that it has; a loss of its own may count others."""
-    if job.trainer.loss.count is not NEXT_TOKEN.count:
-        return
-    own = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
-    if own != counted:
-        yield (
-            f"on one process too, a step with {own} targets divides its loss by {counted}: those "
-            "that are left out must not count"
-        )
-
-
-def _wrong_validation(job: Job, shown: float) -> Iterator[str]:
-    """Whether a validation is the sum of its losses over its targets, for the next token's loss."""
-    if job.trainer.loss.count is not NEXT_TOKEN.count:
-        return
-    total, count = 0.0, 0
-    model = job.parts[0].eval()
-    with torch.no_grad():
-        for batch in job.validation_batches():
-            total += job.trainer.loss.total(call_model(model, batch), batch).item()
-            count += int((batch.targets != IGNORE_INDEX).sum())
-    model.train()
-    if not math.isclose(total / count, shown, rel_tol=1e-6):
-        yield (
-            f"on one process too, the validation loss is {shown:.6g}, and its {count} targets "
-            f"have a mean loss of {total / count:.6g}"
-        )
-
-
-def wrong_updates(
-    job: Job, start: Mapping[str, Tensor], record: Any, step: ReferenceStep
-) -> Iterator[str]:
-    """How the first step on one process is not what clipping and the optimizer's formula give.
-
-    A plan is compared with that process, which would be wrong alike. In float64 alone: a formula
-    rounds otherwise than a kernel.
-    """
-    config, gradients = job.config, record["gradients"]
-    if config.training.dtype != "float64" or config.training.param_dtype != "float64":
-        return
-    norm = math.sqrt(sum((g.double() ** 2).sum().item() for g in gradients.values()))
-    if not math.isclose(norm, step.norm, rel_tol=1e-9):
-        yield f"on one process too, the norm is {step.norm:.6g}, of gradients of {norm:.6g}"
-    scale = min(1.0, config.training.max_norm / (norm + 1e-6))
-    section, lr = config.optimizer, record["lr"]
-    factors = []
-    for name, gradient in gradients.items():
-        moment = record["state"].get(f"{name}.exp_avg")
-        if moment is not None and not (section.name == "Adam" and section.weight_decay):
-            wanted = (1 - section.beta1) * scale * gradient
-            size = (wanted * wanted).sum().item()
-            if size > (NOISE * norm) ** 2:
-                factors.append(((moment * wanted).sum() / size).item())
-    if factors and not all(math.isclose(f, 1.0, rel_tol=1e-9) for f in factors):
-        yield (
-            f"on one process too, the optimizer is given gradients {factors[0]:.6g} times as large "
-            f"as clipping to {config.training.max_norm:g} makes them of a norm of {norm:.6g}: "
-            "clipping is wrong"
-        )
-        return
-    for name, gradient in gradients.items():
-        expected = _first_update(section, lr, start[name].double(), scale * gradient.double())
-        error = (record["weights"][name].double() - expected).abs().max().item()
-        if error > 1e-9 * max(expected.abs().max().item(), lr):
-            yield (
-                f"on one process too, the first step is not {section.name}'s: {name} is "
-                f"{error:.1e} off the formula of a learning rate of {lr:.6g} and a weight decay of "
-                f"{section.weight_decay:g}: the update is wrong"
-            )
-            return
-
-
-def _first_update(section: Any, lr: float, weight: Tensor, gradient: Tensor) -> Tensor:
-    """A weight after the first step of AdamW (arXiv 1711.05101), Adam or SGD."""
-    decay = section.weight_decay
-    if section.name == "SGD":
-        return weight - lr * (gradient + decay * weight)
-    if section.name == "Adam":
-        gradient = gradient + decay * weight
-    else:
-        weight = weight * (1 - lr * decay)
-    # Both moments, freed of their bias, are the first gradient and its square.
-    return weight - lr * gradient / (gradient.abs() + section.eps)
-
-
-def wrong_reductions(job: Job, before: Mapping[str, int]) -> list[str]:
-    """Gradients that are reduced in another number format than the job asks for.
-
-    `before` is how many calls each group had when the job began: groups are used again.
-    """
-    wanted = job.config.training.reduce_dtype
-    mesh = job.meshes.dp
-    axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
-    found: dict[str, int] = {}
-    for call in recorded_calls():
-        axis = axes.get(call.group.partition("@")[0])
-        is_reduction = "reduce" in call.operation and call.num_elements > MOST_NUMBERS
-        if call.number <= before.get(call.group, -1):
-            continue
-        if axis is not None and is_reduction and call.dtype != wanted:
-            what = f"{call.operation} over {axis} is in {call.dtype}"
-            found[what] = found.get(what, 0) + 1
-    return [
-        f"gradients are reduced in another dtype than {wanted}, which the job asks for: "
-        f"{count} times {what}"
-        for what, count in found.items()
-    ]
 
 
 def _slice(whole: Tensor, parameter: Tensor) -> Tensor:

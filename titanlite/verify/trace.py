@@ -26,6 +26,7 @@ from titanlite.names import canonical_name
 from titanlite.ranks.world import World
 from titanlite.training.shards import local_part, shard_of
 from titanlite.verify.cells import cells_file, cells_of, cut_cells, shares_of
+from titanlite.verify.failing import styles_of
 from titanlite.verify.parts import ExpectedPart, label_dimensions
 from titanlite.verify.record import (
     Agreement,
@@ -43,7 +44,6 @@ from titanlite.verify.run import (
     load,
     open_job,
     placements_of,
-    styles_of,
 )
 
 # Outputs and gradients beyond these are not kept.

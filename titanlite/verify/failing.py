@@ -1,0 +1,88 @@
+"""On a rank: which module a run fails in, what it was given, and how the plan cuts it."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlite.errors import TitanliteError
+from titanlite.job import Job
+from titanlite.names import canonical_name
+
+
+@contextlib.contextmanager
+def naming_failures(job: Job) -> Iterator[None]:
+    """What a module raises inside is raised with its name, its plan entry and what it was given.
+
+    Read from the traceback, so that nothing is hooked into what is verified.
+    """
+    try:
+        yield
+    except Exception as error:
+        names = {
+            module: canonical_name(name)
+            for part in job.parts
+            for name, module in part.named_modules()
+        }
+        calls = [
+            (names[module], frame.f_locals.get("args", ()))
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_name == "_call_impl"
+            and isinstance(module := frame.f_locals.get("self"), nn.Module)
+            and module in names
+        ]
+        if not calls:
+            raise
+        name, inputs = calls[-1]
+        style = styles_of(job).get(name)
+        entry = f", whose entry in the tensor-parallel plan is {style}," if style else ""
+        given = ", ".join(map(_shape_of, inputs)) or "nothing"
+        kind = TitanliteError if isinstance(error, TitanliteError) else RuntimeError
+        raise kind(
+            f"{name or 'the model'}{entry} is given {given} and fails with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _shape_of(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    kind = "DTensor " if isinstance(value, DTensor) else ""
+    return f"{kind}{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+def styles_of(job: Job) -> dict[str, str]:
+    """Module -> its entry in the tensor-parallel plan, in words."""
+    if not job.dims.tp_enabled:
+        return {}
+    styles = {}
+    entries = dict(job.plan.tensor_parallel)
+    if not job.config.parallelism.disable_loss_parallel:
+        entries.update(job.plan.loss_parallel)
+    for part in job.parts:
+        names = [canonical_name(name) for name, _ in part.named_modules()]
+        for pattern, style in entries.items():
+            shown = [
+                f"{key}={value}"
+                for key in ("input_layouts", "output_layouts", "dim", "scatter_dim", "layers")
+                if (value := getattr(style, key, None)) is not None
+            ]
+            text = f'"{pattern}": {type(style).__name__}({", ".join(shown)})'
+            for name in names:
+                if _matches(name, pattern):
+                    styles[name] = text
+                    styles.update(
+                        {f"{name}.{child}": text for child in getattr(style, "layers", ())}
+                    )
+    return styles
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, own = pattern.split("."), name.split(".")
+    return len(parts) == len(own) and all(map(fnmatchcase, own, parts))
