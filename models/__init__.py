@@ -42,7 +42,8 @@ from types import FrameType
 from typing import Any
 
 
-def _load(path: str) -> Any:
+def load(path: str) -> Any:
+    """What "module:attribute" names, imported."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -58,19 +59,19 @@ class ModelSpec:
 
     def load_config_class(self) -> Any:
         """The model's configuration dataclass; torch-free for the models of this folder."""
-        return _load(self.config)
+        return load(self.config)
 
     def load_flavors(self) -> dict[str, Any]:
         """Flavor name -> configuration: `FLAVORS` of the module that holds the config class."""
-        return _load(self.config.partition(":")[0] + ":FLAVORS")
+        return load(self.config.partition(":")[0] + ":FLAVORS")
 
     def load_model_class(self) -> Any:
         """The nn.Module class; imports torch."""
-        return _load(self.model)
+        return load(self.model)
 
     def load_plans(self) -> Any:
         """The parallelize plans; imports torch."""
-        return _load(self.plan)
+        return load(self.plan)
 
 
 MODELS: dict[str, ModelSpec] = {}

@@ -22,10 +22,11 @@ from titanlite.config import ResolvedJob, load_model_spec
 from titanlite.config.schema import JobConfig
 from titanlite.data.catalog import DATASETS
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, read_batch
-from titanlite.data.spec import Dataset, DatasetSpec, load
+from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.mesh.device_mesh import Meshes, build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.models import load
 from titanlite.names import canonical_name
 from titanlite.parallelize import (
     DTYPES,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from titanlite.models import load
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,9 +117,3 @@ def write_numbers(path: Path, sampled: Tensor, real: Tensor, *, model: Any, titl
         for kind, sequences in (("sampled", sampled), ("real", real)):
             for tokens in sequences.tolist():
                 print(kind, *tokens, file=file)
-
-
-def load(path: str) -> Any:
-    """What "module:attribute" names."""
-    module, _, attribute = path.partition(":")
-    return getattr(import_module(module), attribute)

@@ -95,7 +95,7 @@ def draw(
     from titanlite.checkpoint.weights import load_safetensors
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.sampling.generate import sample_sequences, save_samples
+    from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
 
     config = resolved.config
     with open_world(place, device_type) as world:
@@ -108,9 +108,12 @@ def draw(
                 if problem := problem_of(look_at(source), ranks):
                     raise ConfigError(f"{source} is refused: {problem}; give another checkpoint")
                 load_weights(job, source, manifest, ranks)
-        sequences = sample_sequences(
-            job, config.sampling.num_samples, temperature=config.sampling.temperature
-        )
+        try:
+            sequences = sample_sequences(
+                job, config.sampling.num_samples, temperature=config.sampling.temperature
+            )
+        except NoSamplesError as error:
+            raise ConfigError(f"{source}: {error}") from error
         if world.is_first:
             try:
                 save_samples(job, sequences, out)
