@@ -201,9 +201,10 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     config, dims = resolved.config, resolved.dims
     if config.debug.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
+    world.name_places(dims.describe_place)
     meshes = build_meshes(dims, world.device.type)
     axes = meshes.axes_of_groups()
-    world.name_groups(dims.describe_place(world.rank), axes)
+    world.name_groups(axes)
     data = DATASETS[config.training.dataset]
     dataset = _build_dataset(resolved, "train")
     layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)

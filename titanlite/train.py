@@ -50,6 +50,7 @@ def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
             init_timeout_seconds=comm.init_timeout_seconds,
             trace_buf_size=config.num_recorded_collectives,
             traces=Traces(folder, comm.save_traces_file_prefix) if comm.trace_buf_size else None,
+            describe_place=resolved.dims.describe_place,
         ) as world,
     ):
         job = build_job(resolved, world)

@@ -15,10 +15,11 @@ from titanlite.ranks.launch import Place, run_ranks
 TIMEOUT_SECONDS = 2
 BAD_RANK = 1
 PLANS = {
-    "ring": ({"context_parallel_degree": 2}, "titanlite/attention/rotation.py:"),
-    "1F1B": ({"pipeline_parallel_degree": 2}, "titanlite/parallelize/pipeline_parallel.py:"),
+    "ring": ({"context_parallel_degree": 2}, "cp", "titanlite/attention/rotation.py:"),
+    "1F1B": ({"pipeline_parallel_degree": 2}, "pp", "titanlite/parallelize/pipeline_parallel.py:"),
     "ZBV": (
         {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+        "pp",
         "titanlite/parallelize/pipeline_parallel.py:",
     ),
 }
@@ -45,12 +46,15 @@ def sleep(module: Any, inputs: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_rank_whose_message_is_missing_is_named(plan):
-    parallelism, site = PLANS[plan]
+    parallelism, axis, site = PLANS[plan]
     config = debug_config({"parallelism": parallelism})
     with pytest.raises(RankError) as raised:
         run_ranks(fall_asleep_in_a_block, 2, config, timeout_seconds=60)
     said = f"{raised.value.rank_traceback}\n{raised.value}"
     assert raised.value.rank == BAD_RANK, said
-    assert "with rank 0, where rank 0 waits; it stands at tests/parity/" in str(raised.value), said
+    headline = (
+        f"over {axis} (the world) with rank 0, where rank 0 waits; it stands at tests/parity/"
+    )
+    assert headline in str(raised.value), said
     assert f"called at {site}" in said, said
     assert "in sleep\n" in said, said

@@ -96,7 +96,7 @@ def test_a_rank_without_account_is_named():
 
 
 def test_a_message_that_does_not_come():
-    message = Message("recv", (2,), "ring.py:3 in wait")
+    message = Message("recv", (2,), "ring.py:3 in wait", "cp")
     accounts = {
         0: account(0, "A", message=message),
         1: account(1, "AA", done=1),
@@ -104,8 +104,17 @@ def test_a_message_that_does_not_come():
     }
     report = write_report(accounts, {})
     assert report.rank == 2
-    assert "did not come to the recv with rank 0 and all_reduce 2 over the world" in report.headline
-    assert "rank 0 waits for rank 2 in recv, called at ring.py:3 in wait" in report.body
+    missed = "did not come to the recv over cp with rank 0 and all_reduce 2 over the world"
+    assert missed in report.headline
+    assert "rank 0 waits for rank 2 in a recv over cp, called at ring.py:3 in wait" in report.body
+
+
+def test_a_rank_that_never_came_has_its_place():
+    accounts = {0: account(0, "A", done=0), 1: account(1, "A", done=0)}
+    absent = {2: Absent("never came to the meeting of the ranks")}
+    report = write_report(accounts, absent, describe_place=lambda rank: f"tp {rank}")
+    assert "rank 0 (tp 0) waits for rank 2 in all_reduce 1" in report.body
+    assert "rank 2 (tp 2) never came to the meeting of the ranks" in report.body
 
 
 def test_ranks_that_wait_for_each_other():
@@ -120,7 +129,7 @@ def test_ranks_that_wait_for_each_other():
 
 
 def test_without_a_recorder_the_one_that_does_not_wait_is_named():
-    message = Message("a message", (), "dp.py:1 in step")
+    message = Message("message", (), "dp.py:1 in step")
     accounts = {
         0: account(0, "", message=message, error="RuntimeError: Timed out"),
         1: account(1, ""),

@@ -38,7 +38,8 @@ def run_badly(place: Place, misbehave: Callable[[Any, Any, bool], None]) -> None
     with open_world(place) as world:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
         axes = {mesh.get_group(axis).group_name: axis for axis in ("dp_shard", "tp")}
-        world.name_groups(dims.describe_place(world.rank), axes)
+        world.name_places(dims.describe_place)
+        world.name_groups(axes)
         for axis in ("dp_shard", "tp", "tp"):
             dist.all_reduce(zeros(4), group=mesh.get_group(axis))
         world.set_timeout(TIMEOUT_SECONDS)
@@ -158,7 +159,7 @@ QUICK: dict[Callable[..., None], tuple[str, ...]] = {
     ),
     be_killed: (
         "rank 2: was ended by SIGKILL",
-        "rank 2 has died",
+        "rank 2 (dp_shard 1, tp 0) has died",
         "rank 3 (dp_shard 1, tp 1) waits for rank 2 in all_reduce 3 over tp",
     ),
 }
@@ -192,8 +193,8 @@ SLOW: dict[Callable[..., None], tuple[str, ...]] = {
     ),
     send_nothing: (
         "rank 2: did not come to ",
-        "the recv with rank 0",
-        "rank 0 (dp_shard 0, tp 0) waits for rank 2 in recv, called at " + HERE,
+        "the recv over the world with rank 0",
+        "rank 0 (dp_shard 0, tp 0) waits for rank 2 in a recv over the world, called at " + HERE,
     ),
     finish: (
         "rank 2: did not come to all_reduce 2 over dp_shard and all_reduce 3 over tp, where ",

@@ -30,7 +30,10 @@ class Meshes:
         """Process group -> the axis it belongs to; a group of all ranks is called that as well."""
         named = [(axis, self.world) for axis in self.world.mesh_dim_names or ()]
         named += [(axis, self.dp) for axis in self.dp.mesh_dim_names or ()]
-        axes: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis, mesh in named}
+        # dp_shard_cp is cp's own group where dp_shard is of one rank: the mesh's axis names it.
+        axes: dict[str, str] = {}
+        for axis, mesh in named:
+            axes.setdefault(mesh.get_group(axis).group_name, axis)
         everyone = dist.distributed_c10d._get_default_group().group_name
         if everyone in axes:
             axes[everyone] += " (the world)"

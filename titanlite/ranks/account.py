@@ -65,7 +65,6 @@ def take_account(
     rank: int,
     thread: int,
     *,
-    place: str = "",
     axes: dict[str, str] | None = None,
     error: BaseException | None = None,
 ) -> Account:
@@ -73,7 +72,7 @@ def take_account(
 
     `axes` are the names of process groups' axes, group -> axis, where they have any.
     """
-    account = Account(rank, place=place)
+    account = Account(rank)
     frames = _frames(thread, error)
     saves = _is_saving(frames)
     account.site = call_site(_places(reversed(frames))) or UNKNOWN
@@ -211,21 +210,24 @@ def find_message(
     if not frames or not _waits(*frames[-1]):
         return None
     site = call_site(_places(reversed(frames))) or UNKNOWN
-    operation = "a message"
+    operation = "message"
     for frame, line in reversed(frames):
         name = frame.f_code.co_name
         if name in ("send", "recv", "isend", "irecv") and "distributed_c10d" in _file(frame):
-            return Message(name, _peer_of(frame), site)
+            axis = _axis_of(frame.f_locals.get("group"), groups)
+            return Message(name, _peer_of(frame), site, axis)
         action = frame.f_locals.get("action")
         if action is not None and type(action).__name__ == "_Action":
-            operation = f"a message of the pipeline's {action}"
+            operation = f"message of the pipeline's {action}"
         if operations := _operations(frame, line):
             kinds = sorted({operation.op.__name__.lstrip("i") for operation in operations})
             peers = sorted({operation.peer for operation in operations})
-            return Message(" and ".join(kinds), tuple(peers), site)
+            axes = sorted({_axis_of(operation.group, groups) for operation in operations})
+            return Message(" and ".join(kinds), tuple(peers), site, " and ".join(axes))
     own = dist.get_rank()
-    stages = next((ranks for axis, ranks in groups.values() if axis.split()[0] == "pp"), ())
-    return Message(operation, tuple(rank for rank in stages if rank != own), site)
+    pipelines = ((axis, ranks) for axis, ranks in groups.values() if axis.split()[0] == "pp")
+    axis, stages = next(pipelines, ("", ()))
+    return Message(operation, tuple(rank for rank in stages if rank != own), site, axis)
 
 
 def show_stacks() -> str:
@@ -320,6 +322,12 @@ def _peer_of(frame: FrameType) -> tuple[int, ...]:
         if isinstance(names.get(within), int) and names.get("group") is not None:
             return (dist.get_global_rank(names["group"], names[within]),)
     return ()
+
+
+def _axis_of(group: Any, groups: dict[str, tuple[str, tuple[int, ...]]]) -> str:
+    """The axis of a process group, of the world's where it is None."""
+    own = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    return groups.get(getattr(own, "group_name", ""), ("", ()))[0]
 
 
 def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int, str]]:

@@ -7,7 +7,7 @@ reached a number did not come, and one that has another operation or size at it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -43,6 +43,11 @@ class Message:
     operation: str
     peers: tuple[int, ...]
     site: str
+    axis: str = ""
+    """Of the process group it goes through; "" where that is not known."""
+
+    def __str__(self) -> str:
+        return f"{self.operation} over {self.axis}" if self.axis else self.operation
 
 
 @dataclass
@@ -50,7 +55,6 @@ class Account:
     """What a rank knows of itself: where it stands, and what it called."""
 
     rank: int
-    place: str = ""
     stack: list[str] = field(default_factory=list)
     """Of the main thread, innermost last, each `file:line in function`."""
     site: str = ""
@@ -69,7 +73,7 @@ class Account:
     def from_json(cls, values: dict[str, Any]) -> Account:
         message = values.pop("message")
         if message is not None:
-            message = Message(message["operation"], tuple(message["peers"]), message["site"])
+            message = Message(**{**message, "peers": tuple(message["peers"])})
         calls = [Call(**call) for call in values.pop("calls")]
         groups = {
             name: (axis, tuple(ranks)) for name, (axis, ranks) in values.pop("groups").items()
@@ -121,11 +125,14 @@ class Astray:
 
 
 def write_report(
-    accounts: Mapping[int, Account], absent: Mapping[int, Absent], reason: str = ""
+    accounts: Mapping[int, Account],
+    absent: Mapping[int, Absent],
+    reason: str = "",
+    describe_place: Callable[[int], str] = lambda rank: "",
 ) -> Report:
     """Who waits in what, and who is to blame; `absent` says of ranks without account why.
 
-    At least one rank has given an account.
+    At least one rank has given an account. `describe_place` gives a rank's place in the mesh.
     """
     groups = {
         name: group for account in accounts.values() for name, group in account.groups.items()
@@ -139,8 +146,8 @@ def write_report(
     lines = [f"The run has stopped: {reason}."]
     for number in sorted({*accounts, *absent}):
         account = accounts.get(number)
-        place = f" ({account.place})" if account is not None and account.place else ""
-        name = f"  rank {number}{place}"
+        place = describe_place(number)
+        name = f"  rank {number} ({place})" if place else f"  rank {number}"
         if account is None:
             lines.append(f"{name} {absent[number].why}")
         else:
@@ -175,7 +182,7 @@ def _missed(
                     missed.setdefault(rank, []).append((waiting, what))
         if account.message is not None:
             for rank in account.message.peers:
-                what = f"the {account.message.operation} with rank {waiting}"
+                what = f"the {account.message} with rank {waiting}"
                 missed.setdefault(rank, []).append((waiting, what))
     return missed
 
@@ -202,7 +209,7 @@ def _lines_of(
         )
     if account.message is not None:
         peers = number_ranks(account.message.peers) if account.message.peers else "a peer"
-        yield f"waits for {peers} in {account.message.operation}, called at {account.message.site}"
+        yield f"waits for {peers} in a {account.message}, called at {account.message.site}"
     if not account.waits:
         yield f"stands at {account.site}"
 

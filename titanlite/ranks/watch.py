@@ -64,11 +64,17 @@ class Traces:
 class Watch:
     """Watches over one rank. `explain` is for its main thread to call when it has an error.
 
-    `store` is shared by all ranks of the world and used by nothing else.
+    `store` is shared by all ranks of the world and used by nothing else. `describe_place` gives the
+    place of any rank in the mesh, so that ranks which say nothing have one too.
     """
 
     def __init__(
-        self, place: Place, store: Any, timeout_seconds: float, traces: Traces | None = None
+        self,
+        place: Place,
+        store: Any,
+        timeout_seconds: float,
+        traces: Traces | None = None,
+        describe_place: Callable[[int], str] = lambda rank: "",
     ) -> None:
         self._rank, self._world_size = place.rank, place.world_size
         self._store = store
@@ -85,7 +91,7 @@ class Watch:
         self._timeout_key = "comm.init_timeout_seconds"
         self._still_since = time.monotonic()
         self._still: Any = None
-        self._place = ""
+        self.describe_place = describe_place
         self._axes: dict[str, str] = {}
         self._box = BlackBox(self._folder, place.rank, self._main)
         self._thread = threading.Thread(target=self._run, name="fault watch", daemon=True)
@@ -96,9 +102,9 @@ class Watch:
     def timeout_seconds(self) -> float:
         return self._timeout_seconds
 
-    def name_place(self, place: str, axes: Mapping[str, str]) -> None:
-        """Where this rank is in the mesh, and which axes the process groups belong to."""
-        self._place, self._axes = place, dict(axes)
+    def name_groups(self, axes: Mapping[str, str]) -> None:
+        """Say which axes the process groups belong to."""
+        self._axes = dict(axes)
 
     def set_timeout(self, seconds: float, key: str = "comm.train_timeout_seconds") -> None:
         """From now on, let nothing wait for longer; `key` is what a report calls this limit."""
@@ -253,9 +259,7 @@ class Watch:
         is_reporter = self._store.add("alarm", 1) == 1
         if is_reporter and self._folder is not None:
             (self._folder / ALARM).touch()
-        account = take_account(
-            self._rank, self._main, place=self._place, axes=self._axes, error=self._error
-        )
+        account = take_account(self._rank, self._main, axes=self._axes, error=self._error)
         self._store.set(f"account/{self._rank}", json.dumps(account.to_json()))
         if is_reporter:
             self._report(account, reason)
@@ -276,7 +280,7 @@ class Watch:
             self._write_traces()
             here = [f"traced/{rank}" for rank, other in accounts.items() if not other.finished]
             _wait_until(lambda: self._store.check(here), END_SECONDS)
-            self._deliver(write_report(accounts, absent, reason))
+            self._deliver(write_report(accounts, absent, reason, self.describe_place))
         self._store.set("end", "1")
 
     def _hears(self, key: str) -> bool:
@@ -359,10 +363,14 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(
-    place: Place, store: Any, timeout_seconds: float, traces: Traces | None
+    place: Place,
+    store: Any,
+    timeout_seconds: float,
+    traces: Traces | None,
+    describe_place: Callable[[int], str],
 ) -> Iterator[Watch]:
     """Inside, a Watch looks after this rank. Raises LostWorldError for errors told of elsewhere."""
-    watch = Watch(place, store, timeout_seconds, traces)
+    watch = Watch(place, store, timeout_seconds, traces, describe_place)
     with before_abort(watch.prepare_abort):
         try:
             with watch.explaining():

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,13 +61,18 @@ class World:
         """Have errors of communication inside looked into at once, not when the world is left."""
         return contextlib.nullcontext() if self.watch is None else self.watch.explaining()
 
-    def name_groups(self, place: str, axes: Mapping[str, str]) -> None:
-        """Say where this rank is in the mesh, and which axes its process groups belong to.
+    def name_places(self, describe_place: Callable[[int], str]) -> None:
+        """Say where each rank is in the mesh; reports name ranks by it."""
+        if self.watch is not None:
+            self.watch.describe_place = describe_place
+
+    def name_groups(self, axes: Mapping[str, str]) -> None:
+        """Say which axes this rank's process groups belong to.
 
         New groups have a timeout of torch's own: they get this world's.
         """
         if self.watch is not None:
-            self.watch.name_place(place, axes)
+            self.watch.name_groups(axes)
             _set_group_timeouts(self.watch.timeout_seconds)
 
 
@@ -79,6 +84,7 @@ def open_world(
     init_timeout_seconds: float = 300,
     trace_buf_size: int = 2000,
     traces: Traces | None = None,
+    describe_place: Callable[[int], str] = lambda rank: "",
 ) -> Iterator[World]:
     """Join the process group of `place` (gloo on CPU, NCCL on CUDA) and leave it at the end.
 
@@ -87,7 +93,8 @@ def open_world(
 
     A world whose ranks wait for each other for too long, or lose one, ends with a report: of local
     ranks as the launcher's RankError, else on stderr. LostWorldError is then raised here. Flight
-    recorders keep `trace_buf_size` collectives, and write them to `traces`.
+    recorders keep `trace_buf_size` collectives, and write them to `traces`. `describe_place` says
+    where each rank is in the mesh; a report then says so even of ranks that never came.
     """
     if place.is_one_node:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -110,7 +117,9 @@ def open_world(
         # After the watch has looked into what went wrong, which needs the groups.
         exits.callback(_leave_group)
         if store is not None:
-            watch = exits.enter_context(watching(place, store, init_timeout_seconds, traces))
+            watch = exits.enter_context(
+                watching(place, store, init_timeout_seconds, traces, describe_place)
+            )
         dist.init_process_group(
             backend,
             **meeting,

@@ -98,7 +98,7 @@ def draw(
     from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
 
     config = resolved.config
-    with open_world(place, device_type) as world:
+    with open_world(place, device_type, describe_place=resolved.dims.describe_place) as world:
         job = build_job(resolved, world)
         ranks = CheckpointGroup(world, config.comm.checkpoint_timeout_seconds)
         with ranks.patiently():
