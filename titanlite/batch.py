@@ -37,7 +37,8 @@ class Batch:
 
     Every batch has "tokens" [B, T], what the model is given first; "targets" [B, T], of which
     those that are IGNORE_INDEX do not count; and "positions", the places of the tokens in their
-    sequences, [T] or, where they differ from sequence to sequence, [B, T].
+    sequences, [T] or, where they differ from sequence to sequence, [B, T]. One of a data set has
+    "token_numbers" [B, T] too: a token's number among all of a run (see dropout.py).
     """
 
     fields: Mapping[str, Tensor]
@@ -170,7 +171,7 @@ def _names_taken(module: nn.Module, names: Collection[str]) -> list[str]:
     parameters = list(inspect.signature(module.forward).parameters.values())
     taken = {parameter.name for parameter in parameters[1:]}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        taken |= set(names) - {"tokens", "targets", parameters[0].name}
+        taken |= set(names) - {"tokens", "targets", "token_numbers", parameters[0].name}
     return [name for name in names if name in taken]
 
 

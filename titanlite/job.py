@@ -265,7 +265,7 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
         model = model_class(resolved.model).to(DTYPES[resolved.config.training.dtype])
     try:
         refuse_tied_weights(model)
-        check_forward(model, ["positions", *data.fields])
+        check_forward(model, ["positions", "token_numbers", *data.fields])
     except TitanliteError as error:
         raise ConfigError(f"model.name: {error}") from None
     return model, plans.get(model_class) or find_plan(model)

@@ -33,6 +33,11 @@ class ImageTransformerConfig:
         bool, Field(description="start the output layer at zero: the first loss is ln(vocab_size)")
     ] = True
 
+    dropout: Annotated[
+        float,
+        Field(ge=0, lt=1, description="dropped of the embeddings and of what each half-block adds"),
+    ] = 0.0
+
     @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.dropout import TokenDropout
 from titanlite.models.image_transformer.config import ImageTransformerConfig
 
 
@@ -44,6 +45,7 @@ class ImageTransformer(nn.Module):
             width=config.image_width,
             channels=config.image_channels,
         )
+        self.embedding_dropout = TokenDropout(config.dropout)
         # A dictionary, so that a block keeps its name in any part of a split model.
         self.layers = nn.ModuleDict(
             {str(index): TransformerBlock(config) for index in range(config.num_layers)}
@@ -56,22 +58,28 @@ class ImageTransformer(nn.Module):
         tokens_BT: Tensor,
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        token_numbers: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V] for the pixel after each of `tokens_BT` (integers in [0, V)).
 
-        `positions` [T] or [B, T] are the places of the tokens in the image, 0 to T-1 unless given.
+        `positions` [T] or [B, T] are the places of the tokens in the image, 0 to T-1 unless given;
+        `token_numbers` [B, T] are for dropout alone, which needs them.
         With a `cache` the tokens follow those it has seen. Without embeddings the input is what
         the part before has put out, activations [T, B, D], and so is the output of a part without
         output layer.
         """
         if cache is not None:
             positions = torch.arange(tokens_BT.size(1), device=tokens_BT.device) + cache.length
+        numbers_TB = None
+        if self.config.dropout > 0.0 and token_numbers is not None:
+            numbers_TB = token_numbers.transpose(0, 1)
         x_TBD = tokens_BT
         if self.embeddings is not None:
             x_BTD = self.embeddings(tokens_BT, positions=positions)
             x_TBD = x_BTD.transpose(0, 1).contiguous()
+            x_TBD = self.embedding_dropout(x_TBD, numbers_TB)
         for layer in self.layers.values():
-            x_TBD = layer(x_TBD) if cache is None else layer(x_TBD, cache=cache)
+            x_TBD = layer(x_TBD, cache=cache, numbers_TB=numbers_TB)
         if cache is not None:
             cache.length += tokens_BT.size(1)
         if self.norm is not None:
@@ -147,12 +155,21 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = SelfAttention(config)
+        self.attention_dropout = TokenDropout(config.dropout)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config.dim, config.ffn_hidden_dim)
+        self.ffn_dropout = TokenDropout(config.dropout)
 
-    def forward(self, x_TBD: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        h_TBD = x_TBD + self.attention(self.attention_norm(x_TBD), cache=cache)
-        return h_TBD + self.feed_forward(self.ffn_norm(h_TBD))
+    def forward(
+        self,
+        x_TBD: Tensor,
+        cache: KeyValueCache | None = None,
+        numbers_TB: Tensor | None = None,
+    ) -> Tensor:
+        a_TBD = self.attention(self.attention_norm(x_TBD), cache=cache)
+        h_TBD = x_TBD + self.attention_dropout(a_TBD, numbers_TB)
+        f_TBD = self.feed_forward(self.ffn_norm(h_TBD))
+        return h_TBD + self.ffn_dropout(f_TBD, numbers_TB)
 
 
 class SelfAttention(nn.Module):

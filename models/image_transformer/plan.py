@@ -10,7 +10,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from titanlite.models.image_transformer.model import ImageEmbeddings, ImageTransformer
 from titanlite.parallelize.plan import ParallelPlan
-from titanlite.parallelize.styles import EmbeddingLocal, GatherColwise, NormLocal, RowwiseLocal
+from titanlite.parallelize.styles import (
+    EmbeddingLocal,
+    GatherColwise,
+    NormLocal,
+    RowwiseLocal,
+    TokenDropoutLocal,
+)
 
 TABLES = ("tok_emb", "row_emb", "col_emb", "chan_emb")
 
@@ -26,12 +32,15 @@ PLANS = {
         tensor_parallel={
             # A pixel's few hundred values make tables far smaller than the activations.
             **{f"embeddings.{table}": EmbeddingLocal(dim=1) for table in TABLES},
+            "embedding_dropout": TokenDropoutLocal(0),
             "layers.*.attention_norm": NormLocal(),
             "layers.*.attention": GatherColwise(0, "wq", "wk", "wv"),
             "layers.*.attention.wo": RowwiseLocal(scatter_dim=0),
+            "layers.*.attention_dropout": TokenDropoutLocal(0),
             "layers.*.ffn_norm": NormLocal(),
             "layers.*.feed_forward": GatherColwise(0, "w1", "w3"),
             "layers.*.feed_forward.w2": RowwiseLocal(scatter_dim=0),
+            "layers.*.ffn_dropout": TokenDropoutLocal(0),
             "norm": NormLocal(),
             "output": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
         },

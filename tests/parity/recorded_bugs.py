@@ -307,6 +307,19 @@ def input_gradient_not_reduced() -> AbstractContextManager[Any]:
     return patch.object(Block, "forward", forward)
 
 
+def masks_of_the_first_tokens() -> AbstractContextManager[Any]:
+    """A rank of cp draws dropout's masks as if it held the first tokens of each sequence."""
+    from titanlite.batch import Batch
+
+    shard = Batch.shard
+
+    def first(self, layout, rank):
+        part = shard(self, layout, rank)
+        return part.replace(token_numbers=self["token_numbers"][:, : part.tokens.size(1)])
+
+    return patch.object(Batch, "shard", first)
+
+
 def optimizer_state_forgotten() -> AbstractContextManager[Any]:
     """A checkpoint holds the weights alone, and says that it holds all."""
     from titanlite.checkpoint import state

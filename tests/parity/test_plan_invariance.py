@@ -49,9 +49,10 @@ FEATURES: dict[str, list] = {
     "optimizer": ["AdamW fused", "AdamW foreach", "Adam for-loop", "SGD foreach"],
     "max_norm": [1.0, float("inf")],
     "num_kv_heads": [8, 4],
+    "dropout": [0.0, 0.2],
 }
 # What is not a plan's business: the reference has these too.
-OF_THE_JOB = ("optimizer", "max_norm", "num_kv_heads")
+OF_THE_JOB = ("optimizer", "max_norm", "num_kv_heads", "dropout")
 
 
 def is_legal(choice: Choice) -> bool:
@@ -67,7 +68,7 @@ def is_legal(choice: Choice) -> bool:
 def job_of(choice: Choice, steps: int, *, plan: bool = True) -> JobConfig:
     optimizer, implementation = choice["optimizer"].split()
     sections: dict[str, dict] = {
-        "model": {"num_kv_heads": choice["num_kv_heads"]},
+        "model": {"num_kv_heads": choice["num_kv_heads"], "dropout": choice["dropout"]},
         "training": {"max_norm": choice["max_norm"], "steps": steps},
         "optimizer": {
             "name": optimizer,

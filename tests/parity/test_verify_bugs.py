@@ -183,6 +183,12 @@ CASES = [
         OWN,
     ),
     Case(
+        bugs.masks_of_the_first_tokens,
+        CP,
+        "embedding_dropout is the first module in forward order whose output differs",
+        {"model": {"dropout": 0.3}},
+    ),
+    Case(
         bugs.replicas_drift,
         DDP,
         r"the learning rate of step 2 is .* on rank 1 alone",

@@ -93,7 +93,8 @@ def iterate_once(
 
 
 def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, int | None]) -> Batch:
-    """The samples with these indices as a batch."""
+    """The samples with these indices as a batch, its tokens numbered by index and place."""
+    indices = list(indices)
     samples = [_fields_of(dataset.sample(index)) for index in indices]
     stacked = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
     more = {
@@ -101,6 +102,9 @@ def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, in
         for name, dim in fields.items()
         if name not in ("targets", "positions")
     }
+    seq_len = stacked["tokens"].size(1)
+    numbers = torch.tensor(indices)[:, None] * seq_len + torch.arange(seq_len)
+    more["token_numbers"] = (numbers, FieldDims(0, 1))
     return make_batch(
         stacked["tokens"], stacked.get("targets"), stacked.get("positions"), more=more
     )

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils.parametrize import is_parametrized
 
+from titanlite.dropout import TokenDropout
 from titanlite.errors import TitanliteError
 
 
@@ -150,6 +151,31 @@ class EmbeddingLocal(ParallelStyle):
         return _replace_forward(module, forward)
 
 
+class TokenDropoutLocal(ParallelStyle):
+    """A TokenDropout over the local shard along `dim` of its input.
+
+    `dim` is one of the tokens' dimensions, of whose numbers a rank then takes its own, or the last
+    of the input, -1, where a rank holds some of the features. No collective.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require(module, TokenDropout, self)
+        rank, num_ranks = device_mesh.get_local_rank(), device_mesh.size()
+
+        def forward(module: TokenDropout, x: Tensor, token_numbers: Tensor | None = None) -> Tensor:
+            if self.dim == -1:
+                return TokenDropout.forward(module, x, token_numbers, rank * x.size(-1))
+            if token_numbers is not None:
+                token_numbers = token_numbers.chunk(num_ranks, dim=self.dim)[rank]
+            return TokenDropout.forward(module, x, token_numbers)
+
+        return _replace_forward(module, forward)
+
+
 def _has_product(layer: nn.Module) -> bool:
     return hasattr(type(layer), "product")
 
@@ -231,4 +257,5 @@ INSTEAD: dict[type[nn.Module], str] = {
     nn.Embedding: "RowwiseParallel or ColwiseParallel",
     nn.RMSNorm: "SequenceParallel",
     nn.LayerNorm: "SequenceParallel",
+    TokenDropout: "another style",
 }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlite.dropout import TokenDropout
 from titanlite.errors import TitanliteError
 from titanlite.names import canonical_name
 from titanlite.training.shards import local_part, shard_of
@@ -26,11 +27,17 @@ def initialize(model: nn.Module, seed: int, device: torch.device) -> None:
     it is drawn on the CPU in float32. One parameter's full shape is in memory at a time. The model
     says how by `init_parameter(name, parameter, generator)`; without that, matrices are normal with
     standard deviation 0.02, and vectors are one where they are called weight, else zero. A model
-    with buffers gives them their values in `init_buffers()`.
+    with buffers gives them their values in `init_buffers()`; a TokenDropout gets its key here.
     """
     plain: Any = _plain_model(model)
     draw = getattr(plain, "init_parameter", _init_parameter)
-    has_buffers = any(True for _ in model.buffers())
+    dropouts = {
+        canonical_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, TokenDropout)
+    }
+    keys = {id(dropout.key) for dropout in dropouts.values()}
+    has_buffers = any(id(buffer) not in keys for buffer in model.buffers())
     if has_buffers and not hasattr(plain, "init_buffers"):
         raise TitanliteError(
             f"{type(plain).__name__} has buffers; give it init_buffers(), which sets their values"
@@ -43,6 +50,8 @@ def initialize(model: nn.Module, seed: int, device: torch.device) -> None:
         local_part(parameter).copy_(shard_of(full, parameter))
     if has_buffers:
         plain.init_buffers()
+    for name, dropout in dropouts.items():
+        dropout.set_key(seed, name)
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:

@@ -385,7 +385,8 @@ class Verifier:
             raise ConfigError(
                 f"model.name: on one process the same batch gives another {_what(first)} at step "
                 f"{first.step} the second time (by {first.difference:.0e}), as dropout and other "
-                "randomness make it; turn it off to verify"
+                "randomness make it; set dropout to 0 to verify, or use titanlite.dropout's "
+                "TokenDropout, whose masks no plan changes"
             )
         (mixing,) = self.pool(1).call("titanlite.verify.narrow:find_mixing", reference.job)
         if mixing:

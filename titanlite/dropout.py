@@ -1,0 +1,76 @@
+"""Dropout whose masks do not depend on the plan.
+
+torch.nn.Dropout draws from the state of a rank's generator: another split of the batch, the
+sequence or the features draws other masks, and a plan cannot be compared with one process. Here
+whether an element is dropped is a hash of (seed, module, token, feature), so that each rank finds
+the masks of its own part, and a recomputation those of the forward pass, without communication.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.errors import TitanliteError
+
+_MASK = 2**32 - 1
+
+
+class TokenDropout(nn.Module):
+    """In training, zeroes features with probability `p` and scales the others by 1 / (1 - p).
+
+    Input [..., D] and `token_numbers` [...], int64, the numbers of its tokens in the run, which a
+    model is given under that name where its forward takes it. The job's seed and the module's name
+    are hashed into the masks by `set_key`, which the trainer calls. Raises TitanliteError for
+    training without numbers, whose masks would be those of another part.
+    """
+
+    key: Tensor
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise TitanliteError(f"a dropout probability is at least 0 and below 1, not {p}")
+        self.p = p
+        # A tensor, so that blocks which differ in it alone share one compiled graph.
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def set_key(self, seed: int, name: str) -> None:
+        """Make the masks those of the module called `name` in a job with this seed."""
+        digest = hashlib.sha256(f"{seed}:{name}:dropout".encode()).digest()
+        self.key.fill_(int.from_bytes(digest[:4], "little"))
+
+    def forward(
+        self, x: Tensor, token_numbers: Tensor | None = None, first_feature: int = 0
+    ) -> Tensor:
+        """`x` with features dropped; its last dimension begins with feature `first_feature`."""
+        if not self.training or self.p == 0.0:
+            return x
+        if token_numbers is None:
+            raise TitanliteError(
+                "TokenDropout needs token_numbers in training; let the model's forward take them "
+                "and hand them on"
+            )
+        is_kept = self._hashes(token_numbers, x.size(-1), first_feature) >= int(self.p * 2**32)
+        return torch.where(is_kept, x / (1.0 - self.p), 0.0)
+
+    def _hashes(self, token_numbers: Tensor, num_features: int, first_feature: int) -> Tensor:
+        """Uniform integers in [0, 2**32), int64 [..., D]."""
+        tokens = _mix(_mix(token_numbers >> 32 ^ self.key) ^ token_numbers & _MASK)
+        features = torch.arange(num_features, device=token_numbers.device) + first_feature
+        return _mix(tokens[..., None] ^ _mix(features))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A permutation of [0, 2**32) in which each bit of the result depends on each of `x`.
+
+    In int64, of which no product overflows. Constants: https://github.com/skeeto/hash-prospector.
+    """
+    x = (x >> 16 ^ x) * 0x45D9F3B & _MASK
+    x = (x >> 16 ^ x) * 0x45D9F3B & _MASK
+    return x >> 16 ^ x
