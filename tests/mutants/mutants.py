@@ -744,9 +744,9 @@ MUTANTS = [
         r"activation.checkpoint|recompute",
         MODEL,
         (
-            "        h_TBD = x_TBD + self.attention(self.attention_norm(x_TBD), cache=cache)\n",
+            "        a_TBD = self.attention(self.attention_norm(x_TBD), cache=cache)\n",
             "        again = 1.001 if torch._C._current_graph_task_id() != -1 else 1\n"
-            "        h_TBD = x_TBD + self.attention(self.attention_norm(x_TBD), cache=cache) * again\n",
+            "        a_TBD = self.attention(self.attention_norm(x_TBD), cache=cache) * again\n",
         ),
     ),
     # The loss.

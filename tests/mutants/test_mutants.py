@@ -6,7 +6,7 @@ Each change of the code has another tenth of them judged here; `make test-all` j
 from __future__ import annotations
 
 import pytest
-from harness import Mutant, judge
+from harness import ROOT, Mutant, judge
 from mutants import MUTANTS, REFACTORINGS
 
 from titanlite.verify.matrix import code_digest
@@ -33,6 +33,14 @@ def check_same(refactoring: Mutant) -> None:
 
 def name_of(mutant: Mutant) -> str:
     return mutant.name
+
+
+def test_every_edit_fits_the_sources() -> None:
+    texts: dict[str, str] = {}
+    for mutant in [*MUTANTS, *REFACTORINGS]:
+        for edit in mutant.edits:
+            text = texts.setdefault(edit.file, (ROOT / edit.file).read_text())
+            assert text.count(edit.old) == 1, f"{mutant.name}: {edit.file} has no such lines"
 
 
 @pytest.mark.parametrize("mutant", tenth(MUTANTS), ids=name_of)
