@@ -11,7 +11,7 @@ import torch
 from titanlite.data import catalog
 from titanlite.data.catalog import DATASETS
 from titanlite.data.images.build import build_dataset
-from titanlite.data.images.photos import load_photo_regions
+from titanlite.data.images.photos import load_photo_regions, load_photos
 from titanlite.data.images.pixels import pixels_to_tokens
 from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.errors import ConfigError
@@ -94,11 +94,17 @@ def test_digit_splits_share_no_image_and_cover_the_set() -> None:
     assert sorted(parts) == sorted(whole)
 
 
+def test_photos_are_those_that_scikit_learn_loads() -> None:
+    from sklearn.datasets import load_sample_images
+
+    for own, known in zip(load_photos(), load_sample_images().images, strict=True):
+        assert np.array_equal(own, known)
+
+
 def test_photo_regions_are_disjoint_pixel_by_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
     # Pictures whose every pixel is its own number: the regions then say where they were cut.
     numbered = np.arange(2 * 427 * 640 * 3).reshape(2, 427, 640, 3)
-    bunch = type("Bunch", (), {"images": list(numbered)})
-    monkeypatch.setattr("sklearn.datasets.load_sample_images", lambda: bunch)
+    monkeypatch.setattr("titanlite.data.images.photos.load_photos", lambda: list(numbered))
     train, validation = (
         np.concatenate([region.ravel() for region in load_photo_regions(split)])
         for split in ("train", "validation")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from PIL import Image
 
+from titanlite.data.images.packaged import packaged_file
 from titanlite.data.images.pixels import pixels_to_tokens
 from titanlite.data.keyed_random import CROP, permutation, random_words
 from titanlite.data.stored import StoredSequences
@@ -39,13 +41,19 @@ class RandomCrops:
         return torch.from_numpy(crop.astype(np.int64).reshape(-1))
 
 
+def load_photos() -> list[np.ndarray]:
+    """The two photographs, [427, 640, 3] uint8 each."""
+    photos = []
+    for name in ("china.jpg", "flower.jpg"):
+        with Image.open(packaged_file(f"images/{name}")) as file:
+            photos.append(np.asarray(file.convert("RGB")))
+    return photos
+
+
 def load_photo_regions(split: str) -> list[np.ndarray]:
     """The split's regions [rows, columns, 3] uint8, two a picture; 64 columns wide to validate."""
-    # Imported here: it costs about a second of CPU time, which the other data sets need not pay.
-    from sklearn.datasets import load_sample_images
-
     regions = []
-    for picture in load_sample_images().images:
+    for picture in load_photos():
         for half in np.array_split(picture, 2, axis=1):
             border = half.shape[1] // 5
             regions.append(half[:, :border] if split == "validation" else half[:, border:])
