@@ -42,16 +42,7 @@ ALARM_SECONDS = 5.0
 # one that raised the alarm, and the report (titanlite/ranks/watch.py).
 FAULTS, ALARM, REPORT = "faults", "alarm", "report.json"
 
-PRELOAD = [
-    "torch",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.fsdp",
-    "torch.distributed._composable.replicate",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    "torch.optim",
-    "torch._dynamo",  # which optimizers and dispatch modes import at their first call
-    "titanlite.job",
-]
+PRELOAD = ["titanlite.preload"]
 
 
 @dataclass(frozen=True)
