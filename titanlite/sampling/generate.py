@@ -24,7 +24,7 @@ from titanlite.job import Job
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
 from titanlite.ranks.world import free_memory_bytes
-from titanlite.training.initialize import generator_for
+from titanlite.training.initialize import generator_for, init_buffers
 from titanlite.training.shards import whole_tensor
 
 # Sequences of so many tokens in all are drawn side by side, which bounds their keys and values.
@@ -210,13 +210,11 @@ def whole_model(job: Job) -> nn.Module:
     own = dict(model.named_parameters())
     for name, whole in job.whole_parameters():
         own[name].copy_(whole)
-    if any(True for _ in model.buffers()):
-        plain: Any = model
-        plain.init_buffers()
-        buffers = dict(model.named_buffers())
-        for part in job.parts:
-            for name, buffer in part.named_buffers():
-                buffers[canonical_name(name)].copy_(whole_tensor(buffer))
+    init_buffers(model, job.config.debug.seed)
+    buffers = dict(model.named_buffers())
+    for part in job.parts:
+        for name, buffer in part.named_buffers():
+            buffers[canonical_name(name)].copy_(whole_tensor(buffer))
     return model
 
 

@@ -31,24 +31,34 @@ def initialize(model: nn.Module, seed: int, device: torch.device) -> None:
     """
     plain: Any = _plain_model(model)
     draw = getattr(plain, "init_parameter", _init_parameter)
-    dropouts = {
-        canonical_name(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, TokenDropout)
-    }
-    keys = {id(dropout.key) for dropout in dropouts.values()}
-    has_buffers = any(id(buffer) not in keys for buffer in model.buffers())
-    if has_buffers and not hasattr(plain, "init_buffers"):
-        raise TitanliteError(
-            f"{type(plain).__name__} has buffers; give it init_buffers(), which sets their values"
-        )
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
         full = torch.empty(parameter.shape, dtype=torch.float32)
         draw(name, full, generator_for(seed, name))
         local_part(parameter).copy_(shard_of(full, parameter))
-    if has_buffers:
+    init_buffers(model, seed)
+
+
+def init_buffers(model: nn.Module, seed: int) -> None:
+    """Give the buffers of a model, or of a part of one, their starting values.
+
+    Those of TokenDropout are known here. Raises TitanliteError where the model has others, and no
+    `init_buffers()`.
+    """
+    dropouts = {
+        canonical_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, TokenDropout)
+    }
+    keys = {id(dropout.key) for dropout in dropouts.values()}
+    if any(id(buffer) not in keys for buffer in model.buffers()):
+        plain: Any = _plain_model(model)
+        if not hasattr(plain, "init_buffers"):
+            raise TitanliteError(
+                f"{type(plain).__name__} has buffers; give it init_buffers(), which sets their "
+                "values"
+            )
         plain.init_buffers()
     for name, dropout in dropouts.items():
         dropout.set_key(seed, name)

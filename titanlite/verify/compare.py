@@ -17,7 +17,7 @@ KINDS = (
 """What is compared, in the order in which a step computes it.
 
 "start" are the first weights, "state" is what the optimizer keeps of each parameter, and "reloaded"
-are weights and state once more, in a job that has loaded them from a checkpoint.
+are weights, state and buffers once more, in a job that has loaded them from a checkpoint.
 """
 NUMBERS = ("loss", "norm", "lr", "validation")
 """The kinds that are one number a step; the others are of tensors."""
@@ -134,7 +134,11 @@ def _add_reloaded(runs: Sequence[RankRun], last: dict[Key, float]) -> None:
     for run in runs:
         if run.reloaded is None:
             continue
-        for kind, of_kind in (("weight", run.reloaded.weights), ("state", run.reloaded.state)):
+        for kind, of_kind in (
+            ("weight", run.reloaded.weights),
+            ("state", run.reloaded.state),
+            ("buffer", run.reloaded.buffers),
+        ):
             for name, agreement in of_kind.items():
                 more = max(0.0, agreement.difference - last.get((kind, name), 0.0))
                 last["reloaded", name] = max(last.get(("reloaded", name), 0.0), more)

@@ -18,6 +18,7 @@ from titanlite.batch import IGNORE_INDEX, Batch, call_model
 from titanlite.job import Job
 from titanlite.ranks.account import recorded_calls
 from titanlite.training.loss import NEXT_TOKEN
+from titanlite.training.shards import local_part
 from titanlite.verify.compare import NOISE
 from titanlite.verify.record import ReferenceStep
 
@@ -139,6 +140,47 @@ def _first_update(section: Any, lr: float, weight: Tensor, gradient: Tensor) -> 
         weight = weight * (1 - lr * decay)
     # Both moments, freed of their bias, are the first gradient and its square.
     return weight - lr * gradient / (gradient.abs() + section.eps)
+
+
+def left_over_gradients(job: Job, step: int) -> Iterator[str]:
+    """Whether a step leaves gradients behind, which the next one would add its own to."""
+    left = [
+        name
+        for name, parameter in job.parameters.items()
+        if parameter.grad is not None and local_part(parameter.grad).any()
+    ]
+    if left:
+        more = f" and {len(left) - 1} others" if len(left) > 1 else ""
+        yield (
+            f"step {step} leaves the gradients of {left[0]}{more} behind, and the next step adds "
+            "its own to them: they are not cleared"
+        )
+
+
+def wrong_formats(job: Job) -> Iterator[str]:
+    """Weights, and what the optimizer keeps of them, in another dtype than training.dtype."""
+    wanted = job.config.training.dtype
+    state = job.trainer.optimizer.state
+    for what, tensors in (
+        ("weights are kept", job.parameters.items()),
+        (
+            "the optimizer's state is kept",
+            (
+                (f"{name}.{key}", value)
+                for name, parameter in job.parameters.items()
+                for key, value in state.get(parameter, {}).items()
+                if isinstance(value, Tensor) and value.ndim > 0
+            ),
+        ),
+    ):
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors}
+        wrong = {name: dtype for name, dtype in dtypes.items() if dtype != wanted}
+        if wrong:
+            name, dtype = next(iter(wrong.items()))
+            yield (
+                f"{what} in another dtype than training.dtype {wanted}: {len(wrong)} of "
+                f"{len(dtypes)}, {name} in {dtype}"
+            )
 
 
 def wrong_reductions(job: Job, before: Mapping[str, int]) -> list[str]:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titanlite.batch import Batch, join
 from titanlite.config import ResolvedJob
+from titanlite.errors import TitanliteError
 from titanlite.job import Job, build_job
 from titanlite.mesh.parallel_dims import axes_of, axes_where
 from titanlite.names import canonical_name
@@ -35,8 +36,10 @@ from titanlite.training.initialize import generator_for
 from titanlite.training.shards import is_sharded, local_part, shard_of, whole_tensor
 from titanlite.verify.failing import naming_failures
 from titanlite.verify.formulas import (
+    left_over_gradients,
     optimizer_problems,
     wrong_count,
+    wrong_formats,
     wrong_reductions,
     wrong_updates,
     wrong_validation,
@@ -94,6 +97,7 @@ def run_reference(world: World, resolved: ResolvedJob, steps: int, folder: str) 
                 "buffers": {name: b.detach().cpu().clone() for name, b in _buffers(job).items()},
             }
             torch.save(record, step_file(folder, step))
+            run.problems += tuple(left_over_gradients(job, step))
             if step == 1:
                 start = load(folder, 0)["weights"]
                 run.problems += tuple(wrong_updates(job, start, record, run.steps[1]))
@@ -149,6 +153,7 @@ def run_plan(
                 done = job.trainer.step(batches, on_gradients=look)
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
+            problems += left_over_gradients(job, step)
             found.loss, found.num_targets = done.loss, done.num_targets
             found.norm, found.lr = done.grad_norm, done.lr
             found.weights = _agreements(parameters, record["weights"], lambda p: p)
@@ -160,7 +165,12 @@ def run_plan(
             seen.append(found)
         if resolved.config.validation.enable:
             seen[-1].validation = job.evaluate()
-        reloaded = _save_and_load(job, steps, record, problems) if reloads else None
+        reloaded = None
+        if reloads:
+            try:
+                reloaded = _save_and_load(job, steps, record, problems)
+            except TitanliteError as error:
+                problems.append(f"what the plan has trained cannot be saved and loaded: {error}")
         return RankRun(
             world.rank,
             job.dims.coordinates(world.rank),
@@ -178,6 +188,14 @@ def run_and_reload(
 ) -> RankRun:
     """`run_plan`, and what it has saved loaded once more."""
     return run_plan(world, resolved, steps, folder, patch, reloads=True)
+
+
+def check_formats(world: World, resolved: ResolvedJob, patch: Patch | None) -> tuple[str, ...]:
+    """What of one step in the job's own number formats is in others than the job asks for."""
+    calls_before = {call.group: call.number for call in recorded_calls()}
+    with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
+        job.trainer.step(job.draw())
+        return (*wrong_formats(job), *wrong_reductions(job, calls_before))
 
 
 @contextlib.contextmanager
@@ -334,6 +352,10 @@ def _save_and_load(job: Job, step: int, record: Any, problems: list[str]) -> Ran
     return RankStep(
         weights=_agreements(again.parameters, record["weights"], lambda p: p),
         state=_state_agreements(again, record),
+        buffers={
+            name: agreement_of(buffer, buffer, record["buffers"].get(name))
+            for name, buffer in again.buffers.items()
+        },
     )
 
 

@@ -131,10 +131,11 @@ def explain_validation(e: Evidence) -> Iterator[str]:
 
 def explain_reloaded(e: Evidence) -> Iterator[str]:
     if wrong := e.failed("reloaded"):
+        tensors = f"{len(wrong)} tensor{'s' * (len(wrong) > 1)} ({listed(sorted(wrong), 3)})"
         yield (
-            f"all agrees until it is saved, and {len(wrong)} tensors differ in a run that goes on "
-            f"from the checkpoint ({listed(sorted(wrong), 3)}): what is saved, or how it is cut "
-            "when it is loaded, is wrong under this plan"
+            "everything agrees until the checkpoint is saved. A run that resumes from it has other "
+            f"values in {tensors}: what is saved, or how it is cut when it is loaded, is wrong "
+            "under this plan"
         )
 
 

@@ -197,6 +197,7 @@ class Verifier:
                 found.findings.insert(0, f"with {' and also with '.join(cures)} it runs and agrees")
         else:
             self._judge(found, runs, reference)
+            found.problems += self._wrong_formats(job, plan, patch)
             if not found.agrees and dtype == "float64":
                 found.findings = list(found.problems)
                 if found.failures or found.splits or found.wrong_sums:
@@ -266,6 +267,22 @@ class Verifier:
         found.splits = split_replicas(runs)
         problems = [problem for run in runs for problem in run.problems]
         found.problems = list(dict.fromkeys([*problems, *reference.problems]))
+
+    def _wrong_formats(self, job: ResolvedJob, plan: ResolvedJob, patch: Patch | None) -> list[str]:
+        """What is in another number format than a job asks for that trains in mixed precision."""
+        training = job.config.training
+        formats = (training.dtype, training.param_dtype, training.reduce_dtype)
+        verified = plan.config.training
+        if len(set(formats)) == 1 or formats == (
+            verified.dtype,
+            verified.param_dtype,
+            verified.reduce_dtype,
+        ):
+            return []
+        results = self.pool(job.dims.world_size).call(
+            "titanlite.verify.run:check_formats", job, patch
+        )
+        return list(dict.fromkeys(problem for problems in results for problem in problems))
 
     def _diagnose(
         self,
@@ -374,8 +391,8 @@ class Verifier:
         cut.differences = differences(runs, reference.steps)
         cut.tolerance = Tolerance("float64", [dict.fromkeys(s, 1.0) for s in cut.differences])
         cut.failures = failures(cut.differences, cut.tolerance)
-        # Weights that are drawn anew each time, and rates of another formula, are found elsewhere.
-        cut.failures = [f for f in cut.failures if f.kind != "lr"]
+        # Rates of another formula are found elsewhere, and a buffer may count microbatches.
+        cut.failures = [f for f in cut.failures if f.kind not in ("lr", "buffer")]
         if not cut.failures or any(f.kind == "start" for f in cut.failures):
             return ""
         again = differences(self._run(reference.job, reference, num_steps), reference.steps)
