@@ -131,7 +131,7 @@ MUTANTS = [
         "gradients are exchanged with every part, and with those before once more",
         "accumulation",
         also(DDP, **ACCUMULATE),
-        r"wrong weights|times as large|made of the right parts",
+        r"wrong weights|times as large",
         STEP,
         (
             "                self._set_replica_sync(enabled=is_last)\n",
@@ -241,7 +241,7 @@ MUTANTS = [
         "pending sums are never made",
         "TP",
         TP,
-        r"sums over ranks that were never made|tp",
+        r"still Partial|tp",
         NORM,
         (
             "            if now == Partial() and wanted == Replicate():\n",

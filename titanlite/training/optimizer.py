@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule, from TorchTitan's keys."""
+"""The optimizer and its learning-rate schedule, with TorchTitan's keys."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def build_optimizer(
 ) -> Optimizer:
     """AdamW, Adam or SGD over `parameters`.
 
-    The fused and foreach implementations take all tensors of a group in one call, which DTensor
-    allows for one mesh at a time: each mesh has a parameter group of its own.
+    The fused and foreach implementations process all tensors of a group in one call. DTensor allows
+    only one mesh per call, so each mesh gets its own parameter group.
     """
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -57,7 +57,7 @@ def build_scheduler(
     decay_type: str = "linear",
     min_lr_factor: float = 0.0,
 ) -> LambdaLR:
-    """Warm up linearly, hold, decay to `min_lr_factor` times the rate (arXiv 2404.06395)."""
+    """Linear warm-up, constant, decay to `min_lr_factor` times the rate (arXiv 2404.06395)."""
     return LambdaLR(
         optimizer,
         lambda step: lr_factor(
@@ -80,9 +80,9 @@ def lr_factor(
     decay_type: str = "linear",
     min_lr_factor: float = 0.0,
 ) -> float:
-    """The factor on the learning rate at `step`, counted from 0, as TorchTitan has it.
+    """The factor on the learning rate at `step`, counted from 0, as in TorchTitan.
 
-    The decay is laid out for one step more than there are, so that the last one still learns.
+    The decay would reach its end one step after the last, so that the last step still learns.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps

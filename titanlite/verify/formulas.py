@@ -1,7 +1,7 @@
-"""On a rank: what a job does, held against what it asks for and against formulas.
+"""On a rank: checks a run against its settings and against formulas.
 
-A plan is compared with one process, which runs the same optimizer, clipping and loss, and would be
-wrong alike. What is found here is a sentence, whatever numbers come of it.
+The reference runs the same optimizer, clipping and loss as the plan, so a bug in these is in both
+and no number differs. Each check here returns or yields sentences about what is wrong.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from titanlite.training.shards import local_part
 from titanlite.verify.compare import NOISE
 from titanlite.verify.record import ReferenceStep
 
-# What a rank reduces beside gradients (losses, norms, counts) has no more elements.
+# Reductions of at most this many elements are losses, norms and counts, not gradients.
 MOST_NUMBERS = 16
 
 
 def optimizer_problems(job: Job) -> tuple[str, ...]:
-    """How the optimizer is not the one that the job asks for: its parameters, its options."""
+    """Where the optimizer's parameters or options do not match the job."""
     section, optimizer = job.config.optimizer, job.trainer.optimizer
     counts = Counter(p for group in optimizer.param_groups for p in group["params"])
     problems = []
@@ -38,7 +38,7 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
     if twice := [name for name, parameter in wanted.items() if counts[parameter] > 1]:
         problems.append(f"{twice[0]} is in {counts[wanted[twice[0]]]} parameter groups")
     if strange := set(counts) - set(wanted.values()):
-        problems.append(f"{len(strange)} tensors in its groups are no parameters of the model")
+        problems.append(f"{len(strange)} tensors in its groups are not model parameters")
     if type(optimizer).__name__ != section.name:
         problems.append(f"it is {type(optimizer).__name__}, not {section.name}")
     options: dict[str, Any] = {"weight_decay": section.weight_decay}
@@ -48,28 +48,28 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
         options |= {"betas": (section.beta1, section.beta2), "eps": section.eps}
     for group in optimizer.param_groups:
         problems += [
-            f"{key} is {group[key]} for {len(group['params'])} parameters, not {value}"
+            f"{key} is {group[key]} instead of {value} for {len(group['params'])} parameters"
             for key, value in options.items()
             if group[key] != value
         ]
-    start = "the optimizer is not the one that the job asks for: "
+    start = "the optimizer does not match the job: "
     return tuple(f"{start}{problem}" for problem in dict.fromkeys(problems))
 
 
 def wrong_count(job: Job, batches: list[Batch], counted: int) -> Iterator[str]:
-    """Whether the step divides by the targets that it has; a loss of its own may count others."""
+    """Whether the step divides by its number of targets; not checked for a custom count."""
     if job.trainer.loss.count is not NEXT_TOKEN.count:
         return
     own = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
     if own != counted:
         yield (
-            f"on one process too, a step with {own} targets divides its loss by {counted}: those "
-            "that are left out must not count"
+            f"even on one process, a step with {own} targets divides its loss by {counted}: masked "
+            "targets must not be counted"
         )
 
 
 def wrong_validation(job: Job, shown: float) -> Iterator[str]:
-    """Whether a validation is the sum of its losses over its targets, for the next token's loss."""
+    """Whether the validation loss is the mean over targets; only for the next-token loss."""
     if job.trainer.loss.count is not NEXT_TOKEN.count:
         return
     total, count = 0.0, 0
@@ -81,25 +81,27 @@ def wrong_validation(job: Job, shown: float) -> Iterator[str]:
     model.train()
     if not math.isclose(total / count, shown, rel_tol=1e-6):
         yield (
-            f"on one process too, the validation loss is {shown:.6g}, and its {count} targets "
-            f"have a mean loss of {total / count:.6g}"
+            f"even on one process, the validation loss is {shown:.6g}, but its {count} targets "
+            f"have a mean loss of {total / count:.6g}: the sum or its divisor is wrong"
         )
 
 
 def wrong_updates(
     job: Job, start: Mapping[str, Tensor], record: Any, step: ReferenceStep
 ) -> Iterator[str]:
-    """How the first step on one process is not what clipping and the optimizer's formula give.
+    """Where the first step on one process does not follow the formulas of clipping and optimizer.
 
-    A plan is compared with that process, which would be wrong alike. In float64 alone: a formula
-    rounds otherwise than a kernel.
+    Only in float64, where the different rounding of formula and kernel does not matter.
     """
     config, gradients = job.config, record["gradients"]
     if config.training.dtype != "float64" or config.training.param_dtype != "float64":
         return
     norm = math.sqrt(sum((g.double() ** 2).sum().item() for g in gradients.values()))
     if not math.isclose(norm, step.norm, rel_tol=1e-9):
-        yield f"on one process too, the norm is {step.norm:.6g}, of gradients of {norm:.6g}"
+        yield (
+            f"even on one process, the gradient norm is {step.norm:.6g}, but that of the gradients "
+            f"is {norm:.6g}: the norm is computed wrongly"
+        )
     scale = min(1.0, config.training.max_norm / (norm + 1e-6))
     section, lr = config.optimizer, record["lr"]
     factors = []
@@ -112,8 +114,8 @@ def wrong_updates(
                 factors.append(((moment * wanted).sum() / size).item())
     if factors and not all(math.isclose(f, 1.0, rel_tol=1e-9) for f in factors):
         yield (
-            f"on one process too, the optimizer is given gradients {factors[0]:.6g} times as large "
-            f"as clipping to {config.training.max_norm:g} makes them of a norm of {norm:.6g}: "
+            f"even on one process, the optimizer receives gradients {factors[0]:.6g} times as "
+            f"large as clipping a norm of {norm:.6g} to {config.training.max_norm:g} gives: "
             "clipping is wrong"
         )
         return
@@ -122,9 +124,9 @@ def wrong_updates(
         error = (record["weights"][name].double() - expected).abs().max().item()
         if error > 1e-9 * max(expected.abs().max().item(), lr):
             yield (
-                f"on one process too, the first step is not {section.name}'s: {name} is "
-                f"{error:.1e} off the formula of a learning rate of {lr:.6g} and a weight decay of "
-                f"{section.weight_decay:g}: the update is wrong"
+                f"even on one process, the first update is not that of {section.name}: {name} "
+                f"differs by {error:.1e} from the formula with a learning rate of {lr:.6g} and a "
+                f"weight decay of {section.weight_decay:g}"
             )
             return
 
@@ -138,12 +140,12 @@ def _first_update(section: Any, lr: float, weight: Tensor, gradient: Tensor) -> 
         gradient = gradient + decay * weight
     else:
         weight = weight * (1 - lr * decay)
-    # Both moments, freed of their bias, are the first gradient and its square.
+    # After bias correction the two moments are the first gradient and its square.
     return weight - lr * gradient / (gradient.abs() + section.eps)
 
 
 def left_over_gradients(job: Job, step: int) -> Iterator[str]:
-    """Whether a step leaves gradients behind, which the next one would add its own to."""
+    """Whether gradients are left after a step, so that the next step adds to them."""
     left = [
         name
         for name, parameter in job.parameters.items()
@@ -152,19 +154,19 @@ def left_over_gradients(job: Job, step: int) -> Iterator[str]:
     if left:
         more = f" and {len(left) - 1} others" if len(left) > 1 else ""
         yield (
-            f"step {step} leaves the gradients of {left[0]}{more} behind, and the next step adds "
-            "its own to them: they are not cleared"
+            f"step {step} does not clear the gradients of {left[0]}{more}, so the next step adds "
+            "to them. Call zero_grad() after every optimizer step"
         )
 
 
 def wrong_formats(job: Job) -> Iterator[str]:
-    """Weights, and what the optimizer keeps of them, in another dtype than training.dtype."""
+    """Weights and optimizer state whose dtype is not training.dtype."""
     wanted = job.config.training.dtype
     state = job.trainer.optimizer.state
     for what, tensors in (
-        ("weights are kept", job.parameters.items()),
+        ("weights", job.parameters.items()),
         (
-            "the optimizer's state is kept",
+            "optimizer states",
             (
                 (f"{name}.{key}", value)
                 for name, parameter in job.parameters.items()
@@ -178,15 +180,15 @@ def wrong_formats(job: Job) -> Iterator[str]:
         if wrong:
             name, dtype = next(iter(wrong.items()))
             yield (
-                f"{what} in another dtype than training.dtype {wanted}: {len(wrong)} of "
-                f"{len(dtypes)}, {name} in {dtype}"
+                f"{len(wrong)} of {len(dtypes)} {what} do not have training.dtype {wanted}: {name} "
+                f"has {dtype}"
             )
 
 
 def wrong_reductions(job: Job, before: Mapping[str, int]) -> list[str]:
-    """Gradients that are reduced in another number format than the job asks for.
+    """Gradient reductions whose dtype is not the job's reduce dtype.
 
-    `before` is how many calls each group had when the job began: groups are used again.
+    `before` is the number of the last call of each group before the job, since groups are reused.
     """
     wanted = job.config.training.reduce_dtype
     mesh = job.meshes.dp
@@ -201,7 +203,6 @@ def wrong_reductions(job: Job, before: Mapping[str, int]) -> list[str]:
             what = f"{call.operation} over {axis} is in {call.dtype}"
             found[what] = found.get(what, 0) + 1
     return [
-        f"gradients are reduced in another dtype than {wanted}, which the job asks for: "
-        f"{count} times {what}"
+        f"gradients are not reduced in the job's dtype {wanted}: {what} ({count} calls)"
         for what, count in found.items()
     ]

@@ -1,4 +1,4 @@
-"""The two jobs that are compared: one under its plan, and the same on one process; torch-free."""
+"""The two jobs that are compared: the job under its plan, and on one process; torch-free."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from titanlite.config import JobConfig, ResolvedJob, make_config, override, reso
 from titanlite.mesh.parallel_dims import divisors
 
 DTYPES = ("float64", "float32", "bfloat16")
-"""What a job can be verified in; bfloat16 computes in it and keeps weights in float32."""
+"""The dtypes to verify in; bfloat16 computes in bfloat16 and keeps weights in float32."""
 
-# What the reference takes at once: more would need more memory than a laptop has.
+# The most tokens that the reference processes at once, limited by the memory of a laptop.
 MOST_TOKENS = 16_384
-# In how many parts the reference takes its batch to be held against itself, where it has as many.
+# The number of parts in which the batch is run to compare one process with itself.
 PARTS = 4
-# Steps that are compared where nobody says how many, and the most that are chosen by themselves.
+# The steps to compare by default, and the most that --until-stable chooses.
 DEFAULT_STEPS, MOST_STEPS = 5, 200
-# Global batches of a validation.
+# The global batches of a validation.
 MOST_VALIDATION = 2
 
 
 def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
-    """`job` in `dtype`, with its degrees and batch as numbers, and nothing beside training."""
+    """`job` in `dtype`, with explicit degrees and batch size, and only what verifying needs."""
     mixed, training = dtype == "bfloat16", job.config.training
     config = override(
         job.config,
@@ -34,9 +34,9 @@ def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
             else None,
             "training.global_batch_size": job.global_batch_size,
             "parallelism.data_parallel_shard_degree": job.dims.dp_shard,
-            # Of the whole set it would take longer than the steps.
+            # A validation over the whole set would take longer than the steps.
             "validation.steps": MOST_VALIDATION if job.config.validation.enable else -1,
-            # A loss that is not finite is a difference to be named, or one that both have.
+            # A non-finite loss is a difference to report, not a reason to stop.
             "debug.non_finite": "ignore",
         },
     )
@@ -44,7 +44,7 @@ def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
 
 
 def saving_job(plan: ResolvedJob, folder: str) -> ResolvedJob:
-    """`plan` with checkpoints in `folder`, of which there are none yet."""
+    """`plan` with checkpoints enabled in `folder`, which has none yet."""
     config = override(
         plan.config,
         {
@@ -82,10 +82,11 @@ def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
 
 
 def scheduled_lr(config: JobConfig, step: int) -> float:
-    """The learning rate of `step`, counted from 1: warm up linearly, hold, decay.
+    """The learning rate of `step`, counted from 1: linear warm-up, constant, decay.
 
-    Written down once more, beside training/optimizer.py: what runs is held against this. The decay
-    is laid out for one step more than there are (TorchTitan v0.2.2, components/lr_scheduler.py).
+    This repeats the formula of training/optimizer.py on purpose: the run is checked against it. The
+    decay would reach its end one step after the last (TorchTitan v0.2.2,
+    components/lr_scheduler.py).
     """
     section, done = config.lr_scheduler, step - 1
     if done < config.warmup_steps:
@@ -104,9 +105,9 @@ def scheduled_lr(config: JobConfig, step: int) -> float:
 
 
 def steps_until_stable(config: JobConfig) -> tuple[int, list[str]]:
-    """Steps by which everything that a job begins on the way has begun, and what that is.
+    """Enough steps for warm-up to end and decay and garbage collection to begin, and when they do.
 
-    At least DEFAULT_STEPS, at most the job's own or MOST_STEPS.
+    At most MOST_STEPS and the job's own number of steps, but at least DEFAULT_STEPS.
     """
     decay = config.schedule_steps + 1 - config.decay_steps
     begins = {
@@ -115,7 +116,7 @@ def steps_until_stable(config: JobConfig) -> tuple[int, list[str]]:
         "garbage collection": config.training.gc_freq,
     }
     most = min(max(config.training.steps, DEFAULT_STEPS), MOST_STEPS)
-    # Two steps after it, so that what it leaves behind is seen too.
+    # Two steps more, so that after-effects show up too.
     steps = {what: step + 2 for what, step in begins.items() if step}
     chosen = min(max([DEFAULT_STEPS, *steps.values()]), most)
     told = [
@@ -126,9 +127,9 @@ def steps_until_stable(config: JobConfig) -> tuple[int, list[str]]:
 
 
 def accumulation_pair(plan: ResolvedJob) -> tuple[ResolvedJob, ResolvedJob] | None:
-    """One batch on one process, taken at once and in parts; None where there is one sequence.
+    """One job on one process with its batch at once and in parts; None for a single sequence.
 
-    The batch is the job's, or as many sequences of it as memory should allow at once.
+    The batch is the job's, or as many of its sequences as MOST_TOKENS allows at once.
     """
     most = max(2, MOST_TOKENS // plan.seq_len)
     batch = max(size for size in divisors(plan.global_batch_size) if size <= most)
@@ -149,13 +150,13 @@ def accumulation_pair(plan: ResolvedJob) -> tuple[ResolvedJob, ResolvedJob] | No
 
 
 def features_off(plan: JobConfig) -> list[dict[str, Any]]:
-    """For each feature of `plan` that can be done without, the setting that turns it off."""
+    """For each optional feature that `plan` uses, the setting that turns it off."""
     checkpoints = plan.activation_checkpoint.mode != "none"
     offs: list[tuple[bool, dict[str, Any]]] = [
         (plan.compile.enable, {"compile.enable": False}),
         (checkpoints, {"activation_checkpoint.mode": "none"}),
         (plan.training.enable_cpu_offload, {"training.enable_cpu_offload": False}),
     ]
-    # Memory budgets come with compile: without either, both are off.
+    # A memory budget needs compile, so compile cannot be turned off alone.
     budget = plan.activation_checkpoint.mode == "memory_budget"
     return [off for is_on, off in offs if is_on and not (budget and "compile.enable" in off)]
