@@ -64,12 +64,12 @@ CASES = [
     Case(
         bugs.mean_of_means,
         FSDP,
-        "a mean of means: the mean is taken over each data-parallel rank, and then over these",
+        "a mean of means. The mean is taken over each data-parallel rank, and then over these",
     ),
     Case(
         bugs.mean_of_means,
         CP,
-        "a mean of means: the mean is taken over each rank's part of the sequence, and then over",
+        "a mean of means. The mean is taken over each rank's part of the sequence, and then over",
         is_slow=True,
     ),
     Case(
@@ -88,8 +88,8 @@ CASES = [
     Case(
         bugs.waiting_cuts_the_way_back,
         TP,
-        "the plan agrees with compile.enable = false: gradients are missing at the optimizer step: "
-        "the gradient of tok_emb.weight",
+        "the plan agrees with compile.enable = false: the gradient of tok_emb.weight is missing at "
+        "the optimizer step",
         {**OWN, "compile": {"enable": True, "backend": "aot_eager"}},
         is_slow=True,
     ),
@@ -173,7 +173,7 @@ CASES = [
         bugs.halved_on_one_rank,
         DDP,
         r"all 24 gradients are 0.5 times as large as on one process, on rank 1 only "
-        r"\(dp_replicate 1\), and correct on the other ranks; 0.5 is 1 over the degree of",
+        r"\(dp_replicate 1\), but correct on the other ranks; 0.5 is 1 over the degree of",
     ),
     Case(
         bugs.input_gradient_not_reduced,

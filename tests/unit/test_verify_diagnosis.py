@@ -117,11 +117,11 @@ def test_shares_of_the_batch_are_told_from_each_other():
     targets = [10, 20, 30, 40]
     assert shares_of([1.0, 1.0, 1.0, 1.0], targets, cells) == ""
     per_rank = [100 / (2 * 30)] * 2 + [100 / (2 * 70)] * 2
-    assert "a mean of means: the mean is taken over each data-parallel rank" in shares_of(
+    assert "a mean of means. The mean is taken over each data-parallel rank" in shares_of(
         per_rank, targets, cells
     )
     each = [100 / (4 * count) for count in targets]
-    assert "a mean of means: the mean is taken over each microbatch" in shares_of(
+    assert "a mean of means. The mean is taken over each microbatch" in shares_of(
         each, targets, cells
     )
     assert (

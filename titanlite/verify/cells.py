@@ -53,7 +53,7 @@ def shares_of(
 
 
 def cells_of(plan: ResolvedJob) -> tuple[Cell, ...]:
-    """The cells of a plan's batch; with too many cells, one microbatch stands for all."""
+    """The cells of a plan's batch; microbatches are merged if there are too many cells."""
     dims, size = plan.dims, plan.config.training.local_batch_size
     if plan.pipeline is not None:
         size = plan.pipeline.microbatch_size

@@ -92,7 +92,7 @@ def pooled(parts: Sequence[Agreement]) -> tuple[float, float]:
     for part in parts:
         residual = part.aa - 2 * factor * part.ab + factor * factor * part.bb
         size = max(part.aa, factor * factor * part.bb, part.bb)
-        # The residual is a difference of nearly equal numbers; its rounding error is about a root.
+        # A rounding error of 1e-16 in the residual becomes 1e-8 under the root.
         left = max(left, (max(0.0, residual) / size) ** 0.5 if size else 0.0)
     return factor, 0.0 if left < 3e-7 else left
 

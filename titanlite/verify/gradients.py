@@ -37,11 +37,10 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
         who = name_parameters(absent, e.runs, "gradient")
         names = {name for run in e.runs for name in run.placements}
         yield (
-            f"gradients are missing at the optimizer step: {who}. "
+            f"{who} {be(who)} missing at the optimizer step. "
             + (
-                "Since none is there, the wrapper (FSDP, DDP) was told not to reduce them and "
-                "still holds them. Enable its gradient synchronization for the last backward pass "
-                "of a step"
+                "The wrapper (FSDP, DDP) was told not to reduce them and still holds them. Enable "
+                "its gradient synchronization for the last backward pass of a step"
                 if absent == names
                 else "Either the backward pass does not reach the parameters, because the forward "
                 "pass detaches a tensor, or their wrapper (FSDP, DDP) was told not to reduce them"
@@ -125,9 +124,9 @@ def _factors_of_ranks(e: Evidence, wrong: list[str]) -> Iterator[str]:
         same = e.factor(factor)
         yield (
             f"{who} {be(who)} {factor:.6g} times as large as on one process, "
-            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}, and correct on the other ranks"
-            f"{f'; {factor:.6g} is {same}' if same else ''}: these ranks scale or reduce gradients "
-            "differently"
+            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}, but correct on the other ranks"
+            f"{f'; {factor:.6g} is {same}' if same else ''}. Look for a scaling or a reduction "
+            "that differs between ranks"
         )
 
 

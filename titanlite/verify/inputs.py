@@ -135,6 +135,6 @@ def explain_counts(e: Evidence) -> Iterator[str]:
     counts = {run.steps[step].num_targets for run in e.runs}
     if len(counts) > 1:
         yield (
-            f"ranks count different numbers of targets in a step ({listed(sorted(counts))}); it "
-            f"has {e.reference[step].num_targets}. Sum the counts over all ranks"
+            f"ranks count different numbers of targets in a step ({listed(sorted(counts))}). "
+            f"The step has {e.reference[step].num_targets}. Sum the counts over all ranks"
         )

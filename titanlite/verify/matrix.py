@@ -45,7 +45,7 @@ BATCH = 16
 # The largest results.jsonl that is read; a plan takes less than 1 kB.
 MOST_BYTES = 256 * 2**20
 
-# Features that apply only to plans with certain axes: feature -> (axes, values); OFF without any.
+# Features that need one of certain axes, and are OFF without: feature -> (these axes, its values).
 NEEDS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     "schedule": (("pp",), tuple(SCHEDULES)),
     "layout": (("cp",), ("headtail", "striped", "none")),

@@ -243,7 +243,7 @@ _PAGE = """<!DOCTYPE html>
 <h1>Every pair of features, {num_ranks} ranks against one process</h1>
 <p>Each plan trained the same small model in float64, from the same weights and data, on
 {num_ranks} ranks and on one process. Loss, gradient norm, every gradient and every weight were
-compared after every step. The margin is the tolerance divided by the difference, at its smallest.
+compared after every step. The margin of a plan is its smallest ratio of tolerance to difference.
 Hover over a cell to see its pair; click it to list only its plans.</p>
 <div class="tiles">{tiles}</div>
 <div class="legend">{legend}</div>

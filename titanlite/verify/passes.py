@@ -44,7 +44,7 @@ def _recomputed(e: Evidence) -> list[str]:
         return []
     return [
         f"activation checkpointing recomputes values that differ from the forward pass, first in "
-        f"{wrong[0]} (by {largest[wrong[0]]:.1e}): the two passes choose different tensors to "
+        f"{wrong[0]} (by {largest[wrong[0]]:.1e}). The two passes choose different tensors to "
         "save. Make the choice the same in both, for instance with an operator counter for each "
         "pass"
     ]

@@ -58,7 +58,7 @@ class RankRun:
     rank: int
     coordinates: dict[str, int]
     placements: dict[str, dict[str, str]]
-    """Parameter -> mesh axis -> "replicated", "sharded" or "strided" (a second shard of a dim)."""
+    """Parameter -> mesh axis -> "replicated", "sharded" or "strided" (sharded twice)."""
     pending: tuple[str, ...]
     """Gradients that were still Partial at the optimizer step."""
     expected_shards: dict[str, str]

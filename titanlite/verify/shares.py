@@ -77,7 +77,7 @@ def _describe(reference: ReferenceTrace, cells: list[int], shares: tuple[float, 
             abs(p - s) < NEAR * max(1.0, p) for p, s in zip(predicted, shares, strict=True)
         ):
             return (
-                f"a mean of means: the mean is taken over each {group}, and then over these means, "
+                f"a mean of means. The mean is taken over each {group}, and then over these means, "
                 f"although they cover {listed(totals.values(), 4)} targets. Divide the sum of all "
                 "losses by the number of targets in the step"
             )

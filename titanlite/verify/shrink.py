@@ -16,7 +16,7 @@ from titanlite.config.data import own_length
 from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError
 
-# Widths at which sums have many terms, and two blocks and sequences so that one follows the first.
+# Wide enough for sums of many terms; two blocks and two sequences, so that there is a second one.
 LEAST_WIDTH, LEAST_BLOCKS, LEAST_BATCH = 32, 2, 2
 SYNTHETIC: dict[str, Any] = {"training.dataset": "synthetic", "training.dataset_path": None}
 
