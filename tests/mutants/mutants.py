@@ -41,6 +41,7 @@ TP_FSDP = plan(tensor_parallel_degree=2, data_parallel_shard_degree=2)
 CP_FSDP = plan(context_parallel_degree=2, data_parallel_shard_degree=2)
 PP_DDP = plan(pipeline_parallel_degree=2, data_parallel_replicate_degree=2)
 ACCUMULATE = {"training": {"local_batch_size": 2}}
+MIXED = also(FSDP, training={"mixed_precision_param": "bfloat16"})
 FULL, OPERATORS = (
     {"activation_checkpoint": {"mode": "full"}},
     {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
@@ -71,6 +72,7 @@ OPTIMIZER, DIMS = "titanlite/training/optimizer.py", "titanlite/mesh/parallel_di
 AC, JOB = "titanlite/parallelize/activation_checkpoint.py", "titanlite/job.py"
 MODEL, BATCH = "models/image_transformer/model.py", "titanlite/batch.py"
 SHARDS, LOSS = "titanlite/training/shards.py", "titanlite/training/loss.py"
+STEPS_FILE = "titanlite/parallelize/steps.py"
 TP_FILE, CP_FILE = (
     "titanlite/parallelize/tensor_parallel.py",
     "titanlite/parallelize/context_parallel.py",
@@ -807,6 +809,42 @@ MUTANTS = [
             " reduce_dtype=torch.bfloat16)",
         ),
         options=("--dtype=bfloat16",),
+    ),
+    mutant(
+        "the job's own reductions are in the dtype of computation",
+        "mixed precision",
+        MIXED,
+        r"gradients are reduced in another dtype than float32.*bfloat16",
+        STEPS_FILE,
+        (
+            "        reduce_dtype=DTYPES[reduce] if is_mixed else None,",
+            "        reduce_dtype=DTYPES[param] if is_mixed else None,",
+        ),
+    ),
+    mutant(
+        "weights are kept in the dtype of computation",
+        "mixed precision",
+        MIXED,
+        r"weights are kept in another dtype than training.dtype float32",
+        JOB,
+        (
+            "        model = model_class(resolved.model).to("
+            "DTYPES[resolved.config.training.dtype])",
+            "        model = model_class(resolved.model).to("
+            "DTYPES[resolved.config.training.param_dtype])",
+        ),
+    ),
+    mutant(
+        "gradients are never cleared",
+        "optimizer",
+        FSDP,
+        r"step 1 leaves the gradients of .* behind",
+        STEP,
+        (
+            "        self.scheduler.step()\n        self.optimizer.zero_grad(set_to_none=True)\n"
+            "        return lr\n\n    def _skip",
+            "        self.scheduler.step()\n        return lr\n\n    def _skip",
+        ),
     ),
 ]
 
