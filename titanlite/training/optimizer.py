@@ -52,11 +52,11 @@ def build_optimizer(
 
 
 class _UpdatesLocalShards:
-    """For Adam and AdamW, which update each element by itself: no DTensor enters their kernels.
+    """Passes local shards to the kernels of Adam and AdamW, which update each element on its own.
 
-    DTensor would propagate the placements of all tensors together, which costs a rank 0.1 s of CPU
-    time in the first step and as much as the update itself in each later one. The optimizer's
-    state stays DTensors, as checkpoints need it.
+    With DTensors the placements of all tensors would be propagated together. That costs a rank
+    0.1 s of CPU time in the first step, and as much as the update itself in each later step. The
+    optimizer state stays in DTensors, as checkpoints need it.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
@@ -71,7 +71,7 @@ class _UpdatesLocalShards:
         return has_complex
 
 
-# Named as PyTorch's, since a checkpoint names the optimizer whose state it holds.
+# These have PyTorch's names, since a checkpoint stores the name of its optimizer.
 class Adam(_UpdatesLocalShards, torch.optim.Adam):
     """torch.optim.Adam on the local shards of DTensors."""
 

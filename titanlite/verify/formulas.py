@@ -180,8 +180,8 @@ def wrong_formats(job: Job) -> Iterator[str]:
         if wrong:
             name, dtype = next(iter(wrong.items()))
             yield (
-                f"{len(wrong)} of {len(dtypes)} {what} do not have training.dtype {wanted}: {name} "
-                f"has {dtype}"
+                f"{len(wrong)} of {len(dtypes)} {what} are not in training.dtype {wanted}: {name} "
+                f"is in {dtype}"
             )
 
 
