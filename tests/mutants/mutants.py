@@ -243,7 +243,7 @@ MUTANTS = [
         "pending sums are never made",
         "TP",
         TP,
-        r"still Partial|tp",
+        r"still Partial|Partial.*tp",
         NORM,
         (
             "            if now == Partial() and wanted == Replicate():\n",

@@ -65,7 +65,10 @@ class _UpdatesLocalShards:
         parameters, gradients, *_ = lists
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-                assert gradient.placements == parameter.placements
+                assert gradient.placements == parameter.placements, (
+                    f"a gradient is {gradient.placements} on {gradient.device_mesh.mesh_dim_names} "
+                    f"and its parameter {parameter.placements}; reduce it before the optimizer step"
+                )
         for tensors in lists:
             tensors[:] = [local_part(tensor) for tensor in tensors]
         return has_complex
