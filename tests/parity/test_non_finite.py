@@ -152,7 +152,7 @@ def test_a_run_that_blows_up_ends_with_one_line(tmp_path):
 
 def test_what_is_said_where_no_value_is_found():
     clean = [Findings(), Findings()]
-    assert describe(clean, math.nan) == ("every module output is finite, but the loss is not")
+    assert describe(clean, math.nan) == "every module output is finite, but the loss is not"
     assert describe(clean, 2.0).startswith(
         "a second run of the step is finite, and so are all gradients of the first"
     )

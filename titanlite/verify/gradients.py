@@ -1,4 +1,4 @@
-"""What is wrong with gradients, from the numbers that ranks measured of them; torch-free.
+"""What is wrong with gradients, judged by the ranks' measurements; torch-free.
 
 It tests for three patterns: a common factor, a missing sum over a mesh axis, and parts of the batch
 that are summed with wrong weights.
@@ -91,7 +91,7 @@ def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
 
 
 def _all_before(e: Evidence, wrong: Sequence[str], explained: Sequence[str]) -> list[str]:
-    """The other wrong gradients, where nothing else explains them and all come earlier."""
+    """The other wrong gradients, if all are of earlier modules and nothing else explains them."""
     rest = [name for name in wrong if name not in explained]
     order = e.parameter_order
     if any(name not in order for name in wrong) or any(_has_factor(e, name) for name in rest):

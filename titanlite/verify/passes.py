@@ -1,4 +1,4 @@
-"""What the forward and the backward pass compute: outputs, recomputation, loss; torch-free."""
+"""Differences in forward and backward pass: outputs, recomputation, loss; torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlite.verify.gradients import explain_gradients
 from titanlite.verify.record import ModuleOutput, module_of
 from titanlite.verify.words import agree, is_near, listed, name_parameters, name_ranks
 
-# How far the gradient of an output may be from the reference's, in float64.
+# The largest difference of an output's gradient that counts as agreement, in float64.
 WRONG_GRADIENT = 1e-9
 
 
