@@ -66,6 +66,8 @@ class RankRun:
     steps: list[RankStep]
     problems: tuple[str, ...] = ()
     """What is not as the job asks for, in sentences, whatever numbers come of it."""
+    resume_problems: tuple[str, ...] = ()
+    """What is wrong with a run that resumes from the checkpoint that this one has saved."""
     reloaded: RankStep | None = None
     """Weights and optimizer state of a new job that has loaded what this one saved at its end."""
 

@@ -15,7 +15,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +44,7 @@ from titanlite.verify.jobs import (
 )
 from titanlite.verify.pool import RankPool
 from titanlite.verify.record import RankRun, ReferenceStep
+from titanlite.verify.words import name_ranks
 
 Patch = Callable[[], AbstractContextManager[Any]]
 """Something to be in force while a plan is built and run, such as a bug to be found."""
@@ -87,14 +88,17 @@ class Verification:
     """Modules that compute in a narrower dtype than they are given, with both dtypes."""
     problems: list[str] = field(default_factory=list)
     """What is not as the job asks for, whatever numbers come of it."""
+    resume_problems: list[str] = field(default_factory=list)
+    """What is wrong with a run that resumes from the plan's checkpoint."""
     findings: list[str] = field(default_factory=list)
     """What is wrong, the likeliest cause first."""
     seconds: float = 0.0
 
     @property
     def agrees(self) -> bool:
-        is_whole = self.error is None and not self.wrong_sums and not self.problems
-        return is_whole and not self.failures and not self.splits
+        is_whole = self.error is None and not self.wrong_sums
+        has_problems = self.problems or self.resume_problems
+        return is_whole and not has_problems and not self.failures and not self.splits
 
     @property
     def cause(self) -> str:
@@ -205,10 +209,11 @@ class Verifier:
                     found.findings += [finding for finding in more if finding not in found.findings]
                 if found.wrong_sums:
                     found.findings.insert(0, found.wrong_sums)
+                found.findings += found.resume_problems
             elif not found.agrees:
                 # Patterns are told from rounding in float64.
                 exact = self.verify(job, steps=steps, patch=patch)
-                found.findings = found.problems + exact.findings or [
+                found.findings = found.problems + exact.findings + found.resume_problems or [
                     f"in float64 the plan agrees: in {dtype} it rounds more than one process does. "
                     "Look at the number formats of sums, of reductions and of what ranks exchange"
                 ]
@@ -265,8 +270,9 @@ class Verifier:
                 found.tolerance = self._measure_rounding(found, reference)
                 found.failures = failures(found.differences, found.tolerance)
         found.splits = split_replicas(runs)
-        problems = [problem for run in runs for problem in run.problems]
-        found.problems = list(dict.fromkeys([*problems, *reference.problems]))
+        found.problems = _merged(runs, lambda run: run.problems)
+        found.problems += [p for p in reference.problems if p not in found.problems]
+        found.resume_problems = _merged(runs, lambda run: run.resume_problems)
 
     def _wrong_formats(self, job: ResolvedJob, plan: ResolvedJob, patch: Patch | None) -> list[str]:
         """What is in another number format than a job asks for that trains in mixed precision."""
@@ -311,7 +317,8 @@ class Verifier:
             evidence.traces = ranks.call(
                 f"{trace}:trace_plan", found.job, step, reference.folder, names, modules, patch
             )
-            if evidence.failed("gradient") or evidence.failed("loss"):
+            kinds = ("start", "loss", "norm", "gradient", "weight", "state")
+            if any(map(evidence.failed, kinds)):
                 evidence.cured_by = self._cures(found, reference, step, patch)
         except RankError as error:
             lost = [f"a closer look at step {step} failed ({error})"]
@@ -421,6 +428,19 @@ class Verifier:
             f"{first.difference:.1e}. The same batch at once gives the same numbers twice, and no "
             f"module mixes its sequences, so it is how the parts are added up: {causes[0]}"
         )
+
+
+def _merged(runs: Sequence[RankRun], problems_of: Callable[[RankRun], Sequence[str]]) -> list[str]:
+    """What any rank has found wrong, with the ranks where not all have."""
+    ranks: dict[str, list[int]] = {}
+    for run in runs:
+        for problem in problems_of(run):
+            ranks.setdefault(problem, []).append(run.rank)
+    everyone = [run.rank for run in runs]
+    return [
+        problem if found == everyone else f"{problem} ({name_ranks(found, runs, everyone)})"
+        for problem, found in ranks.items()
+    ]
 
 
 def _what(failure: Failure) -> str:
