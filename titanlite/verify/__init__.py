@@ -11,9 +11,10 @@
                   as weighted sums over parts of the batch (cells.py)
     diagnose.py   from the measurements (evidence.py) to the likely cause: inputs.py, passes.py,
                   gradients.py, shares.py, norms.py and updates.py, in the sentences of words.py
+    formulas.py recurrence.py    on a rank: checks of the run against formulas and settings
     matrix.py     plans that contain every pair of features (covering.py), drawn by overview.py
     command.py report.py    `titanlite verify`
 
 Only the modules that run on ranks import torch: run.py, trace.py, parts.py, cells.py, formulas.py,
-narrow.py and failing.py.
+recurrence.py, narrow.py and failing.py.
 """

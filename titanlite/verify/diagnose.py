@@ -8,8 +8,6 @@ numbers with the pattern of one kind of error: an extra sum, a missing part, a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from titanlite.verify.compare import KINDS
 from titanlite.verify.evidence import Evidence
 from titanlite.verify.gradients import explain_gradients, explain_shares
@@ -50,15 +48,14 @@ def diagnose(evidence: Evidence) -> list[str]:
     return found
 
 
-def _problems(e: Evidence) -> Iterator[str]:
-    yield from dict.fromkeys(problem for run in e.runs for problem in run.problems)
-
-
 def _growth(e: Evidence) -> list[str]:
     """Whether the difference grew or jumped, if it begins after the first step."""
     if e.step <= 1 or not e.failures:
         return []
     first = min((f for f in e.failures if f.step == e.step), key=lambda f: KINDS.index(f.kind))
+    if first.kind in ("validation", "reloaded"):
+        # Compared in few steps only, or after the last.
+        return []
     key = first.kind, first.name
     series = [of_step.get(key, 0.0) for of_step in e.differences[: e.step + 1]]
     before = [value for value in series[1:-1] if value > 0.0]
@@ -77,7 +74,6 @@ def _growth(e: Evidence) -> list[str]:
 
 QUESTIONS = (
     explain_start,
-    _problems,
     explain_data,
     explain_stage_positions,
     explain_count,

@@ -38,7 +38,8 @@ class Evidence:
     @property
     def step(self) -> int:
         """The first step in which something differs."""
-        steps = [f.step for f in self.failures] + [s.step for s in self.splits]
+        # Replicas that differ from each other also differ from the reference, which is a failure.
+        steps = [f.step for f in self.failures] or [s.step for s in self.splits]
         return min(steps, default=1)
 
     def failed(self, kind: str) -> list[str]:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.batch import IGNORE_INDEX, Batch, call_model
+from titanlite.batch import IGNORE_INDEX, call_model
+from titanlite.data.sampler import read_batch
 from titanlite.job import Job
 from titanlite.ranks.account import recorded_calls
 from titanlite.training.loss import NEXT_TOKEN
 from titanlite.training.shards import local_part
-from titanlite.verify.compare import NOISE
-from titanlite.verify.record import ReferenceStep
 
 # Reductions of at most this many elements are losses, norms and counts, not gradients.
 MOST_NUMBERS = 16
@@ -56,92 +55,54 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
     return tuple(f"{start}{problem}" for problem in dict.fromkeys(problems))
 
 
-def wrong_count(job: Job, batches: list[Batch], counted: int) -> Iterator[str]:
-    """Whether the step divides by its number of targets; not checked for a custom count."""
-    if job.trainer.loss.count is not NEXT_TOKEN.count:
-        return
-    own = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
-    if own != counted:
-        yield (
-            f"even on one process, a step with {own} targets divides its loss by {counted}: masked "
-            "targets must not be counted"
-        )
-
-
 def wrong_validation(job: Job, shown: float) -> Iterator[str]:
-    """Whether the validation loss is the mean over targets; only for the next-token loss."""
-    if job.trainer.loss.count is not NEXT_TOKEN.count:
+    """Whether a validation loss is the mean over all samples; only for the next-token loss."""
+    dataset, section = job.validation_dataset, job.config.validation
+    if job.trainer.loss.count is not NEXT_TOKEN.count or dataset is None:
         return
-    total, count = 0.0, 0
+    sizes = [dataset.num_samples, section.steps * job.resolved.global_batch_size]
+    num_samples = min(size for size in sizes if size is not None and size > 0)
+    total, count, at_once = 0.0, 0, section.local_batch_size
     model = job.parts[0].eval()
     with torch.no_grad():
-        for batch in job.validation_batches():
+        for first in range(0, num_samples, at_once):
+            indices = range(first, min(first + at_once, num_samples))
+            batch = read_batch(dataset, indices, job.data.fields).to(job.world.device)
             total += job.trainer.loss.total(call_model(model, batch), batch).item()
             count += int((batch.targets != IGNORE_INDEX).sum())
     model.train()
     if not math.isclose(total / count, shown, rel_tol=1e-6):
         yield (
-            f"even on one process, the validation loss is {shown:.6g}, but its {count} targets "
-            f"have a mean loss of {total / count:.6g}: the sum or its divisor is wrong"
+            f"even on one process, the validation loss is {shown:.6g}, but the {count} targets of "
+            f"its {num_samples} samples have a mean loss of {total / count:.6g}: the samples, the "
+            "sum or its divisor is wrong"
         )
 
 
-def wrong_updates(
-    job: Job, start: Mapping[str, Tensor], record: Any, step: ReferenceStep
-) -> Iterator[str]:
-    """Where the first step on one process does not follow the formulas of clipping and optimizer.
-
-    Only in float64, where the different rounding of formula and kernel does not matter.
-    """
-    config, gradients = job.config, record["gradients"]
-    if config.training.dtype != "float64" or config.training.param_dtype != "float64":
-        return
-    norm = math.sqrt(sum((g.double() ** 2).sum().item() for g in gradients.values()))
-    if not math.isclose(norm, step.norm, rel_tol=1e-9):
-        yield (
-            f"even on one process, the gradient norm is {step.norm:.6g}, but that of the gradients "
-            f"is {norm:.6g}: the norm is computed wrongly"
-        )
-    scale = min(1.0, config.training.max_norm / (norm + 1e-6))
-    section, lr = config.optimizer, record["lr"]
-    factors = []
-    for name, gradient in gradients.items():
-        moment = record["state"].get(f"{name}.exp_avg")
-        if moment is not None and not (section.name == "Adam" and section.weight_decay):
-            wanted = (1 - section.beta1) * scale * gradient
-            size = (wanted * wanted).sum().item()
-            if size > (NOISE * norm) ** 2:
-                factors.append(((moment * wanted).sum() / size).item())
-    if factors and not all(math.isclose(f, 1.0, rel_tol=1e-9) for f in factors):
-        yield (
-            f"even on one process, the optimizer receives gradients {factors[0]:.6g} times as "
-            f"large as clipping a norm of {norm:.6g} to {config.training.max_norm:g} gives: "
-            "clipping is wrong"
-        )
-        return
-    for name, gradient in gradients.items():
-        expected = _first_update(section, lr, start[name].double(), scale * gradient.double())
-        error = (record["weights"][name].double() - expected).abs().max().item()
-        if error > 1e-9 * max(expected.abs().max().item(), lr):
-            yield (
-                f"even on one process, the first update is not that of {section.name}: {name} "
-                f"differs by {error:.1e} from the formula with a learning rate of {lr:.6g} and a "
-                f"weight decay of {section.weight_decay:g}"
-            )
-            return
+def evaluate_unchanged(job: Job, problems: list[str]) -> float:
+    """Run a validation and return its loss; adds to `problems` any training state it changes."""
+    before = _training_state(job)
+    loss = job.evaluate()
+    after = _training_state(job)
+    for what, value in before.items():
+        if any(a is not b and a != b for a, b in zip(value, after[what], strict=True)):
+            problems.append(f"a validation changes {what}; restore it before training continues")
+    return loss
 
 
-def _first_update(section: Any, lr: float, weight: Tensor, gradient: Tensor) -> Tensor:
-    """A weight after the first step of AdamW (arXiv 1711.05101), Adam or SGD."""
-    decay = section.weight_decay
-    if section.name == "SGD":
-        return weight - lr * (gradient + decay * weight)
-    if section.name == "Adam":
-        gradient = gradient + decay * weight
-    else:
-        weight = weight * (1 - lr * decay)
-    # After bias correction the two moments are the first gradient and its square.
-    return weight - lr * gradient / (gradient.abs() + section.eps)
+def _training_state(job: Job) -> dict[str, list[Any]]:
+    trainer = job.trainer
+    return {
+        "the position in the training data": [job.sampler.state],
+        "the learning-rate schedule": [
+            trainer.scheduler.last_epoch,
+            *(group["lr"] for group in trainer.optimizer.param_groups),
+        ],
+        "which modules are in training mode": [m.training for p in job.parts for m in p.modules()],
+        "gradients": [parameter.grad is None for parameter in job.parameters.values()],
+        # Compared by identity: FSDP registers other tensors while parameters are gathered.
+        "the tensors that are the model's parameters": [id(p) for p in job.parameters.values()],
+    }
 
 
 def left_over_gradients(job: Job, step: int) -> Iterator[str]:

@@ -14,10 +14,9 @@ def explain_norm(runs: Sequence[RankRun], step: int, norm: float) -> str:
     """What was counted twice or not at all, if that gives `norm`; else an empty string."""
     if is_near(true_norm(runs, step), norm, 1e-9):
         return ""
-    for words, predicted in _ways_of_counting(runs, step):
-        if is_near(predicted, norm, 1e-9):
-            return words
-    return ""
+    ways = _ways_of_counting(runs, step)
+    fitting = [words for words, predicted in ways if is_near(predicted, norm, 1e-9)]
+    return "; or ".join(list(dict.fromkeys(fitting))[:2])
 
 
 def true_norm(runs: Sequence[RankRun], step: int) -> float:
@@ -42,6 +41,18 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
     placed = {name: axes for run in runs for name, axes in run.placements.items()}
     axes = sorted({axis for run in runs for axis in next(iter(run.placements.values()), {})})
     degrees = {axis: len({run.coordinates[axis] for run in runs}) for axis in axes}
+    of_ranks = [sum(_local(runs, step, run.rank, name) for name in run.placements) for run in runs]
+    yield "the largest of the ranks' own norms is taken", math.sqrt(max(of_ranks))
+    yield "the ranks' own norms are added, not their squares", sum(map(math.sqrt, of_ranks))
+    mean = sum(map(math.sqrt, of_ranks)) / len(of_ranks)
+    yield "the mean of the ranks' own norms is taken", mean
+    stages = sorted({run.coordinates["pp"] for run in runs})
+    for stage in stages if len(stages) > 1 else []:
+        held = {n for run in runs if run.coordinates["pp"] == stage for n in run.placements}
+        yield (
+            f"only the gradients on pp {stage} are counted, without a sum over pp",
+            math.sqrt(sum(once[name] for name in held)),
+        )
     for axis in axes:
         replicated = [name for name in placed if placed[name][axis] == "replicated"]
         extra = (degrees[axis] - 1) * sum(once[name] for name in replicated)

@@ -169,7 +169,8 @@ def _wrong_backward(e: Evidence) -> str:
                 worst[name] = max(worst[name], output.gradient.difference)
     order = [name for name in e.forward_order if name in worst]
     wrong = [index for index, name in enumerate(order) if worst[name] > WRONG_GRADIENT]
-    if not wrong or wrong[-1] == len(order) - 1:
+    # An error in the backward pass makes most gradients of earlier modules wrong too.
+    if not wrong or wrong[-1] == len(order) - 1 or 2 * len(wrong) <= wrong[-1]:
         return ""
     last, after = order[wrong[-1]], order[wrong[-1] + 1]
     return (

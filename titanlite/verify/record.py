@@ -66,6 +66,8 @@ class RankRun:
     steps: list[RankStep]
     problems: tuple[str, ...] = ()
     """Sentences about what does not match the job's settings, even if no number differs."""
+    resume_problems: tuple[str, ...] = ()
+    """Sentences about what is wrong with a run that resumes from this run's checkpoint."""
     reloaded: RankStep | None = None
     """Weights, optimizer state and buffers of a new job that has loaded this one's checkpoint."""
 

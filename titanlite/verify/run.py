@@ -28,7 +28,7 @@ from titanlite.batch import Batch, join
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
 from titanlite.job import Job, build_job
-from titanlite.mesh.parallel_dims import axes_of, axes_where
+from titanlite.mesh.parallel_dims import AXES, axes_where
 from titanlite.names import canonical_name
 from titanlite.ranks.account import recorded_calls
 from titanlite.ranks.world import World
@@ -36,17 +36,17 @@ from titanlite.training.initialize import generator_for
 from titanlite.training.shards import is_sharded, local_part, shard_of, whole_tensor
 from titanlite.verify.failing import naming_failures
 from titanlite.verify.formulas import (
+    evaluate_unchanged,
     left_over_gradients,
     optimizer_problems,
-    wrong_count,
     wrong_formats,
     wrong_reductions,
-    wrong_updates,
     wrong_validation,
 )
 from titanlite.verify.jobs import scheduled_lr
 from titanlite.verify.narrow import find_narrowed
 from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceRun, ReferenceStep
+from titanlite.verify.recurrence import Recurrence, one_seed_for_all
 
 Patch = Callable[[], AbstractContextManager[Any]]
 """A context manager that is entered while a plan is built and run, such as a bug to find."""
@@ -65,6 +65,10 @@ def run_reference(world: World, resolved: ResolvedJob, steps: int, folder: str) 
             {"weights": _whole(job.whole_parameters()), "drawn": drawn}, step_file(folder, 0)
         )
         run = ReferenceRun([ReferenceStep()])
+        start = load(folder, 0)["weights"]
+        problems = list(one_seed_for_all(start))
+        recurrence = Recurrence(job, start)
+        left_over: list[str] = []
         for step in range(1, steps + 1):
             batches = job.draw()
             whole = join(batches).to(torch.device("cpu"))
@@ -97,14 +101,13 @@ def run_reference(world: World, resolved: ResolvedJob, steps: int, folder: str) 
                 "buffers": {name: b.detach().cpu().clone() for name, b in _buffers(job).items()},
             }
             torch.save(record, step_file(folder, step))
-            run.problems += tuple(left_over_gradients(job, step))
-            if step == 1:
-                start = load(folder, 0)["weights"]
-                run.problems += tuple(wrong_updates(job, start, record, run.steps[1]))
-                run.problems += tuple(wrong_count(job, batches, done.num_targets))
-        if resolved.config.validation.enable:
-            run.steps[-1].validation = job.evaluate()
-            run.problems += tuple(wrong_validation(job, run.steps[-1].validation))
+            left_over = left_over or list(left_over_gradients(job, step))
+            problems += recurrence.problems(step, batches, record, run.steps[step])
+            if resolved.config.validation.enable and step in (1, steps):
+                loss = evaluate_unchanged(job, problems)
+                run.steps[step].validation = loss
+                problems += wrong_validation(job, loss)
+        run.problems = tuple(dict.fromkeys([*left_over, *problems]))
         return run
 
 
@@ -136,6 +139,7 @@ def run_plan(
         }
         seen = [RankStep(weights=_agreements(parameters, start["weights"], lambda p: p))]
         pending: tuple[str, ...] = ()
+        left_over: list[str] = []
         for step in range(1, steps + 1):
             record = load(folder, step)
             batches = job.draw()
@@ -153,7 +157,12 @@ def run_plan(
                 done = job.trainer.step(batches, on_gradients=look)
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
-            problems += left_over_gradients(job, step)
+                problems += [
+                    f"{name} requires a gradient on one process, but not under the plan"
+                    for name, parameter in parameters.items()
+                    if name in record["gradients"] and not parameter.requires_grad
+                ]
+            left_over = left_over or list(left_over_gradients(job, step))
             found.loss, found.num_targets = done.loss, done.num_targets
             found.norm, found.lr = done.grad_norm, done.lr
             found.weights = _agreements(parameters, record["weights"], lambda p: p)
@@ -162,15 +171,15 @@ def run_plan(
                 name: agreement_of(buffer, buffer, record["buffers"].get(name))
                 for name, buffer in _buffers(job).items()
             }
+            if resolved.config.validation.enable and step in (1, steps):
+                found.validation = evaluate_unchanged(job, problems)
             seen.append(found)
-        if resolved.config.validation.enable:
-            seen[-1].validation = job.evaluate()
-        reloaded = None
+        reloaded, resume_problems = None, list[str]()
         if reloads:
             try:
-                reloaded = _save_and_load(job, steps, record, problems)
+                reloaded = _save_and_load(job, steps, record, resume_problems)
             except TitanliteError as error:
-                problems.append(f"a checkpoint of the plan cannot be saved and loaded: {error}")
+                resume_problems.append(f"the plan's checkpoint cannot be saved and loaded: {error}")
         return RankRun(
             world.rank,
             job.dims.coordinates(world.rank),
@@ -178,7 +187,8 @@ def run_plan(
             pending,
             expected,
             seen,
-            tuple(problems),
+            (*left_over, *problems),
+            tuple(resume_problems),
             reloaded,
         )
 
@@ -424,6 +434,11 @@ def _is_pending(grad: Tensor | None) -> bool:
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 
+def _axes_of(mesh_dim_name: str) -> list[str]:
+    """The axes in a mesh dimension's name, computed apart from `axes_of`, which may be wrong."""
+    return [axis for axis in AXES if f"_{axis}_" in f"_{mesh_dim_name}_"]
+
+
 def placements_of(job: Job, parameter: Tensor) -> dict[str, str]:
     """Mesh axis -> "replicated", "sharded" or "strided", for axes with more than one rank."""
     stages = axes_where(weights="stages")
@@ -433,7 +448,7 @@ def placements_of(job: Job, parameter: Tensor) -> dict[str, str]:
         for name, placement in zip(names, parameter.placements, strict=True):
             if is_sharded(placement):
                 kind = "strided" if isinstance(placement, _StridedShard) else "sharded"
-                for axis in axes_of(name):
+                for axis in _axes_of(name):
                     if axis in used:
                         used[axis] = kind
     return used

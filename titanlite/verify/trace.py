@@ -78,10 +78,9 @@ def trace_reference(
             batch_dim, _ = labels.get(module_of(name), (None, None))
             outputs[name] = calls[0] if batch_dim is None else torch.cat(calls, batch_dim)
             of_outputs = kept.gradients_of(name)
-            if of_outputs is not None and (batch_dim is not None or len(of_outputs) == 1):
-                gradients_of[name] = (
-                    of_outputs[0] if batch_dim is None else torch.cat(of_outputs, batch_dim)
-                )
+            # Without a dimension of sequences each rank or microbatch has only a share of it.
+            if of_outputs is not None and batch_dim is not None:
+                gradients_of[name] = torch.cat(of_outputs, batch_dim)
         record = {"outputs": outputs, "gradients": gradients_of, "labels": labels}
         torch.save(record, _trace_file(folder))
 

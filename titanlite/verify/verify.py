@@ -14,7 +14,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,7 @@ from titanlite.verify.jobs import (
 )
 from titanlite.verify.pool import RankPool
 from titanlite.verify.record import RankRun, ReferenceStep
+from titanlite.verify.words import name_ranks
 
 Patch = Callable[[], AbstractContextManager[Any]]
 """A context manager that is entered while a plan is built and run, such as a bug to find."""
@@ -86,14 +87,17 @@ class Verification:
     """Modules that compute in a narrower dtype than that of their input, with both dtypes."""
     problems: list[str] = field(default_factory=list)
     """Sentences about what does not match the job's settings, even if no number differs."""
+    resume_problems: list[str] = field(default_factory=list)
+    """Sentences about what is wrong with a run that resumes from the plan's checkpoint."""
     findings: list[str] = field(default_factory=list)
     """What is wrong, the most likely cause first."""
     seconds: float = 0.0
 
     @property
     def agrees(self) -> bool:
-        is_whole = self.error is None and not self.wrong_sums and not self.problems
-        return is_whole and not self.failures and not self.splits
+        is_whole = self.error is None and not self.wrong_sums
+        has_problems = self.problems or self.resume_problems
+        return is_whole and not has_problems and not self.failures and not self.splits
 
     @property
     def cause(self) -> str:
@@ -205,10 +209,11 @@ class Verifier:
                     found.findings += [finding for finding in more if finding not in found.findings]
                 if found.wrong_sums:
                     found.findings.insert(0, found.wrong_sums)
+                found.findings += found.resume_problems
             elif not found.agrees:
                 # Only in float64 can patterns be distinguished from rounding error.
                 exact = self.verify(job, steps=steps, patch=patch)
-                found.findings = found.problems + exact.findings or [
+                found.findings = found.problems + exact.findings + found.resume_problems or [
                     f"in float64 the plan agrees: in {dtype} its rounding error is larger than on "
                     "one process. Look at the dtypes of sums, reductions and communication"
                 ]
@@ -266,8 +271,9 @@ class Verifier:
                 found.tolerance = self._measure_rounding(found, reference)
                 found.failures = failures(found.differences, found.tolerance)
         found.splits = split_replicas(runs)
-        problems = [problem for run in runs for problem in run.problems]
-        found.problems = list(dict.fromkeys([*problems, *reference.problems]))
+        found.problems = _merged(runs, lambda run: run.problems)
+        found.problems += [p for p in reference.problems if p not in found.problems]
+        found.resume_problems = _merged(runs, lambda run: run.resume_problems)
 
     def _wrong_formats(self, job: ResolvedJob, plan: ResolvedJob, patch: Patch | None) -> list[str]:
         """Sentences about tensors of a mixed-precision job that do not have the job's dtypes."""
@@ -312,7 +318,8 @@ class Verifier:
             evidence.traces = ranks.call(
                 f"{trace}:trace_plan", found.job, step, reference.folder, names, modules, patch
             )
-            if evidence.failed("gradient") or evidence.failed("loss"):
+            kinds = ("start", "loss", "norm", "gradient", "weight", "state")
+            if any(map(evidence.failed, kinds)):
                 evidence.cured_by = self._cures(found, reference, step, patch)
         except RankError as error:
             lost = [f"recording step {step} in detail failed ({error})"]
@@ -422,6 +429,19 @@ class Verifier:
             f"at once (difference {first.difference:.1e}). The model is neither random nor mixes "
             f"sequences, so the sum over the parts is wrong: {causes[0]}"
         )
+
+
+def _merged(runs: Sequence[RankRun], problems_of: Callable[[RankRun], Sequence[str]]) -> list[str]:
+    """The problems that any rank reports, with the ranks if not all report it."""
+    ranks: dict[str, list[int]] = {}
+    for run in runs:
+        for problem in problems_of(run):
+            ranks.setdefault(problem, []).append(run.rank)
+    everyone = [run.rank for run in runs]
+    return [
+        problem if found == everyone else f"{problem} ({name_ranks(found, runs, everyone)})"
+        for problem, found in ranks.items()
+    ]
 
 
 def _what(failure: Failure) -> str:
