@@ -63,7 +63,7 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
         )
     copies = {name: len(next(iter(ranks.values()))) for name, ranks in holders.items()}
     yield (
-        "replicated gradients are counted on every rank that holds them",
+        "all replicated gradients are counted on every rank that holds them",
         math.sqrt(sum(copies[name] * once[name] for name in once)),
     )
     for axis in axes:

@@ -44,9 +44,9 @@ def _recomputed(e: Evidence) -> list[str]:
         return []
     return [
         f"activation checkpointing recomputes values that differ from the forward pass, first in "
-        f"{wrong[0]} (by {largest[wrong[0]]:.1e}). The two passes choose different tensors to "
-        "save. Make the choice the same in both, for instance with an operator counter for each "
-        "pass"
+        f"{wrong[0]} (by {largest[wrong[0]]:.1e}). Recomputation must have the inputs of "
+        "the forward pass and save the same tensors, for instance with an operator counter for "
+        "each pass"
     ]
 
 

@@ -56,7 +56,7 @@ def explain_update(e: Evidence) -> Iterator[str]:
     ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
     yield (
         f"gradients and their norm agree, but {shown} {agree(shown, 'differ')} after the step, "
-        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: {_wrong_update(e)}"
+        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}. {_wrong_update(e)}"
     )
 
 
@@ -69,10 +69,10 @@ def _wrong_update(e: Evidence) -> str:
         if name.endswith((".exp_avg", ".momentum_buffer")) and part.bb > 0
     ]
     if not moments:
-        return "clipping or the optimizer is wrong"
+        return "Either clipping or the optimizer is wrong"
     if not e.failed("state"):
         return (
-            "the optimizer state agrees, so the optimizer received the correct gradients. The "
+            "The optimizer state agrees, so the optimizer received the correct gradients. The "
             "update itself is wrong: look at the learning rate, the weight decay and when it runs"
         )
     factor, left = pooled(moments)
@@ -80,10 +80,10 @@ def _wrong_update(e: Evidence) -> str:
     if e.step == 1 and left < EXPLAINED and not is_near(factor, 1.0):
         same = e.factor(factor)
         return (
-            f"the optimizer received gradients {factor:.6g} times as large as on one process"
+            f"The optimizer received gradients {factor:.6g} times as large as on one process"
             f"{f' ({factor:.6g} is {same})' if same else ''}: clipping is wrong"
         )
-    return "the optimizer state differs too: clipping or the optimizer is wrong"
+    return "The optimizer state differs too: clipping or the optimizer is wrong"
 
 
 def explain_state(e: Evidence) -> Iterator[str]:

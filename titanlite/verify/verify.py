@@ -439,7 +439,7 @@ def _merged(runs: Sequence[RankRun], problems_of: Callable[[RankRun], Sequence[s
             ranks.setdefault(problem, []).append(run.rank)
     everyone = [run.rank for run in runs]
     return [
-        problem if found == everyone else f"{problem} ({name_ranks(found, runs, everyone)})"
+        problem if found == everyone else f"{name_ranks(found, runs, everyone)}: {problem}"
         for problem, found in ranks.items()
     ]
 
