@@ -70,6 +70,8 @@ class RankRun:
     """What is wrong with a run that resumes from the checkpoint that this one has saved."""
     reloaded: RankStep | None = None
     """Weights and optimizer state of a new job that has loaded what this one saved at its end."""
+    reloaded_alone: RankStep | None = None
+    """What one process has loaded of the plan's checkpoint; of the first rank's run."""
 
 
 @dataclass
