@@ -118,7 +118,7 @@ def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action
 
 
 def _looped_bfs(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953; backwards in reverse microbatch order."""
+    """Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953; backwards run in reverse order."""
     stages = range(rank, ranks * chunks, ranks)
     forwards = [Action(s, FORWARD, m) for s in stages for m in range(microbatches)]
     return forwards + [

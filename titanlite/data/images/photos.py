@@ -1,7 +1,7 @@
-"""Crops of the two photographs that scikit-learn brings along (427 x 640, RGB).
+"""Crops of the two photographs bundled with scikit-learn (427 x 640, RGB).
 
-Validation reads the tiles that fill the left fifth of each half of each picture, training random
-crops of the rest: no pixel is in both, and two strips a picture are near enough like the rest.
+Validation reads fixed tiles of the left fifth of each half of each picture; training reads random
+crops of the rest. No pixel is in both, and two strips per picture resemble the rest well enough.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ LEVELS = 256
 
 
 class RandomCrops:
-    """Endless crops of `height` x `width` at positions drawn by (seed, index).
+    """Endless crops of `height` x `width` at random positions keyed by (seed, index).
 
-    `regions`: [channels, rows, columns] uint8 tokens, each at least as large as a crop;
-    a crop's region is drawn first, then its place in it.
+    Each of `regions` is [channels, rows, columns] uint8 tokens, at least as large as a crop. The
+    region of a crop is drawn first, then its position in the region.
     """
 
     num_samples = None
@@ -40,8 +40,8 @@ class RandomCrops:
 
 
 def load_photo_regions(split: str) -> list[np.ndarray]:
-    """The split's regions [rows, columns, 3] uint8, two a picture; 64 columns wide to validate."""
-    # Imported here: it costs about a second of CPU time, which the other data sets need not pay.
+    """The regions of a split, [rows, columns, 3] uint8, two per picture; validation: 64 columns."""
+    # Imported here because it takes about a second of CPU time, and only two data sets need it.
     from sklearn.datasets import load_sample_images
 
     regions = []
@@ -55,9 +55,9 @@ def load_photo_regions(split: str) -> list[np.ndarray]:
 def build_photos(
     split: str, *, seed: int, height: int, width: int, channels: int, vocab_size: int
 ) -> RandomCrops | StoredSequences:
-    """Random crops to train on, or the fixed tiles to validate on, in one mixed order.
+    """Random crops for training, or the fixed tiles for validation, in a fixed shuffled order.
 
-    Raises ConfigError where a crop of `height` x `width` does not fit into the split's region.
+    Raises ConfigError if a crop of `height` x `width` does not fit into the split's regions.
     """
     regions = load_photo_regions(split)
     max_height = min(region.shape[0] for region in regions)
@@ -77,12 +77,12 @@ def build_photos(
     if split == "train":
         return RandomCrops(planes, height=height, width=width, seed=seed)
     tiles = np.concatenate([_tiles(plane, height, width) for plane in planes])
-    # Mixed once and for all, so that the first few are not all sky.
+    # Shuffled with a fixed seed, so that the first few are not all sky.
     return StoredSequences(tiles[permutation(0, 0, len(tiles))])
 
 
 def _tiles(plane: np.ndarray, height: int, width: int) -> np.ndarray:
-    """[channels, rows, columns] cut into whole tiles [N, channels, height, width]."""
+    """Cut [channels, rows, columns] into whole tiles [N, channels, height, width]."""
     channels, rows, columns = plane.shape
     down, across = rows // height, columns // width
     whole = plane[:, : down * height, : across * width]
