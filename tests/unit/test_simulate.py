@@ -315,7 +315,7 @@ BAD = {
     ),
     "weight gradient above backward": (
         lambda: simulate(2, 2, 1, pipeline, costs=Costs(weight_gradient=3)),
-        "weight_gradient of stage 0 is 3, more than the whole",
+        "weight_gradient of stage 0 is 3; it must not exceed",
     ),
     "priority raises": (
         lambda: simulate(2, 2, 1, pipeline, lambda w: 1 / 0),

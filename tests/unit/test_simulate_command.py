@@ -101,7 +101,7 @@ def test_ladder_prints_its_table(tmp_path, capsys):
         ("simulate Cuckoo --workers 3 --stages 6", "Cuckoo puts f3.0 on compute worker 3"),
         ("simulate LoopedPipeline --workers 5 --group-size 2", "does not divide 5 workers"),
         ("simulate 1F1B --workers 0", "number of ranks is 0"),
-        ("simulate 1F1B --stages 6", "6 stages do not divide over 4 workers"),
+        ("simulate 1F1B --stages 6", "6 stages do not divide evenly over 4 workers"),
         ("simulate 1F1B --stages 8", "needs 1 stages per rank, not 2"),
         ("simulate 1F1B --priority backward", "which apply only to strategies"),
         ("simulate none.py", "there is no such file"),

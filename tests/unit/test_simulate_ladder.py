@@ -265,8 +265,8 @@ def test_grid_maps_ranks_and_coordinates_both_ways():
         (lambda: Grid(dp=2).coordinates(2), "no rank 2"),
         (lambda: Grid(dp=2).rank(tp=0), "give one coordinate for each of dp"),
         (lambda: Grid(dp=2).rank(dp=2), "dp is 2; it must be between 0 and 1"),
-        (lambda: run_rung(Rung("any", {"dp": 3})), "16 items do not divide over dp x ep = 3"),
-        (lambda: run_rung(Rung("any", {"pp": 3})), "4 layers do not divide over pp = 3"),
+        (lambda: run_rung(Rung("any", {"dp": 3})), "16 items do not divide evenly over dp x ep"),
+        (lambda: run_rung(Rung("any", {"pp": 3})), "4 layers do not divide evenly over pp = 3"),
         (lambda: Cluster(0), "at least one rank"),
     ],
 )

@@ -94,7 +94,7 @@ class CpuFlash(Kernel):
 
     name = "CPU flash"
     device_type = "cpu"
-    # It computes keys in blocks of 512, so it does not skip anything in a causal square that small.
+    # It computes keys in blocks of 512 and does not skip the masked half within a block.
     smallest_triangle = 256
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

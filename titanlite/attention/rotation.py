@@ -60,7 +60,7 @@ class Rotation(ABC):
 
 
 class Ring(Rotation):
-    """Passes each block from neighbour to neighbour, only as far and as much of it as needed.
+    """Passes blocks from neighbour to neighbour; keys travel only as far as a rank needs them.
 
     A rank holds two blocks at a time. The gradient of a block follows it one step later and
     accumulates the contribution of each rank. Keys that no later rank needs leave the ring; the

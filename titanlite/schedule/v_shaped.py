@@ -83,8 +83,8 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
 
     for i in range(microbatches - 2 * ranks + rank + 1):
         if i == 0 and after == 0:
-            # Run separately on the last rank, the forward need not wait for the gradient, which
-            # makes the bubble smaller.
+            # On the last rank these two run separately: the forward then need not wait for the
+            # gradient, and the bubble is smaller.
             row += (down.forward(), up.full_backward())
         else:
             row.append(_pair(down, up))

@@ -38,7 +38,7 @@ def check(schedule: Schedule) -> None:
     if problems:
         shown = "; ".join(problems[:_SHOWN])
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ScheduleError(f"{schedule.name} is not a complete schedule: {shown}{more}")
+        raise ScheduleError(f"{schedule.name} is not a valid schedule: {shown}{more}")
     _run(schedule, STEPS)
 
 

@@ -22,14 +22,14 @@ class Costs:
     waits for (default: half); a schedule that splits the pass runs that part separately.
 
     Without a `network`, communication is free. With one, a message of `activation_units` crosses
-    every edge between workers. A worker sends one message at a time; with `overlap_transfers` it
-    computes meanwhile, without it the sender is blocked.
+    every edge between workers. A worker sends one message at a time; with `overlap_transfers`, it
+    can compute while it sends.
 
     A work item whose weights are stored on another worker first fetches `weight_units`. The fetch
-    starts no earlier than the `prefetch`-th work item before it; with `prefetch=0` it starts when
-    the worker is idle. `reduce_gradients` reduces each stage's gradient over the workers that
-    hold it, with a ring all-reduce, or to one owner if only one worker stores the weights. The
-    reduction overlaps compute, or runs after it if transfers do not overlap.
+    may start together with the `prefetch`-th work item before it; with `prefetch=0`, the worker
+    must be idle first. `reduce_gradients` reduces each stage's gradient over the workers that hold
+    it, with a ring all-reduce, or to one owner if only one worker stores the weights. The reduction
+    overlaps compute, or runs after it if transfers do not overlap.
     """
 
     forward: PerStage = 1
@@ -46,7 +46,7 @@ class Costs:
         if self.activation_units < 0 or self.prefetch < 0:
             raise SimulationError("costs: activation_units and prefetch must not be negative")
         if self.reduce_gradients and self.network is None:
-            raise SimulationError("costs: reduce_gradients is set without a network; give one")
+            raise SimulationError("costs: reduce_gradients needs a network; give one")
 
     def per_stage(self, name: str, num_stages: int) -> list[float]:
         """The values of field `name`, one per stage. Raises SimulationError if one is negative."""

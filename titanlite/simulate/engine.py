@@ -63,8 +63,8 @@ class Plan:
         for stage, (part, whole) in enumerate(zip(self.weight_durations, backward, strict=True)):
             if part > whole:
                 raise SimulationError(
-                    f"costs: weight_gradient of stage {stage} is {part}, more than the whole "
-                    f"backward pass, {whole}"
+                    f"costs: weight_gradient of stage {stage} is {part}; it must not exceed the "
+                    f"backward time, {whole}"
                 )
 
     def weight_gradient(self, backward: int) -> int:
@@ -145,7 +145,7 @@ class _ByPriority:
 
 
 class _Capped(_ByPriority):
-    """Like _ByPriority, with a separate heap for forwards, unused while a worker has no `room`."""
+    """Like _ByPriority, but forwards have their own heap; a worker needs `room` to take one."""
 
     def __init__(self, plan: Plan, room: list[float], total: int) -> None:
         super().__init__(plan, total)

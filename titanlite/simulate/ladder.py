@@ -47,7 +47,7 @@ RUNGS = [
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a rung. `seconds` is of the slowest rank, its parts are means over ranks."""
+    """The result of a rung. `seconds` is the time of the slowest rank; its parts are means."""
 
     rung: Rung
     num_ranks: int
@@ -141,7 +141,7 @@ HEADER = (
 
 
 def ladder_table(measured: Sequence[Measured]) -> str:
-    """A table with one row per rung: times, memory, and the gain and cost over the rung below."""
+    """A table of times and memory per rung, and the gain and cost compared with the rung below."""
     by_name = {row.rung.name: row for row in measured}
     rows = []
     for row in measured:

@@ -16,7 +16,7 @@ class Lexicographic:
     per_batch: int
 
     def __init__(self, num_stages: int, num_batches: int) -> None:
-        # The frontier of a batch that has not started is stage -1, so there are num_stages + 1.
+        # A batch that has not started has its frontier at stage -1: one more value than stages.
         self.stages = num_stages + 1
         self.batches = num_batches
 

@@ -183,7 +183,7 @@ def _make_schedule(scheme: str, workload: Workload) -> Schedule:
     if workload.stages % workload.workers:
         raise SimulationError(
             f"{name} needs the same number of stages on every worker; {workload.stages} stages "
-            f"do not divide over {workload.workers} workers"
+            f"do not divide evenly over {workload.workers} workers"
         )
     return make_schedule(
         name, workload.workers, workload.batches, workload.stages // workload.workers
@@ -191,7 +191,7 @@ def _make_schedule(scheme: str, workload: Workload) -> Schedule:
 
 
 def _cut_finer(costs: Costs, pieces: int) -> Costs:
-    """The costs of one stage if what one stage did before is split into `pieces` stages."""
+    """The costs of each stage after every stage is split into `pieces` equal stages."""
     if pieces == 1:
         return costs
     names = ("forward", "backward", "weight_gradient", "weight_units")

@@ -74,7 +74,9 @@ def make_train_step(
         for axis in axes:
             over *= degrees[axis]
         if count % over:
-            raise SimulationError(f"{count} {name} do not divide over {' x '.join(axes)} = {over}")
+            raise SimulationError(
+                f"{count} {name} do not divide evenly over {' x '.join(axes)} = {over}"
+            )
 
     def step(gpu: GPU) -> Outcome:
         return _Rank(gpu, grid, workload).step(sum_gradients)

@@ -1,7 +1,7 @@
 """Build an image data set by name: `build_dataset("digits", ...)`.
 
-Every data set is a function from a global sample index to a sequence of tokens. It has no position
-and does not depend on the rank, so all plans read the same data.
+Every data set is a function from a global sample index to a sequence of tokens. It has no read
+position and does not depend on the rank, so all plans read the same data.
 """
 
 from __future__ import annotations
