@@ -41,7 +41,7 @@ def zero_parallelism_main(
 
     The record's gradients and params are this rank's flat shards. `held_bytes` has the bytes of
     parameters, gradients and optimizer state at the optimizer step, and of one gathered layer. With
-    `overlap`, the next layer is gathered one ahead, and reduce-scatters overlap the backward pass
+    `overlap`, layers are gathered one ahead, and reduce-scatters overlap the backward pass
     (stages 2 and 3). Raises ValueError if the batch does not divide evenly, or for another stage.
     """
     if stage not in (1, 2, 3):
