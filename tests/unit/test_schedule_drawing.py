@@ -1,4 +1,4 @@
-"""Every renderer draws every span, from computed and from measured times."""
+"""Every renderer draws every span, for computed and for measured times."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def measured() -> Timeline:
-    """As a real run gives it: seconds on a clock that doesn't start at zero."""
+    """A timeline like that of a real run: in seconds, and not starting at zero."""
     spans = [
         Span(0, 100.25, 100.5, "F", 0, 0),
         Span(1, 100.625, 100.875, "F", 1, 0),

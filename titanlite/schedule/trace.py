@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing."""
+"""Export a timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from titanlite.schedule.timeline import NAMES, Timeline
 
 
 def make_trace(timeline: Timeline) -> str:
-    """`timeline` as trace-event JSON, a thread a row and a counter a curve.
+    """`timeline` as trace-event JSON, with one thread per row and one counter per curve.
 
-    Times there are microseconds: seconds become what they are, any other unit a millisecond.
+    Trace times are in microseconds. A timeline in seconds keeps its true times; for any other
+    unit, one unit becomes one millisecond.
     Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """
     factor = 1e6 if timeline.unit == "s" else 1e3
