@@ -89,7 +89,7 @@ def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:
                 piece, source = pieces.pop(name), stored.get_slice(name)
                 if tuple(source.get_shape()) != tuple(piece.shape):
                     raise ConfigError(
-                        f"checkpoint: {shown(name)} has shape {source.get_shape()} in {file}, and "
+                        f"checkpoint: {file}: {shown(name)} has shape {source.get_shape()}, and "
                         f"{list(piece.shape)} in the model; give the [model] it belongs to"
                     )
                 if piece.local.numel():
@@ -100,7 +100,7 @@ def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:
                     found = source[where] if where else stored.get_tensor(name)
                     if found.is_floating_point() != piece.local.is_floating_point():
                         raise ConfigError(
-                            f"checkpoint: {shown(name)} is {_dtype(found)} in {file}, and "
+                            f"checkpoint: {file}: {shown(name)} is {_dtype(found)}, and "
                             f"{_dtype(piece.local)} in the model; give floating-point weights"
                         )
                     piece.local.copy_(found)
