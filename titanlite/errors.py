@@ -53,7 +53,7 @@ class RankError(TitanliteError):
 
 
 class OrderError(TitanliteError):
-    """The ranks called different collectives: which rank, over which axis, at which line."""
+    """Ranks called different collectives, or in another order: which rank, axis and line."""
 
 
 class LostWorldError(TitanliteError):

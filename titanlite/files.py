@@ -46,7 +46,7 @@ def read_bytes(path: str | Path, *, most_bytes: int, follow_links: bool = True) 
 
 
 def hold(descriptor: int, patience_seconds: float) -> bool:
-    """Lock an open file or folder until it is closed or this process ends; whether it succeeded.
+    """Lock an open file or folder until it is closed or this process ends; False if that fails.
 
     If another process has the lock, wait up to `patience_seconds`, since the ranks of a killed run
     may take some time to end. On a file system without locks, always True.

@@ -118,7 +118,7 @@ class Manifest(_Record):
             if self.holds == "training":
                 raise ValueError("a .safetensors file holds only weights")
             if set(self.files) != {SAFETENSORS}:
-                raise ValueError(f"files must be {SAFETENSORS} alone")
+                raise ValueError(f"files must list only {SAFETENSORS}")
         elif METADATA not in self.files or not any(n.endswith(TENSORS) for n in self.files):
             raise ValueError(f"files lacks {METADATA}, or any {TENSORS} file")
         if self.holds == "training":

@@ -156,7 +156,7 @@ class _Builder:
                 raise BrokenCheckpointError(f"{METADATA} has a piece of {name} outside its shape")
             chunks.append(ChunkStorageMetadata(offsets, sizes))
         if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
-            raise BrokenCheckpointError(f"{METADATA} has pieces of {name} that do not make it up")
+            raise BrokenCheckpointError(f"{METADATA} has missing or extra pieces of {name}")
         return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
     def _index(self, plain: Any) -> MetadataIndex:
@@ -182,7 +182,7 @@ class _Builder:
         if not (_is_count(offset) and _is_count(length)) or (
             offset + length > self._file_bytes[path]
         ):
-            raise BrokenCheckpointError(f"{METADATA} has a place outside of {shown(path)}")
+            raise BrokenCheckpointError(f"{METADATA} has an invalid place in {shown(path)}")
         return _StorageInfo(path, offset, length)
 
     def _check_places(
@@ -196,7 +196,7 @@ class _Builder:
             if place is None:
                 raise BrokenCheckpointError(f"{METADATA} has no place for a piece of {name}")
             if chunk.sizes.numel() * stored.properties.dtype.itemsize > place.length:
-                raise BrokenCheckpointError(f"{METADATA} has too small a place for {name}")
+                raise BrokenCheckpointError(f"{METADATA} has too few bytes for a piece of {name}")
 
 
 def _kind(plain: Any) -> str:

@@ -196,7 +196,7 @@ class Checkpoints:
             self._ended = self._said(self._saving_to, *self._times)
 
     def _sealer(self, folder: Path, **of_manifest: Any) -> Seal:
-        """A function, called only on rank 0, that makes the files in `folder` a checkpoint."""
+        """A function, called only on rank 0, that turns the files in `folder` into a checkpoint."""
         job = self._job
         about = {
             **of_manifest,

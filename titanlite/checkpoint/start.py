@@ -28,7 +28,7 @@ from titanlite.job import Job
 
 
 def start_from(job: Job, folder: CheckpointFolder, ranks: CheckpointGroup) -> tuple[int, list[str]]:
-    """Load what the job starts from; returns the last step of that state and lines to print.
+    """Load what the job starts from; returns its last completed step, and lines to print.
 
     That is the newest valid checkpoint of `folder`, or the one of checkpoint.load_step; else
     checkpoint.initial_load_path; else nothing (step 0). A torn checkpoint is reported, and the one

@@ -116,7 +116,7 @@ def save(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None, seal: Se
 def save_async(
     pieces: Pieces, folder: Path, group: dist.ProcessGroup, seal: Seal, stager: AsyncStager
 ) -> Any:
-    """Like `save`, from a copy that `stager` makes, in a thread; returns a concurrent future.
+    """Like `save`, in a thread, from a copy by `stager`; returns a concurrent.futures.Future.
 
     Nothing else may use `group` until the future is done.
     """
@@ -306,7 +306,7 @@ class SafeReader(FileSystemReader):
 
 
 def _tensor_of(file: IO[bytes], index: MetadataIndex, stored: Mapping[str, Any]) -> Tensor:
-    """Load the piece of a tensor in `file`; raises BrokenCheckpointError if it is another one."""
+    """Load the piece of a tensor in `file`; raises BrokenCheckpointError if it is invalid."""
     try:
         tensor = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:  # altered bytes can raise anything

@@ -66,7 +66,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
 def load_safetensors(job: Job, path: Path, ranks: CheckpointGroup) -> None:
     """Load each rank's shards from a .safetensors file, or a folder of them.
 
-    Every rank must call this. Raises ConfigError for missing keys, unexpected keys, another shape,
+    Every rank must call this. Raises ConfigError for missing keys, unexpected keys, wrong shapes,
     and weights that are not floating point.
     """
     pieces = {name.partition(".")[2]: piece for name, piece in state.weight_pieces(job).items()}
@@ -77,7 +77,10 @@ def load_safetensors(job: Job, path: Path, ranks: CheckpointGroup) -> None:
 
 
 def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:
-    """Fill and remove the pieces found in `path`; `whole` has the names of the whole model."""
+    """Fill the pieces found in `path`, and remove them from `pieces`.
+
+    `whole` has the names of the whole model.
+    """
     for file in files_of(path):
         with _opened(file) as stored:
             if more := sorted(set(stored.keys()) - whole):

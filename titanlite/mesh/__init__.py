@@ -1,1 +1,1 @@
-"""The mesh axes, their degrees and coordinates (parallel_dims.py), and the device meshes."""
+"""The mesh axes, degrees and coordinates (parallel_dims.py); the meshes (device_mesh.py)."""

@@ -27,7 +27,7 @@ class Meshes:
     dp: DeviceMesh
 
     def axes_of_groups(self) -> dict[str, str]:
-        """Process group -> its axis; a group of all ranks has " (the world)" appended."""
+        """Process group -> its axis; for a group of all ranks, the axis + " (the world)"."""
         named = [(axis, self.world) for axis in self.world.mesh_dim_names or ()]
         named += [(axis, self.dp) for axis in self.dp.mesh_dim_names or ()]
         # If dp_shard has one rank, dp_shard_cp is cp's own group: the first name, cp, is kept.

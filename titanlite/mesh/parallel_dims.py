@@ -151,7 +151,7 @@ class ParallelDims:
         return self.place_on(axes_where(batch="tokens"), rank)
 
     def counts_loss(self, rank: int) -> bool:
-        """Whether the loss of `rank` is counted: one rank of those that hold the same tokens.
+        """Whether the loss of `rank` is counted: true for one of the ranks with the same tokens.
 
         In a pipeline only the last stage computes a loss, so the pp axis is ignored here.
         """

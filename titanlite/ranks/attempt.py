@@ -1,7 +1,7 @@
-"""A unique name for each restart of a run, shared by all its ranks.
+"""A unique name for each attempt (start or restart) of a run, agreed on by all its ranks.
 
 torchrun's agents keep one store across restarts, so it still holds the keys of dead ranks: old
-addresses and old alarms. A new prefix per restart separates them. An agent's restart count cannot
+addresses and old alarms. A new prefix per attempt separates them. An agent's restart count cannot
 serve as that prefix, since agents count differently.
 """
 

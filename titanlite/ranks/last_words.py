@@ -44,7 +44,7 @@ class BlackBox:
 
     Reading the frames of a running thread without holding the GIL can crash the process.
     faulthandler's timer does that, and so does its signal handler if it interrupts the interpreter.
-    So faulthandler never runs in a healthy world: a thread that holds the GIL records the stacks,
+    So faulthandler never runs in a healthy run: a thread that holds the GIL records the stacks,
     and the signal goes only to ranks that did not report after an alarm.
     """
 
@@ -186,7 +186,7 @@ class ProcessRecord:
         return self.host == socket.gethostname()
 
     def state(self) -> str:
-        """GONE, STOPPED or RUNNING; "" for a process on another machine."""
+        """GONE, STOPPED or RUNNING; "" if unknown: on another machine, or without /proc."""
         if not self.is_here or not Path("/proc/self/stat").exists():
             return ""
         letter, start = process_status(str(self.number))

@@ -1,4 +1,4 @@
-"""Start local ranks: one process per rank on this machine, all of them ended with the call.
+"""Start local ranks: one process per rank on this machine; none of them outlives the caller.
 
 Importing this module does not import torch, so the launcher stays small. A fork server imports
 torch once and never runs an operation, so forking it is always safe; every rank is forked from it.
@@ -261,7 +261,7 @@ def _how_ended(exit_code: int) -> str:
 
 
 def _end(ranks: list[_Rank], folder: Path, held: Connection) -> None:
-    """End all ranks: each exits when its connection closes, or is killed after a while."""
+    """End all ranks: each exits when its connection closes, or is killed after END_SECONDS."""
     for rank in ranks:
         rank.connection.close()
     deadline = time.monotonic() + END_SECONDS

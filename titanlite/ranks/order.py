@@ -21,8 +21,8 @@ AFTER = "; this step did not change the weights"
 class OrderCheck:
     """Compares the calls of the ranks since the last comparison.
 
-    Every rank must create it and call it. `axes` maps the process groups to compare to their axes;
-    the default group is always compared.
+    Every rank must create it and call it. `axes` has the process groups to compare, group -> axis;
+    the default group is compared, too.
     """
 
     def __init__(self, axes: dict[str, str]) -> None:

@@ -1,8 +1,9 @@
 """The hang report: which rank waits in which collective, and for which rank; torch-free.
 
-Each rank numbers the collectives of a group in the order of its calls. So if a rank's last number
-is lower, it did not reach the collective. If its operation, size or dtype at a number differs, the
-ranks diverged there. write_report makes the report; find_astray finds the first such number.
+Each rank numbers the collectives of a group in the order of its calls. If others wait in a number
+that a rank has not reached, it is missing there. If the operation, size or dtype at a number
+differs between ranks, they diverged there. write_report makes the report; find_astray finds the
+first number at which ranks diverged.
 """
 
 from __future__ import annotations

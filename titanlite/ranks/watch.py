@@ -179,7 +179,7 @@ class Watch:
                     error.is_told_here = self._store.add("told", 1) == 1
 
     def prepare_abort(self) -> None:
-        """Called when the process is about to abort: delay that until the state is written."""
+        """Delay an abort of this process until its state is written."""
         self._aborting = True
         self._wake.set()
         self._over.wait(2 * ANSWER_SECONDS)

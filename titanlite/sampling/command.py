@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         raise TitanliteError(f"{error.rank_traceback}\n{error}".strip()) from error
     name, wanted = DATASETS[config.training.dataset].sample_name, config.sampling.num_samples
     if drawn < wanted:
-        print(f"only {drawn} of {wanted} {name}s: all would take over a minute")
+        print(f"sampled only {drawn} of {wanted} {name}s: all would take over a minute")
     print(f"{drawn} {name}{'s' * (drawn != 1)} from {source}: {asked.out}")
     return 0
 

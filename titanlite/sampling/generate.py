@@ -152,7 +152,7 @@ class Pace:
         return num_left * (at_end + slope * num_left / 2)
 
     def allows_another(self) -> bool:
-        """Whether to start another batch: if at least half of the time is left."""
+        """Whether to start another batch: if none was cut short, and half of the time is left."""
         self._last = self._clock()
         return self._was_kept and 2 * (self._last - self._start) <= self._limit_seconds
 
