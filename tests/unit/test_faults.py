@@ -194,7 +194,8 @@ SLOW: dict[Callable[..., None], tuple[str, ...]] = {
     send_nothing: (
         "rank 2: did not reach ",
         "the recv over the world with rank 0",
-        "rank 0 (dp_shard 0, tp 0) is waiting for rank 2 in a recv over the world, called at ",
+        "rank 0 (dp_shard 0, tp 0) is waiting for rank 2 in a recv over the world, called at "
+        + HERE,
     ),
     finish: (
         "rank 2: did not reach all_reduce 2 over dp_shard and all_reduce 3 over tp; ranks ",
