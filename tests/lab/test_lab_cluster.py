@@ -161,7 +161,7 @@ class TestFailures:
             small.run(wait, timeout_seconds=0.5)
 
     def test_a_device_stuck_in_python_is_ended(self, small):
-        with pytest.raises(RankError, match="ranks 0, 1, 2 not done"):
+        with pytest.raises(RankError, match="ranks 0, 1, 2 did not finish"):
             small.run(lambda device: threading.Event().wait(), timeout_seconds=0.5)
 
     def test_a_message_that_nobody_takes_is_an_error_now_not_in_the_next_run(self, small):
