@@ -148,7 +148,7 @@ class TestFailures:
                 os.kill(os.getpid(), signal.SIGKILL)
             device.all_reduce(torch.ones(2))
 
-        with pytest.raises(RankError, match="rank 2: was ended by SIGKILL"):
+        with pytest.raises(RankError, match="rank 2: was killed by SIGKILL"):
             small.run(die)
 
     def test_waiting_for_a_message_that_never_comes_ends(self, small):
@@ -157,11 +157,11 @@ class TestFailures:
                 device.channel(1).recv(torch.empty(1))
 
         # On a busy machine, other ranks may not have finished either.
-        with pytest.raises(RankError, match=r"ranks? 0(, \d)* not done after 0\.5 s"):
+        with pytest.raises(RankError, match=r"ranks? 0(, \d)* did not finish within 0\.5 s"):
             small.run(wait, timeout_seconds=0.5)
 
     def test_a_device_stuck_in_python_is_ended(self, small):
-        with pytest.raises(RankError, match="ranks 0, 1, 2 not done"):
+        with pytest.raises(RankError, match="ranks 0, 1, 2 did not finish"):
             small.run(lambda device: threading.Event().wait(), timeout_seconds=0.5)
 
     def test_a_message_that_nobody_takes_is_an_error_now_not_in_the_next_run(self, small):

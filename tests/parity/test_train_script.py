@@ -356,9 +356,9 @@ def test_a_killed_rank_ends_the_run_with_its_number(tmp_path):
         first, *_, last = stderr.splitlines()
         assert (first, last) == (
             "The run has stopped: a rank was lost.",
-            "rank 1: was ended by SIGKILL",
+            "rank 1: was killed by SIGKILL",
         )
-        assert "rank 0 (dp_shard 0) waits for rank 1 in " in stderr
+        assert "rank 0 (dp_shard 0) is waiting for rank 1 in " in stderr
         assert_all_gone(process.pid)
         assert own_files(temporary) == []
 
@@ -506,11 +506,12 @@ def test_a_stuck_or_dead_rank_ends_the_run_with_a_report(tmp_path, launcher, num
         assert time.monotonic() - start < 15, stderr
         assert process.returncode == 1
         if number == signal.SIGSTOP:
-            reason, state = "ranks waited 2 s, comm.train_timeout_seconds", "is stopped by a signal"
+            reason = "ranks waited 2 s (comm.train_timeout_seconds)"
+            state = "is stopped by a signal"
         else:
             reason, state = "a rank was lost", "has died"
         assert f"The run has stopped: {reason}.\n" in stderr
-        assert "  rank 0 (dp_shard 0) waits for rank 1 in " in stderr
+        assert "  rank 0 (dp_shard 0) is waiting for rank 1 in " in stderr
         assert f"rank 1: {state} (process {bad} on " in stderr
         assert stderr.count("The run has stopped") == 1
         assert_all_gone(process.pid)
@@ -593,7 +594,7 @@ def test_a_world_without_an_agent(tmp_path, is_killed):
             process.communicate()
     if is_killed:
         assert [process.returncode for process in processes] == [-signal.SIGKILL, 1]
-        assert "rank 1: lost rank 0, which kept the store of the ranks\n" in said[1]
+        assert "rank 1: lost the connection to rank 0, which hosts the store\n" in said[1]
     else:
         assert [process.returncode for process in processes] == [0, 0]
         assert said == ["", ""]
