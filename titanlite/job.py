@@ -33,11 +33,13 @@ from titanlite.parallelize import (
     Parallelized,
     ParallelPlan,
     PipelineRunner,
+    find_blocks,
     find_plan,
     split_and_parallelize,
     uses_loss_parallel,
 )
 from titanlite.parallelize.activation_checkpoint import RecomputationReport
+from titanlite.parallelize.async_tensor_parallel import Fusions
 from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.parallelize.plan import refuse_tied_weights
 from titanlite.plan_row import PlanRow
@@ -72,6 +74,8 @@ class Job:
     recomputation: RecomputationReport
     layout: Layout
     """Which tokens each rank of the cp axis holds; cuts a batch where it enters."""
+    fusions: Fusions | None = None
+    """What the compiler has overlapped of tensor parallelism, where it is to do that."""
 
     @property
     def config(self) -> JobConfig:
@@ -116,7 +120,10 @@ class Job:
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the next global batch, in the run's step `number`."""
-        return self.trainer.step(self.draw(), number)
+        result = self.trainer.step(self.draw(), number)
+        if self.fusions is not None:
+            self.fusions.require()
+        return result
 
     def draw(self) -> list[Batch]:
         """This rank's part of the next global batch, as it takes it: in one or several batches."""
@@ -247,7 +254,17 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         applied=made.applied,
         recomputation=made.recomputation,
         layout=layout,
+        fusions=_watch_fusions(config, world, made.parts, plan),
     )
+
+
+def _watch_fusions(
+    config: JobConfig, world: World, parts: list[nn.Module], plan: ParallelPlan
+) -> Fusions | None:
+    """None where the compiler is to fuse nothing, and on a stage without blocks to compile."""
+    backend = config.parallelism.overlap_backend(world.device.type)
+    has_blocks = any(find_blocks(part, plan) for part in parts)
+    return Fusions() if backend == "symmetric_memory" and has_blocks else None
 
 
 def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, ParallelPlan]:

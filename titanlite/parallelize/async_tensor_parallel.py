@@ -1,0 +1,115 @@
+"""Asynchronous tensor parallelism: what of it is active.
+
+As rings it is in the TP styles (ring_product.py). On symmetric memory it is inductor's: its
+micro-pipeline pass replaces an all-gather with its products, or a product with its reduce-scatter,
+by one fused operator, wherever it finds them; `Fusions` counts what it found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.errors import TitanliteError
+from titanlite.parallelize.plan import ParallelPlan, match_modules
+from titanlite.parallelize.styles import GatherColwise, RingStyle
+
+GATHER, SCATTER = "all-gather-matmul", "matmul-reduce-scatter"
+_FUSED = {
+    "fused_all_gather_matmul": GATHER,
+    "fused_all_gather_scaled_matmul": GATHER,
+    "fused_matmul_reduce_scatter": SCATTER,
+    "fused_scaled_matmul_reduce_scatter": SCATTER,
+}
+
+
+def has_ring_styles(model: nn.Module, plan: ParallelPlan) -> bool:
+    """Whether the plan cuts any module of `model` by a style that has a ring form."""
+    styles = {**plan.tensor_parallel}
+    return any(
+        isinstance(style, RingStyle) and match_modules(model, pattern)
+        for pattern, style in styles.items()
+    )
+
+
+def describe_rings(rings: Mapping[str, str]) -> str:
+    """How many pairs are rings: of modules cut as rings, the names of their styles."""
+    counts = Counter(rings.values())
+    num_gathers = counts.pop(GatherColwise.__name__, 0)
+    return f"{num_gathers} {GATHER} and {sum(counts.values())} {SCATTER} pairs are rings"
+
+
+def enable_symmetric_memory(tp_mesh: DeviceMesh | None) -> None:
+    """Have inductor fuse over `tp_mesh` from now on, and count it; None: have it do neither."""
+    inductor: Any = torch._inductor.config
+    inductor._micro_pipeline_tp = tp_mesh is not None
+    inductor.post_grad_custom_post_pass = None if tp_mesh is None else _CountFusions()
+    if tp_mesh is not None:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+
+
+class Fusions:
+    """The pairs that inductor has fused since this was made, in the graphs compiled since.
+
+    A graph that is found on disk counts as when it was compiled.
+    """
+
+    def __init__(self) -> None:
+        self._before = Counter(counters["inductor"])
+
+    def counts(self) -> dict[str, int]:
+        """Pair and pass -> how many."""
+        now = counters["inductor"]
+        return {
+            f"{kind} {way}": now[_counter(kind, way)] - self._before[_counter(kind, way)]
+            for kind in (GATHER, SCATTER)
+            for way in ("forward", "backward")
+        }
+
+    def describe(self) -> str:
+        """One line, such as `2 all-gather-matmul (forward), ...`."""
+        listed = ", ".join(f"{count} {what}" for what, count in self.counts().items())
+        return f"pairs fused on symmetric memory in the graphs that equal blocks share: {listed}"
+
+    def require(self) -> None:
+        """Raises TitanliteError where nothing was fused, and a run would be as without."""
+        if not any(self.counts().values()):
+            raise TitanliteError(
+                "parallelism.enable_async_tensor_parallel: inductor has found no all-gather and "
+                "matrix product, and no matrix product and reduce-scatter, that it could fuse on "
+                "symmetric memory; set it to false, or "
+                'parallelism.async_tensor_parallel_backend = "ring"'
+            )
+
+
+class _CountFusions(CustomGraphPass):
+    """Counts fused operators in a graph after inductor's passes over it.
+
+    In inductor's own counters, which it stores with a compiled graph and adds again where it takes
+    the graph from disk.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name]
+        for node in graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            kind = _FUSED.get("" if schema is None else schema.name.removeprefix("symm_mem::"))
+            if kind is not None:
+                counters["inductor"][_counter(kind, "backward" if tangents else "forward")] += 1
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))
+
+
+def _counter(kind: str, way: str) -> str:
+    return f"titanlite: {kind}, {way}"
