@@ -39,7 +39,11 @@ from titanlite.parallelize import (
     uses_loss_parallel,
 )
 from titanlite.parallelize.activation_checkpoint import RecomputationReport
-from titanlite.parallelize.async_tensor_parallel import Fusions
+from titanlite.parallelize.async_tensor_parallel import (
+    Fusions,
+    ring_products,
+    warn_of_small_chunks,
+)
 from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.parallelize.plan import refuse_tied_weights
 from titanlite.plan_row import PlanRow
@@ -76,6 +80,8 @@ class Job:
     """Which tokens each rank of the cp axis holds; cuts a batch where it enters."""
     fusions: Fusions | None = None
     """What the compiler has overlapped of tensor parallelism, where it is to do that."""
+    notes: tuple[str, ...] = ()
+    """Lines for whoever starts the run."""
 
     @property
     def config(self) -> JobConfig:
@@ -215,6 +221,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     dataset = _build_dataset(resolved, "train")
     layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     model, plan = _build_model(resolved, data)
+    slow = _warn_of_slow_rings(resolved, world, model, plan)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     made = split_and_parallelize(
         model,
@@ -255,7 +262,22 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         recomputation=made.recomputation,
         layout=layout,
         fusions=_watch_fusions(config, world, made.parts, plan),
+        notes=(slow,) if slow else (),
     )
+
+
+def _warn_of_slow_rings(
+    resolved: ResolvedJob, world: World, model: nn.Module, plan: ParallelPlan
+) -> str:
+    config, dims = resolved.config, resolved.dims
+    device = world.device.type
+    if device != "cpu" or config.parallelism.overlap_backend(device) != "ring":
+        return ""
+    at_once = config.training.local_batch_size
+    if resolved.pipeline is not None:
+        at_once = resolved.pipeline.microbatch_size
+    num_tokens = at_once * resolved.seq_len // dims.num_token_shards
+    return warn_of_small_chunks(ring_products(model, plan, dims.tp, num_tokens))
 
 
 def _watch_fusions(

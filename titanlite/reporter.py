@@ -347,7 +347,7 @@ class Reporter:
         if idle := name_idle_keys(job.config):
             say(idle)
         say("")
-        for note in self._notes:
+        for note in (*job.notes, *self._notes):
             say(note)
 
 

@@ -7,8 +7,10 @@ by one fused operator, wherever it finds them; `Fusions` counts what it found.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.errors import TitanliteError
 from titanlite.parallelize.plan import ParallelPlan, match_modules
-from titanlite.parallelize.styles import GatherColwise, RingStyle
+from titanlite.parallelize.styles import GatherColwise, RingStyle, RowwiseLocal
 
 GATHER, SCATTER = "all-gather-matmul", "matmul-reduce-scatter"
 _FUSED = {
@@ -30,13 +32,15 @@ _FUSED = {
     "fused_scaled_matmul_reduce_scatter": SCATTER,
 }
 
+LEAST_CPU_FLOPS = 30e6
+"""From where on a ring pays without a slow link: measured, docs/async_tp.md."""
+
 
 def has_ring_styles(model: nn.Module, plan: ParallelPlan) -> bool:
     """Whether the plan cuts any module of `model` by a style that has a ring form."""
-    styles = {**plan.tensor_parallel}
     return any(
         isinstance(style, RingStyle) and match_modules(model, pattern)
-        for pattern, style in styles.items()
+        for pattern, style in plan.tensor_parallel.items()
     )
 
 
@@ -47,6 +51,57 @@ def describe_rings(rings: Mapping[str, str]) -> str:
     return f"{num_gathers} {GATHER} and {sum(counts.values())} {SCATTER} pairs are rings"
 
 
+@dataclass(frozen=True)
+class RingProduct:
+    """A product that a ring multiplies chunk by chunk: its module, rows, inputs and outputs."""
+
+    name: str
+    rows: int
+    num_in: int
+    num_out: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.num_in * self.num_out
+
+    def describe(self) -> str:
+        return f"{self.name}: {self.rows} x {self.num_in} x {self.num_out}"
+
+
+def ring_products(
+    model: nn.Module, plan: ParallelPlan, num_ranks: int, num_tokens: int
+) -> list[RingProduct]:
+    """The products of a chunk that the plan's rings make of the plain `model`, on one rank.
+
+    `num_tokens` is what the ranks of the tp axis compute at once, sequences times tokens.
+    """
+    rows, found = num_tokens // num_ranks, []
+    for pattern, style in plan.tensor_parallel.items():
+        for name, module in match_modules(model, pattern).items():
+            layer: Any = module
+            if isinstance(style, GatherColwise):
+                weights = [layer.get_submodule(own).weight for own in style.layers]
+                num_out = sum(weight.size(0) for weight in weights) // num_ranks
+                found.append(RingProduct(name, rows, weights[0].size(1), num_out))
+            elif isinstance(style, RowwiseLocal):
+                num_out, num_in = layer.weight.shape
+                found.append(RingProduct(name, rows, num_in // num_ranks, num_out))
+    return found
+
+
+def warn_of_small_chunks(products: Iterable[RingProduct]) -> str:
+    """A line where a ring on CPU is likely to be slower than collectives; else ""."""
+    smallest = min(products, key=lambda product: product.flops, default=None)
+    if smallest is None or smallest.flops >= LEAST_CPU_FLOPS:
+        return ""
+    return (
+        "warning: parallelism.enable_async_tensor_parallel: rings are likely to be slower than "
+        f"collectives here: a chunk's product ({smallest.describe()}) takes "
+        f"{smallest.flops / 1e6:.2g} MFLOP, and on CPU a ring pays from about "
+        f"{LEAST_CPU_FLOPS / 1e6:.0f} MFLOP on"
+    )
+
+
 def enable_symmetric_memory(tp_mesh: DeviceMesh | None) -> None:
     """Have inductor fuse over `tp_mesh` from now on, and count it; None: have it do neither."""
     inductor: Any = torch._inductor.config
@@ -55,7 +110,10 @@ def enable_symmetric_memory(tp_mesh: DeviceMesh | None) -> None:
     if tp_mesh is not None:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-        enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+        with warnings.catch_warnings():
+            # torch 2.13 says that it need not be called; the pass still asks whether it was.
+            warnings.simplefilter("ignore", FutureWarning)
+            enable_symm_mem_for_group(tp_mesh.get_group().group_name)
 
 
 class Fusions:

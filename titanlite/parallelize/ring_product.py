@@ -226,22 +226,42 @@ def _differentiate_gather(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None
 def _save_scattered(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, *ctx.settings = inputs
     ctx.save_for_backward(x, weight)
-    ctx.whole_grad = None
+    ctx.kept = None
 
 
 def _differentiate_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    grad_x, whole_grad = None, ctx.whole_grad
+    grad_x = grad_weight = None
+    wants_x, wants_weight = _is_wanted(ctx, 0), _is_wanted(ctx, 1)
     # In a backward pass of two parts, the second finds here what the first has gathered.
-    ctx.whole_grad = None
+    whole_grad = None if wants_x or ctx.kept is None else ctx.kept.of(grad)
     if whole_grad is None:
         grad_x, whole_grad = torch.ops.titanlite.gather_product(grad, weight.t(), *ctx.settings)
-    grad_weight = None
-    if _is_wanted(ctx, 1):
+    ctx.kept = None
+    if wants_weight:
         grad_weight = _weight_gradient(whole_grad, x)
     elif ctx.needs_input_grad[1]:
-        ctx.whole_grad = whole_grad
-    return grad_x, grad_weight, *(None for _ in ctx.settings)
+        ctx.kept = _Kept(grad, grad._version, whole_grad)
+    return grad_x if wants_x else None, grad_weight, *(None for _ in ctx.settings)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a gradient is when gathered, as long as it is the same gradient."""
+
+    grad: Tensor
+    version: int
+    whole: Tensor
+
+    def of(self, grad: Tensor) -> Tensor | None:
+        own = self.grad
+        # As `grad` is held here, no other tensor can have come to lie in its place.
+        same = (own.data_ptr(), own.shape, own.stride()) == (
+            grad.data_ptr(),
+            grad.shape,
+            grad.stride(),
+        )
+        return self.whole if same and grad._version == self.version else None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
