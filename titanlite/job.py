@@ -269,9 +269,10 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
 def _warn_of_slow_rings(
     resolved: ResolvedJob, world: World, model: nn.Module, plan: ParallelPlan
 ) -> str:
-    config, dims = resolved.config, resolved.dims
-    device = world.device.type
-    if device != "cpu" or config.parallelism.overlap_backend(device) != "ring":
+    config, dims, device = resolved.config, resolved.dims, world.device.type
+    compiled = config.compile.enable and "model" in config.compile.components
+    is_ring = config.parallelism.overlap_backend(device) == "ring"
+    if device != "cpu" or not compiled or not is_ring:
         return ""
     at_once = config.training.local_batch_size
     if resolved.pipeline is not None:
