@@ -149,8 +149,9 @@ def _gather_product(
             transfer.post(whole[held], whole[ring.gathered(step + 1)])
         with record_function(f"gather_product: product of chunk {held}"):
             multiply(whole[held], weight, out[held])
-        with record_function("gather_product: wait for the next chunk"):
-            transfer.wait()
+        if not is_last:
+            with record_function("gather_product: wait for the next chunk"):
+                transfer.wait()
     return _joined(out, dim), _joined(whole, dim)
 
 
