@@ -11,8 +11,8 @@ import pytest
 from test_plan_invariance import TOLERANCE, assert_invariant
 from training import debug_config, difference, train
 
-from titanlite.config import make_config, resolve_job
-from titanlite.errors import TitanliteError
+from titanlite.config import check_machine, make_config, resolve_job
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.ranks.launch import Place, run_ranks
 
 # torch is imported by the functions that run on ranks, as in any program that starts some.
@@ -238,6 +238,35 @@ def test_the_plan_says_what_became_rings_and_nothing_is_no_answer() -> None:
         "does, and a OwnLinear has a product of its own; leave asynchronous tensor parallelism "
         "off, or the layer plain",
     ]
+
+
+def test_sequences_without_chunks_of_one_size_are_refused_before_ranks_start() -> None:
+    uneven = ring_of(tensor_parallel_degree=3)["parallelism"]
+    sizes = WITHOUT_RING_STYLES["model"] | {"hidden_dim": 66}
+    with pytest.raises(ConfigError) as refused:
+        make_config(WITHOUT_RING_STYLES | {"parallelism": uneven, "model": sizes})
+    assert refused.value.problems == (
+        "parallelism.enable_async_tensor_parallel: 64 tokens are not a multiple of "
+        "tensor_parallel_degree 3, and the chunks of a ring are of one size; give 2 or 4, or set "
+        "it to false",
+    )
+
+
+def test_the_backend_follows_the_device() -> None:
+    job, no_rings = debug_config(ring_of()), debug_config()
+    memory = ring_of(async_tensor_parallel_backend="symmetric_memory")
+    compiled = {"compile": {"enable": True}}
+    assert job.parallelism.overlap_backend("cpu") == "ring"
+    assert job.parallelism.overlap_backend("cuda") == "symmetric_memory"
+    assert no_rings.parallelism.overlap_backend("cuda") is None
+    check_machine(job, "cpu")
+    check_machine(debug_config(ring_of(async_tensor_parallel_backend="ring")), "cuda")
+    check_machine(debug_config(memory, compiled), "cuda")
+    with pytest.raises(ConfigError, match="is memory of GPUs, and this job runs on cpu"):
+        check_machine(debug_config(memory, compiled), "cpu")
+    # TorchTitan's own refusal, where the device alone says which way is meant.
+    with pytest.raises(ConfigError, match="on symmetric memory it is the compiler's work"):
+        check_machine(job, "cuda")
 
 
 def split(schedule: str, **parallelism: Any) -> list[dict[str, Any]]:
