@@ -53,8 +53,8 @@ class Link:
     seconds_per_byte: float = 0.0
     waits: bool = False
     """Whether a transfer is waited for before the product beside it."""
-    spans: list[tuple[float, float, str, int]] = field(default_factory=list)
-    """(start, end, "product" or "transfer", chunk): seconds of a clock that ranks share."""
+    spans: list[tuple[float, float, str]] = field(default_factory=list)
+    """(start, end, "product" or "transfer"): seconds of a clock that ranks share."""
 
     @contextmanager
     def in_force(self) -> Iterator[Link]:
@@ -66,7 +66,7 @@ class Link:
         def noted(*tensors: Any) -> None:
             start = time.perf_counter()
             multiply(*tensors)
-            self.spans.append((start, time.perf_counter(), "product", 0))
+            self.spans.append((start, time.perf_counter(), "product"))
 
         transfer: Any = _slow_transfer(self)
         with (
@@ -114,7 +114,7 @@ def _slow_transfer(link: Link) -> type:
             # The ranks wait for each other's start: a message has its time once both are there.
             time.sleep(max(0.0, start + self.seconds - time.perf_counter()))
             end = start + self.seconds if link.seconds_per_byte else time.perf_counter()
-            link.spans.append((start, max(end, start), "transfer", 0))
+            link.spans.append((start, max(end, start), "transfer"))
 
     return SlowTransfer
 
@@ -258,8 +258,8 @@ def make_timeline(of_ranks: list[dict[bool, list[tuple]]]) -> Timeline:
                 kind = "F" if what == "product" else "SEND"
                 own = [span for span in of_rank[waits] if span[2] == what]
                 spans += [
-                    Span(len(rows) - 1, 1e3 * (first - start), 1e3 * (last - start), kind, None, i)
-                    for i, (first, last, _, _) in enumerate(own)
+                    Span(len(rows) - 1, 1e3 * (first - start), 1e3 * (last - start), kind, i, i)
+                    for i, (first, last, _) in enumerate(own)
                 ]
     return Timeline(
         "asynchronous TP: products and transfers of two pairs, forward and backward, on two ranks",
@@ -267,6 +267,7 @@ def make_timeline(of_ranks: list[dict[bool, list[tuple]]]) -> Timeline:
         spans,
         unit="ms",
         caption="above, a chunk travels while the one before is multiplied; below, before it is",
+        letters={"F": "product ", "SEND": "transfer "},
     )
 
 

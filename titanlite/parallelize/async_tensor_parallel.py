@@ -106,8 +106,12 @@ def warn_of_small_chunks(products: Iterable[RingProduct]) -> str:
 def enable_symmetric_memory(tp_mesh: DeviceMesh | None) -> None:
     """Have inductor fuse over `tp_mesh` from now on, and count it; None: have it do neither."""
     inductor: Any = torch._inductor.config
-    inductor._micro_pipeline_tp = tp_mesh is not None
-    inductor.post_grad_custom_post_pass = None if tp_mesh is None else _CountFusions()
+    if tp_mesh is not None:
+        inductor._micro_pipeline_tp = True
+        inductor.post_grad_custom_post_pass = _CountFusions()
+    elif isinstance(inductor.post_grad_custom_post_pass, _CountFusions):
+        inductor._micro_pipeline_tp = False
+        inductor.post_grad_custom_post_pass = None
     if tp_mesh is not None:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
