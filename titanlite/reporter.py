@@ -203,6 +203,8 @@ class Reporter:
             self._progress.print(result.note)
         if step == self._first_step and job.recomputation.tally is not None:
             self._progress.print(f"each block {job.recomputation.tally.describe()}")
+        if step == self._first_step and job.fusions is not None:
+            self._progress.print(f"async tensor parallel: {job.fusions.describe()}")
         self._progress.update(record)
         with self._writing():
             self._profiler.step()
@@ -345,7 +347,7 @@ class Reporter:
         if idle := name_idle_keys(job.config):
             say(idle)
         say("")
-        for note in self._notes:
+        for note in (*job.notes, *self._notes):
             say(note)
 
 

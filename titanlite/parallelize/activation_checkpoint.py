@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 
 import titanlite.attention  # noqa: F401 (registers the operator of ring attention)
 from titanlite.parallelize.plan import ParallelPlan, find_container, find_plan
+from titanlite.parallelize.ring_product import PRODUCT_SCATTER
 
 aten = torch.ops.aten
 
@@ -33,6 +34,7 @@ SAVED_OPERATORS = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
     torch.ops.titanlite.ring_attention.default,
+    PRODUCT_SCATTER,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     aten.max.default,
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,16 +13,21 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, pa
 
 from titanlite.errors import TitanliteError
 from titanlite.parallelize.plan import ParallelPlan, find_plan, match_modules, refuse_tied_weights
-from titanlite.parallelize.styles import EmbeddingLocal
+from titanlite.parallelize.styles import EmbeddingLocal, RingStyle
 
 
 @dataclass(frozen=True)
 class TensorParallelReport:
-    """What apply_tp did: modules cut, tables kept whole, and plan keys that matched nothing."""
+    """What apply_tp did: modules cut, tables kept whole, and plan keys that matched nothing.
+
+    `rings` are those of the modules cut whose collective and product overlap in a ring, with the
+    names of their styles.
+    """
 
     parallelized: tuple[str, ...]
     replicated: tuple[str, ...]
     unmatched: tuple[str, ...]
+    rings: Mapping[str, str] = field(default_factory=dict)
 
 
 def apply_tp(
@@ -30,13 +36,15 @@ def apply_tp(
     plan: ParallelPlan | dict[str, ParallelStyle] | None = None,
     *,
     loss_parallel: bool = False,
+    rings: bool = False,
     known_unmatched: frozenset[str] = frozenset(),
 ) -> TensorParallelReport:
     """Cut `model` in place over the 1-D mesh `tp_mesh`, each module by the style its plan gives.
 
     The plan is the one registered for the model's class, or the one given: a ParallelPlan, or a
     plain dictionary of module name to style. A key that matches no module is warned about and
-    skipped, as by `parallelize_module`, unless it is among `known_unmatched`.
+    skipped, as by `parallelize_module`, unless it is among `known_unmatched`. With `rings` the
+    styles that can (GatherColwise, RowwiseLocal) overlap their collectives with their products.
 
     Raises TitanliteError for tied weights, which would become two parameters in silence.
 
@@ -55,8 +63,12 @@ def apply_tp(
     parallelized: list[str] = []
     replicated: list[str] = []
     unmatched: list[str] = []
+    made_rings: dict[str, str] = {}
     for pattern, style in styles.items():
         matches = match_modules(model, pattern)
+        if rings and isinstance(style, RingStyle):
+            style = style.as_ring()
+            made_rings |= dict.fromkeys(matches, type(style).__name__)
         if not matches:
             unmatched.append(pattern)
             if pattern not in known_unmatched:
@@ -74,7 +86,9 @@ def apply_tp(
                     f"tensor-parallel plan, {name or 'the model'}: {error}"
                 ) from None
             (replicated if whole else parallelized).append(name)
-    return TensorParallelReport(tuple(parallelized), tuple(replicated), tuple(unmatched))
+    return TensorParallelReport(
+        tuple(parallelized), tuple(replicated), tuple(unmatched), made_rings
+    )
 
 
 def _style_of_short_table(
