@@ -309,28 +309,30 @@ class Reporter:
         pipeline, profiling = self._job.pipeline, self._job.config.profiling
         if pipeline is None or not profiling.enable_pipeline_timeline:
             return None
-        place = self._job.dims.coordinates(self._job.world.rank)["pp"]
-        recorder = PipelineRecorder(pipeline.stages, place, self._job.world.device)
-        pipeline.on_loss = recorder.count_in
+        recorder = PipelineRecorder(pipeline, self._job.world.rank, self._job.world.device)
+        recorder.is_on = self._draws_pipeline(self._first_step)
         return recorder
 
+    def _draws_pipeline(self, step: int) -> bool:
+        config = self._job.config
+        return step % config.profiling.profile_freq == 0 or step == config.training.steps
+
     def _draw_pipeline(self, step: int) -> None:
-        job, profiling = self._job, self._job.config.profiling
-        if self._recorder is None or job.pipeline is None:
+        """Draw a step that was recorded, and settle whether the next one is."""
+        job, recorder = self._job, self._recorder
+        if recorder is None or job.pipeline is None:
             return
-        spans = self._recorder.take()
-        if step % profiling.profile_freq and step != job.config.training.steps:
+        was_on, recorder.is_on = recorder.is_on, self._draws_pipeline(step + 1)
+        if not was_on:
             return
-        # With accumulation, a step is several runs of the schedule: the last one is drawn.
-        per_run = len(job.pipeline.table.compute(job.dims.coordinates(job.world.rank)["pp"]))
         timeline = gather_timeline(
-            spans[-per_run:],
-            job.pipeline.group,
+            recorder.take(),
+            [job.dims.describe_place(rank) for rank in range(job.world.size)],
             f"{job.pipeline.table.name}, step {step}",
             one_machine=job.world.local_size == job.world.size,
         )
         if timeline is not None and job.world.is_first:
-            folder = self._folder / profiling.save_traces_folder
+            folder = self._folder / job.config.profiling.save_traces_folder
             diagram = save_timeline(timeline, folder, f"pipeline_step_{step}")
             self._progress.print(f"pipeline timeline: {diagram}; {timeline.caption}")
 
