@@ -157,7 +157,8 @@ def test_communication_has_lanes_below_the_work_and_tracks_of_its_own() -> None:
                 top + float(cell.get("height")),
             )
     work, send, receive = (
-        boxes[name] for name in ("forward, stage 0, microbatch 0", "send", "receive, with its wait")
+        boxes[name]
+        for name in ("forward, stage 0, microbatch 0", "send posted", "receive, with its wait")
     )
     assert work[1] <= send[0] < send[1] <= receive[0] < receive[1]
     assert receive[1] < boxes["reduction"][0]
@@ -169,5 +170,5 @@ def test_communication_has_lanes_below_the_work_and_tracks_of_its_own() -> None:
             assert start + 0.58 * float(text.get("font-size")) * len(text.text) <= width, text.text
     events = json.loads(make_trace(timeline))["traceEvents"]
     begun = [event for event in events if event["ph"] == "b"]
-    assert [event["name"] for event in begun] == ["send", "receive", "reduction"]
+    assert [event["name"] for event in begun] == ["send posted", "receive", "reduction"]
     assert len(begun) == len([event for event in events if event["ph"] == "e"])

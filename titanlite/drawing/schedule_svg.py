@@ -155,7 +155,7 @@ def _cells(canvas: Canvas) -> Iterator[str]:
         if span.kind in timeline.lanes:
             lane = timeline.lanes.index(span.kind)
             y, height = canvas.y(span.row) + canvas.work_height, canvas.lane_height
-            y, height = y + lane * height, height - 0.5
+            y, height, width = y + lane * height, height - 0.5, max(2.5, width)
         elif span.kind not in WORK and span.kind != "SEND":
             # Fetches and reductions go on beside the work: a strip along the foot of the row.
             y, height = y + 0.72 * height, 0.28 * height

@@ -52,8 +52,9 @@ class Move(NamedTuple):
 def recording_communication() -> Iterator[list[Move]]:
     """What this rank communicates inside; the list is filled when the block ends.
 
-    A receive begins when it is posted, so its length is mostly waiting. On CUDA a range is the
-    call, not the transfer. Stays empty where another profiler is on.
+    A receive begins when it is posted, so its length is mostly waiting. A send is the moment it is
+    posted: its range ends where the schedule asks for it, which may be at the end of the step. On
+    CUDA a range is the call, not the transfer. Stays empty where another profiler is on.
     """
     moves: list[Move] = []
     if _profiler_enabled():
@@ -78,8 +79,9 @@ def recording_communication() -> Iterator[list[Move]]:
     for event in result.events():
         name = event.name()
         if name.startswith(BACKENDS):
-            start = 1e-9 * event.start_ns() + offset
-            moves.append(Move(kind_of(name), start, start + 1e-9 * event.duration_ns()))
+            kind, start = kind_of(name), 1e-9 * event.start_ns() + offset
+            seconds = 0.0 if kind == SEND_TO else 1e-9 * event.duration_ns()
+            moves.append(Move(kind, start, start + seconds))
 
 
 def kind_of(name: str) -> str:

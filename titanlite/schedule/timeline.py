@@ -41,7 +41,7 @@ NAMES = {
     "FETCH": "weight fetch",
     "REDUCE_GRAD": "gradient reduction",
     "SEND": "transfer",
-    SEND_TO: "send",
+    SEND_TO: "send posted",
     RECEIVE: "receive, with its wait",
     GATHER: "gather",
     REDUCE: "reduction",
