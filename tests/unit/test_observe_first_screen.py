@@ -224,3 +224,8 @@ def test_the_groups_of_a_rank_stand_beside_the_grid_where_there_is_room() -> Non
         "  over tp       with 0, 1",
     ]
     assert beside(draw_mesh(ParallelDims()), 80) == ["mesh: 1 rank, nothing is split"]
+
+
+def test_a_long_description_is_wrapped_too() -> None:
+    screen = render_screen(30 * "word ", [Fact("device", "cpu")], ROWS, "mesh: 1 rank")
+    assert [len(line) for line in screen.splitlines()[:3]] == [79, 69, 0]

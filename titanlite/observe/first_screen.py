@@ -65,7 +65,8 @@ def render_screen(
     width = PLAIN_WIDTH
     if stream is not None and on_terminal:
         width = min(MOST_WIDTH, terminal_width(stream))
-    lines = [_Line(title, len(title)), _Line("")]
+    lines = [_Line(line, len(line)) for line in textwrap.wrap(title, width)]
+    lines.append(_Line(""))
     lines += _fact_lines(facts, width)
     lines += [_Line(""), *_plan_lines(rows, width), _Line("")]
     lines += [_Line(line) for line in beside(mesh, width)]
