@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 # Tokens from one line about sampling to the next; a multiple of how often sampling looks up.
 SAMPLED_A_LINE = 768
 CURVE = "loss.png"
+FIRST_SCREEN = "first_screen.txt"
 
 T = TypeVar("T")
 
@@ -360,16 +361,10 @@ class Reporter:
             first_step=self._first_step,
             starts_from=self._starts_from,
         )
-        say(
-            render_screen(
-                job.config.job.description,
-                facts,
-                job.applied,
-                draw_mesh(job.dims),
-                stream=sys.stdout,
-                color=self._color,
-            )
-        )
+        content = job.config.job.description, facts, job.applied, draw_mesh(job.dims)
+        say(render_screen(*content, stream=sys.stdout, color=self._color))
+        written = self._folder / FIRST_SCREEN
+        written.write_text(render_screen(*content) + "\n", encoding="utf-8")
         if idle := name_idle_keys(job.config):
             say(idle)
         say("")

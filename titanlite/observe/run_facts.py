@@ -174,7 +174,7 @@ def _learning_rate(config: JobConfig) -> Fact:
     warmup, decay, peak = config.warmup_steps, config.decay_steps, config.optimizer.lr
     parts = []
     if warmup:
-        parts.append(f"{warmup} steps of warm-up")
+        parts.append(f"{warmup} step{'s' * (warmup > 1)} of warm-up")
     if hold := total - warmup - decay:
         parts.append(f"{hold} at the peak")
     if decay:
