@@ -52,6 +52,10 @@ class RankError(TitanliteError):
         return f"rank {self.rank}: {self.message}"
 
 
+class OutputClosedError(TitanliteError):
+    """What reads the output has closed it, as `head` does: nothing more can be shown."""
+
+
 class OrderError(TitanliteError):
     """Ranks called different collectives, or in another order: which rank, axis and line."""
 

@@ -169,6 +169,10 @@ def test_one_process_writes_figures_and_pictures(tmp_path):
     assert 400 < width < 1000
     assert 200 < height < 1000
     assert "\nmesh: 1 rank, nothing is split\n" in done.stdout
+    first_screen = (tmp_path / "first_screen.txt").read_text()
+    assert "  device         cpu, 1 rank with gloo" in first_screen
+    assert first_screen.isascii()
+    assert first_screen in done.stdout
     assert "sampling 3 images, 64 pixels each" in done.stdout
     assert len(list(tmp_path.glob("tb/*/events.out.tfevents.*"))) == 1
     saved = load_config([f"--job.config_file={tmp_path / 'job.toml'}"])

@@ -49,6 +49,8 @@ class Checkpoints:
         section = job.config.checkpoint
         self.first_step = 1
         self.notes: list[str] = []
+        self.source: Path | None = None
+        """The checkpoint or weights that were loaded."""
         self.is_guest = False
         """Whether the run only reads the checkpoints of another run, which may still be training.
 
@@ -79,10 +81,11 @@ class Checkpoints:
                     self.notes += self._ranks.from_first(lambda: self._prepare(exits))
                 if self._section.load_only:
                     self.is_guest = self._ranks.from_first(self._folder.has_any)
-                last_step, notes = start_from(self._job, self._folder, self._ranks)
+                started = start_from(self._job, self._folder, self._ranks)
                 self._exits = exits.pop_all()
-            self.first_step = last_step + 1
-            self.notes += notes
+            self.first_step = started.last_step + 1
+            self.source = started.source
+            self.notes += started.notes
         return self
 
     def __exit__(

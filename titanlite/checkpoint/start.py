@@ -6,6 +6,7 @@ start_from chooses and loads; problem_of validates a checkpoint; load_weights lo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -27,8 +28,20 @@ from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
 
 
-def start_from(job: Job, folder: CheckpointFolder, ranks: CheckpointGroup) -> tuple[int, list[str]]:
-    """Load what the job starts from; returns its last completed step, and lines to print.
+@dataclass(frozen=True)
+class Started:
+    """Where a run starts from."""
+
+    last_step: int
+    """The last completed step; 0 for a new run."""
+    notes: list[str]
+    """Lines to print."""
+    source: Path | None = None
+    """The checkpoint or weights that were loaded."""
+
+
+def start_from(job: Job, folder: CheckpointFolder, ranks: CheckpointGroup) -> Started:
+    """Load what the job starts from.
 
     That is the newest valid checkpoint of `folder`, or the one of checkpoint.load_step; else
     checkpoint.initial_load_path; else nothing (step 0). A torn checkpoint is reported, and the one
@@ -60,7 +73,7 @@ def start_from(job: Job, folder: CheckpointFolder, ranks: CheckpointGroup) -> tu
         )
     if section.initial_load_path:
         return _load_initial(job, Path(section.initial_load_path).expanduser(), ranks)
-    return 0, [f"checkpoint: none in {folder.path}; starting a new run"]
+    return Started(0, [f"checkpoint: none in {folder.path}; starting a new run"])
 
 
 def problem_of(found: Found, ranks: CheckpointGroup) -> str:
@@ -106,28 +119,27 @@ def _candidates(job: Job, folder: CheckpointFolder) -> list[Found]:
     return chosen
 
 
-def _go_on(
-    job: Job, found: Found, refused: list[str], ranks: CheckpointGroup
-) -> tuple[int, list[str]]:
+def _go_on(job: Job, found: Found, refused: list[str], ranks: CheckpointGroup) -> Started:
     manifest, path = _manifest(found), found.path
     notes = [f"checkpoint: {line}" for line in refused]
     if manifest.holds == "weights":
         _check_same_model(job, path, manifest)
         load_weights(job, path, manifest, ranks)
-        return manifest.step, [*notes, f"checkpoint: {path.name} is the last step of this run"]
+        notes.append(f"checkpoint: {path.name} is the last step of this run")
+        return Started(manifest.step, notes, path)
     step = _load_training(job, path, manifest, ranks)
     instead = " instead" if refused else ""
     notes.append(f"checkpoint: resuming from {path.name}{instead}, saved with {manifest.plan}")
     if changes := changed_keys(manifest.config, job.config):
         notes.append(f"checkpoint: changed since it was saved: {', '.join(changes)}")
-    return step, notes
+    return Started(step, notes, path)
 
 
-def _load_initial(job: Job, path: Path, ranks: CheckpointGroup) -> tuple[int, list[str]]:
+def _load_initial(job: Job, path: Path, ranks: CheckpointGroup) -> Started:
     section = job.config.checkpoint
     if section.initial_load_in_hf:
         load_safetensors(job, path, ranks)
-        return 0, [f"checkpoint: starting a new run from the weights in {path}"]
+        return Started(0, [f"checkpoint: starting a new run from the weights in {path}"], path)
     found = ranks.from_first(lambda: look_at(path))
     if problem := problem_of(found, ranks):
         raise ConfigError(
@@ -140,13 +152,13 @@ def _load_initial(job: Job, path: Path, ranks: CheckpointGroup) -> tuple[int, li
         notes = [f"checkpoint: starting a new run from the weights in {path}"]
         if changes := changed_sizes(manifest.config, job.config):
             notes.append(f"checkpoint: changed since it was saved: {', '.join(changes)}")
-        return 0, notes
+        return Started(0, notes, path)
     if manifest.holds == "weights":
         raise ConfigError(
             f"checkpoint.initial_load_model_only: {path} holds only weights; set it to true"
         )
     step = _load_training(job, path, manifest, ranks)
-    return step, [f"checkpoint: resuming from {path}, saved with {manifest.plan}"]
+    return Started(step, [f"checkpoint: resuming from {path}, saved with {manifest.plan}"], path)
 
 
 def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGroup) -> int:

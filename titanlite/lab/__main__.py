@@ -1,4 +1,7 @@
-"""`python -m titanlite.lab` lists the experiments; given names, it runs them."""
+"""`titanlite lab` lists the experiments; with names, it runs them.
+
+`python -m titanlite.lab` does the same.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from rich.table import Table as RichTable
 
 from titanlite.errors import TitanliteError
 from titanlite.lab.experiments import EXPERIMENTS, Table
+from titanlite.ranks.signals import ending_with_the_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named experiments. Returns 0, 1 if one fails, or 2 for an unknown name."""
     parser = argparse.ArgumentParser(
-        prog="python -m titanlite.lab",
+        prog="titanlite lab",
         description="Distributed training from scratch, on real processes of this machine.",
     )
     parser.add_argument(
@@ -35,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not names:
         for name, run in EXPERIMENTS.items():
             print(f"{name:14}{run.__doc__}")
-        print("\npython -m titanlite.lab NAME runs one, all runs all; docs/lab/ explains them.")
+        print("\ntitanlite lab NAME runs one, all runs all; docs/lab/ explains them.")
     for name in names:
         try:
             show(name, EXPERIMENTS[name]())
@@ -60,4 +64,6 @@ def show(name: str, table: Table) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ending_with_the_output():
+        status = main()
+    sys.exit(status)

@@ -174,8 +174,8 @@ def compile_blocks(part: Part) -> PlanRow:
     if "model" in section.components:
         notes.append(f"{apply_compile(part.model, backend=section.backend, plan=part.plan)} blocks")
     if "loss" in section.components:
-        notes.append("loss")
-    return PlanRow("compile", requested, requested, f"{', '.join(notes)} by {section.backend}")
+        notes.append("the loss")
+    return PlanRow("compile", requested, requested, f"{' and '.join(notes)} with {section.backend}")
 
 
 def data_parallel(part: Part) -> PlanRow:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 from titanlite.errors import TitanliteError
-from titanlite.parallelize.plan import ParallelPlan, find_plan, match_modules, refuse_tied_weights
+from titanlite.parallelize.arguments import Plan, as_plan, check_flags, check_mesh
+from titanlite.parallelize.plan import match_modules, refuse_tied_weights
 from titanlite.parallelize.styles import EmbeddingLocal, RingStyle
 
 
@@ -33,7 +34,7 @@ class TensorParallelReport:
 def apply_tp(
     model: nn.Module,
     tp_mesh: DeviceMesh,
-    plan: ParallelPlan | dict[str, ParallelStyle] | None = None,
+    plan: Plan | None = None,
     *,
     loss_parallel: bool = False,
     rings: bool = False,
@@ -46,20 +47,19 @@ def apply_tp(
     skipped, as by `parallelize_module`, unless it is among `known_unmatched`. With `rings` the
     styles that can (GatherColwise, RowwiseLocal) overlap their collectives with their products.
 
-    Raises TitanliteError for tied weights, which would become two parameters in silence.
+    Raises TitanliteError for an argument that is wrong, and for tied weights, which would become
+    two parameters in silence.
 
     An embedding table with fewer rows than there are ranks stays whole on each: a rank without a
     row would break FSDP2, which refuses empty shards.
     """
+    plan = as_plan("apply_tp", model, plan)
+    check_mesh("apply_tp", "tp_mesh", tp_mesh)
+    check_flags("apply_tp", loss_parallel=loss_parallel)
     refuse_tied_weights(model)
-    if plan is None:
-        plan = find_plan(model)
-    if isinstance(plan, ParallelPlan):
-        styles = dict(plan.tensor_parallel)
-        if loss_parallel:
-            styles.update(plan.loss_parallel)
-    else:
-        styles = dict(plan)
+    styles = dict(plan.tensor_parallel)
+    if loss_parallel:
+        styles.update(plan.loss_parallel)
     parallelized: list[str] = []
     replicated: list[str] = []
     unmatched: list[str] = []

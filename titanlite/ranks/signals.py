@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
+
+from titanlite.errors import OutputClosedError
 
 # One Ctrl-C or scancel may reach a process twice: from the terminal, and from its parent.
 ONE_REQUEST_SECONDS = 1.0
@@ -73,6 +76,25 @@ def unwinding_at_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def ending_with_the_output() -> Iterator[None]:
+    """Where what reads the output has closed it, as `head` does, the process ends without a word.
+
+    Its exit status is then that of a process that SIGPIPE has ended. The signal itself stays
+    ignored: a closed socket of a process group is an error to report.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except (BrokenPipeError, OutputClosedError):
+        # What is left in the buffer is written as Python ends.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def told_of_interrupt(interrupt: KeyboardInterrupt) -> int:

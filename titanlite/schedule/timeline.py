@@ -26,6 +26,10 @@ class Span(NamedTuple):
 
 WORK = frozenset("FBIW")  # the kinds that compute; the others move data
 
+# What a real rank communicates beside its work, of which several go on at once: a lane each.
+SEND_TO, RECEIVE, GATHER, REDUCE, EXCHANGE = "SEND_TO", "RECEIVE", "GATHER", "REDUCE", "EXCHANGE"
+LANES = (SEND_TO, RECEIVE, GATHER, REDUCE, EXCHANGE)
+
 # The text of a cell for each kind of action; other kinds are drawn without text.
 SCHEDULE_LETTERS = {"F": "F", "B": "B", "I": "B", "W": "W"}
 
@@ -37,6 +41,11 @@ NAMES = {
     "FETCH": "weight fetch",
     "REDUCE_GRAD": "gradient reduction",
     "SEND": "transfer",
+    SEND_TO: "send posted",
+    RECEIVE: "receive, with its wait",
+    GATHER: "gather",
+    REDUCE: "reduction",
+    EXCHANGE: "exchange",
 }
 
 
@@ -68,6 +77,12 @@ class Timeline:
     @cached_property
     def end(self) -> float:
         return max((span.end for span in self.spans), default=0)
+
+    @cached_property
+    def lanes(self) -> list[str]:
+        """The kinds of LANES that there are."""
+        found = {span.kind for span in self.spans}
+        return [kind for kind in LANES if kind in found]
 
     @property
     def drawn_end(self) -> float:

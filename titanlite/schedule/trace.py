@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from titanlite.schedule.timeline import NAMES, Timeline
+from titanlite.schedule.timeline import LANES, NAMES, Span, Timeline
 
 
 def make_trace(timeline: Timeline) -> str:
@@ -31,7 +31,11 @@ def make_trace(timeline: Timeline) -> str:
                 "args": {"sort_index": row},
             }
         )
-    for span in timeline.spans:
+    for number, span in enumerate(timeline.spans):
+        if span.kind in LANES:
+            # Several go on at once, which slices of a thread cannot show.
+            events += _asynchronous(number, span, factor)
+            continue
         events.append(
             {
                 "ph": "X",
@@ -56,3 +60,13 @@ def make_trace(timeline: Timeline) -> str:
                 }
             )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _asynchronous(number: int, span: Span, factor: float) -> list[dict[str, object]]:
+    """The beginning and the end of a span in a track of its own below its row."""
+    name = NAMES[span.kind].partition(",")[0]
+    common: dict[str, object] = {"name": name, "cat": name, "id": number, "pid": 0, "tid": span.row}
+    return [
+        {**common, "ph": "b", "ts": span.start * factor},
+        {**common, "ph": "e", "ts": span.end * factor},
+    ]
