@@ -1,12 +1,18 @@
-"""Makes the pictures of these pages anew, by the `titanlite simulate` commands they show.
+"""Makes the pictures of these pages anew, by the commands they show.
 
-python docs/make_pictures.py [PAGE.md ...]
+python docs/make_pictures.py [--runs] [PAGE.md ...]
+
+`titanlite simulate` gives the same picture each time. With --runs, the `titanlite train` commands
+that are followed by a `cp` of a picture are run too: those pictures are of a real run, and take
+minutes.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,21 +22,39 @@ ROOT = Path(__file__).parents[1]
 
 def picture_commands(page: Path) -> list[list[str]]:
     """The commands in the code blocks of `page` that write an SVG, continued lines joined."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    lines = re.findall(r"^titanlite (simulate .*--svg .*)$", text, flags=re.MULTILINE)
+    lines = re.findall(r"^titanlite (simulate .*--svg .*)$", _joined(page), flags=re.MULTILINE)
     return [shlex.split(line) for line in lines]
+
+
+def run_commands(page: Path) -> list[tuple[list[str], str, str]]:
+    """The training runs of `page` whose picture is copied: arguments, from where, to where."""
+    found = re.findall(
+        r"^titanlite (train .*)\ncp (\S+\.svg) (\S+\.svg)$", _joined(page), flags=re.MULTILINE
+    )
+    return [(shlex.split(command), source, target) for command, source, target in found]
+
+
+def _joined(page: Path) -> str:
+    return re.sub(r" *\\\n *", " ", page.read_text(encoding="utf-8"))
 
 
 def main(arguments: Sequence[str]) -> int:
     sys.path.insert(0, str(ROOT))
     from titanlite.cli import main as titanlite
 
-    pages = [Path(argument) for argument in arguments] or sorted((ROOT / "docs").glob("*.md"))
+    names = [argument for argument in arguments if argument != "--runs"]
+    pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))
     for page in pages:
         for command in picture_commands(page):
             status = titanlite([*command, "--quiet"])
             if status:
                 return status
+        for command, source, target in run_commands(page) if "--runs" in arguments else ():
+            # A process of its own, which ends with its ranks.
+            status = subprocess.call([sys.executable, "-m", "titanlite", *command], cwd=ROOT)
+            if status:
+                return status
+            shutil.copy(ROOT / source, ROOT / target)
     return 0
 
 

@@ -2,40 +2,102 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 
 from titanlite.errors import TitanliteError
-from titanlite.ranks.signals import told_of_interrupt, unwinding_at_sigterm
+from titanlite.ranks.signals import (
+    ending_with_the_output,
+    told_of_interrupt,
+    unwinding_at_sigterm,
+)
 
-# command: (module, what it does). The module has main(arguments) -> exit status.
+
+@dataclass(frozen=True)
+class Command:
+    """A command: `function` of `module`, called with its arguments, gives the exit status."""
+
+    module: str
+    purpose: str
+    example: str
+    function: str = "main"
+    has_own_end: bool = False
+    """Whether it treats signals and errors itself."""
+
+
 COMMANDS = {
-    "sample": ("titanlite.sampling.command", "draw samples from a checkpoint"),
-    "convert": ("titanlite.checkpoint.convert", "turn a checkpoint into .safetensors, and back"),
-    "simulate": ("titanlite.simulate.command", "draw and compare training schemes in virtual time"),
-    "verify": (
+    "train": Command(
+        "titanlite.train",
+        "train a model, as train.py does; under torchrun too",
+        "titanlite train configs/tp2_fsdp2.toml --training.steps=100",
+        function="command",
+        has_own_end=True,
+    ),
+    "sample": Command(
+        "titanlite.sampling.command",
+        "draw samples from a checkpoint",
+        "titanlite sample outputs/run/checkpoint --out samples.png",
+    ),
+    "convert": Command(
+        "titanlite.checkpoint.convert",
+        "turn a checkpoint into .safetensors, and back",
+        "titanlite convert outputs/run/checkpoint --out model.safetensors",
+    ),
+    "verify": Command(
         "titanlite.verify.command",
         "compare a plan with one process, and say what is wrong",
+        "titanlite verify configs/tp2_fsdp2.toml --steps=2",
+    ),
+    "simulate": Command(
+        "titanlite.simulate.command",
+        "draw and compare training schemes in virtual time",
+        "titanlite simulate 1F1B --workers 4 --batches 8",
+    ),
+    "lab": Command(
+        "titanlite.lab.__main__",
+        "build every parallelism from send and receive, on real ranks",
+        "titanlite lab all",
     ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; 2 and one line for what a user got wrong."""
+    is_process = arguments is None
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    with ending_with_the_output():
+        status = _run(name, rest)
+    if is_process and name in COMMANDS and COMMANDS[name].has_own_end and "torch" in sys.modules:
+        # Everything is closed. torch's own threads now and then abort a process as it unloads.
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def usage() -> str:
+    """What `titanlite` alone prints: each command with a line about it and an example."""
+    lines = ["usage: titanlite COMMAND ...", "", "commands:"]
+    for name, command in COMMANDS.items():
+        lines += [f"  {name:<10}{command.purpose}", f"  {'':<10}$ {command.example}"]
+    return "\n".join([*lines, "", "`titanlite COMMAND --help` tells more."])
+
+
+def _run(name: str, rest: Sequence[str]) -> int:
     if name in ("-h", "--help"):
-        print("usage: titanlite COMMAND ...\n\ncommands:")
-        for command, (_, purpose) in COMMANDS.items():
-            print(f"  {command:<10} {purpose}")
-        print("\n`titanlite COMMAND --help` tells more.")
+        print(usage())
         return 0
     if name not in COMMANDS:
         print(f"titanlite: no command {name!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    command = COMMANDS[name]
     try:
-        with unwinding_at_sigterm():
-            status: int = import_module(COMMANDS[name][0]).main(rest)
+        with nullcontext() if command.has_own_end else unwinding_at_sigterm():
+            function = getattr(import_module(command.module), command.function)
+            status: int = function(rest)
     except KeyboardInterrupt as stop:
         return told_of_interrupt(stop)
     except TitanliteError as error:

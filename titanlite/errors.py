@@ -1,4 +1,4 @@
-"""The errors titanlite raises on purpose: each message is one line a user can act on."""
+"""The errors that titanlite raises; each message is one line that a user can act on."""
 
 import bisect
 import contextlib
@@ -6,16 +6,16 @@ from collections.abc import Collection, Iterator, Sequence
 
 
 class TitanliteError(Exception):
-    """Root of every error titanlite raises on purpose."""
+    """The base class of titanlite's errors."""
 
     is_told_here: bool | None = None
-    """Whether this rank is the one to print it; None where the ranks have not settled that."""
+    """Whether this rank prints the error; None if the ranks have not decided that."""
 
 
 class ConfigError(TitanliteError):
     """A mistake in a file or on the command line: `section.key: what is wrong; what to do`.
 
-    `problems` holds one such line each; all problems of one job are reported together.
+    `problems` has one line per mistake; all mistakes of a job are reported together.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -28,7 +28,7 @@ class ConfigError(TitanliteError):
 
 @contextlib.contextmanager
 def collecting(problems: list[str]) -> Iterator[None]:
-    """What a ConfigError inside says joins `problems`, so that others can be looked for."""
+    """Append the lines of a ConfigError raised inside to `problems`, so that checks continue."""
     try:
         yield
     except ConfigError as error:
@@ -36,11 +36,11 @@ def collecting(problems: list[str]) -> Iterator[None]:
 
 
 class NonFiniteError(TitanliteError):
-    """A loss or gradient norm is not finite: the step, and where it began."""
+    """A loss or gradient norm is not finite: in which step, and which value was the first."""
 
 
 class RankError(TitanliteError):
-    """A rank failed, died or did not finish: its number, what happened, and its traceback."""
+    """A rank failed, died or timed out: its number, what happened, and its traceback."""
 
     def __init__(self, rank: int, message: str, rank_traceback: str = "") -> None:
         super().__init__(rank, message, rank_traceback)
@@ -52,20 +52,24 @@ class RankError(TitanliteError):
         return f"rank {self.rank}: {self.message}"
 
 
+class OutputClosedError(TitanliteError):
+    """What reads the output has closed it, as `head` does: nothing more can be shown."""
+
+
 class OrderError(TitanliteError):
-    """Ranks called unlike collectives, or in another order: which rank, where, over which axis."""
+    """Ranks called different collectives, or in another order: which rank, axis and line."""
 
 
 class LostWorldError(TitanliteError):
-    """The ranks of a world have lost each other; what happened is reported elsewhere."""
+    """Communication between the ranks failed; the cause is reported elsewhere."""
 
 
 def nearest(value: int, legal: Sequence[int]) -> str:
-    """The legal values next to `value`, such as "2 or 4"; `legal` is ascending and not empty."""
+    """The legal values nearest to `value`: "2 or 4". `legal` is ascending and not empty."""
     place = bisect.bisect_right(legal, value)
     return " or ".join(map(str, [*legal[max(0, place - 1) : place], *legal[place : place + 1]]))
 
 
 def number_ranks(numbers: Collection[int]) -> str:
-    """Ranks in words, such as "rank 3" or "ranks 0, 2"."""
+    """Rank numbers as text: "rank 3" or "ranks 0, 2"."""
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"

@@ -1,8 +1,8 @@
-"""Files that somebody else may have made: regular ones alone are opened, and no more is read than
-there is; torch-free.
+"""Safe reading of files that somebody else may have written, and locks; torch-free.
 
-Opening a named pipe or a device may wait for ever, and a link may lead anywhere. Whatever reads a
-file of a checkpoint, a schedule or a log opens it here. What one run alone may write to, it holds.
+Opening a named pipe or a device may block for ever, and a link may point anywhere. Code that reads
+a file of a checkpoint, a schedule or a log opens it here: only regular files are opened, and their
+size is limited. `hold` locks a file or folder that only one run may write to.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ POLL_SECONDS = 0.1
 
 
 def open_regular(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
-    """A regular file, open to read; raises OSError where it is none, and never waits.
+    """Open a regular file for reading; raises OSError if it is not one, and never blocks.
 
-    Without `follow_links` a symbolic link is refused too; links among its parents are followed.
+    Without `follow_links`, a symbolic link is refused too; links in parent folders are followed.
     """
     path = os.fspath(path)
     _require_regular(os.stat(path, follow_symlinks=follow_links), path)
-    # What stands there may have changed since. O_NONBLOCK does nothing to a regular file.
+    # The path may point to another file by now. O_NONBLOCK has no effect on a regular file.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags if follow_links else flags | os.O_NOFOLLOW)
     try:
@@ -37,7 +37,7 @@ def open_regular(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
 
 
 def read_bytes(path: str | Path, *, most_bytes: int, follow_links: bool = True) -> bytes:
-    """All of a regular file; raises OSError where it is none, or larger than `most_bytes`."""
+    """The content of a regular file; raises OSError if it is not one, or exceeds `most_bytes`."""
     with open_regular(path, follow_links=follow_links) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -46,10 +46,10 @@ def read_bytes(path: str | Path, *, most_bytes: int, follow_links: bool = True) 
 
 
 def hold(descriptor: int, patience_seconds: float) -> bool:
-    """Whether this process alone holds an open file or folder, until it closes it or ends.
+    """Lock an open file or folder until it is closed or this process ends; False if that fails.
 
-    Where another one does, waits that long for it: the ranks of a run that was killed may take some
-    time to end. A file system without locks keeps nobody out: there it is always True.
+    If another process has the lock, wait up to `patience_seconds`, since the ranks of a killed run
+    may take some time to end. On a file system without locks, always True.
     """
     deadline = time.monotonic() + patience_seconds
     while True:
@@ -66,14 +66,14 @@ def hold(descriptor: int, patience_seconds: float) -> bool:
 
 
 def shown(text: str, most_characters: int = 80) -> str:
-    """A text out of such a file as an error may print it: short, and on one line."""
+    """A text from an untrusted file, made safe for an error message: short and on one line."""
     text = text if len(text) <= most_characters else f"{text[: most_characters - 3]}..."
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _require_regular(about: os.stat_result, path: str) -> None:
     if stat.S_ISLNK(about.st_mode):
-        raise OSError(errno.ELOOP, "is a link; put the file itself in its place", path)
+        raise OSError(errno.ELOOP, "is a link; replace it by the file itself", path)
     if stat.S_ISDIR(about.st_mode):
         raise IsADirectoryError(errno.EISDIR, "is a folder, not a file", path)
     if not stat.S_ISREG(about.st_mode):

@@ -33,11 +33,17 @@ from titanlite.parallelize import (
     Parallelized,
     ParallelPlan,
     PipelineRunner,
+    find_blocks,
     find_plan,
     split_and_parallelize,
     uses_loss_parallel,
 )
 from titanlite.parallelize.activation_checkpoint import RecomputationReport
+from titanlite.parallelize.async_tensor_parallel import (
+    Fusions,
+    ring_products,
+    warn_of_small_chunks,
+)
 from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.parallelize.plan import refuse_tied_weights
 from titanlite.plan_row import PlanRow
@@ -72,6 +78,10 @@ class Job:
     recomputation: RecomputationReport
     layout: Layout
     """Which tokens each rank of the cp axis holds; cuts a batch where it enters."""
+    fusions: Fusions | None = None
+    """What the compiler has overlapped of tensor parallelism, where it is to do that."""
+    notes: tuple[str, ...] = ()
+    """Lines for whoever starts the run."""
 
     @property
     def config(self) -> JobConfig:
@@ -116,7 +126,10 @@ class Job:
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the next global batch, in the run's step `number`."""
-        return self.trainer.step(self.draw(), number)
+        result = self.trainer.step(self.draw(), number)
+        if self.fusions is not None:
+            self.fusions.require()
+        return result
 
     def draw(self) -> list[Batch]:
         """This rank's part of the next global batch, as it takes it: in one or several batches."""
@@ -209,6 +222,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     dataset = _build_dataset(resolved, "train")
     layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     model, plan = _build_model(resolved, data)
+    slow = _warn_of_slow_rings(resolved, world, model, plan)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     made = split_and_parallelize(
         model,
@@ -248,7 +262,33 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         applied=made.applied,
         recomputation=made.recomputation,
         layout=layout,
+        fusions=_watch_fusions(config, world, made.parts, plan),
+        notes=(slow,) if slow else (),
     )
+
+
+def _warn_of_slow_rings(
+    resolved: ResolvedJob, world: World, model: nn.Module, plan: ParallelPlan
+) -> str:
+    config, dims, device = resolved.config, resolved.dims, world.device.type
+    compiled = config.compile.enable and "model" in config.compile.components
+    is_ring = config.parallelism.overlap_backend(device) == "ring"
+    if device != "cpu" or not compiled or not is_ring:
+        return ""
+    at_once = config.training.local_batch_size
+    if resolved.pipeline is not None:
+        at_once = resolved.pipeline.microbatch_size
+    num_tokens = at_once * resolved.seq_len // dims.num_token_shards
+    return warn_of_small_chunks(ring_products(model, plan, dims.tp, num_tokens))
+
+
+def _watch_fusions(
+    config: JobConfig, world: World, parts: list[nn.Module], plan: ParallelPlan
+) -> Fusions | None:
+    """None where the compiler is to fuse nothing, and on a stage without blocks to compile."""
+    backend = config.parallelism.overlap_backend(world.device.type)
+    has_blocks = any(find_blocks(part, plan) for part in parts)
+    return Fusions() if backend == "symmetric_memory" and has_blocks else None
 
 
 def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, ParallelPlan]:

@@ -1,12 +1,12 @@
-"""Canonical names: what a module or parameter is called in the plain model, under every plan."""
+"""Canonical names: the name of a module or parameter in the plain model, the same in every plan."""
 
 from __future__ import annotations
 
-# What activation checkpointing, torch.compile and DistributedDataParallel put before a name.
+# Prefixes added by activation checkpointing, torch.compile and DistributedDataParallel.
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 def canonical_name(name: str) -> str:
-    """`name` without the parts that wrappers add: its name in the unwrapped model."""
+    """`name` without the prefixes of wrappers: the name in the unwrapped model."""
     parts = [part for part in name.split(".") if f"{part}." not in WRAPPER_PREFIXES]
     return ".".join(parts)

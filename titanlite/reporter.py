@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from titanlite.config.document import format_config
 from titanlite.drawing.mesh import draw_mesh
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
-from titanlite.observe.effective_plan import render_plan
+from titanlite.observe.first_screen import render_screen
 from titanlite.observe.metrics import (
     FILE_NAME,
     MetricsLog,
@@ -38,13 +38,19 @@ from titanlite.observe.pipeline_timeline import (
 )
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
-from titanlite.observe.run_rows import name_idle_keys, run_rows
+from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
+from titanlite.ranks.world import World
 from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
 from titanlite.training.step import StepResult
+
+if TYPE_CHECKING:
+    # It imports Dynamo, which takes seconds: where something is compiled alone.
+    from titanlite.observe.compiling import CompileReport
 
 # Tokens from one line about sampling to the next; a multiple of how often sampling looks up.
 SAMPLED_A_LINE = 768
 CURVE = "loss.png"
+FIRST_SCREEN = "first_screen.txt"
 
 T = TypeVar("T")
 
@@ -52,7 +58,8 @@ T = TypeVar("T")
 class Reporter:
     """Shows and records a run: `with Reporter(job) as reporter: ... reporter.record(...)`.
 
-    A run that goes on from a checkpoint passes its `first_step`; `notes` are lines for the start.
+    A run that has loaded a checkpoint or weights passes them as `starts_from`, and its
+    `first_step`; `notes` are lines for the start.
     What is written goes to job.dump_folder, where one run at a time may write; of a run that
     `is_guest` there, to a folder of its own in it, load_only-N. Raises ConfigError where another
     run is writing, or something cannot be written.
@@ -64,9 +71,11 @@ class Reporter:
         first_step: int = 1,
         notes: Sequence[str] = (),
         *,
+        starts_from: Path | None = None,
         is_guest: bool = False,
     ) -> None:
         config, world = job.config, job.world
+        self._starts_from = starts_from
         self._job, self._first_step, self._notes = job, first_step, list(notes)
         self._folder, self._is_guest = Path(config.job.dump_folder), is_guest
         self._color = not config.metrics.disable_color_printing
@@ -125,7 +134,17 @@ class Reporter:
             )
         )
         self._exits.enter_context(self._progress)
+        self._compiling = self._report_compiling()
         self._recorder = self._record_pipeline()
+
+    def _report_compiling(self) -> CompileReport | None:
+        """What says so while blocks are compiled; None where nothing is, and on other ranks."""
+        row = next((row for row in self._job.applied if row.feature == "compile"), None)
+        if row is None or row.active == "off" or not self._job.world.is_first:
+            return None
+        from titanlite.observe.compiling import CompileReport
+
+        return self._exits.enter_context(CompileReport(row.note, self._progress.print))
 
     def _open_log(self) -> None:
         config = self._job.config
@@ -199,10 +218,14 @@ class Reporter:
             moved = self._log.log(record)
         if moved:
             self._progress.print(moved)
+        if self._compiling is not None:
+            self._compiling.end_step()
         if result.note:
             self._progress.print(result.note)
         if step == self._first_step and job.recomputation.tally is not None:
             self._progress.print(f"each block {job.recomputation.tally.describe()}")
+        if step == self._first_step and job.fusions is not None:
+            self._progress.print(f"async tensor parallel: {job.fusions.describe()}")
         self._progress.update(record)
         with self._writing():
             self._profiler.step()
@@ -289,28 +312,30 @@ class Reporter:
         pipeline, profiling = self._job.pipeline, self._job.config.profiling
         if pipeline is None or not profiling.enable_pipeline_timeline:
             return None
-        place = self._job.dims.coordinates(self._job.world.rank)["pp"]
-        recorder = PipelineRecorder(pipeline.stages, place, self._job.world.device)
-        pipeline.on_loss = recorder.count_in
+        recorder = PipelineRecorder(pipeline, self._job.world.rank, self._job.world.device)
+        recorder.is_on = self._draws_pipeline(self._first_step)
         return recorder
 
+    def _draws_pipeline(self, step: int) -> bool:
+        config = self._job.config
+        return step % config.profiling.profile_freq == 0 or step == config.training.steps
+
     def _draw_pipeline(self, step: int) -> None:
-        job, profiling = self._job, self._job.config.profiling
-        if self._recorder is None or job.pipeline is None:
+        """Draw a step that was recorded, and settle whether the next one is."""
+        job, recorder = self._job, self._recorder
+        if recorder is None or job.pipeline is None:
             return
-        spans = self._recorder.take()
-        if step % profiling.profile_freq and step != job.config.training.steps:
+        was_on, recorder.is_on = recorder.is_on, self._draws_pipeline(step + 1)
+        if not was_on:
             return
-        # With accumulation, a step is several runs of the schedule: the last one is drawn.
-        per_run = len(job.pipeline.table.compute(job.dims.coordinates(job.world.rank)["pp"]))
         timeline = gather_timeline(
-            spans[-per_run:],
-            job.pipeline.group,
+            recorder.take(),
+            [job.dims.describe_place(rank) for rank in range(job.world.size)],
             f"{job.pipeline.table.name}, step {step}",
             one_machine=job.world.local_size == job.world.size,
         )
         if timeline is not None and job.world.is_first:
-            folder = self._folder / profiling.save_traces_folder
+            folder = self._folder / job.config.profiling.save_traces_folder
             diagram = save_timeline(timeline, folder, f"pipeline_step_{step}")
             self._progress.print(f"pipeline timeline: {diagram}; {timeline.caption}")
 
@@ -329,24 +354,42 @@ class Reporter:
         job, say = self._job, self._progress.print
         if job.config.job.print_config:
             say(format_config(job.config))
-        say(job.config.job.description)
-        say("")
-        say(draw_mesh(job.dims))
-        say("")
-        rows = list(job.applied)
-        rows += run_rows(
-            job.config,
-            job.dims,
-            job.world.device.type,
-            num_local_ranks=job.world.local_size,
-            num_gpus=torch.cuda.device_count(),
+        facts = run_facts(
+            job.resolved,
+            _machine(job.world),
+            _data(job),
+            num_parameters=sum(shape.numel() for shape in job.parameter_shapes().values()),
+            folder=self._folder,
+            first_step=self._first_step,
+            starts_from=self._starts_from,
         )
-        say(render_plan(rows, stream=sys.stdout, color=self._color))
+        content = job.config.job.description, facts, job.applied, draw_mesh(job.dims)
+        say(render_screen(*content, stream=sys.stdout, color=self._color))
+        written = self._folder / FIRST_SCREEN
+        written.write_text(render_screen(*content) + "\n", encoding="utf-8")
         if idle := name_idle_keys(job.config):
             say(idle)
         say("")
-        for note in self._notes:
+        for note in (*job.notes, *self._notes):
             say(note)
+
+
+def _machine(world: World) -> Machine:
+    on_cuda = world.device.type == "cuda"
+    return Machine(
+        device_type=world.device.type,
+        backend=dist.distributed_c10d._get_default_group()._get_backend(world.device).name(),
+        num_local_ranks=world.local_size,
+        num_gpus=torch.cuda.device_count(),
+        torch_version=torch.__version__,
+        device_name=torch.cuda.get_device_name(world.device) if on_cuda else "",
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _data(job: Job) -> Data:
+    validation = job.validation_dataset
+    return Data(job.dataset.num_samples, None if validation is None else validation.num_samples)
 
 
 def _make_own_folder(folder: Path) -> Path:

@@ -23,6 +23,7 @@ from titanlite.config.toml import quote
 from titanlite.errors import (
     ConfigError,
     LostWorldError,
+    OutputClosedError,
     RankError,
     TitanliteError,
     collecting,
@@ -126,6 +127,8 @@ def telling_errors() -> Iterator[Told]:
         told.status = 1
     except LostWorldError:
         told.status = 1
+    except OutputClosedError:
+        raise
     except TitanliteError as error:
         # Before ranks have met, each makes the same mistake: one a machine says so.
         is_told = error.is_told_here

@@ -1,7 +1,8 @@
 """The story of a run: check everything, start the ranks, build the job, step to the end.
 
-The command is train.py at the top of the repository. A world of one whose plan needs more starts
-that many local ranks itself; a larger world, started by torchrun, is used as it is.
+The command is train.py at the top of the repository, or `titanlite train FILE`. A world of one
+whose plan needs more starts that many local ranks itself; a larger world, started by torchrun, is
+used as it is.
 """
 
 from __future__ import annotations
@@ -12,20 +13,31 @@ from pathlib import Path
 
 from titanlite.config import ResolvedJob, read_job
 from titanlite.ranks.launch import Place, prepare_environment, torchrun_place
-from titanlite.ranks.signals import StopRequest
+from titanlite.ranks.signals import StopRequest, ending_with_the_output
 from titanlite.start import check_start, run_job, telling_errors
 
 EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Check everything that can be checked, then train; the exit status."""
+def main(argv: Sequence[str], *, example: str = EXAMPLE) -> int:
+    """Check everything that can be checked, then train; the exit status.
+
+    `example` is what a command line without a file is told to type.
+    """
     prepare_environment()
-    with telling_errors() as told:
+    with ending_with_the_output(), telling_errors() as told:
         told.place = torchrun_place()
         world = None if told.place is None or told.place.world_size == 1 else told.place
-        run_job(train, check_start(read_job(argv, needs_file=EXAMPLE), world), world)
+        run_job(train, check_start(read_job(argv, needs_file=example), world), world)
     return told.status
+
+
+def command(arguments: Sequence[str]) -> int:
+    """`titanlite train FILE [--section.key=value ...]`: as train.py does; the exit status."""
+    words = list(arguments)
+    if words and not words[0].startswith("-"):
+        words[0] = f"--job.config_file={words[0]}"
+    return main(words, example="titanlite train configs/tp2_fsdp2.toml")
 
 
 def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
@@ -59,7 +71,11 @@ def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
         with (
             Checkpoints(job) as checkpoints,
             Reporter(
-                job, checkpoints.first_step, checkpoints.notes, is_guest=checkpoints.is_guest
+                job,
+                checkpoints.first_step,
+                checkpoints.notes,
+                starts_from=checkpoints.source,
+                is_guest=checkpoints.is_guest,
             ) as reporter,
             world.explaining(),
         ):

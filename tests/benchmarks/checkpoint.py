@@ -4,7 +4,7 @@
 
 The same state, weights and AdamW's, is written by a plain torch.save of one process (flushed to the
 disk, as a checkpoint is) and read by torch.load; then as a checkpoint by ranks that shard it, in
-every async_mode. Medians of the repeats. "stands still" is how long training waits for the save;
+every async_mode. Medians of the repeats. "blocked" is how long training waits for the save;
 "beside a save" is the step right after, beside what is left of it in the background.
 """
 
@@ -127,7 +127,7 @@ def main() -> None:
     for num_ranks, mode, most in rows:
         print(
             f"{num_ranks} {'rank ' if num_ranks == 1 else 'ranks'}  {mode:<22} "
-            f"{most['bytes'] / MIB:6.1f} MiB  stands still {most['waits']:.2f} s  "
+            f"{most['bytes'] / MIB:6.1f} MiB  blocked {most['waits']:.2f} s  "
             f"load {most['load']:.2f} s  step {most['step']:.2f} s, beside a save "
             f"{most['beside']:.2f} s"
         )

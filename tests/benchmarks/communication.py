@@ -3,12 +3,13 @@
     python tests/benchmarks/communication.py [--flavor F] [--microbatches M] [--order] [plan ...]
 
 A line for each kind of collective and mesh axis: how many, of how many bytes together, and how many
-of those the rank sends; what is sent from rank to rank, as between the stages of a pipeline, is not
-in it. The bytes of a collective are those of its whole tensor (what a gather
-gives, what a reduction takes); over n ranks each of them sends (n-1)/n of that in a gather or a
-scatter and twice as much in an all-reduce, the least that can be. A plan is a name of PARALLELISM,
-with "+" and a name of CHECKPOINTING for what is recomputed, such as "tp4+full". Counted in step 2,
-when everything that is made at its first use is there.
+of those the rank sends. What goes from rank to rank, as between the stages of a pipeline, is a
+"send" on one rank and a "receive" on the other; a ring of asynchronous TP is counted as the
+collective that it stands for. The bytes of a collective are those of its whole tensor (what a
+gather gives, what a reduction takes); over n ranks each of them sends (n-1)/n of that in a gather
+or a scatter and twice as much in an all-reduce, the least that can be. A plan is a name of
+PARALLELISM, with "+" and a name of CHECKPOINTING for what is recomputed, such as "tp4+full".
+Counted in step 2, when everything that is made at its first use is there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ PP, TP, REPLICATE, SHARD = (
     "data_parallel_replicate_degree",
     "data_parallel_shard_degree",
 )
+SCHEDULE = "pipeline_parallel_schedule"
 PARALLELISM: dict[str, dict[str, Any]] = {
     "ddp4": {REPLICATE: 4, SHARD: 1},
     "fsdp4": {SHARD: 4},
@@ -36,11 +38,16 @@ PARALLELISM: dict[str, dict[str, Any]] = {
     "fsdp4_offload": {SHARD: 4},
     "hsdp2x2": {REPLICATE: 2, SHARD: 2},
     "tp4": {TP: 4, SHARD: 1},
+    "tp4_async": {TP: 4, SHARD: 1, "enable_async_tensor_parallel": True},
     "tp4_gathered": {TP: 4, SHARD: 1, "disable_loss_parallel": True},
     "tp2_fsdp2": {TP: 2, SHARD: 2},
     "tp2_ddp2": {TP: 2, REPLICATE: 2, SHARD: 1},
     "pp2_ddp2": {PP: 2, REPLICATE: 2, SHARD: 1},
     "pp2_fsdp2": {PP: 2, SHARD: 2},
+    "pp2_tp2": {PP: 2, TP: 2, SHARD: 1},
+    "pp4": {PP: 4, SHARD: 1},
+    "pp2_interleaved": {PP: 2, REPLICATE: 2, SHARD: 1, SCHEDULE: "Interleaved1F1B"},
+    "pp2_zbv": {PP: 2, REPLICATE: 2, SHARD: 1, SCHEDULE: "ZBVZeroBubble"},
 }
 TRAINING: dict[str, dict[str, Any]] = {
     "fsdp4_bf16": {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"},
@@ -58,6 +65,8 @@ COUNTED_STEP = 2
 
 # How much of a whole tensor's bytes each of n ranks sends, in units of (n-1)/n.
 SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+SENT |= {"gather ring": 1, "scatter ring": 1}
+FROM_RANK_TO_RANK = ("send", "receive")
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,12 @@ def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
                 # DTensor goes first: this mode then sees what it sends.
                 return NotImplemented
             result = function(*args, **(kwargs or {}))
+            if function._schema.name in RINGS:
+                _, _, _, n, group_name = args
+                ranks = dist.get_process_group_ranks(_resolve(group_name))
+                whole = result[1].nbytes if isinstance(result, tuple) else n * result.nbytes
+                axis = axis_of.get(tuple(ranks), "none")
+                found.append(Collective(RINGS[function._schema.name], axis, whole))
             if function._schema.name in OPERATORS:
                 kind, tensor, ranks = _as_collective(function, args, result)
                 is_world_sum = kind == "all_reduce" and tensor.dtype.itemsize == 8
@@ -162,7 +177,12 @@ OPERATORS = {
     "c10d::_allgather_base_": ("all_gather", 0, 2),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
     "c10d::allreduce_": ("all_reduce", 0, 1),
+    # Which CommDebugMode leaves out.
+    "c10d::send": ("send", 0, 1),
+    "c10d::recv_": ("receive", 0, 1),
 }
+# A gather's second result is the gathered input; a scatter gives one rank's part.
+RINGS = {"titanlite::gather_product": "gather ring", "titanlite::product_scatter": "scatter ring"}
 
 
 def _as_collective(function: Any, args: Any, result: Any) -> tuple[str, Any, list[int]]:
@@ -173,9 +193,14 @@ def _as_collective(function: Any, args: Any, result: Any) -> tuple[str, Any, lis
     whole = result if whole_at == -1 else args[whole_at]
     whole = whole[0] if isinstance(whole, list) else whole
     group = args[group_at]
-    resolve = dist.distributed_c10d._resolve_process_group
-    group = resolve(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
+    group = _resolve(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
     return kind, whole, dist.get_process_group_ranks(group)
+
+
+def _resolve(group_name: str) -> Any:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._resolve_process_group(group_name)
 
 
 def totals(collectives: list[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
@@ -210,7 +235,9 @@ def main() -> None:
             each if arguments.order else totals(collectives).items()
         ):
             n = degrees.get(axis, 4)
-            sent = SENT[kind] * num_bytes * (n - 1) // n
+            sent = num_bytes * (kind == "send")
+            if kind not in FROM_RANK_TO_RANK:
+                sent = SENT[kind] * num_bytes * (n - 1) // n
             print(f"{plan:16} {kind:15} {axis:13} {count:5} {num_bytes:13,} {sent:13,}")
 
 

@@ -1,11 +1,11 @@
-"""What ring attention costs: CPU-seconds of all ranks over those of one process's plain attention.
+"""The cost of ring attention: CPU-seconds of all ranks relative to plain attention in one process.
 
     python tests/benchmarks/ring_attention.py [--lengths 3072 6144] [--ranks 4] [--layouts headtail]
 
-Forward and backward, causal, batch 1, 8 heads of 64, float32. CPU-seconds count every thread of
-every rank, messages too, and hardly depend on what else the machine does; 1.00 would be context
-parallelism for free. The one process uses as many threads as the ranks together. Ends with status
-1 if the head-tail layout on 4 ranks misses its target.
+Forward and backward, causal, batch 1, 8 heads of 64, float32. CPU-seconds include every thread of
+every rank and all messages, and hardly depend on other load; 1.00 would mean that context
+parallelism is free. The single process uses as many threads as all ranks together. The exit status
+is 1 if the head-tail layout on 4 ranks misses its target.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ WARM_UP_STEPS = 2
 
 
 def target(num_tokens: int) -> float:
-    """The most that head-tail on 4 ranks may cost; shorter sequences have more to merge."""
+    """The largest allowed cost of head-tail on 4 ranks; merging costs more in short sequences."""
     return 1.08 if num_tokens >= 6144 else 1.15
 
 
 def cpu_seconds_per_step(place: Place, num_tokens: int, layout: str, rotate: str, num_steps: int):
-    """This rank's CPU-seconds for each forward and backward pass."""
+    """This rank's CPU-seconds of each forward and backward pass."""
     import torch
     import torch.distributed as dist
 
@@ -51,7 +51,7 @@ def cpu_seconds_per_step(place: Place, num_tokens: int, layout: str, rotate: str
 
 
 def measure(num_ranks: int, num_tokens: int, layout: str, rotate: str, num_steps: int) -> float:
-    """CPU-seconds of a step over all ranks: the median of `num_steps`."""
+    """CPU-seconds of a step, summed over ranks: the median of `num_steps`."""
     per_rank = run_ranks(
         cpu_seconds_per_step, num_ranks, num_tokens, layout, rotate, num_steps, timeout_seconds=600
     )

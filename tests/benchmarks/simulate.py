@@ -1,10 +1,10 @@
-"""How long the simulator and the schedule tables take, beside PyTorch's, in CPU-seconds.
+"""CPU-seconds of the simulator and of the schedule tables, compared with PyTorch's.
 
     python tests/benchmarks/simulate.py
 
-Each line gives what was measured and its limit; the exit status is 1 if a limit is missed. PyTorch
-has no function for its tables alone: they are made by the methods its schedule classes call, on
-objects that skip the rest of the constructor, and lowered by the passes its runtime applies.
+Each line shows a measurement and its limit; the exit status is 1 if a limit is missed. PyTorch has
+no function that only generates a table. The benchmark calls the methods of its schedule classes on
+objects without the rest of the constructor, and the lowering passes of its runtime.
 """
 
 import gc
@@ -35,10 +35,10 @@ def main() -> int:
 
 
 def cpu_seconds(call: Callable[[], Any], repeat: int = 1) -> tuple[float, Any]:
-    """The least CPU time of `repeat` calls, and what the last one returned."""
+    """The least CPU time of `repeat` calls, and the result of the last one."""
     least, result = float("inf"), None
     for _ in range(repeat):
-        # What is there already is neither freed nor searched for garbage in the time measured.
+        # Do not free or garbage collect existing objects during the measurement.
         result = None
         gc.collect()
         gc.freeze()
@@ -128,7 +128,7 @@ def measure_tables() -> list[tuple[str, float, float]]:
 
 
 def bare_schedule(schedule_class: type) -> Any:
-    """An object with what the method that makes one rank's row reads, and no table yet."""
+    """An object with only the attributes that the method for one rank's row reads."""
     schedule: Any = schedule_class.__new__(schedule_class)
     schedule.pp_group_size = RANKS
     schedule.num_stages = schedule._num_stages = RANKS * CHUNKS
@@ -141,7 +141,7 @@ def bare_schedule(schedule_class: type) -> Any:
 
 
 def lower_as_pytorch(theirs: Any, table: dict[int, list[Any]], schedule: Schedule) -> Any:
-    """What `_PipelineScheduleRuntime._prepare_schedule_with_comms` does after its checks."""
+    """The steps of `_PipelineScheduleRuntime._prepare_schedule_with_comms` after its checks."""
     rows = {
         rank: theirs._add_reduce_grad(theirs._add_unshard_reshard(row), MICROBATCHES)
         for rank, row in table.items()

@@ -1,4 +1,4 @@
-"""One started cluster for all tests of the lab: a test sets the mesh it needs."""
+"""One running cluster for all tests of the lab; each test sets its own mesh."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The virtual cluster: results, counts and channels, and failures that neither hang nor stay."""
+"""The virtual cluster: results, counts, channels, and failures that do not hang or persist."""
 
 import gc
 import os
@@ -96,7 +96,7 @@ def test_host_and_devices_talk_while_running(cluster):
 
 @pytest.mark.parametrize("kind", ["cell", "script"])
 def test_a_notebook_cell_and_a_script_without_a_guard_work(kind, tmp_path):
-    # A cell's functions are of a __main__ that has no file; a script's file must not run again.
+    # In a notebook, __main__ has no file; in a script, the file must not run again.
     code = """
 from titanlite.lab import Mesh, VirtualCluster
 import torch
@@ -125,7 +125,7 @@ def small():
 
 
 class TestFailures:
-    """On a cluster of their own, which every failure ends and the next run starts anew."""
+    """These use a separate cluster: each failure ends it, and the next run starts it again."""
 
     def test_an_error_comes_with_its_rank_and_traceback_and_the_cluster_recovers(self, small):
         pids = small.run(lambda device: os.getpid())
@@ -148,7 +148,7 @@ class TestFailures:
                 os.kill(os.getpid(), signal.SIGKILL)
             device.all_reduce(torch.ones(2))
 
-        with pytest.raises(RankError, match="rank 2: was ended by SIGKILL"):
+        with pytest.raises(RankError, match="rank 2: was killed by SIGKILL"):
             small.run(die)
 
     def test_waiting_for_a_message_that_never_comes_ends(self, small):
@@ -156,12 +156,12 @@ class TestFailures:
             if device.rank == 0:
                 device.channel(1).recv(torch.empty(1))
 
-        # On a busy machine others may not be done by then either.
-        with pytest.raises(RankError, match=r"ranks? 0(, \d)* not done after 0\.5 s"):
+        # On a busy machine, other ranks may not have finished either.
+        with pytest.raises(RankError, match=r"ranks? 0(, \d)* did not finish within 0\.5 s"):
             small.run(wait, timeout_seconds=0.5)
 
     def test_a_device_stuck_in_python_is_ended(self, small):
-        with pytest.raises(RankError, match="ranks 0, 1, 2 not done"):
+        with pytest.raises(RankError, match="ranks 0, 1, 2 did not finish"):
             small.run(lambda device: threading.Event().wait(), timeout_seconds=0.5)
 
     def test_a_message_that_nobody_takes_is_an_error_now_not_in_the_next_run(self, small):
@@ -174,7 +174,7 @@ class TestFailures:
 
     def test_a_tensor_that_a_device_never_sends_is_not_waited_for(self, small):
         small.start(lambda device: None)
-        with pytest.raises(RuntimeError, match="device 0 has returned"):
+        with pytest.raises(RuntimeError, match="device 0 has already returned"):
             small.channel(0).recv()
         assert small.finish() == [None] * 3
 
@@ -196,7 +196,7 @@ class TestFailures:
 
 
 def test_mistakes_on_the_host(cluster):
-    with pytest.raises(ValueError, match="algorithm 'tree'; use one of naive, ring"):
+    with pytest.raises(ValueError, match="algorithm: 'tree' is unknown; use one of naive, ring"):
         cluster.run(print, algorithm="tree")
-    with pytest.raises(RuntimeError, match=r"nothing is running; start\(\) first"):
+    with pytest.raises(RuntimeError, match=r"nothing is running; call start\(\) first"):
         cluster.channel(0).recv()

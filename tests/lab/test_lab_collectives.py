@@ -1,4 +1,4 @@
-"""Every collective, naive and ring, against torch.distributed and against its own definition."""
+"""Every collective, naive and ring, against torch.distributed and against its definition."""
 
 import functools
 
@@ -23,7 +23,7 @@ KINDS = [
 
 
 def of_torch(kind, tensor, root):
-    """The same collective by torch.distributed, over all ranks; None where it gives nothing."""
+    """The same collective of torch.distributed over all ranks; None if this rank gets no result."""
     size, rank = dist.get_world_size(), dist.get_rank()
     parts = [part.contiguous() for part in tensor.chunk(size)]
     like, many = torch.empty_like(parts[0]), [torch.empty_like(tensor) for _ in range(size)]
@@ -50,7 +50,7 @@ def of_torch(kind, tensor, root):
         dist.reduce_scatter(like, parts)
         return like
     received = torch.empty_like(tensor)
-    # Of tensors, not of lists, which gloo cannot exchange under torch 2.11.
+    # Use the tensor form: gloo does not support the list form in torch 2.11.
     dist.all_to_all_single(received, tensor)
     return received
 
@@ -73,7 +73,7 @@ def test_equals_torch_distributed(cluster_of_4, kind, algorithm, dtype):
     for ours, theirs in cluster_of_4.run(both, algorithm=algorithm):
         assert (ours is None) == (theirs is None)
         if ours is not None:
-            # Sums of floats may be added in another order: some rounding of the largest addend.
+            # Floats may be summed in a different order: allow rounding error of the largest addend.
             rounding = 2**40 * 1e-16 if dtype.is_floating_point else 0
             torch.testing.assert_close(ours, theirs, rtol=0, atol=rounding)
 
@@ -127,7 +127,7 @@ COSTS = {
     "ring": {
         # A chain of W-1 links carries all W chunks.
         "broadcast": (W * (W - 1), (W - 1) * N),
-        # The part of the device d steps away travels d links.
+        # The part of the device d hops away crosses d links.
         "scatter": (W * (W - 1) // 2, (W - 1) * N // 2),
         "gather": (W * (W - 1) // 2, W * (W - 1) // 2 * N),
         "reduce": (W * (W - 1), (W - 1) * N),
@@ -204,7 +204,7 @@ def test_a_barrier_holds_every_device_until_all_are_there(cluster):
 
 
 def test_a_dimension_that_cannot_be_cut_is_refused(cluster_of_4):
-    with pytest.raises(Exception, match="dimension 0 of size 6 cannot be cut into 4 equal parts"):
+    with pytest.raises(Exception, match="dimension 0 of size 6 cannot be split into 4 equal"):
         cluster_of_4.run(lambda device: device.reduce_scatter(torch.ones(6)))
 
 
@@ -213,7 +213,7 @@ def test_a_dimension_that_cannot_be_cut_is_refused(cluster_of_4):
 )
 @given(data=st.data())
 def test_any_mesh_any_axes_any_shape(cluster, data):
-    """Each collective equals its definition, computed on the host from all inputs."""
+    """Each collective equals its definition, computed on the host from the inputs of all ranks."""
     sizes = data.draw(st.sampled_from([(1,), (5,), (2, 2), (3, 2), (2, 4), (1, 7), (2, 2, 2)]))
     mesh = cluster.mesh = Mesh(**dict(zip("abc", sizes, strict=False)))
     axes = data.draw(st.lists(st.sampled_from(mesh.axes), unique=True))

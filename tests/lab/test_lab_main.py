@@ -1,4 +1,4 @@
-"""python -m titanlite.lab: the list at once, each experiment's table, one line for a wrong name."""
+"""python -m titanlite.lab: the list, the table of each experiment, the error for a wrong name."""
 
 import subprocess
 import sys

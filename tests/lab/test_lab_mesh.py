@@ -31,7 +31,7 @@ def test_groups_part_the_mesh(mesh, data):
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(MeshError, match="mesh axis x: size 0; give at least 1"):
+    with pytest.raises(MeshError, match="mesh axis x: the size is 0; it must be at least 1"):
         Mesh(x=0)
     with pytest.raises(MeshError, match=r"Mesh\(x=2, y=4\) has no axis 'z'; it has x, y"):
         Mesh(x=2, y=4).degree(["z"])

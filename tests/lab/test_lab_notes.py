@@ -1,4 +1,4 @@
-"""The notes' code runs, and prints what they say it prints."""
+"""The code in the notes runs and prints the quoted output."""
 
 import contextlib
 import io
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 NOTES = Path(__file__).parents[2] / "docs" / "lab"
-# A block of code, and the block of its output where one follows at once.
+# A block of code, and the block of its output if one follows directly.
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n?```text\n(.*?)```\n)?", re.DOTALL)
 
 

@@ -1,6 +1,7 @@
 """Each parallelism by hand against one process: losses, first gradients, weights after AdamW steps.
 
-In float64, relative to the largest magnitude of a tensor: single elements near zero say nothing.
+Differences are in float64, relative to the largest magnitude of a tensor: an error relative to an
+element near zero would be meaningless.
 """
 
 import os
@@ -58,7 +59,7 @@ def assert_same_run(alone, losses, gradients, params):
 
 
 def side_by_side(records, field):
-    """Each layer's columns, of all ranks that hold some of it."""
+    """The whole of each layer, from the columns of all ranks that hold a part of it."""
     held = [getattr(record, field) for record in records]
     return {i: torch.cat([part[i] for part in held if i in part], 1) for i in range(LAYERS)}
 
@@ -92,7 +93,7 @@ def test_data_parallelism(cluster_of_4, data, alone, overlap):
     for record in records:
         assert_same_run(alone, losses, record.gradients, record.params)
     counts = cluster_of_4.counts
-    # And the barrier at the end.
+    # Plus the barrier at the end.
     assert counts.torch_collectives == {"all_reduce": W * STEPS * LAYERS, "barrier": W}
     assert counts.torch_collective_bytes["all_reduce"] == W * STEPS * LAYERS * DIM * DIM * 8
 
@@ -105,7 +106,7 @@ def test_tensor_parallelism(cluster_of_4, data, alone, overlap):
     gradients, params = side_by_side(records, "gradients"), side_by_side(records, "params")
     for record in records:
         assert_same_run(alone, record.losses, gradients, params)
-    # L forward; L-1 backward, for the data needs no gradient.
+    # L forward; L-1 backward, since the data needs no gradient.
     assert cluster_of_4.counts.torch_collectives == {
         "all_gather": W * STEPS * LAYERS,
         "all_reduce": W * STEPS * (LAYERS - 1),
@@ -237,16 +238,16 @@ def test_other_shapes_of_the_three(cluster, data, alone):
 def test_what_does_not_divide_is_said(cluster_of_4, data):
     with pytest.raises(RankError, match="ValueError: 15 does not divide into 4 equal parts"):
         spawn(data_parallelism_main, cluster_of_4, data[:15], LAYERS, 1)
-    with pytest.raises(RankError, match="ValueError: ZeRO stage 4; use 1, 2 or 3"):
+    with pytest.raises(RankError, match="ValueError: stage: 4 is not a ZeRO stage; use 1, 2"):
         spawn(zero_parallelism_main, cluster_of_4, data, LAYERS, 1, stage=4)
-    with pytest.raises(RankError, match="8 devices; the world has 4 ranks"):
+    with pytest.raises(RankError, match="8 devices, but there are 4 ranks"):
         spawn(three_d_parallelism_main, cluster_of_4, data, LAYERS, 1)
     with pytest.raises(ValueError, match="7 does not divide into 2 equal parts"):
         int_divide(7, 2)
 
 
 def test_a_main_function_opens_its_own_world_where_there_is_none(data):
-    """As under torchrun: no cluster, no process group; setup makes one and cleanup leaves it."""
+    """As under torchrun, without a cluster: setup opens a process group and cleanup closes it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The pipeline's clock for any runs and stages, and the pipelined MLP against autograd."""
+"""The clocked pipeline for any runs and stages, and the pipelined MLP against autograd."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_the_clock_is_right_for_any_runs_and_stages(num_runs, num_stages):
         assert sum(stage.is_idle for stage in stages) == round(
             pipeline.bubble * pipeline.num_cycles
         )
-    # Every run passes every stage once each way, and each pass is the cycle after the one before.
+    # Every run passes every stage once in each direction, in consecutive cycles.
     assert len(when) == 2 * num_runs * num_stages
     for run in range(num_runs):
         path = [when[index, run, True] for index in range(num_stages)]
@@ -52,7 +52,7 @@ def test_the_clock_is_right_for_any_runs_and_stages(num_runs, num_stages):
         assert back == list(range(back[0], back[0] + num_stages))
         assert back[0] >= path[-1] + 1
     assert max(when.values()) == pipeline.num_cycles - 1
-    # No cycle lies between the last forward pass and the first backward pass.
+    # The first backward pass comes directly after the last forward pass.
     assert when[num_stages - 1, 0, False] == when[num_stages - 1, num_runs - 1, True] + 1
 
 
@@ -65,7 +65,7 @@ def unsplit_forward(tensors, x):
 
 
 def unsplit(parameters, inputs, targets):
-    """The same training on the whole model by autograd: losses, first gradients, weights."""
+    """The same training of the whole model with autograd: losses, first gradients, weights."""
     leaves = [tensor.clone().requires_grad_() for stage in parameters for tensor in stage]
     optimizer = torch.optim.AdamW(leaves, lr=LR)
     losses, gradients = [], []
@@ -93,7 +93,7 @@ def assert_same(ours, theirs):
 )
 @given(data=st.data())
 def test_equals_the_unsplit_model(cluster, data):
-    """Any runs, stages (one too) and places, also several stages on a device."""
+    """Any runs, stages (including one) and ranks, also with several stages on one device."""
     num_runs, num_stages = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     cluster.mesh = Mesh(stage=data.draw(st.sampled_from([1, 2, 3, 4, 8])))
     ranks = data.draw(st.lists(st.integers(0, cluster.mesh.size - 1), min_size=4, max_size=4))
@@ -117,7 +117,7 @@ def test_equals_the_unsplit_model(cluster, data):
         for _, state in sorted(result.optimizer_states[stage]["state"].items())
     ]
     assert_same(states, [optimizer.state[weight]["exp_avg_sq"] for weight in weights])
-    # Between neighbours on different devices every run goes forward and comes back, every step.
+    # Each run crosses each link between devices once forward and once backward per step.
     hops = sum(one != other for one, other in zip(pipeline.ranks, pipeline.ranks[1:], strict=False))
     assert cluster.counts.d2d_messages == STEPS * 2 * num_runs * hops
 
@@ -144,27 +144,27 @@ def test_four_stages_hold_their_own_layers_and_only_the_ends_get_data(cluster):
         weights[2],
         weights[3] + targets.nbytes,
     ]
-    # Back come weights, gradients, and of AdamW two moments and a step count of each tensor.
+    # Returned per tensor: weight, gradient, and AdamW's two moments and step count.
     num_tensors = len(flat(result.parameters))
     assert cluster.counts.d2h_bytes == 4 * sum(weights) + 4 * num_tensors
 
 
 def test_what_cannot_work_is_refused(cluster):
     mesh = cluster.mesh
-    with pytest.raises(PipelineError, match="0 runs through 4 stages; give at least one of each"):
+    with pytest.raises(PipelineError, match="0 runs and 4 stages; there must be at least one"):
         Pipeline(mesh, 0, 4)
     with pytest.raises(PipelineError, match="3 ranks for 4 stages"):
         Pipeline(mesh, 2, 4, (0, 1, 2))
     with pytest.raises(MeshError, match="rank 9 is not on"):
         Pipeline(mesh, 2, 1, (9,))
-    with pytest.raises(PipelineError, match="4 layers for 5 stages"):
+    with pytest.raises(PipelineError, match="4 layers are too few for 5 stages"):
         MLP(Pipeline(mesh, 2, 5), SIZES)
     mlp = MLP(Pipeline(mesh, 2, 4), SIZES)
     parameters = mlp.build_parameters()
     inputs, targets = torch.ones(1, 2, 3, 6), torch.ones(1, 2, 3, 4)
-    with pytest.raises(PipelineError, match=r"inputs of shape .*; give \(steps, 2 runs, batch"):
+    with pytest.raises(PipelineError, match=r"inputs: the shape is .*; it must be \(steps, 2 runs"):
         mlp(cluster, parameters, inputs[:, :1], targets)
-    with pytest.raises(PipelineError, match="needs a target for every row"):
+    with pytest.raises(PipelineError, match="training needs a target for every row"):
         mlp(cluster, parameters, inputs)
-    with pytest.raises(PipelineError, match="parameters of 3 stages for 4 stages"):
+    with pytest.raises(PipelineError, match="parameters: there are 3 lists for 4 stages"):
         mlp(cluster, parameters[:3], inputs, targets)

@@ -1,4 +1,4 @@
-"""What is built by hand equals what titanlite runs in production.
+"""The parallelisms built by hand equal those that titanlite runs in production.
 
 The same chain of layers as an nn.Module, through apply_ddp, apply_fsdp, apply_tp and a pipeline,
 with titanlite's optimizer: losses, first gradients and weights after AdamW steps, in float64.
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Rows(nn.Module):
-    """The data, of which a token [B, 1] names a row."""
+    """The data; a token [B, 1] is the index of a row."""
 
     def __init__(self, data):
         super().__init__()
@@ -65,7 +65,7 @@ class Rows(nn.Module):
 
 
 class Chain(nn.Module):
-    """The lecture's model; a linear layer keeps its weight transposed."""
+    """The lecture's model as linear layers, which store the weight transposed."""
 
     def __init__(self, data=None):
         super().__init__()
@@ -149,7 +149,7 @@ def by_tp_and_fsdp(device, data):
 
 
 def by_pipeline(device, data, schedule, num_microbatches, pp=W, dp=1, tp=1):
-    """The stages of one rank of a pp x dp x tp mesh, each cut again over tp and dp."""
+    """The stages of one rank of a pp x dp x tp mesh, sharded over tp and dp."""
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     stage, num_local = mesh.get_local_rank("pp"), LAYERS // pp
     names = [f"layers.{i}" for i in range(LAYERS)]
@@ -196,7 +196,7 @@ def data():
 
 
 def assert_same(ours, theirs):
-    """Per layer, of the tensor's largest magnitude."""
+    """The largest difference of any layer, relative to the tensor's largest magnitude."""
     assert ours.keys() == theirs.keys()
     for layer, tensor in ours.items():
         assert theirs[layer].abs().max() > 0
@@ -227,7 +227,7 @@ def test_data_parallelism_is_apply_ddp(cluster_of_4, data):
     production = cluster_of_4.run(by_ddp, data)
     theirs = cluster_of_4.counts.torch_collective_bytes["all_reduce"]
     for record, (losses, gradients, params) in zip(hand, production, strict=True):
-        # By hand the local mean, in production a part of the global one.
+        # By hand, the loss is the local mean; in production, a part of the global mean.
         assert [loss / W for loss in record.losses] == pytest.approx(losses, rel=1e-12)
         assert_same(record.gradients, gradients)
         assert_same(record.params, params)
@@ -236,7 +236,7 @@ def test_data_parallelism_is_apply_ddp(cluster_of_4, data):
 
 @pytest.fixture(scope="module")
 def fsdp(cluster_of_4, data):
-    """The results of production on every rank, and the counts."""
+    """The results of the production code on every rank, and the counts."""
     return cluster_of_4.run(by_fsdp, data), cluster_of_4.counts
 
 
@@ -250,12 +250,12 @@ def test_zero_is_apply_fsdp(cluster_of_4, data, fsdp, stage):
         assert_same(flat(hand, "gradients"), gradients)
         assert_same(flat(hand, "params"), params)
     if stage == 3:
-        # FSDP2 also gathers each layer for each pass, and sums the gradients once.
+        # FSDP2 also all-gathers each layer in each pass, and reduces the gradients once.
         reduced = W * STEPS * WEIGHTS_BYTES
         assert ours.torch_collective_bytes["reduce_scatter"] == reduced
         assert theirs.torch_collective_bytes["reduce_scatter"] == reduced
         assert ours.torch_collective_bytes["all_gather"] == 2 * reduced
-        # And once more, to give the whole gradients and weights back to this test.
+        # Plus the gathers of this test, to return the whole gradients and weights.
         assert theirs.torch_collective_bytes["all_gather"] == 2 * reduced + 2 * W * WEIGHTS_BYTES
 
 
@@ -268,7 +268,7 @@ def test_tensor_parallelism_is_apply_tp(cluster_of_4, data):
         assert record.losses == pytest.approx(losses, rel=1e-12)
         assert_same(columns(hand, "gradients"), gradients)
         assert_same(columns(hand, "params"), params)
-    # The same collectives; and the test's own, to put gradients and weights together.
+    # The same collectives, plus those of this test, which gather gradients and weights.
     assert theirs.torch_collectives["all_reduce"] == ours.torch_collectives["all_reduce"]
     assert theirs.torch_collectives["all_gather"] == (
         ours.torch_collectives["all_gather"] + 2 * W * LAYERS
@@ -307,8 +307,8 @@ def test_pipeline_parallelism_is_a_pipeline(cluster_of_4, data, schedule, name):
         assert record.losses == pytest.approx(losses, rel=1e-12)
         assert_same(record.gradients, gradients)
         assert_same(record.params, params)
-    # torch opens each of the 2 (W-1) links with a message of one float, in which stages vote. In
-    # torch 2.11 they only greet, and Pipeline leaves that out on CPU.
+    # torch opens each of the 2 (W-1) links with a message of one float, with which stages agree on
+    # a setting. In torch 2.11 the message has no content, and Pipeline omits it on CPU.
     num_opened = 2 * (W - 1) if hasattr(PipelineStage, "_warmup_forward_vote") else 0
     assert cluster_of_4.counts.d2d_messages == ours.d2d_messages + num_opened
     assert cluster_of_4.counts.d2d_bytes == ours.d2d_bytes + 4 * num_opened
@@ -326,7 +326,7 @@ def test_three_together_are_apply_tp_apply_fsdp_and_a_pipeline(cluster, data):
 
 
 def test_all_of_them_are_one_process(data, fsdp):
-    """So that the comparisons above do not agree on something else."""
+    """Check the reference itself, which the comparisons above rely on."""
     alone = single_process_main(data, LAYERS, STEPS)
     for _, gradients, params in fsdp[0]:
         assert_same(alone.gradients, gradients)

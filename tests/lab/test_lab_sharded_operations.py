@@ -1,4 +1,4 @@
-"""Sharded operations: published costs to the digit, results and gradients against one process."""
+"""Sharded operations: costs equal the published ones; results and gradients equal one process."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def assert_costs(counts, golden):
     expected = golden.get("collectives", [])
     assert len(counts.collectives) == len(expected)
     for ours, theirs in zip(counts.collectives, expected, strict=True):
-        # The published list leaves the axes of an all-reduce out.
+        # The published list omits the axes of an all-reduce.
         assert str(ours).startswith(theirs)
 
 
@@ -76,7 +76,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", GOLDEN["matmul"])
 def test_matmul_costs_what_is_published(cluster, name):
-    """The same program at full size on the meta device: every message counted, none moved."""
+    """The same program at full size on the meta device: messages are counted but not sent."""
     golden = GOLDEN["matmul"][name]
     sharding = golden_sharding(name)
     assert sharding.policy is MatMulShardingPolicy[POLICIES[name]]
@@ -93,7 +93,7 @@ def test_matmul_costs_what_is_published(cluster, name):
 @pytest.mark.parametrize("name", GOLDEN["matmul"])
 @pytest.mark.parametrize("algorithm", ["naive", "ring"])
 def test_matmul_and_its_gradients_equal_one_process(cluster, name, algorithm):
-    """With data, every dimension a 64th: the costs are the published ones scaled."""
+    """With data and every dimension divided by 64, the costs are the published ones, scaled."""
     sharding, golden = golden_sharding(name), GOLDEN["matmul"][name]
     a, b, dc = rand(64, 32), rand(32, 64), rand(64, 64)
     assert_same(MatMul(sharding)(cluster, a, b, algorithm=algorithm), a @ b)
@@ -142,7 +142,7 @@ def test_feed_forward_costs_what_is_published(cluster):
         cluster.run(FeedForward(sharding), *inputs)
         assert_costs(cluster.counts, GOLDEN["feed_forward"][name])
         cluster.run(FeedForward(sharding), *inputs, algorithm="ring")
-        # Gathers and scatters move the same bytes on a ring, in as many messages.
+        # Gathers and scatters send as many bytes and messages on a ring.
         assert_costs(cluster.counts, GOLDEN["feed_forward"][name])
 
 
@@ -184,7 +184,7 @@ def test_backward_of_gspmd_gathers_what_forward_scattered(cluster):
         "all_reduce db1 over x",
         "reduce_scatter dW2 over x",
     ]
-    # The hidden layer again, and four products of the backward pass; forward has two.
+    # The recomputed hidden layer and the four products of the backward; the forward has two.
     cluster_flops = cluster.counts.flops
     cluster.run(FeedForward(golden_feed_forward()), *inputs)
     assert 2 * cluster_flops == 5 * cluster.counts.flops
@@ -195,7 +195,7 @@ MESHES = [Mesh(x=2, y=4), Mesh(x=4, y=2), Mesh(a=2, b=2, c=2), Mesh(x=6), Mesh(x
 
 @st.composite
 def shardings(draw, mesh, num_dims):
-    """Each axis splits at most one dimension; the order of axes within a dimension is any."""
+    """Each axis shards at most one dimension; axes within a dimension are in any order."""
     axes = draw(st.permutations(mesh.axes))
     dims = [[] for _ in range(num_dims)]
     for axis in axes:
@@ -206,7 +206,7 @@ def shardings(draw, mesh, num_dims):
 
 
 def shape_for(mesh, draw, *tensors):
-    """A size for each dimension name, so that it divides under every tensor's sharding."""
+    """A size for each dimension name that divides evenly under the sharding of every tensor."""
     sizes = {}
     for names, sharding in tensors:
         for name, dim in zip(names, sharding.dims, strict=True):
@@ -310,7 +310,7 @@ def test_a_dimension_names_its_axes():
         (("x", None), (None, None), [(5, 4), (4, 4)], "A: dimension 0 of size 5 does not divide"),
         ((None, None), (None, "y"), [(8, 4), (4, 6)], "B: dimension 1 of size 6 does not divide"),
         ((None, None), (None, None), [(8, 4), (6, 8)], "the inner dimensions 4 and 6 differ"),
-        (("q", None), (None, None), [(8, 4), (4, 8)], "A: sharding .* names axis q; Mesh"),
+        (("q", None), (None, None), [(8, 4), (4, 8)], "A: the sharding .* uses axis q"),
         (("x",), (None, None), [(8, 4), (4, 8)], "A of shape .* has 2 dimensions; its sharding"),
     ],
 )
@@ -323,7 +323,7 @@ def test_what_cannot_work_is_refused_on_the_host(cluster, a, b, shapes, message)
 def test_other_mistakes_are_refused_on_the_host(cluster):
     with pytest.raises(ShardingError, match="axis x is used more than once"):
         TensorSharding("x", "x")
-    with pytest.raises(ShardingError, match="MatMul takes A, B; got 1 tensors"):
+    with pytest.raises(ShardingError, match="MatMul needs A, B, not 1 tensors"):
         cluster.run(MatMul(golden_sharding("Full")), torch.ones(8, 8))
     neither = TensorSharding(None, None)
     wanted = MatMulSharding(neither, neither, TensorSharding(None, "y"))

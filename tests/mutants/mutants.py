@@ -160,8 +160,8 @@ MUTANTS = [
         r"backward pass.*(attention|feed_forward|norm)",
         STYLES,
         (
-            "            x = whole.to_local(grad_placements=[Partial()])",
-            "            x = whole.to_local(grad_placements=[Replicate()])",
+            "            return whole.to_local(grad_placements=[Partial()])",
+            "            return whole.to_local(grad_placements=[Replicate()])",
         ),
     ),
     mutant(
@@ -911,8 +911,8 @@ REFACTORINGS: list[Mutant] = [
         "",
         STYLES,
         (
-            "            if any(_has_product(layer) for layer in layers.values()):",
-            "            if True:",
+            "            elif any(_has_product(layer) for layer in layers.values()):",
+            "            elif True:",
         ),
     ),
     mutant(

@@ -341,3 +341,28 @@ def reduced_in_bfloat16() -> AbstractContextManager[Any]:
         return shard(module, mp_policy=replace(mp_policy, reduce_dtype=torch.bfloat16), **options)
 
     return patch.object(fsdp, "fully_shard", low)
+
+
+def ring_counts_up() -> AbstractContextManager[Any]:
+    """A ring's gather puts a chunk where the one of the rank on the other side belongs.
+
+    On two ranks those are the same.
+    """
+    from titanlite.parallelize.ring_product import Ring
+
+    return patch.object(Ring, "gathered", lambda self, step: (self.rank + step) % self.size)
+
+
+def ring_leaves_out_a_product() -> AbstractContextManager[Any]:
+    """Rank 1 does not add its own product to the sum that has come to it."""
+    import torch.distributed as dist
+
+    from titanlite.parallelize import ring_product
+
+    add = ring_product.add
+
+    def but_on_one_rank(total, product):
+        if dist.get_rank() != 1:
+            add(total, product)
+
+    return patch.object(ring_product, "add", but_on_one_rank)

@@ -106,9 +106,9 @@ def test_to_safetensors_and_back(tmp_path, trained, capsys):
     assert all(torch.equal(back[name], tensor) for name, tensor in found.items())
     assert read_config(again) == read_config(file)
     assert titanlite("convert", file, "--out", again) == 2
-    assert "one of source and --out is a .safetensors file" in capsys.readouterr().err
+    assert "one of source and --out must be a .safetensors file" in capsys.readouterr().err
     assert titanlite("convert", checkpoints, "--out", again) == 2
-    assert "again.safetensors is there already" in capsys.readouterr().err
+    assert "again.safetensors exists already" in capsys.readouterr().err
     # Of 8 images a step, by two at once, three ranks could not train.
     assert titanlite("sample", file, "--out", tmp_path / "grid.png", "--ranks", 3) == 0
     assert png_size(tmp_path / "grid.png")[0] > 200
@@ -118,15 +118,18 @@ def test_to_safetensors_and_back(tmp_path, trained, capsys):
     more = {f"layers.{number}.w1.weight": torch.zeros(1) for number in range(7, 12)}
     whole_numbers = {name: tensor.int() for name, tensor in found.items()}
     for tensors, said in (
-        (found | more, "has layers.10.w1.weight, layers.11.w1.weight, layers.7.w1.weight and 2 "),
-        (whole_numbers, "is int32, and float64 in the model; give weights of floating point"),
+        (
+            found | more,
+            "unexpected keys: layers.10.w1.weight, layers.11.w1.weight, layers.7.w1.weight and 2 ",
+        ),
+        (whole_numbers, "is int32, and float64 in the model; give floating-point weights"),
         ({"norm.weight": found["norm.weight"]}, " more; give the weights of this model"),
     ):
         save_file(tensors, altered := tmp_path / "altered.safetensors", metadata)
         assert titanlite("sample", altered, "--out", tmp_path / "none.png") == 2
         assert said in capsys.readouterr().err
     assert titanlite("convert", tmp_path, "--out", tmp_path / "x.safetensors") == 2
-    assert "is no checkpoint, nor a folder of them" in capsys.readouterr().err
+    assert "is neither a checkpoint nor a folder of them" in capsys.readouterr().err
 
 
 def test_what_cannot_be_written_is_one_line_and_nothing_is_left_or_lost(
@@ -227,13 +230,13 @@ def deep(levels: int) -> dict:
 
 WRONG_CONFIGS = [
     ({"model": {"num_layers": 10**12}}, "parameters; give another checkpoint"),
-    ({"model": {"image_height": 10**7, "image_width": 10**7}}, " and its [model] "),
+    ({"model": {"image_height": 10**7, "image_width": 10**7}}, " but its [model] has "),
     ({"model": {"name": "llama3"}}, 'model.name: "llama3" is a TorchTitan model'),
     ({"model": {"num_heads": "8"}}, "model.num_heads: "),
     ({"model": {"\x1b[2J": 1}}, "model."),
     ({"model": deep(300)}, "model.a: "),
     ({"training": {"dtype": "int8"}}, "training.dtype: "),
-    ({"sampling": {"num_samples": 10**12}}, "asks for 1,000,000,000,000; say how many"),
+    ({"sampling": {"num_samples": 10**12}}, "asks for 1,000,000,000,000; give a number"),
     (
         {"training": {"dataset": "cifar10", "dataset_path": "/tmp/x; rm -r ~"}},
         "training.dataset_path: ",
@@ -266,20 +269,20 @@ def test_a_safetensors_file_of_wrong_content_is_one_line(tmp_path, capsys):
         return lambda: save_file(of, file, {"titanlite.config": config})
 
     cases: list[tuple[Callable[[], object], str, str]] = [
-        (save("{"), "sample", "that is no configuration"),
-        (save("[]"), "sample", "that is no configuration"),
-        (save('{"model": 1}'), "sample", "that is no configuration"),
-        (save("[" * 10**5), "convert", "that is no configuration"),
-        (save("{}", {}), "convert", "holds no tensors"),
+        (save("{"), "sample", "that is not a configuration"),
+        (save("[]"), "sample", "that is not a configuration"),
+        (save('{"model": 1}'), "sample", "that is not a configuration"),
+        (save("[" * 10**5), "convert", "that is not a configuration"),
+        (save("{}", {}), "convert", "has no tensors"),
         (
             save("{}", odd),
             "convert",
-            r"cannot be a checkpoint: shapes.a\x1b[2J\nb: holds characters",
+            r"cannot be converted to a checkpoint: shapes.a\x1b[2J\nb: has characters",
         ),
-        (save('{"model": {"flavor": "debug"}}', odd), "sample", r"has a\x1b[2J\nb, and the model"),
+        (save('{"model": {"flavor": "debug"}}', odd), "sample", r"unexpected keys: a\x1b[2J\nb;"),
         (lambda: file.write_bytes(b"\xff" * 100), "sample", "cannot be read"),
         (lambda: file.write_bytes(b""), "convert", "cannot be read"),
-        (lambda: os.mkfifo(file), "sample", "is no .safetensors file"),
+        (lambda: os.mkfifo(file), "sample", "is neither a .safetensors file"),
         (lambda: (file.mkdir(), os.mkfifo(file / "b.safetensors")), "convert", "is a pipe"),
         (lambda: (file.mkdir(), (file / "b.safetensors").mkdir()), "sample", "is a folder"),
     ]
@@ -297,7 +300,7 @@ def test_a_safetensors_file_of_wrong_content_is_one_line(tmp_path, capsys):
 )
 def test_too_few_images_or_ranks(tmp_path, option, number, capsys):
     assert titanlite("sample", tmp_path, "--out", tmp_path / "x.png", option, number) == 2
-    said = f"titanlite sample: {option}: {number} is too few; give at least 1\n"
+    said = f"titanlite sample: {option}: {number} is too small; give at least 1\n"
     assert capsys.readouterr().err == said
 
 
@@ -358,24 +361,24 @@ FIRST = "norm.weight"
 WRONG_TENSORS = [
     (
         lambda t: t.pop(f"optimizer.{FIRST}.exp_avg"),
-        f"of {FIRST} there is not what AdamW keeps: step, exp_avg, exp_avg_sq",
+        f"the state of {FIRST} is not that of AdamW (step, exp_avg, exp_avg_sq)",
     ),
     (
         lambda t: t.update({f"optimizer.{FIRST}.more": torch.zeros(())}),
-        f"of {FIRST} there is not what AdamW keeps",
+        f"the state of {FIRST} is not that of AdamW",
     ),
     (
         lambda t: t.update({f"optimizer.{FIRST}.exp_avg": t[f"optimizer.{FIRST}.exp_avg"].float()}),
-        f"optimizer.{FIRST}.exp_avg is of torch.float32",
+        f"optimizer.{FIRST}.exp_avg has dtype torch.float32",
     ),
-    (lambda t: t[f"optimizer.{FIRST}.step"].fill_(-5), "a step of optimizer is no number of steps"),
-    (lambda t: t[f"optimizer.{FIRST}.step"].fill_(float("nan")), "is no number of steps"),
-    (lambda t: t["rng.0.cpu"].zero_(), "rng.0.cpu is no state of a generator"),
+    (lambda t: t[f"optimizer.{FIRST}.step"].fill_(-5), "a step count of the optimizer is negative"),
+    (lambda t: t[f"optimizer.{FIRST}.step"].fill_(float("nan")), "is negative or not finite"),
+    (lambda t: t["rng.0.cpu"].zero_(), "rng.0.cpu is not a valid generator state"),
     (lambda t: t.pop(f"model.{FIRST}"), f"Missing key in checkpoint state_dict: model.{FIRST}."),
     (lambda t: t.update({f"model.{FIRST}": torch.zeros(1)}), "Size mismatch between saved"),
     (
         lambda t: t.update({f"model.{FIRST}": t[f"model.{FIRST}"].int()}),
-        f"model.{FIRST} is of torch.int32, not torch.float64",
+        f"model.{FIRST} has dtype torch.int32, not torch.float64",
     ),
 ]
 
@@ -418,22 +421,22 @@ def test_what_is_left_can_be_gone_on_from_with_the_same_model(tmp_path):
     _, again, refused, new, _, without, asynchronous, beside, blown, spoilt = results
     assert {path.name for path in (tmp_path / "a" / "checkpoint").iterdir()} == {"step-1", "step-2"}
     assert again[0] == 2
-    assert again[1][1] == "checkpoint: going on from step-1 instead, saved by one rank"
+    assert again[1][1] == "checkpoint: resuming from step-1 instead, saved with one rank"
     assert refused[0] == 0
-    assert "step-1 is of another model: model.num_heads 8 -> 4; give the [model]" in refused[1][0]
+    assert "step-1 is from another model: model.num_heads 8 -> 4; give the [model]" in refused[1][0]
     assert new[0] == 1
-    assert new[1][1] == "checkpoint: changed since: model.num_heads 8 -> 4"
-    assert "can be used (step-2 is refused: it holds the weights alone)" in without[1][0]
-    assert "initial_load_path then takes the weights of step-2" in without[1][0]
+    assert new[1][1] == "checkpoint: changed since it was saved: model.num_heads 8 -> 4"
+    assert "can be used (step-2 cannot be used: it holds only weights)" in without[1][0]
+    assert "initial_load_path can load the weights of step-2" in without[1][0]
     lines = "\n".join(asynchronous[1]).splitlines()
     assert [line.split(" in ")[0].split(";")[0].split(",")[0] for line in lines[1:]] == [
-        "checkpoint: step-1 is being saved",
+        "checkpoint: saving step-1",
         "checkpoint: step-1 saved",
         "checkpoint: step-2 saved",
     ]
     assert "another run is using" in beside[1][0]
     assert blown[1][0].startswith("step 2: loss ")
-    assert "may be spoilt" not in blown[1][0]
+    assert "may be bad" not in blown[1][0]
     assert f"this is the first step from {tmp_path}/wild/checkpoint/step-1, whose" in spoilt[1][0]
 
 
@@ -458,7 +461,7 @@ def test_pictures_are_the_same_on_any_number_of_ranks(tmp_path, trained, capsys)
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
     assert titanlite("sample", tmp_path / "other.safetensors", "--out", tmp_path / "x.png") == 2
-    assert "does not say what model it is of" in capsys.readouterr().err
+    assert "has no configuration of its model" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -466,7 +469,7 @@ def test_a_run_that_has_ended_stays_ended_and_a_longer_one_goes_on(tmp_path, tra
     checkpoints, weights = trained
     first, said, _, again = one("pp2", 2, checkpoints.parent, checkpoint__load_only=True)
     assert first == STEPS + 1
-    assert said[0] == f"checkpoint: step-{STEPS} is the end of this run"
+    assert said[0] == f"checkpoint: step-{STEPS} is the last step of this run"
     assert all(
         torch.equal(again[name], weight.float().double()) for name, weight in weights.items()
     )
@@ -475,10 +478,10 @@ def test_a_run_that_has_ended_stays_ended_and_a_longer_one_goes_on(tmp_path, tra
     )
     assert first == 4
     assert said[:2] == [
-        f"checkpoint: step-{STEPS} is refused: it holds the weights alone",
-        "checkpoint: going on from step-3 instead, saved by pp 2",
+        f"checkpoint: step-{STEPS} cannot be used: it holds only weights",
+        "checkpoint: resuming from step-3 instead, saved with pp 2",
     ]
-    assert said[2] == "checkpoint: changed since: training.steps 4 -> 5"
+    assert said[2] == "checkpoint: changed since it was saved: training.steps 4 -> 5"
 
 
 @pytest.mark.slow
@@ -497,7 +500,7 @@ def test_safetensors_at_the_end_start_a_run_under_another_plan(tmp_path):
         checkpoint__initial_load_in_hf=True,
     )
     assert first == 1
-    assert said[0] == f"checkpoint: a new run from the weights in {source}"
+    assert said[0] == f"checkpoint: starting a new run from the weights in {source}"
     for name, weight in weights.items():
         assert torch.equal(loaded[name], weight.float().double()), name
 
@@ -518,7 +521,7 @@ def test_a_seed_checkpoint_starts_every_plan_alike(tmp_path):
         optimizer__weight_decay=0.0,
         checkpoint__initial_load_path=str(tmp_path / "a" / "checkpoint" / "step-0"),
     )
-    assert said[0].startswith("checkpoint: a new run from the weights of ")
+    assert said[0].startswith("checkpoint: starting a new run from the weights in ")
     for name, weight in weights.items():
         assert torch.equal(started[name], weight), name
 
@@ -533,7 +536,7 @@ def test_which_step_and_which_parts_are_loaded(tmp_path):
 
     first, said, state, _ = load(checkpoint__load_step=2)
     assert first == 3
-    assert said[0] == "checkpoint: going on from step-2, saved by one rank"
+    assert said[0] == "checkpoint: resuming from step-2, saved with one rank"
     assert (state["steps"], state["numbers"]) == ("[2.0]", "2 16")
     left_out = ("optimizer", "lr_scheduler", "dataloader", "train_state")
     first, *_ = load(checkpoint__exclude_from_loading=("train_state",), checkpoint__load_step=2)
@@ -547,8 +550,8 @@ def test_which_step_and_which_parts_are_loaded(tmp_path):
             {"checkpoint__load_step": 9},
             r"checkpoint\.load_step: there is no step-9 in .* 1, 2, 3, 4",
         ),
-        ({"training__dtype": "float32"}, r"training\.dtype: .* is in float64; give that"),
-        ({"optimizer__name": "SGD"}, r"optimizer\.name: the checkpoint holds the state of AdamW"),
+        ({"training__dtype": "float32"}, r"training\.dtype: .* is in float64; use that"),
+        ({"optimizer__name": "SGD"}, r"optimizer\.name: the checkpoint has the state of AdamW"),
     ):
         with pytest.raises(ConfigError, match=line):
             load(**changes)

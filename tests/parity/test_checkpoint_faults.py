@@ -255,15 +255,15 @@ def test_a_changed_or_missing_file_is_named_and_the_one_before_is_taken(tmp_path
     ):
         assert step == STEPS, f"{path}: {content}"
         refused, taken = notes
-        assert refused.startswith(f"checkpoint: step-{STEPS} is refused: "), refused
+        assert refused.startswith(f"checkpoint: step-{STEPS} cannot be used: "), refused
         if content is None or len(content) < 1000 or path.name != MANIFEST:
             assert path.name in refused
-        assert taken.startswith(f"checkpoint: going on from step-{STEPS - 1} instead, saved by ")
+        assert taken.startswith(f"checkpoint: resuming from step-{STEPS - 1} instead, saved with ")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, never_killed):
     job = config(never_killed, **{"checkpoint.load_only": True, "model.ffn_hidden_dim": 96})
-    with pytest.raises(ConfigError, match=r"is of another model: .* 32\] there"):
+    with pytest.raises(ConfigError, match=r"is from another model: .* 32\] there"):
         run(job)
 
 
@@ -271,7 +271,7 @@ def test_where_no_checkpoint_is_good_nothing_starts(tmp_path):
     folder = CheckpointFolder(tmp_path / "checkpoint")
     for step in (2, 4):
         folder.at(step).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"no checkpoint in .* can be used \(step-4 is refused"):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* can be used \(step-4 cannot be"):
         run(config(tmp_path))
 
 

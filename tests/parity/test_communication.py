@@ -6,11 +6,13 @@ model sees in a step, m microbatches; a parameter's rows are filled up to a mult
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
 from tests.benchmarks.communication import (
+    FROM_RANK_TO_RANK,
     GLOBAL_BATCH_SIZE,
     PARALLELISM,
     PP,
@@ -22,14 +24,19 @@ from tests.benchmarks.communication import (
     make_job_config,
     totals,
 )
+from titanlite.config import resolve_job
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.ranks.launch import run_ranks
 
+# What else they send depends on the stage: of these, what goes between stages alone is told here.
+STAGES_ALONE = ("pp2_tp2", "pp4", "pp2_interleaved", "pp2_zbv")
 CASES = [
-    *((plan, 1) for plan in PARALLELISM),
+    *((plan, 1) for plan in PARALLELISM if plan not in STAGES_ALONE),
     *((plan, 2) for plan in ("ddp4", "fsdp4", "hsdp2x2", "tp4", "tp2_fsdp2", "tp2_ddp2")),
+    ("tp4_async", 2),
     *((plan, 2) for plan in ("pp2_ddp2", "pp2_fsdp2")),
-    *((f"tp4+{mode}", 1) for mode in ("full", "early", "2", "op")),
+    *((f"{plan}+{mode}", 1) for plan in ("tp4", "tp4_async") for mode in ("full", "early", "op")),
+    ("tp4+2", 1),
     *((f"{plan}+full", 1) for plan in ("fsdp4", "tp2_fsdp2")),
     ("tp2_fsdp2+op", 1),
 ]
@@ -43,9 +50,10 @@ Expected = dict[tuple[str, str], tuple[int, int]]
 @pytest.fixture(scope="module")
 def counted() -> dict[tuple[str, int], list[tuple[list[Collective], int]]]:
     """For each case what each rank counted, all from one launch."""
-    configs = [make_job_config(plan, microbatches=m) for plan, m in CASES]
-    by_rank = run_ranks(count_plans, 4, configs, timeout_seconds=120)
-    return {case: [rank[index] for rank in by_rank] for index, case in enumerate(CASES)}
+    cases = [*CASES, *((plan, 1) for plan in STAGES_ALONE), ("pp4", 2)]
+    configs = [make_job_config(plan, microbatches=m) for plan, m in cases]
+    by_rank = run_ranks(count_plans, 4, configs, timeout_seconds=240)
+    return {case: [rank[index] for rank in by_rank] for index, case in enumerate(cases)}
 
 
 def unit_shapes(tp: int) -> dict[str, list[tuple[int, int]]]:
@@ -99,7 +107,7 @@ def data_parallel(plan: str, m: int) -> Expected:
 
 
 def tensor_parallel(plan: str, checkpointing: str, m: int) -> Expected:
-    """docs/tensor_parallel.md, with what docs/activation_checkpoint.md adds."""
+    """docs/tensor_parallel.md, with what docs/activation_checkpoint.md adds; docs/async_tp.md."""
     degrees = PARALLELISM[plan]
     n = degrees.get(TP, 1)
     if n == 1:
@@ -111,6 +119,14 @@ def tensor_parallel(plan: str, checkpointing: str, m: int) -> Expected:
     scatters_again = {"full": 2 * L, "early": L, "2": L // 2 * 2}
     gathers = 4 * L + 1 + gathers_again.get(checkpointing, 0)
     scatters = 4 * L + 1 + scatters_again.get(checkpointing, 0)
+    rings: Expected = {}
+    if degrees.get("enable_async_tensor_parallel"):
+        # The head's own pair stays as it is. What a ring's backward pass needs is seen to be there
+        # after the ring has run, so that stopping early spares none.
+        scatters += L if checkpointing == "early" else 0
+        rings["gather ring", "tp"] = (m * (gathers - 1), (gathers - 1) * sequence)
+        rings["scatter ring", "tp"] = (m * (scatters - 1), (scatters - 1) * sequence)
+        gathers = scatters = 1
     num_gathers, gathered = gathers * m, gathers * sequence
 
     rows = V + MODEL.image_height + MODEL.image_width + MODEL.image_channels
@@ -127,6 +143,7 @@ def tensor_parallel(plan: str, checkpointing: str, m: int) -> Expected:
         ("all_gather", "tp"): (num_gathers, gathered),
         ("reduce_scatter", "tp"): (m * scatters, scatters * sequence),
         ("all_reduce", "tp"): (num_reductions, reduced),
+        **rings,
     }
 
 
@@ -138,16 +155,47 @@ def test_a_step_sends_what_the_notes_say(counted, plan, m):
         **tensor_parallel(parallelism, checkpointing, m),
         ("all_reduce", "world"): (3, 3 * 8),  # tokens, loss, gradient norm
     }
-    collectives, total = counted[plan, m][0]
+    found, total = counted[plan, m][0]
+    collectives = [one for one in found if one.kind not in FROM_RANK_TO_RANK]
     assert totals(collectives) == expected
-    assert total == len(collectives), "CommDebugMode saw a collective that was not counted"
+    # Of what is sent from rank to rank it sees nothing.
+    seen = [collective for collective in collectives if "ring" not in collective.kind]
+    assert total == len(seen), "CommDebugMode saw a collective that was not counted"
 
 
 @pytest.mark.parametrize(("plan", "m"), CASES, ids=[f"{plan}-{m}" for plan, m in CASES])
 def test_every_rank_issues_the_same_collectives_in_the_same_order(counted, plan, m):
     # Another order of collectives of one shape gives wrong numbers in silence.
-    orders = [[(c.kind, c.axis) for c in collectives] for collectives, _ in counted[plan, m]]
+    orders = [
+        [(c.kind, c.axis) for c in collectives if c.kind not in FROM_RANK_TO_RANK]
+        for collectives, _ in counted[plan, m]
+    ]
     assert all(order == orders[0] for order in orders)
+
+
+@pytest.mark.parametrize(
+    ("plan", "m"),
+    [
+        *((plan, 1) for plan in ("pp2_ddp2", "pp2_fsdp2", *STAGES_ALONE)),
+        *((plan, 2) for plan in ("pp2_ddp2", "pp2_fsdp2", "pp4")),
+    ],
+)
+def test_stages_send_activations_on_and_gradients_back(counted, plan, m):
+    """docs/pipeline_parallel.md: 2 w N D bytes a boundary and step, 1/tp of it under TP."""
+    resolved = resolve_job(make_job_config(plan, microbatches=m), 4)
+    dims, place = resolved.dims, resolved.pipeline.schedule.stage_to_rank
+    N = GLOBAL_BATCH_SIZE * MODEL.seq_len // dims.dp
+    num_microbatches = m * resolved.pipeline.schedule.num_microbatches
+    for rank, (found, _) in enumerate(counted[plan, m]):
+        pp = dims.coordinates(rank)["pp"]
+        # A boundary within a rank, as at the foot of a V, sends nothing.
+        boundaries = [pair for pair in itertools.pairwise(place) if pair[0] != pair[1]]
+        count = sum(pp in pair for pair in boundaries)
+        between = {
+            key: value for key, value in totals(found).items() if key[0] in FROM_RANK_TO_RANK
+        }
+        both = count * num_microbatches, count * WORD * N * D // dims.tp
+        assert between == {("send", "pp"): both, ("receive", "pp"): both}
 
 
 def test_fsdp_gathers_the_next_block_before_it_reduces_this_one(counted):

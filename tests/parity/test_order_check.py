@@ -88,6 +88,6 @@ def test_no_plan_is_accused_and_a_swap_is_named(plans):
     by_rank = run_ranks(step_in_debug_mode, 4, configs, timeout_seconds=120)
     (text,) = by_rank[0]
     assert all(said == [text] for said in by_rank)
-    assert text.startswith(f"rank {BAD_RANK}: as number ")
-    assert "over the world it swapped all_reduce of 3 float32 at tests/parity/" in text
-    assert text.endswith("; the weights are as before this step")
+    assert text.startswith(f"rank {BAD_RANK}: at collective ")
+    assert "over the world it called all_reduce of 3 float32 at tests/parity/" in text
+    assert text.endswith(" called them in the opposite order; this step did not change the weights")

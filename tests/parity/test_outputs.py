@@ -67,7 +67,11 @@ def test_runs_in_one_folder(tmp_path):
     own = folder / "load_only-1"
     assert f"checkpoint: load_only: this run writes to {own}\n" in guest
     assert steps_of(own) == [5, 6]
-    assert {path.name for path in own.iterdir()} == {FILE_NAME, "loss.png"}
+    assert {path.name for path in own.iterdir()} == {
+        FILE_NAME,
+        "loss.png",
+        "first_screen.txt",
+    }
     assert f"refused: job.dump_folder: another run is writing to {folder}; end that" in beside
     # A new run keeps what the one before has left.
     kept = ["metrics.1.jsonl", "loss.1.png", "samples.1.png"]
@@ -76,5 +80,5 @@ def test_runs_in_one_folder(tmp_path):
     # A finished run is started again, and its records are gone.
     assert f"no loss curve is drawn: there are no records in {folder / FILE_NAME}\n" in finished
     left = {path.name for path in folder.iterdir() if path.is_file()}
-    assert left == {*kept, FILE_NAME, "loss.png"}
+    assert left == {*kept, FILE_NAME, "loss.png", "first_screen.txt"}
     assert steps_of(folder) == []

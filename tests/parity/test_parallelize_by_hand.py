@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -419,3 +421,59 @@ def norm_and_clip(world):
 
 def test_gradient_norm_and_clipping():
     assert all(on_ranks(norm_and_clip))
+
+
+def readme_snippet(world, snippet):
+    """The README's lines on a small model: with a dictionary as the plan, and a ParallelPlan."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    from titanlite.parallelize import ParallelPlan
+    from titanlite.training.shards import whole_tensor
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+        def forward(self, x):
+            return x + self.down(self.up(x).tanh())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleDict({str(i): Block() for i in range(2)})
+
+        def forward(self, x):
+            for layer in self.layers.values():
+                x = layer(x)
+            return x
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    styles = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    reference = Model().double()
+    expected = reference(x)
+    expected.square().sum().backward()
+    own = x.chunk(2)[mesh["dp_shard"].get_local_rank()]
+    for plan in (styles, ParallelPlan(tensor_parallel=styles)):
+        model = Model().double()
+        exec(snippet, {"model": model, "mesh": mesh, "plan": plan})
+        model(own).square().sum().backward()
+        for (name, parameter), plain in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            torch.testing.assert_close(whole_tensor(parameter.detach()), plain.detach(), msg=name)
+            torch.testing.assert_close(whole_tensor(parameter.grad), plain.grad, msg=name)
+    return [name for name, _ in model.named_parameters()]
+
+
+def test_the_snippet_of_the_readme_runs_as_it_stands_there():
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"By hand, on a model of your own:\n\n```python\n(.*?)```", text, re.S)
+    assert "apply_ac" in snippet
+    names = run_ranks(_in_world_with, 4, readme_snippet, snippet, timeout_seconds=120)[0]
+    assert len(names) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from training import FEW_STEPS, STEPS, Sections, Training, debug_config, differe
 from titanlite.config import JobConfig, resolve_job
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.schedule import make_schedule, walk, write_csv
+from titanlite.schedule.timeline import GATHER, RECEIVE, REDUCE, SEND_TO, WORK
 
 TOLERANCE = 1e-11
 JOB: Sections = {"model": {"num_layers": 6}, "training": {"local_batch_size": 8}}
@@ -195,13 +197,14 @@ def _observe(place: Place, configs: list[JobConfig]) -> list[dict[str, Any]]:
             job = build_job(resolve_job(config, world.size), world)
             found: dict[str, Any] = {"before": job.evaluate()}
             if job.pipeline is not None:
-                recorder = PipelineRecorder(job.pipeline.stages, world.rank, world.device)
-                job.pipeline.on_loss = recorder.count_in
+                recorder = PipelineRecorder(job.pipeline, world.rank, world.device)
                 job.step()
                 spans = recorder.take()
                 found["spans"] = spans
                 found["table"] = job.pipeline.table
-                found["timeline"] = gather_timeline(spans, job.pipeline.group, "run")
+                places = [job.dims.describe_place(rank) for rank in range(world.size)]
+                found["timeline"] = gather_timeline(spans, places, "run")
+                recorder.is_on = False
             else:
                 job.step()
             found["after"] = job.evaluate()
@@ -219,7 +222,7 @@ def test_what_runs_is_the_schedule_and_evaluation_and_sampling_are_as_without_on
     for rank, of_rank in enumerate(of_ranks):
         for found in of_rank:
             table = found["table"]
-            done = [(span.stage, span.kind, span.microbatch) for span in found["spans"]]
+            done = [(s.stage, s.kind, s.microbatch) for s in found["spans"] if s.kind in WORK]
             assert done == [(a.stage, a.kind, a.microbatch) for a in table.compute(rank)]
             for what in ("before", "after"):
                 assert found[what] == pytest.approx(single[what], rel=1e-12)
@@ -234,5 +237,59 @@ def test_what_runs_is_the_schedule_and_evaluation_and_sampling_are_as_without_on
         planned = walk(found["table"]).curves
         for row, curve in timeline.curves.items():
             peak = max(value for _, value in curve)
-            assert peak == max(value for _, value in planned[row])
+            assert peak == max(value for _, value in planned[row.partition(" (")[0]])
     assert all(found["timeline"] is None for found in of_ranks[1])
+
+
+def _draw(place: Place, config: JobConfig) -> list[Any]:
+    """The timeline of the last of two steps; what this rank recorded in each."""
+    from titanlite.job import build_job
+    from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
+    from titanlite.ranks.world import open_world
+
+    with open_world(place) as world:
+        job = build_job(resolve_job(config, world.size), world)
+        recorder = PipelineRecorder(job.pipeline, world.rank, world.device)
+        recorder.is_on = False
+        job.step()
+        unrecorded = recorder.take()
+        recorder.is_on = True
+        job.step()
+        spans = recorder.take()
+        places = [job.dims.describe_place(rank) for rank in range(world.size)]
+        assert job.pipeline is not None
+        return [gather_timeline(spans, places, "run"), unrecorded, spans, job.pipeline.table]
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "InterleavedZeroBubble", "ZB-H1"])
+def test_every_rank_has_its_row_its_name_and_what_it_sent(name: str) -> None:
+    tp: Sections = {"parallelism": {"tensor_parallel_degree": 2}}
+    of_ranks = run_ranks(_draw, 4, debug_config(JOB, pipelined(name), tp), timeout_seconds=200)
+    timeline, _, _, table = of_ranks[0]
+    assert timeline.rows == [
+        "rank 0 (pp 0, tp 0)",
+        "rank 1 (pp 0, tp 1)",
+        "rank 2 (pp 1, tp 0)",
+        "rank 3 (pp 1, tp 1)",
+    ]
+    place, last = table.stage_to_rank, table.num_stages - 1
+    crossed = [stage for stage in range(last) if place[stage] != place[stage + 1]]
+    for rank, (drawn, unrecorded, spans, _) in enumerate(of_ranks):
+        pp = rank // 2
+        assert (drawn is not None, unrecorded) == (rank == 0, [])
+        shown = [span for span in timeline.spans if span.row == rank]
+        assert [span.kind for span in shown] == [span.kind for span in spans]
+        work = [(s.stage, s.kind, s.microbatch) for s in shown if s.kind in WORK]
+        assert work == [(a.stage, a.kind, a.microbatch) for a in table.compute(pp)]
+        counts = Counter(span.kind for span in shown)
+        # Activations that leave a stage of this rank, and gradients that leave it backwards.
+        sent = sum((place[s] == pp) + (place[s + 1] == pp) for s in crossed)
+        assert counts[SEND_TO] == counts[RECEIVE] == sent * table.num_microbatches
+        # Tensor parallelism, within each action.
+        assert counts[GATHER] >= len(work) / 2
+        assert counts[REDUCE] >= len(work) / 2
+        assert all(span.end >= span.start >= 0 for span in shown)
+        # One clock for both: what is gathered for an action lies in its time.
+        first = next(span for span in shown if span.kind == GATHER)
+        within = [s for s in shown if s.kind in WORK and s.start - 1 <= first.start <= s.end + 1]
+        assert within

@@ -45,6 +45,7 @@ FEATURES: dict[str, list] = {
     "reshard": ["default", "always", "never"],
     "offload": [False, True],
     "loss_parallel": [True, False],
+    "async_tp": [False, True],
     "local_batch_size": [2, 1],
     "optimizer": ["AdamW fused", "AdamW foreach", "Adam for-loop", "SGD foreach"],
     "max_norm": [1.0, float("inf")],
@@ -61,7 +62,7 @@ def is_legal(choice: Choice) -> bool:
     return (
         (shard * cp > 1 or (choice["reshard"] == "default" and not choice["offload"]))
         and (cp > 1 or (choice["layout"] == "headtail" and choice["rotation"] == "alltoall"))
-        and (tp > 1 or choice["loss_parallel"])
+        and (tp > 1 or (choice["loss_parallel"] and not choice["async_tp"]))
     )
 
 
@@ -93,6 +94,7 @@ def job_of(choice: Choice, steps: int, *, plan: bool = True) -> JobConfig:
                 "tensor_parallel_degree": tp,
                 "fsdp_reshard_after_forward": choice["reshard"],
                 "disable_loss_parallel": not choice["loss_parallel"],
+                "enable_async_tensor_parallel": choice["async_tp"],
             },
             "training": {
                 "enable_cpu_offload": choice["offload"],

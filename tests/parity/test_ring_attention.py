@@ -1,4 +1,4 @@
-"""Ring attention on real ranks against full attention on one: values, traffic, memory, wrapping."""
+"""Ring attention on real ranks against full attention: values, traffic, memory, wrapping."""
 
 import math
 from itertools import product
@@ -23,7 +23,7 @@ def full_tensors(num_ranks, num_local, dtype, num_kv_heads=4, batch=2, head_dim=
 
 
 def mask_loss(grad_out):
-    """Leave a few tokens with a loss, none in the first third: some ranks then have none at all."""
+    """Keep the loss of a few tokens, none in the first third, so some ranks have no loss at all."""
     import torch
 
     valid = torch.rand(grad_out.size(2), generator=torch.Generator().manual_seed(1)) < 0.3
@@ -49,7 +49,7 @@ def plain(causal, num_kv_heads):
 
 
 def ring_errors(place: Place, cases: list[tuple]) -> list[list[tuple]]:
-    """For each case, of out, dq, dk, dv: largest error here, magnitude, sum of squared errors."""
+    """Per case and tensor (out, dq, dk, dv): local max error, magnitude, sum of squared errors."""
     import torch.distributed as dist
 
     from titanlite.attention import ring_attention
@@ -107,7 +107,7 @@ def test_against_full_attention(num_ranks):
 
 
 def test_triangles_cut_for_the_kernel():
-    """Long enough that the CPU kernel's causal tiles are cut up (above 256 keys)."""
+    """Long enough that causal tiles are split for the CPU kernel (above 256 keys)."""
     import torch
 
     cases = [
@@ -131,7 +131,7 @@ def test_bfloat16_is_as_exact_as_plain_bfloat16(rotate_method):
     exact = with_gradients(plain(True, 2), *(part.double() for part in tensors))
     rounded = with_gradients(plain(True, 2), *tensors)
     for index, what in enumerate(("out", "dq", "dk", "dv")):
-        # Root mean square: the largest of so many rounding errors is a matter of luck.
+        # Use the root mean square, because the maximum of many rounding errors varies too much.
         own_error = (rounded[index] - exact[index]).square().sum().item() ** 0.5
         for number, case in enumerate(cases):
             error = sum(errors[number][index][2] for errors in per_rank) ** 0.5
@@ -139,7 +139,7 @@ def test_bfloat16_is_as_exact_as_plain_bfloat16(rotate_method):
 
 
 def mesh_axis_errors(place: Place) -> list[float]:
-    """Largest relative errors on one axis of a mesh of two, each row with a sequence of its own."""
+    """Largest relative errors on one axis of a 2D mesh; each row has its own sequence."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -165,7 +165,7 @@ def test_on_one_axis_of_a_mesh():
 
 
 def unusual_errors(place: Place) -> list[float]:
-    """Largest relative error with elements not stored as neighbours and with enormous scores."""
+    """Largest relative error with non-contiguous tensors and with very large scores."""
     import torch
     import torch.distributed as dist
 
@@ -195,13 +195,13 @@ def test_unusual_strides_and_enormous_scores():
         unusual_errors, 2, timeout_seconds=TIMEOUT_SECONDS
     ):
         assert max(plain_out, plain_dq) <= 1e-13
-        # A score of 1e4 is itself exact to 1e-12 only, and a saturated softmax has no gradient.
+        # A score of 1e4 is only exact to 1e-12, and a saturated softmax has no gradient.
         assert enormous_out <= 1e-10
         assert math.isfinite(enormous_dq)
 
 
 def counted_flops(place: Place) -> int:
-    """Floating-point operations of this rank's part of attention, as PyTorch counts them."""
+    """FLOPs of this rank's part of attention, as PyTorch counts them."""
     import torch
     import torch.distributed as dist
     from torch.utils.flop_counter import FlopCounterMode
@@ -224,7 +224,7 @@ def test_flop_counter_sees_the_operator():
 
 
 def counted_bytes(place: Place, cases: list[tuple]) -> list[tuple[int, int]]:
-    """Bytes that this rank sends point to point, forward and backward."""
+    """Bytes that this rank sends by P2P, forward and backward."""
     from unittest.mock import patch
 
     import torch
@@ -270,7 +270,7 @@ def test_bytes_counted_where_they_are_sent(num_ranks):
             keys_and_values = layout.num_keys_sent(rank, 8, causal) * key_elements
             gradients = layout.num_keys_received(rank, 8, causal) * key_elements
             assert forward == keys_and_values * dtype.itemsize
-            # Keys and values once more, and their gradients in float32.
+            # Keys and values again, and their gradients in float32.
             assert backward == keys_and_values * dtype.itemsize + gradients * 4
             assert forward <= (num_ranks - 1) * block_elements * dtype.itemsize
             if not causal:
@@ -311,7 +311,7 @@ def saved_bytes(place: Place, num_tokens: int, cases: list[tuple[str, str]]) -> 
 def test_saved_activations_fall_as_the_number_of_ranks():
     cases = list(product(LAYOUTS, ROTATE_METHODS))
     [whole] = run_ranks(saved_bytes, 1, 128, cases, timeout_seconds=TIMEOUT_SECONDS)
-    # q, k, v, out: 32 floats a token each; lse: one for each of 4 heads.
+    # Per token, q, k, v and out have 32 floats each, and lse has one for each of 4 heads.
     assert whole == [128 * (4 * 32 + 4) * 4] * len(cases)
     parts = run_ranks(saved_bytes, 4, 128, cases, timeout_seconds=TIMEOUT_SECONDS)
     assert parts == [[whole_bytes // 4 for whole_bytes in whole]] * 4
@@ -401,7 +401,7 @@ def wrapped_errors(place: Place, wrapping: str) -> tuple[float, int]:
 def test_inside_checkpointing_and_compilation(wrapping, num_forward):
     for error, posts in run_ranks(wrapped_errors, 2, wrapping, timeout_seconds=TIMEOUT_SECONDS):
         assert error <= 1e-13
-        # On two ranks keys make one hop a pass; in the backward pass their gradient follows.
+        # With two ranks, each pass has one hop; in the backward pass the gradient follows.
         assert posts == num_forward + 2
 
 
@@ -435,16 +435,16 @@ def test_operator_keeps_the_rules_of_custom_operators(rotate_method):
 MISTAKES = {
     "layout": 'layout: "zigzag" is not a sequence layout; use one of "headtail"',
     "rotate method": 'rotate_method: "ring" is not known; use one of "alltoall", "allgather"',
-    "ranks": "layout: made for 4 ranks, but the mesh has 2; make it for as many",
-    "half": "sequence length: 5 tokens on a rank cannot be halved for the headtail layout",
+    "ranks": "layout: made for 4 ranks, but the mesh has 2; make it for 2 ranks",
+    "half": "sequence length: 5 tokens on a rank cannot be split into two equal chunks",
     "heads": "H a multiple of K, not q [1, 4, 6, 8], k [1, 3, 6, 8]",
     "lengths": "H a multiple of K, not q [1, 4, 6, 8], k [1, 2, 4, 8]",
-    "axes": "mesh: ring attention needs one axis, this mesh has 2; take one of them",
+    "axes": "mesh: ring attention needs one axis, but this mesh has 2; select one",
 }
 
 
 def call_badly(place: Place) -> dict[str, str]:
-    """What each mistake is answered with."""
+    """The error message for each mistake."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -153,7 +153,7 @@ def test_two_agents_start_a_killed_rank_again_and_nothing_is_lost(tmp_path):
             for line in stdout:
                 texts[index].append(line)
                 if "checkpoint: step-6 saved" in line and not any(
-                    "going on" in said for said in texts[index]
+                    "resuming from" in said for said in texts[index]
                 ):
                     for child in children(processes[index].pid):
                         with contextlib.suppress(ProcessLookupError):
@@ -171,7 +171,7 @@ def test_two_agents_start_a_killed_rank_again_and_nothing_is_lost(tmp_path):
             process.communicate()
     assert [process.returncode for process in processes] == [0, 0]
     said = "".join(texts[0] + texts[1])
-    assert "checkpoint: going on from step-6, saved by dp_shard 2" in said
+    assert "checkpoint: resuming from step-6, saved with dp_shard 2" in said
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
@@ -264,5 +264,5 @@ def test_the_slurm_script_saves_before_its_time_is_up_and_goes_on(tmp_path, monk
     assert requeued.read_text() == "77\n"
     again = run(script)
     assert again.returncode == 0, again.stderr
-    assert "checkpoint: going on from step-" in again.stdout
+    assert "checkpoint: resuming from step-" in again.stdout
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")

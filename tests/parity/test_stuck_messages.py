@@ -53,7 +53,7 @@ def test_the_rank_whose_message_is_missing_is_named(plan):
     said = f"{raised.value.rank_traceback}\n{raised.value}"
     assert raised.value.rank == BAD_RANK, said
     headline = (
-        f"over {axis} (the world) with rank 0, where rank 0 waits; it stands at tests/parity/"
+        f"over {axis} (the world) with rank 0; rank 0 is waiting in it; rank 1 is at tests/parity/"
     )
     assert headline in str(raised.value), said
     assert f"called at {site}" in said, said

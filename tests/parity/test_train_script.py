@@ -169,6 +169,10 @@ def test_one_process_writes_figures_and_pictures(tmp_path):
     assert 400 < width < 1000
     assert 200 < height < 1000
     assert "\nmesh: 1 rank, nothing is split\n" in done.stdout
+    first_screen = (tmp_path / "first_screen.txt").read_text()
+    assert "  device         cpu, 1 rank with gloo" in first_screen
+    assert first_screen.isascii()
+    assert first_screen in done.stdout
     assert "sampling 3 images, 64 pixels each" in done.stdout
     assert len(list(tmp_path.glob("tb/*/events.out.tfevents.*"))) == 1
     saved = load_config([f"--job.config_file={tmp_path / 'job.toml'}"])
@@ -356,9 +360,9 @@ def test_a_killed_rank_ends_the_run_with_its_number(tmp_path):
         first, *_, last = stderr.splitlines()
         assert (first, last) == (
             "The run has stopped: a rank was lost.",
-            "rank 1: was ended by SIGKILL",
+            "rank 1: was killed by SIGKILL",
         )
-        assert "rank 0 (dp_shard 0) waits for rank 1 in " in stderr
+        assert "rank 0 (dp_shard 0) is waiting for rank 1 in " in stderr
         assert_all_gone(process.pid)
         assert own_files(temporary) == []
 
@@ -506,11 +510,12 @@ def test_a_stuck_or_dead_rank_ends_the_run_with_a_report(tmp_path, launcher, num
         assert time.monotonic() - start < 15, stderr
         assert process.returncode == 1
         if number == signal.SIGSTOP:
-            reason, state = "ranks waited 2 s, comm.train_timeout_seconds", "is stopped by a signal"
+            reason = "ranks waited 2 s (comm.train_timeout_seconds)"
+            state = "is stopped by a signal"
         else:
             reason, state = "a rank was lost", "has died"
         assert f"The run has stopped: {reason}.\n" in stderr
-        assert "  rank 0 (dp_shard 0) waits for rank 1 in " in stderr
+        assert "  rank 0 (dp_shard 0) is waiting for rank 1 in " in stderr
         assert f"rank 1: {state} (process {bad} on " in stderr
         assert stderr.count("The run has stopped") == 1
         assert_all_gone(process.pid)
@@ -593,7 +598,7 @@ def test_a_world_without_an_agent(tmp_path, is_killed):
             process.communicate()
     if is_killed:
         assert [process.returncode for process in processes] == [-signal.SIGKILL, 1]
-        assert "rank 1: lost rank 0, which kept the store of the ranks\n" in said[1]
+        assert "rank 1: lost the connection to rank 0, which hosts the store\n" in said[1]
     else:
         assert [process.returncode for process in processes] == [0, 0]
         assert said == ["", ""]

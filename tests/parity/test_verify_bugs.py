@@ -170,6 +170,18 @@ CASES = [
         "their keys and values",
     ),
     Case(
+        bugs.ring_counts_up,
+        {"tensor_parallel_degree": 4, "enable_async_tensor_parallel": True},
+        r"layers.0.attention.wq is the first module .* on every rank; .*"
+        r"GatherColwise\(dim=0, layers=\('wq', 'wk', 'wv'\)\) as a ring",
+    ),
+    Case(
+        bugs.ring_leaves_out_a_product,
+        {**TP, "enable_async_tensor_parallel": True},
+        r"layers.0.attention.wo is the first module .* on rank 1 only \(tp 1\).*"
+        r"RowwiseLocal\(scatter_dim=0\) as a ring",
+    ),
+    Case(
         bugs.halved_on_one_rank,
         DDP,
         r"all 24 gradients are 0.5 times as large as on one process, on rank 1 only "

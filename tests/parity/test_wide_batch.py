@@ -128,7 +128,7 @@ def sample(place: Place) -> str:
 
 def test_what_sampled_tokens_do_not_have_is_said_on_every_rank() -> None:
     said = run_ranks(sample, 2, timeout_seconds=120)
-    assert said == ["the model takes `levels`, which sampled tokens do not have"] * 2
+    assert said == ["the model takes `levels`, which sampling cannot provide"] * 2
 
 
 def test_a_loss_compiles() -> None:

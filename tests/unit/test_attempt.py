@@ -31,14 +31,14 @@ def test_every_attempt_has_a_name_of_its_own():
 
 @pytest.mark.parametrize(
     ("here", "line"),
-    [([0, 2], "ranks 1, 3 did not come"), ([1, 3], "rank 0 did not come")],
+    [([0, 2], "ranks 1, 3 did not join"), ([1, 3], "rank 0 did not join")],
 )
 def test_ranks_that_do_not_come_are_named_in_time(here: list[int], line: str):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.5))
     with ThreadPoolExecutor(len(here)) as threads:
         outcomes = [threads.submit(agree_on_attempt, store, rank, 4, 0.5) for rank in here]
-    expected = f"{line} within 0.5 s, comm.init_timeout_seconds"
+    expected = f"{line} the rendezvous within 0.5 s (comm.init_timeout_seconds)"
     if 0 not in here:
         assert [str(outcome.exception()) for outcome in outcomes] == [expected] * len(here)
     else:

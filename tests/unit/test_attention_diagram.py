@@ -1,4 +1,4 @@
-"""The note's drawings: valid SVG, and those in docs/ are what the layouts now draw."""
+"""The drawings of the page are valid SVG, and those in docs/ are up to date."""
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_the_ring_shows_what_is_computed_and_what_travels():
     layout = make_layout("none", 4)
     root = ET.fromstring(draw_ring(layout))
     words = [text.text for text in root.iter(f"{SVG}text")]
-    # Of 16 places, the 6 above the diagonal of blocks stay idle; 6 blocks travel there.
+    # Of 16 blocks, the 6 above the diagonal are idle; 6 blocks are sent.
     assert words.count("idle") == 6
     assert [words.count(f"keys of {rank}") for rank in range(4)] == [4, 3, 2, 1]
     assert len(list(root.iter(f"{SVG}path"))) == 6

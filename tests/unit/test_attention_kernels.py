@@ -1,4 +1,4 @@
-"""Kernels and the merge: each against softmax by definition, and the choice between kernels."""
+"""Kernels and merge against the definition of softmax, and the choice of a kernel."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ by_name = {kernel.name: kernel for kernel in KERNELS}
 
 
 def attention_by_definition(q, k, v, causal, scale):
-    """(out, lse) in float64, keys repeated over the query heads they serve."""
+    """(out, lse) in float64, with key/value heads repeated for their query heads."""
     groups = q.size(1) // k.size(1)
     k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
     scores = q @ k.mT * scale
@@ -62,7 +62,7 @@ def test_kernel_against_the_definition(name, dtype, num_kv_heads, num_queries, n
     ):
         assert found.shape == value.shape
         assert found.dtype == dtype or what == "lse"
-        # One key alone has a softmax of 1 whatever its score: dq and dk are then truly zero.
+        # The softmax over a single key is always 1, so dq and dk are exactly zero.
         largest = value.abs().max().clamp(min=0.1)
         error = ((found.double() - value).abs().max() / largest).item()
         assert error <= tolerance[dtype], what
@@ -130,11 +130,11 @@ def test_the_choice_of_kernel_is_told(monkeypatch):
     assert explain_choice("cpu", torch.float64, 7) == "CPU flash"
     assert explain_choice("cuda", torch.bfloat16, 64) == "CUDA flash"
     assert explain_choice("cuda", torch.float32, 64) == (
-        "CUDA memory-efficient (not CUDA flash, which takes float16 or bfloat16)"
+        "CUDA memory-efficient (not CUDA flash, which needs float16 or bfloat16)"
     )
     assert explain_choice("cuda", torch.float64, 64) == (
-        "plain (not CUDA flash, which takes float16 or bfloat16; "
-        "not CUDA memory-efficient, which takes float16, bfloat16 or float32)"
+        "plain (not CUDA flash, which needs float16 or bfloat16; "
+        "not CUDA memory-efficient, which needs float16, bfloat16 or float32)"
     )
     assert explain_choice("cuda", torch.bfloat16, 20).startswith("plain (not CUDA flash")
     assert explain_choice("mps", torch.float32, 64) == "plain (no fused kernel is used on mps)"
@@ -150,7 +150,7 @@ def test_the_choice_of_kernel_is_told(monkeypatch):
 def test_cuda_kernels_are_called_as_their_operators_want(
     name, dtype, num_queries, num_keys, causal
 ):
-    """Values where there is a GPU; shapes and signatures, by fake tensors, where there is none."""
+    """Checks values on a GPU; without one, checks shapes and signatures with fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def tensors(device):

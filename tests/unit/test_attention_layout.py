@@ -1,4 +1,4 @@
-"""Layouts: a permutation that undoes itself, tiles that are the causal mask, work and traffic."""
+"""Layouts: shard and unshard, tiles that equal the causal mask, work and traffic."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_shards_are_a_permutation_and_undo_themselves(name, num_ranks):
     shards = [layout.shard(tokens, 1, rank) for rank in range(num_ranks)]
     assert {shard.shape for shard in shards} == {(2, 6, 3)}
     assert torch.equal(layout.unshard(shards, 1), tokens)
-    # Positions are cut as tokens are, so they say where each token was.
+    # Positions are sharded like tokens, so they show where each token was.
     positions = torch.arange(6 * num_ranks)
     for rank in range(num_ranks):
         held = layout.positions(rank, 6 * num_ranks)
@@ -96,7 +96,7 @@ def test_the_ring_carries_what_is_needed_and_no_more(name, num_ranks, causal):
             max((tile.keys.stop for tile in layout.tiles(rank, owner, n, causal)), default=0)
             for rank in (layout.holder(owner, hop) for hop in range(1, num_ranks))
         ]
-        # Those that need most come first, so that nothing is carried for a later rank's sake.
+        # Ranks that need the most keys come first, so none is carried only for a later rank.
         assert carried == needed
         assert layout.num_keys_carried(owner, num_ranks, n, causal) == 0
 
@@ -110,20 +110,20 @@ def test_keys_sent_by_formula(num_ranks):
         return [layout.num_keys_sent(rank, n, causal) for rank in range(c)]
 
     assert all(sent(name, causal=False) == [(c - 1) * n] * c for name in LAYOUTS)
-    # Rank r sends the blocks of r and above whole, those of the ranks below r - 1 by half.
+    # Rank r sends whole blocks of ranks >= r, and half blocks of ranks < r - 1.
     halves = [2 * (c - r) + (r - 1) if r else c - 1 for r in range(c)]
     assert sent("headtail", causal=True) == [half * n // 2 for half in halves]
     assert sum(sent("headtail", causal=True)) * 4 == 3 * c * (c - 1) * n
-    # Up to the last rank and no further.
+    # Keys travel up to the last rank only.
     assert sent("none", causal=True) == [r * n + n if r < c - 1 else 0 for r in range(c)]
 
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_tokens", "message"),
     [
-        ("headtail", 4, 12, r"12 tokens cannot be cut into the 8 equal chunks .* use 8 or 16"),
-        ("headtail", 4, 4, r"4 tokens cannot be cut into the 8 .*; use 8 tokens, or fewer ranks"),
-        ("striped", 3, 2, r"sequence length: 2 tokens cannot be cut into the 3 equal chunks"),
+        ("headtail", 4, 12, r"12 tokens cannot be split into the 8 equal chunks .* use 8 or 16"),
+        ("headtail", 4, 4, r"4 tokens cannot be split into the 8 .*; use 8 tokens, or fewer ranks"),
+        ("striped", 3, 2, r"sequence length: 2 tokens cannot be split into the 3 equal chunks"),
         ("none", 2, 7, r"7 tokens .* none layout needs on 2 ranks; use 6 or 8 tokens"),
         ("none", 2, 0, r"0 tokens"),
     ],

@@ -178,13 +178,13 @@ WRONG_VALUES = [
     ({"serial": 10**30}, "serial: "),
     ({"num_ranks": 0}, "num_ranks: "),
     ({"holds": "code"}, "holds: input should be 'training' or 'weights'"),
-    ({"plan": "a\x1b[2Jb"}, "plan: holds characters that cannot be printed"),
+    ({"plan": "a\x1b[2Jb"}, "plan: has characters that cannot be printed"),
     ({"plan": "x" * 1001}, "plan: "),
     ({"torch": 2}, "torch: input should be a valid string"),
     ({"shapes": {}}, "shapes: "),
     ({"shapes": {"a": [-2, 3]}}, "shapes.a.0: "),
     ({"shapes": {"a": [2.0]}}, "shapes.a.0: "),
-    ({"shapes": {"a\nb": [2]}}, r"shapes.a\nb: holds characters that cannot be printed"),
+    ({"shapes": {"a\nb": [2]}}, r"shapes.a\nb: has characters that cannot be printed"),
     ({"config": {"model": 1}}, "config.model: "),
     ({"config": []}, "config: "),
     ({"files": {}}, "files lacks .metadata, or any .distcp file"),
@@ -198,9 +198,12 @@ WRONG_VALUES = [
     ({"state": STATE | {"dataloader": 2**60}}, "state: dataloader: "),
     ({"state": STATE | {"optimizer": "AdamW"}}, "state: optimizer: "),
     ({"state": STATE | {"more": 1}}, "state: more: "),
-    ({"holds": "weights"}, "state is not empty, and weights alone are held"),
-    ({"stored_as": "safetensors"}, "a .safetensors file holds weights alone"),
-    ({"stored_as": "safetensors", "holds": "weights", "state": {}}, "files is not model.safe"),
+    ({"holds": "weights"}, "state is not empty, but only weights are held"),
+    ({"stored_as": "safetensors"}, "a .safetensors file holds only weights"),
+    (
+        {"stored_as": "safetensors", "holds": "weights", "state": {}},
+        "files must list only model.safe",
+    ),
 ]
 OUTSIDE = [
     "../secret",
@@ -246,7 +249,7 @@ def test_a_manifest_of_wrong_values_is_one_line(tmp_path):
         assert len(found.reason) < 300
     for text in (b"[" * 100_000, b"\xff", b"1" * 5000, b"[]", b"null", b""):
         (path / MANIFEST).write_bytes(text)
-        assert look_at(path).reason == "manifest.json is not as it was written"
+        assert look_at(path).reason == "manifest.json is corrupt"
 
 
 @pytest.mark.parametrize("name", [MANIFEST, METADATA, "__0_0.distcp"])
@@ -289,10 +292,10 @@ def test_a_file_of_another_size_is_known_without_reading_it(tmp_path):
 def test_a_manifest_of_another_step_is_refused(tmp_path):
     folder = CheckpointFolder(tmp_path)
     put(folder, 10).rename(tmp_path / "step-20")
-    assert look_at(tmp_path / "step-20").reason == "manifest.json is of step 10"
-    with pytest.raises(ConfigError, match=r"step-20 is refused: manifest.json is of step 10"):
+    assert look_at(tmp_path / "step-20").reason == "manifest.json has step 10"
+    with pytest.raises(ConfigError, match=r"step-20 cannot be used: manifest.json has step 10"):
         find_checkpoint(tmp_path / "step-20")
-    with pytest.raises(ConfigError, match="is no checkpoint, nor a folder of them"):
+    with pytest.raises(ConfigError, match="is neither a checkpoint nor a folder of them"):
         find_checkpoint(tmp_path / "nothing")
 
 
@@ -323,7 +326,7 @@ def test_every_file_is_checked(tmp_path, name):
     whole = (path / name).read_bytes()
     middle = len(whole) // 2
     for altered, said in (
-        (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], "as it was written"),
+        (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], "is corrupt"),
         (whole[:-1], f"has {len(whole) - 1:,} bytes, not {len(whole):,}"),
         (None, "is missing"),
     ):
@@ -378,7 +381,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path):
     mark = tmp_path / "it-ran"
     text = pickle.dumps(Evil(mark))
     (tmp_path / METADATA).write_bytes(text)
-    with pytest.raises(BrokenCheckpointError, match=r"asks for posix\.mkdir, which is not"):
+    with pytest.raises(BrokenCheckpointError, match=r"refers to posix\.mkdir, which is not"):
         stored_tensors(tmp_path)
     assert not mark.exists()
     # The same bytes do run where they are trusted.
@@ -398,7 +401,7 @@ def test_tensors_that_would_run_code_are_refused(tmp_path):
     (tmp_path / "__0_0.distcp").write_bytes(evil)
     with pytest.raises(CheckpointException) as raised:
         load_all(tmp_path)
-    assert first_cause(raised.value).args == ("what is stored of model.a cannot be read",)
+    assert first_cause(raised.value).args == ("the data of model.a cannot be read",)
     # What torch says of it is how to run the code.
     assert "weights_only" not in str(raised.value)
     assert not mark.exists()
@@ -429,9 +432,9 @@ def test_tensors_that_are_others_than_the_metadata_says_are_refused(tmp_path):
             load_all(tmp_path)
         said = str(first_cause(raised.value))
         # From torch 2.14 on, reading weights alone refuses a sparse tensor by itself.
-        wrong = ("is not what .metadata says", "cannot be read")
+        wrong = ("does not match .metadata", "cannot be read")
         words = wrong if number == 2 else wrong[:1]
-        assert said in [f"what is stored of model.a {what}" for what in words], number
+        assert said in [f"the data of model.a {what}" for what in words], number
 
 
 def storage(metadata: Metadata, **values: object) -> None:
@@ -463,39 +466,39 @@ WRONG_METADATA = [
     (lambda m: storage(m, relative_path="/etc/passwd"), "names a file outside the checkpoint"),
     (lambda m: storage(m, relative_path=""), "names a file outside the checkpoint"),
     (lambda m: storage(m, relative_path="a\0b"), "names a file outside the checkpoint"),
-    (lambda m: storage(m, relative_path=3), "does not say which file holds what"),
+    (lambda m: storage(m, relative_path=3), "has an invalid file name"),
     (lambda m: storage(m, relative_path="not-there"), "not-there is missing"),
-    (lambda m: storage(m, offset=-1), "names a place outside of __0_0.distcp"),
-    (lambda m: storage(m, offset=10**30), "names a place outside of __0_0.distcp"),
-    (lambda m: storage(m, length=2**62), "names a place outside of __0_0.distcp"),
-    (lambda m: storage(m, length="x"), "names a place outside of __0_0.distcp"),
-    (lambda m: storage(m, length=4), "has less of model.a than a piece takes"),
+    (lambda m: storage(m, offset=-1), "has an invalid place in __0_0.distcp"),
+    (lambda m: storage(m, offset=10**30), "has an invalid place in __0_0.distcp"),
+    (lambda m: storage(m, length=2**62), "has an invalid place in __0_0.distcp"),
+    (lambda m: storage(m, length="x"), "has an invalid place in __0_0.distcp"),
+    (lambda m: storage(m, length=4), "has too few bytes for a piece of model.a"),
     (lambda m: storage(m, transform_descriptors=["zstd"]), "says that __0_0.distcp is compressed"),
-    (lambda m: m.storage_data.clear(), "does not say where a piece of model.a is"),
-    (lambda m: setattr(m, "storage_data", 1), "does not say which file holds what"),
-    (lambda m: setattr(m, "storage_data", None), "does not say which file holds what"),
-    (lambda m: m.storage_data.update(a=1), "holds no MetadataIndex where one belongs"),
-    (lambda m: setattr(m, "state_dict_metadata", []), "holds no metadata"),
-    (lambda m: m.state_dict_metadata.update(a=1), "holds no TensorStorageMetadata"),
-    (lambda m: rename(m, "a\x1b[2J"), "has a tensor whose name is no name"),
-    (lambda m: rename(m, 7), "has a tensor whose name is no name"),
-    (lambda m: rename(m, "x" * 2000), "has a tensor whose name is no name"),
-    (lambda m: tensor(m, size=SIZE([2**40, 2**40])), "has a size of model.a that is none"),
-    (lambda m: tensor(m, size=SIZE([-2, 3])), "has a size of model.a that is none"),
-    (lambda m: tensor(m, size=(2, 3)), "has a size of model.a that is none"),
-    (lambda m: tensor(m, size=SIZE([1] * 65)), "has a size of model.a that is none"),
-    (lambda m: tensor(m, size=SIZE([2**31, 3])), "other pieces of model.a than make it up"),
-    (lambda m: tensor(m, chunks=[]), "other pieces of model.a than make it up"),
-    (lambda m: tensor(m, chunks=None), "does not say what pieces model.a is in"),
-    (lambda m: tensor(m, properties=None), "holds no TensorProperties where one belongs"),
-    (lambda m: chunk(m, offsets=SIZE([1, 0])), "has a piece of model.a outside of it"),
-    (lambda m: chunk(m, sizes=SIZE([6])), "has a piece of model.a outside of it"),
+    (lambda m: m.storage_data.clear(), "has no place for a piece of model.a"),
+    (lambda m: setattr(m, "storage_data", 1), "has no valid list of files"),
+    (lambda m: setattr(m, "storage_data", None), "has no valid list of files"),
+    (lambda m: m.storage_data.update(a=1), "lacks a MetadataIndex object where one is expected"),
+    (lambda m: setattr(m, "state_dict_metadata", []), "has no metadata"),
+    (lambda m: m.state_dict_metadata.update(a=1), "lacks a TensorStorageMetadata object"),
+    (lambda m: rename(m, "a\x1b[2J"), "has a tensor with an invalid name"),
+    (lambda m: rename(m, 7), "has a tensor with an invalid name"),
+    (lambda m: rename(m, "x" * 2000), "has a tensor with an invalid name"),
+    (lambda m: tensor(m, size=SIZE([2**40, 2**40])), "has an invalid size of model.a"),
+    (lambda m: tensor(m, size=SIZE([-2, 3])), "has an invalid size of model.a"),
+    (lambda m: tensor(m, size=(2, 3)), "has an invalid size of model.a"),
+    (lambda m: tensor(m, size=SIZE([1] * 65)), "has an invalid size of model.a"),
+    (lambda m: tensor(m, size=SIZE([2**31, 3])), "has missing or extra pieces of model.a"),
+    (lambda m: tensor(m, chunks=[]), "has missing or extra pieces of model.a"),
+    (lambda m: tensor(m, chunks=None), "has no valid list of pieces of model.a"),
+    (lambda m: tensor(m, properties=None), "lacks a TensorProperties object where one is"),
+    (lambda m: chunk(m, offsets=SIZE([1, 0])), "has a piece of model.a outside its shape"),
+    (lambda m: chunk(m, sizes=SIZE([6])), "has a piece of model.a outside its shape"),
     (polluting, "cannot be read"),
     (lambda m: struct.pack("<Q", 7), "cannot be read"),
     (lambda m: b"", "cannot be read"),
-    (lambda m: pickle.dumps([]), "holds no Metadata where one belongs"),
-    (lambda m: pickle.dumps(torch.float32), "holds no Metadata where one belongs"),
-    (lambda m: b"(" * 10**5 + b"t" * 10**5 + b".", "holds no Metadata where one belongs"),
+    (lambda m: pickle.dumps([]), "lacks a Metadata object where one is expected"),
+    (lambda m: pickle.dumps(torch.float32), "lacks a Metadata object where one is expected"),
+    (lambda m: b"(" * 10**5 + b"t" * 10**5 + b".", "lacks a Metadata object where one is expected"),
     (lambda m: b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", "cannot be read"),
 ]
 
@@ -523,7 +526,7 @@ def test_metadata_that_names_objects_or_files_not_listed_is_refused(tmp_path):
     metadata = pickle.loads(whole)
     metadata.state_dict_metadata["model.b"] = BytesStorageMetadata()
     (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointException, match=r"model\.b is no tensor"):
+    with pytest.raises(CheckpointException, match=r"model\.b is not a tensor"):
         load({"model.b": Piece.whole(torch.zeros(()))}, tmp_path, None)
     metadata = pickle.loads(whole)
     (tmp_path / "more").write_bytes((tmp_path / "__0_0.distcp").read_bytes())

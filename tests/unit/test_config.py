@@ -28,7 +28,7 @@ from titanlite.config.keys import job_keys, job_sections
 from titanlite.config.toml import parse_toml, quote
 from titanlite.errors import ConfigError
 from titanlite.models import ModelSpec
-from titanlite.observe.run_rows import name_idle_keys
+from titanlite.observe.run_facts import name_idle_keys
 
 ROOT = Path(__file__).parents[2]
 

@@ -124,7 +124,10 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ('[parallelism]\ncontext_parallel_degree = 128\ncontext_parallel_load_balancer = "none"', ["parallelism.context_parallel_degree: the 64 tokens of a sequence are not a multiple of context_parallel_degree 128; give 64"]),
     ("[parallelism]\ncontext_parallel_degree = 32\ntensor_parallel_degree = 2", ['parallelism.context_parallel_degree: the 64 tokens of a sequence are not a multiple of context_parallel_degree 32 x 2 ("headtail") x tensor_parallel_degree 2; give 16']),
     ('[parallelism]\ncontext_parallel_rotate_method = "ring"', ['parallelism.context_parallel_rotate_method: "ring" is not one of its values; give "allgather" or "alltoall"']),
-    ("[parallelism]\nenable_async_tensor_parallel = true", ["parallelism.enable_async_tensor_parallel: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),
+    ("[parallelism]\nenable_async_tensor_parallel = true", ["parallelism.enable_async_tensor_parallel: there is no tensor parallelism to overlap; set it to false, or parallelism.tensor_parallel_degree to 2 or more"]),
+    ('[parallelism]\nasync_tensor_parallel_backend = "ring"', ['parallelism.async_tensor_parallel_backend: "ring" has no effect without async TP; remove it, or set parallelism.enable_async_tensor_parallel = true']),
+    ('[parallelism]\ntensor_parallel_degree = 2\nenable_async_tensor_parallel = true\nasync_tensor_parallel_backend = "symmetric_memory"', ['parallelism.enable_async_tensor_parallel: on symmetric memory it is the compiler\'s work, and the model is not compiled; set compile.enable = true with "model" in compile.components, or parallelism.async_tensor_parallel_backend = "ring"']),
+    ('[parallelism]\ntensor_parallel_degree = 2\nenable_async_tensor_parallel = true\nasync_tensor_parallel_backend = "symmetric_memory"\n[compile]\nenable = true\nbackend = "aot_eager"', ['parallelism.enable_async_tensor_parallel: on symmetric memory it is inductor\'s work, and compile.backend is "aot_eager"; give "inductor", or set parallelism.async_tensor_parallel_backend = "ring"']),
     ('[parallelism]\nexpert_parallel_degree = "2"', ['parallelism.expert_parallel_degree: "2" asks for a TorchTitan feature that titanlite does not have; write 1, or remove this line']),
     ('[parallelism]\ncontext_parallel_load_balancer = "ptrr"', ['parallelism.context_parallel_load_balancer: "ptrr" asks for a TorchTitan feature that titanlite does not have; give "headtail", "striped" or "none"']),
     ('[comm]\nmode = "fake_backend"', ['comm.mode: "fake_backend" asks for a TorchTitan feature that titanlite does not have; give "default" or "debug"']),
@@ -176,6 +179,11 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ('[optimizer]\nname = "SGD"\nimplementation = "fused"', ['optimizer.implementation: PyTorch\'s "fused" SGD takes no sharded weights; give "foreach", or leave it out']),
     ("[profiling]\nenable_profiling = true\nprofile_freq = 3", ["profiling.profile_freq: 3 is less than profiler_warmup 3 + profiler_active 1; give at least 4"]),
     ("[training]\nsteps = ten", ['job.config_file: "{FILE}" line 2 is not TOML: invalid value; correct "steps = ten", with text in quotes']),
+    ('[checkpoint]\nexclude_from_loading = ["optimizer",\n[training]\nsteps = 3', ['job.config_file: "{FILE}" line 2 is not TOML: "exclude_from_loading = [\\"optimizer\\"," opens a list that has no end; add its ]']),
+    ('[checkpoint]\nexclude_from_loading = [\n  "optimizer",\nenable = true', ['job.config_file: "{FILE}" line 2 is not TOML: "exclude_from_loading = [" opens a list that has no end; add its ]']),
+    ('[checkpoint]\nexclude_from_loading = ["optimizer"', ['job.config_file: "{FILE}" line 2 is not TOML: "exclude_from_loading = [\\"optimizer\\"" opens a list that has no end; add its ]']),
+    # A list that ends is not at fault, whatever is in its texts.
+    ('[checkpoint]\nexclude_from_loading = [ # ]\n  "[",\n  optimizer,\n]', ['job.config_file: "{FILE}" line 4 is not TOML: invalid value; correct "optimizer,", with text in quotes']),
     ("[training\nsteps = 1", ["job.config_file: \"{FILE}\" line 1 is not TOML: expected ']' at the end of a table declaration; correct \"[training\""]),
     ("[training]\nsteps = 1\nsteps = 2", ['job.config_file: "{FILE}" line 3 is not TOML: cannot overwrite a value; correct "steps = 2"']),
     ("[training]\nsteps =", ['job.config_file: "{FILE}" line 2 is not TOML: invalid value; correct "steps =", with text in quotes']),
@@ -440,3 +448,21 @@ def test_any_text_makes_a_job_or_one_line_for_each_mistake(texts: list[tuple[str
     # Asking for help is no mistake and makes no job.
     words = [word for word in words if not word.startswith("-h") and not "--help".startswith(word)]
     tidy_problems_of(lambda: load_config(words))
+
+
+def test_a_table_that_cannot_run_is_named_by_its_file(tmp_path: Path) -> None:
+    table = tmp_path / "own.csv"
+    table.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                f"--parallelism.pipeline_parallel_schedule_csv={table}",
+                "--training.local_batch_size=2",
+            ]
+        )
+    assert caught.value.problems == (
+        f"parallelism.pipeline_parallel_schedule_csv: {table} cannot run; stuck are rank 0 at 0B0, "
+        "which waits for the backward of stage 1 for microbatch 0; rank 1 at 1F1, which waits for "
+        "0F1; give a file that runs",
+    )

@@ -1,4 +1,4 @@
-"""CIFAR-10 from disk: both formats, the same images, and no pickle that runs anything."""
+"""CIFAR-10 from disk: both formats hold the same images, and no pickle can run code."""
 
 from __future__ import annotations
 
@@ -69,16 +69,17 @@ def test_a_missing_folder_is_named_with_the_files_looked_for(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as caught:
         build(tmp_path)
     assert str(caught.value) == (
-        f"training.dataset_path: no CIFAR-10 in {tmp_path}; looked there, in cifar-10-batches-py "
-        "and in cifar-10-batches-bin for data_batch_1 to 5 (python) or the same with .bin (binary)"
+        f"training.dataset_path: there is no CIFAR-10 in {tmp_path}; put data_batch_1 to 5 "
+        "(python) or the same files with .bin (binary) there, in cifar-10-batches-py or in "
+        "cifar-10-batches-bin"
     )
     with pytest.raises(ConfigError, match=r"^training.dataset_path: cifar10 needs a local folder"):
         build("")
     write_python(tmp_path)
     (tmp_path / "cifar-10-batches-py" / "data_batch_3").unlink()
-    with pytest.raises(ConfigError, match="for data_batch_1 to 5"):
+    with pytest.raises(ConfigError, match="put data_batch_1 to 5"):
         build(tmp_path)
-    with pytest.raises(ConfigError, match=r"^validation.dataset_path: .* for test_batch "):
+    with pytest.raises(ConfigError, match=r"^validation.dataset_path: .* put test_batch "):
         build_dataset(
             "cifar10",
             path=str(tmp_path / "nowhere"),
@@ -113,7 +114,7 @@ def test_batches_of_another_shape_or_length_are_refused(tmp_path: Path) -> None:
 
 
 class Malicious:
-    """Unpickled by pickle.load, this makes the file it is given."""
+    """When unpickled by pickle.load, creates the file at its path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -128,16 +129,16 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path: Path, protocol
     mark = tmp_path / "it ran"
     content = pickle.dumps({b"data": Malicious(mark)}, protocol=protocol)
     (folder / "data_batch_1").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"it asks for (io|_io|__builtin__|builtins).open, which"):
+    with pytest.raises(ConfigError, match=r"it uses (io|_io|__builtin__|builtins).open, which"):
         build(tmp_path)
     assert not mark.exists()
-    # The same content does run where nothing forbids it: the test would notice a reader that did.
+    # pickle.load does run the same content, so this test can detect an unsafe reader.
     pickle.loads(content)[b"data"].close()
     assert mark.exists()
 
 
 class Naming:
-    """Pickles as a call of the global that it is named after."""
+    """Pickles as a call of the global with the given name."""
 
     def __init__(self, module: str, name: str) -> None:
         self.text = f"c{module}\n{name}\n"
@@ -182,12 +183,12 @@ def test_plain_content_comes_back_as_it_was(protocol: int) -> None:
 
 def test_arrays_of_objects_are_refused() -> None:
     content = pickle.dumps(np.array([{"a": 1}], dtype=object), protocol=2)
-    with pytest.raises(pickle.UnpicklingError, match="not of numbers"):
+    with pytest.raises(pickle.UnpicklingError, match="does not hold numbers"):
         load_plain_pickle(io.BytesIO(content))
 
 
 def test_a_batch_written_by_python_2_is_read() -> None:
-    # As the distributed files are: str for bytes, numpy.core, and byte strings in the dtype.
+    # Like the distributed files: str for bytes, numpy.core, and byte strings in the dtype.
     stream = (
         b"\x80\x02}q\x01U\x04dataq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray\n"
         b"q\x04K\x00\x85U\x01b\x87Rq\x05(K\x01K\x01K\x03\x86cnumpy\ndtype\nq\x06U\x02u1K\x00K\x01"

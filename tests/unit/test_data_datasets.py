@@ -1,4 +1,4 @@
-"""Data sets: samples by index alone, splits that share nothing, pixels that are the tokens."""
+"""Data sets: samples depend only on the index, splits are disjoint, and tokens are pixels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_sample_depends_on_seed_and_index_alone(name: str) -> None:
     assert not torch.equal(rows(forward, 20), rows(other, 20))
 
 
-# The streams are part of the product: a change of them changes every run that users compare with.
+# The streams must stay stable: changing them would change every run that users compare with.
 def test_the_streams_stay_as_they_are() -> None:
     assert build("digits").sample(0)[:8].tolist() == [0, 0, 3, 8, 11, 13, 14, 0]
     assert build("photos").sample(0)[:8].tolist() == [119, 96, 97, 91, 48, 49, 38, 52]
@@ -102,7 +102,7 @@ def test_photos_are_those_that_scikit_learn_loads() -> None:
 
 
 def test_photo_regions_are_disjoint_pixel_by_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Pictures whose every pixel is its own number: the regions then say where they were cut.
+    # Every pixel holds its own number, so a region shows where it was cut.
     numbered = np.arange(2 * 427 * 640 * 3).reshape(2, 427, 640, 3)
     monkeypatch.setattr("titanlite.data.images.photos.load_photos", lambda: list(numbered))
     train, validation = (
@@ -141,7 +141,7 @@ def test_validation_tiles_of_the_photos_do_not_overlap() -> None:
 def test_random_crops_reach_the_edges_of_their_regions() -> None:
     narrow = build("photos", height=426, width=255)
     corners = {tuple(narrow.sample(i)[:4].tolist()) for i in range(64)}
-    # 4 regions, 2 x 2 places each, less where two places begin alike.
+    # 4 regions with 2 x 2 positions each, minus positions that start with the same tokens.
     assert len(corners) > 8
 
 
@@ -167,7 +167,7 @@ def test_a_data_set_is_registered_under_a_name_of_its_own(monkeypatch: pytest.Mo
     catalog.register(own)
     catalog.register(own)
     assert catalog.DATASETS["own"] is own
-    with pytest.raises(ValueError, match="a data set named 'digits' is registered already"):
+    with pytest.raises(ValueError, match="data set named 'digits' is already registered"):
         catalog.register(dataclasses.replace(own, name="digits"))
 
 
@@ -204,8 +204,8 @@ def test_a_smaller_vocabulary_quantises_and_a_larger_one_keeps_the_values() -> N
 
 
 def test_synthetic_patterns_can_be_learned() -> None:
-    # Within a row the wave goes on in equal strides, so the next pixel is mostly the continuation
-    # of the last two: a model that has this rule is right far more often than chance.
+    # Within a row the wave is linear, so the last two pixels mostly determine the next one: this
+    # rule is right far more often than chance.
     shape = {"height": 16, "width": 16, "channels": 1, "vocab_size": 64}
     images = rows(build("synthetic", **shape), 200).reshape(200, 16, 16)
     guess = 2 * images[:, :, 1:-1] - images[:, :, :-2]

@@ -1,4 +1,4 @@
-"""The sampler: one global batch a step, whatever the plan that shares it out."""
+"""The sampler: the global batch of a step does not depend on the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanlite.errors import ConfigError
 
 
 class Numbered:
-    """Sample i is [i, i]: a batch then says which samples it holds."""
+    """Sample i is [i, i], so a batch shows which samples it holds."""
 
     def __init__(self, num_samples: int | None = None) -> None:
         self.num_samples = num_samples
@@ -56,7 +56,7 @@ def test_real_data_come_alike_under_every_plan() -> None:
 
 
 def global_batches(dataset: Dataset, dp_degree: int, local_batch_size: int) -> torch.Tensor:
-    """The steps around the end of the first epoch, [step, 12, T], each in rank order."""
+    """The steps around the end of the first epoch, [step, 12, T], in rank order."""
     parts = []
     for rank in range(dp_degree):
         sampler = GlobalBatchSampler(dataset, 12, dp_degree, rank, local_batch_size)
@@ -108,18 +108,18 @@ def test_validation_reads_the_same_samples_once_under_every_plan(
             assert batch.tokens.shape == (local_batch_size, 2)
             assert batch.tokens.max() < 11
             counts = (batch.targets != IGNORE_INDEX).any(dim=1)
-            # One target in each sequence of two tokens; those of fillers are at the end.
+            # One target in each sequence of two tokens; padding rows are at the end.
             assert batch.count_targets() == counts.sum()
             assert counts.tolist() == sorted(counts.tolist(), reverse=True)
             seen += batch.tokens[counts, 0].tolist()
-    # Ranks with fewer batches than others would leave those waiting in a collective.
+    # A rank with fewer batches than the others would make them hang in a collective.
     assert len(lengths) == 1
     assert sorted(seen) == list(range(min(num_samples or 11, 11)))
 
 
 def test_an_endless_set_is_validated_only_up_to_a_number() -> None:
     endless = Numbered(None)
-    with pytest.raises(ValueError, match="give num_samples"):
+    with pytest.raises(ValueError, match="give the number of samples"):
         next(iterate_once(endless, local_batch_size=2, dp_degree=1, dp_rank=0))
     batches = list(iterate_once(endless, local_batch_size=2, dp_degree=1, dp_rank=0, num_samples=4))
     assert [int(batch.count_targets()) for batch in batches] == [2, 2]
@@ -129,7 +129,7 @@ def test_targets_are_the_next_token_and_the_last_position_has_none() -> None:
     tokens = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
     assert make_targets(tokens).tolist() == [[1, 4, 1, -100], [9, 2, 6, -100]]
     assert tokens.tolist() == [[3, 1, 4, 1], [5, 9, 2, 6]]
-    # cross_entropy leaves IGNORE_INDEX out by its own default.
+    # cross_entropy ignores IGNORE_INDEX by default.
     logits = torch.randn(2, 4, 10, generator=torch.Generator().manual_seed(0))
     whole = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), make_targets(tokens).flatten(), reduction="sum"

@@ -35,13 +35,13 @@ def account(
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ("AGBA", "swapped broadcast of 8 float at model.py:66 in forward with all_gather"),
+        ("AGBA", "called all_gather of 8 float at model.py:71 in forward before broadcast"),
         (
             "AGA",
-            "left out broadcast of 8 float at model.py:66 in forward, called by ranks 0, 1, and",
+            "skipped broadcast of 8 float at model.py:66 in forward, which ranks 0, 1 called; its ",
         ),
         ("ABBGA", "called broadcast of 8 float at model.py:66 in forward, which ranks 0, 1 did"),
-        ("AAGA", "called all_reduce of 8 float at model.py:65 in forward, where ranks 0, 1"),
+        ("AAGA", "called all_reduce of 8 float at model.py:65 in forward; ranks 0, 1 called"),
     ],
 )
 def test_how_a_rank_went_astray(bad, words):
@@ -60,7 +60,7 @@ def test_the_same_operation_from_another_place_counts_where_asked():
     astray = find_astray(accounts, WORLD, by_site=True)
     assert astray is not None
     assert (astray.rank, astray.number) == (1, 2)
-    assert "swapped all_reduce of 8 float at model.py:2 in forward with all_reduce" in astray.text
+    assert "called all_reduce of 8 float at model.py:3 in forward before all_reduce" in astray.text
 
 
 def test_ranks_that_agree_as_far_as_they_go_are_not_astray():
@@ -78,12 +78,14 @@ def test_the_rank_at_the_end_of_a_chain_of_waits_is_named():
     report = write_report(accounts, {})
     assert report.rank == 2
     assert report.headline == (
-        "did not come to broadcast 1 over dp_shard, where rank 1 waits; it stands at "
+        "did not reach broadcast 1 over dp_shard; rank 1 is waiting in it; rank 2 is at "
         "data.py:2 in read"
     )
-    assert "rank 0 waits for rank 1 in all_gather 2 over tp (ranks 0, 1), 8 float" in report.body
+    waits = "rank 0 is waiting for rank 1 in all_gather 2 over tp (ranks 0, 1), 8 float"
+    assert waits in report.body
     assert report.body.endswith(
-        "Python stack of rank 2, innermost last:\n  train.py:1 in train\n  data.py:2 in read"
+        "Python stack of rank 2 (most recent call last):\n"
+        "  train.py:1 in train\n  data.py:2 in read"
     )
 
 
@@ -92,7 +94,7 @@ def test_a_rank_without_account_is_named():
     report = write_report(accounts, {2: Absent("has died", ["train.py:1 in train"])}, "a reason")
     assert (report.rank, report.headline) == (2, "has died")
     assert report.body.startswith("The run has stopped: a reason.\n")
-    assert "Python stack of rank 2, as last seen, innermost last:" in report.body
+    assert "Python stack of rank 2, as last recorded (most recent call last):" in report.body
 
 
 def test_a_message_that_does_not_come():
@@ -104,17 +106,18 @@ def test_a_message_that_does_not_come():
     }
     report = write_report(accounts, {})
     assert report.rank == 2
-    missed = "did not come to the recv over cp with rank 0 and all_reduce 2 over the world"
+    missed = "did not reach the recv over cp with rank 0 and all_reduce 2 over the world"
     assert missed in report.headline
-    assert "rank 0 waits for rank 2 in a recv over cp, called at ring.py:3 in wait" in report.body
+    waits = "rank 0 is waiting for rank 2 in a recv over cp, called at ring.py:3 in wait"
+    assert waits in report.body
 
 
 def test_a_rank_that_never_came_has_its_place():
     accounts = {0: account(0, "A", done=0), 1: account(1, "A", done=0)}
-    absent = {2: Absent("never came to the meeting of the ranks")}
+    absent = {2: Absent("did not join the rendezvous")}
     report = write_report(accounts, absent, describe_place=lambda rank: f"tp {rank}")
-    assert "rank 0 (tp 0) waits for rank 2 in all_reduce 1" in report.body
-    assert "rank 2 (tp 2) never came to the meeting of the ranks" in report.body
+    assert "rank 0 (tp 0) is waiting for rank 2 in all_reduce 1" in report.body
+    assert "rank 2 (tp 2) did not join the rendezvous" in report.body
 
 
 def test_ranks_that_wait_for_each_other():
@@ -125,7 +128,7 @@ def test_ranks_that_wait_for_each_other():
     }
     report = write_report(accounts, {})
     assert report.rank in (0, 1)
-    assert "did not come to" in report.headline
+    assert "did not reach" in report.headline
 
 
 def test_without_a_recorder_the_one_that_does_not_wait_is_named():
@@ -138,7 +141,7 @@ def test_without_a_recorder_the_one_that_does_not_wait_is_named():
     report = write_report(accounts, {})
     assert (report.rank, report.headline) == (
         1,
-        "does not wait, as ranks 0, 2 wait; it stands at data.py:1 in read",
+        "is not waiting, but ranks 0, 2 are; rank 1 is at data.py:1 in read",
     )
 
 

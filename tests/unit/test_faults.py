@@ -140,65 +140,66 @@ def finish(dist: Any, mesh: Any, is_bad: bool) -> None:
 HERE = "tests/unit/test_faults.py:"
 QUICK: dict[Callable[..., None], tuple[str, ...]] = {
     fall_asleep: (
-        "rank 2: did not come to all_reduce 1 over the world and all_reduce 3 over tp, where ",
-        "it stands at " + HERE,
+        "rank 2: did not reach all_reduce 1 over the world and all_reduce 3 over tp; ranks 0, ",
+        "waiting in them; rank 2 is at " + HERE,
         "in fall_asleep",
-        "Python stack of rank 2, innermost last:",
-        "rank 3 (dp_shard 1, tp 1) waits for rank 2 in all_reduce 3 over tp (ranks 2, 3), 8 float",
+        "Python stack of rank 2 (most recent call last):",
+        "rank 3 (dp_shard 1, tp 1) is waiting for rank 2 in all_reduce 3 over tp (ranks 2, 3), 8 ",
         "threading.py",
     ),
     skip: (
-        "rank 2: as number 1 over the world it called broadcast of 16 float32 at " + HERE,
-        "where ranks 0, 1, 3 called all_reduce of 8 float32 at " + HERE,
+        "rank 2: at collective 1 over the world it called broadcast of 16 float32 at " + HERE,
+        "; ranks 0, 1, 3 called all_reduce of 8 float32 at " + HERE,
         "in skip",
     ),
     give_another_shape: (
-        "rank 2: as number 1 over the world it called all_reduce of 1,000 float",
-        "where ranks 0, 1, 3 called all_reduce of 500 float32",
+        "rank 2: at collective 1 over the world it called all_reduce of 1,000 float",
+        "; ranks 0, 1, 3 called all_reduce of 500 float32",
         "in give_another_shape",
     ),
     be_killed: (
-        "rank 2: was ended by SIGKILL",
+        "rank 2: was killed by SIGKILL",
         "rank 2 (dp_shard 1, tp 0) has died",
-        "rank 3 (dp_shard 1, tp 1) waits for rank 2 in all_reduce 3 over tp",
+        "rank 3 (dp_shard 1, tp 1) is waiting for rank 2 in all_reduce 3 over tp",
     ),
 }
 SLOW: dict[Callable[..., None], tuple[str, ...]] = {
     hold_the_interpreter: (
-        "rank 2: does not answer (process ",
-        "Python stack of rank 2, as last seen, innermost last:",
+        "rank 2: does not respond (process ",
+        "Python stack of rank 2, as last recorded (most recent call last):",
         "in hold_the_interpreter",
     ),
     compute_in_c: (
-        "rank 2: does not answer (process ",
-        "Python stack of rank 2, as last seen, innermost last:",
+        "rank 2: does not respond (process ",
+        "Python stack of rank 2, as last recorded (most recent call last):",
         "in compute_in_c",
         "re.py:" if sys.version_info < (3, 11) else "re/__init__.py:",
     ),
     be_stopped: (
         "rank 2: is stopped by a signal (process ",
-        "rank 3 (dp_shard 1, tp 1) waits for rank 2 in all_reduce 3 over tp",
+        "rank 3 (dp_shard 1, tp 1) is waiting for rank 2 in all_reduce 3 over tp",
     ),
     give_another_dtype: (
-        "rank 2: as number 1 over the world it called all_reduce of 1,000 float64",
-        "where ranks 0, 1, 3 called all_reduce of 1,000 float32",
+        "rank 2: at collective 1 over the world it called all_reduce of 1,000 float64",
+        "; ranks 0, 1, 3 called all_reduce of 1,000 float32",
     ),
     call_another_operation: (
-        "rank 2: as number 1 over the world it called broadcast of 64 float",
-        "where ranks 0, 1, 3 called all_reduce of 64 float32",
+        "rank 2: at collective 1 over the world it called broadcast of 64 float",
+        "; ranks 0, 1, 3 called all_reduce of 64 float32",
     ),
     swap: (
-        "rank 2: as number 1 over the world it called broadcast of 4 float32",
-        "where ranks 0, 1, 3 called all_reduce of 64 float32",
+        "rank 2: at collective 1 over the world it called broadcast of 4 float32",
+        "; ranks 0, 1, 3 called all_reduce of 64 float32",
     ),
     send_nothing: (
-        "rank 2: did not come to ",
+        "rank 2: did not reach ",
         "the recv over the world with rank 0",
-        "rank 0 (dp_shard 0, tp 0) waits for rank 2 in a recv over the world, called at " + HERE,
+        "rank 0 (dp_shard 0, tp 0) is waiting for rank 2 in a recv over the world, called at "
+        + HERE,
     ),
     finish: (
-        "rank 2: did not come to all_reduce 2 over dp_shard and all_reduce 3 over tp, where ",
-        "it has finished its run",
+        "rank 2: did not reach all_reduce 2 over dp_shard and all_reduce 3 over tp; ranks ",
+        "; rank 2 has finished its run",
     ),
 }
 
@@ -286,8 +287,8 @@ def test_a_watch_that_fails_leaves_the_run_alone(capfd):
     # Nobody else tells of an error of this rank now, so that it is raised as it is.
     assert not watch.explain(lost)
     watch.close()
-    said = "rank 0: the watch for stuck ranks has failed with ValueError (no such word); "
-    assert said + "the run goes on without it\n" in capfd.readouterr().err
+    said = "rank 0: the watchdog failed with ValueError (no such word); "
+    assert said + "the run continues without it\n" in capfd.readouterr().err
 
 
 def test_a_black_box_harms_no_file(tmp_path):
@@ -321,7 +322,7 @@ def test_a_rank_that_never_comes_is_named():
         with open_world(place, init_timeout_seconds=1):
             pass
 
-    with pytest.raises(RankError, match="rank 1: never came to the meeting of the ranks") as raised:
+    with pytest.raises(RankError, match="rank 1: did not join the rendezvous") as raised:
         run_ranks(stay_away, 3, timeout_seconds=60)
     assert "comm.init_timeout_seconds" in raised.value.rank_traceback
 
@@ -360,8 +361,8 @@ def read_what_does_not_come() -> None:
 @pytest.mark.parametrize(
     ("function", "reason", "named"),
     [
-        (save_behind, "1 s, comm.train_timeout_seconds", "all_reduce 1 over the world"),
-        (stay_in_a_save, "1 s, comm.checkpoint_timeout_seconds", "over checkpoints"),
+        (save_behind, "1 s (comm.train_timeout_seconds)", "all_reduce 1 over the world"),
+        (stay_in_a_save, "1 s (comm.checkpoint_timeout_seconds)", "over checkpoints"),
     ],
 )
 def test_a_save_is_told_from_a_step(function, reason, named):
@@ -370,7 +371,7 @@ def test_a_save_is_told_from_a_step(function, reason, named):
     said = f"{raised.value.rank_traceback}\n{raised.value}"
     assert f"The run has stopped: ranks waited {reason}.\n" in said, said
     assert raised.value.rank == 1, said
-    assert "rank 1: did not come to " in said, said
+    assert "rank 1: did not reach " in said, said
     assert named in str(raised.value), said
     assert f"  {HERE}" in said.split("Python stack of rank 1")[1], said
     assert "unknown place" not in said, said
@@ -427,6 +428,6 @@ def test_a_swap_of_equal_collectives_is_named():
     assert run_ranks(swap_equal, 3, 0) == ["", "", ""]
     said = run_ranks(swap_equal, 3, 1)
     assert len(set(said)) == 1
-    assert said[0].startswith("rank 0: as number 3 over the world it swapped all_reduce of 8 float")
-    for words in ("in share_first with all_reduce", "in share_second, unlike ranks 1, 2"):
+    assert said[0].startswith("rank 0: at collective 3 over the world it called all_reduce of 8 ")
+    for words in ("in share_second before all_reduce", "in share_first; ranks 1, 2 called them"):
         assert words in said[0]

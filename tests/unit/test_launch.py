@@ -54,7 +54,7 @@ def test_a_killed_rank_is_named():
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait()
 
-    with pytest.raises(RankError, match="rank 1: was ended by SIGKILL"):
+    with pytest.raises(RankError, match="rank 1: was killed by SIGKILL"):
         run_ranks(die_on_one, 2)
 
 
@@ -64,7 +64,7 @@ def test_ranks_that_do_not_end_are_named_and_ended():
             threading.Event().wait()
         return os.getpid()
 
-    with pytest.raises(RankError, match="rank 1 not done after 1 s; all ranks were ended"):
+    with pytest.raises(RankError, match="rank 1 did not finish within 1 s; all ranks were term"):
         run_ranks(stay, 2, timeout_seconds=1)
 
 
@@ -123,6 +123,6 @@ def test_cuda_without_gpus_is_refused(monkeypatch):
     assert choose_device("cpu", 1) == "cpu"
     with pytest.raises(
         ConfigError,
-        match=r'job\.device: "cuda" needs a GPU for each rank, 4 here, and there are 2;',
+        match=r'job\.device: "cuda" needs a GPU for each of the 4 ranks here, and there are 2;',
     ):
         choose_device("cuda", 4)

@@ -116,3 +116,12 @@ def test_pictures_leave_matplotlib_as_it_was(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     save_loss_curve(tmp_path / "loss.png", make_records(5))
     assert dict(matplotlib.rcParams) == before
+
+
+def test_a_long_title_is_not_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "loss.png"
+    save_loss_curve(path, make_records(3), vocab_size=17, title=20 * "long words ")
+    pixels = read_picture(path)
+    # The margins beside the title are empty.
+    assert (pixels[:60, -4:] == 255).all()
+    assert not (pixels[:60] == 255).all()

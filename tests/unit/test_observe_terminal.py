@@ -1,4 +1,4 @@
-"""What a person sees: the progress bar and the plan table, in a pseudo-terminal and in a pipe."""
+"""What a person sees: the progress bar and the first screen, in a pseudo-terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TextIO
 
 import pytest
 
-from titanlite.observe.effective_plan import render_plan
+from titanlite.observe.first_screen import Fact, render_screen
 from titanlite.observe.metrics import StepRecord
 from titanlite.observe.progress import Progress
 from titanlite.observe.quantities import format_bytes, format_count, format_duration
@@ -213,6 +213,19 @@ def test_a_resumed_run_goes_on_from_its_step() -> None:
     ]
 
 
+def test_a_slow_run_does_not_wait_for_log_freq() -> None:
+    ends = iter([0.0, 0.0, 5.0, 15.0, 25.0, 35.0, 45.0, 66.0])
+    out = io.StringIO()
+    with Progress(100, stream=out, log_freq=50, clock=lambda: next(ends)) as progress:
+        for step in range(1, 7):
+            progress.update(make_record(step))
+            if step == 1:
+                # The first figures are there as soon as the first step is.
+                assert out.getvalue().startswith("step   1/100  loss 2.5000")
+    shown = [line.split("/")[0] for line in out.getvalue().splitlines()]
+    assert shown == ["step   1", "step   4", "step   6"]
+
+
 def test_time_left_leaves_the_slow_first_step_out() -> None:
     times = iter([0.0, 0.0, 100.0, 101.0, 102.0])
     out = io.StringIO()
@@ -225,27 +238,29 @@ def test_time_left_leaves_the_slow_first_step_out() -> None:
     assert third.endswith("0:00:08 left")
 
 
-def test_the_plan_is_plain_aligned_text_elsewhere() -> None:
-    assert render_plan(ROWS) == (
-        "  feature          requested  active    note\n"
-        "  tensor parallel  degree 2   degree 2  9 modules in 4 blocks\n"
-        "! CPU offload      pinned     unpinned  pinning needs CUDA"
-    )
-    assert render_plan(ROWS, stream=io.StringIO()) == render_plan(ROWS)
+def first_screen(stream: TextIO | None = None, color: bool = True) -> str:
+    facts = [Fact("device", "cpu"), Fact("batch", "8; it depends on the plan", differs=True)]
+    return render_screen("a job", facts, ROWS, "mesh: 1 rank", stream=stream, color=color)
 
 
-def test_the_plan_is_a_ruled_table_on_a_terminal() -> None:
+def test_the_first_screen_is_plain_text_in_a_file() -> None:
+    assert first_screen(io.StringIO()) == first_screen()
+    assert "\x1b" not in first_screen()
+
+
+def test_the_first_screen_is_as_wide_as_the_terminal_and_marks_what_differs() -> None:
     def show(color: bool) -> Callable[[TextIO], None]:
-        return lambda stream: print(render_plan(ROWS, stream=stream, color=color), file=stream)
+        return lambda stream: print(first_screen(stream, color), file=stream)
 
-    raw = see_on_terminal(show(True), columns=70)
+    raw = see_on_terminal(show(True), columns=50)
     screen = final_screen(raw)
-    (marked,) = [line for line in screen if "! CPU offload" in line]
-    assert re.search(r"! CPU offload\s+.\s+pinned\s+.\s+unpinned\s+.\s+pinning needs CUDA", marked)
-    assert any("  tensor parallel" in line for line in screen)
-    assert max(map(len, screen)) <= 70
-    assert "\x1b[33m" in raw
-    assert "\x1b[" not in see_on_terminal(show(False), columns=70)
+    assert "! batch   8; it depends on the plan" in screen
+    assert any("! CPU offload" in line for line in screen)
+    assert max(map(len, screen)) <= 50
+    assert "\x1b[1;33m" in raw
+    assert "\x1b[33" not in see_on_terminal(show(False), columns=50)
+    # The same words as in a file, broken elsewhere.
+    assert " ".join(screen).split() == first_screen().split()
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,18 @@ def test_gpus_do_not_count_on_cpu() -> None:
             f"parallelism.{TP}: tp 4 needs 4 ranks, and there are 2; give 2, or start 4 ranks",
         ),
         (
+            {SHARD: 1},
+            2,
+            f"parallelism.{SHARD}: nothing is split, and there are 2 ranks; "
+            "give 2 (or -1, the rest), or start 1 rank",
+        ),
+        (
+            {SHARD: 2},
+            1,
+            f"parallelism.{SHARD}: dp_shard 2 needs 2 ranks, and there is 1; "
+            "give 1 (or -1, the rest), or start 2 ranks",
+        ),
+        (
             {SHARD: 2, TP: 3},
             4,
             f"parallelism.{TP}: dp_shard 2 x tp 3 needs 6 ranks, and there are 4; "

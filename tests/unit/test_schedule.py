@@ -1,4 +1,4 @@
-"""Actions as text and CSV, schedules by name, and the walk that says why one cannot run."""
+"""Actions as text and CSV, schedules by name, and the errors for schedules that cannot run."""
 
 import os
 from dataclasses import replace
@@ -90,9 +90,9 @@ def test_csv_that_is_not_there(tmp_path):
 
 
 HOSTILE_CSV = {
-    # Counted up to, any of these would take for ever.
-    "0F999999999,0B999999999\n": "1 stages and 1000000000 microbatches, which are too few",
-    "0F0,999999999F0\n": "has 2 actions for 1000000000 stages",
+    # Iterating up to any of these numbers would never end.
+    "0F999999999,0B999999999\n": "2 actions are too few for 1 stages and 1000000000 microbatches",
+    "0F0,999999999F0\n": "2 actions are too few for 1000000000 stages",
     "0F1000000000\n": "is not an action",
     f"{'9' * 5000}F0\n": "is not an action",
     f"{'(' * 20_000}{')OVERLAP_F_B' * 5_000}\n": "is not an action",
@@ -162,9 +162,9 @@ def test_missing_work_is_named(dropped, said):
 def test_work_done_twice_or_elsewhere_is_named():
     schedule = make_schedule("GPipe", 2, 2)
     twice = [schedule.actions[0] + [Action(0, "F", 1)], schedule.actions[1]]
-    with pytest.raises(ScheduleError, match="0F1 is done twice"):
+    with pytest.raises(ScheduleError, match="0F1 runs twice"):
         check(replace(schedule, actions=twice))
-    with pytest.raises(ScheduleError, match="1F0 is on rank 0, its stage on rank 1"):
+    with pytest.raises(ScheduleError, match="1F0 is on rank 0, but its stage is on rank 1"):
         check(replace(schedule, actions=schedule.actions[::-1]))
     half = [[a for a in row if a.kind != "B"] for row in schedule.actions]
     inputs = [row + [Action(r, "I", m) for m in (0, 1)] for r, row in enumerate(half)]
@@ -186,9 +186,9 @@ def test_walk_starts_everything_as_soon_as_it_can():
         (("1F1", 4, 8), "did you mean 1F1B"),
         (("GPipe", 0, 8), "number of ranks is 0"),
         (("GPipe", 4, 0), "number of microbatches is 0"),
-        (("GPipe", 4, 8, 2), "takes 1 stages a rank, not 2"),
-        (("LoopedBFS", 4, 8, 1), "takes 2 or more stages a rank, not 1"),
-        (("ZBV", 4, 8, 3), "takes 2 stages a rank, not 3"),
+        (("GPipe", 4, 8, 2), "needs 1 stages per rank, not 2"),
+        (("LoopedBFS", 4, 8, 1), "needs 2 or more stages per rank, not 1"),
+        (("ZBV", 4, 8, 3), "needs 2 stages per rank, not 3"),
         (("Interleaved1F1B", 4, 9), "2 rounds.*use 8 or 12"),
         (("DualPipeV", 4, 7), r"as many microbatches as stages \(8\), not 7"),
     ],

@@ -1,4 +1,4 @@
-"""Every renderer draws every span, from computed and from measured times."""
+"""Every renderer draws every span, for computed and for measured times."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def measured() -> Timeline:
-    """As a real run gives it: seconds on a clock that doesn't start at zero."""
+    """A timeline like that of a real run: in seconds, and not starting at zero."""
     spans = [
         Span(0, 100.25, 100.5, "F", 0, 0),
         Span(1, 100.625, 100.875, "F", 1, 0),
@@ -135,3 +135,40 @@ def test_png_is_a_picture(measured, tmp_path):
         path = tmp_path / f"{name}.png"
         draw_png(timeline, path)
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_communication_has_lanes_below_the_work_and_tracks_of_its_own() -> None:
+    spans = [
+        Span(0, 0.0, 4.0, "F", 0, 0),
+        Span(0, 1.0, 6.0, "SEND_TO"),
+        Span(0, 2.0, 5.0, "RECEIVE"),
+        Span(1, 1.0, 2.0, "REDUCE"),
+    ]
+    rows = ["rank 0 (dp_replicate 0, pp 0, tp 0)", "rank 1 (dp_replicate 0, pp 0, tp 1)"]
+    timeline = Timeline("run", rows, spans, curves={row: [(0.0, 0)] for row in rows})
+    assert timeline.lanes == ["SEND_TO", "RECEIVE", "REDUCE"]
+    root = ET.fromstring(draw_svg(timeline))
+    boxes = {}
+    for cell in root.iter(f"{SVG}rect"):
+        if (title := cell.find(f"{SVG}title")) is not None:
+            top = float(cell.get("y"))
+            boxes[title.text.partition(": ")[2].partition(";")[0]] = (
+                top,
+                top + float(cell.get("height")),
+            )
+    work, send, receive = (
+        boxes[name]
+        for name in ("forward, stage 0, microbatch 0", "send posted", "receive, with its wait")
+    )
+    assert work[1] <= send[0] < send[1] <= receive[0] < receive[1]
+    assert receive[1] < boxes["reduction"][0]
+    # Nothing is drawn outside the picture, long names of rows least of all.
+    width = float(root.get("width"))
+    for text in root.iter(f"{SVG}text"):
+        start = float(text.get("x")) if text.get("x") else 0.0
+        if text.get("text-anchor") == "start" and text.get("font-size"):
+            assert start + 0.58 * float(text.get("font-size")) * len(text.text) <= width, text.text
+    events = json.loads(make_trace(timeline))["traceEvents"]
+    begun = [event for event in events if event["ph"] == "b"]
+    assert [event["name"] for event in begun] == ["send posted", "receive", "reduction"]
+    assert len(begun) == len([event for event in events if event["ph"] == "e"])

@@ -1,4 +1,4 @@
-"""Schedules equal PyTorch's action for action, bare and with all that its runtime adds."""
+"""Schedules equal PyTorch's action for action, before and after lowering."""
 
 from itertools import product
 from unittest.mock import Mock
@@ -27,7 +27,7 @@ MULTI = {
 
 
 def torch_schedule(name, ranks, microbatches, chunks):
-    """PyTorch's schedule, for which a stage has to be no more than its place."""
+    """PyTorch's schedule, built with stages that only have an index."""
     place = {"group_rank": 0, "group_size": ranks, "num_stages": ranks * chunks, "submod": None}
     return MULTI[name]([Mock(**place) for _ in range(chunks)], microbatches)
 
@@ -69,7 +69,7 @@ def test_single_stage_schedules_equal(name, ranks):
         stage = Mock(group_rank=0, group_size=ranks, num_stages=ranks, submod=None)
         expected = theirs_by_name[name](stage, microbatches)._get_pipeline_order()
         if name == "1F1B":
-            # PyTorch's table counts the last rank's forwards from 1; what it runs is right.
+            # PyTorch's table numbers the last rank's forwards from 1; its runtime is correct.
             expected[ranks - 1] = [
                 action._replace(microbatch_index=action.microbatch_index - 1)
                 if str(action).startswith(f"{ranks - 1}F")

@@ -1,4 +1,4 @@
-"""What the notebook's simulator lacked: costs, orders, caps, schedules; and bad input."""
+"""Features that the notebook's simulator does not have (costs, orders, limits), and bad input."""
 
 import json
 from fractions import Fraction
@@ -202,7 +202,7 @@ def test_messages_delay_their_receiver():
 
 
 def test_messages_of_one_sender_share_its_link():
-    """Three forwards end after 1, 2, 3 but each message takes 4 to leave."""
+    """Three forwards end after 1, 2, 3, but sending each message takes 4."""
     costs = Costs(activation_units=1, network=Network(Link(0, 4)))
     simulation = simulate(2, 2, 3, pipeline, OldestStageFirst(2, 3), costs=costs)
     starts = [cell.start for cell in simulation.cells if cell.worker == 1 and cell.direction == F]
@@ -277,11 +277,11 @@ def raises(work):
 BAD = {
     "worker out of range": (
         lambda: simulate(2, 3, 1, pipeline),
-        "pipeline gives f2.0 compute worker 2; workers are 0 to 1",
+        "pipeline puts f2.0 on compute worker 2; workers are 0 to 1",
     ),
     "weight worker out of range": (
         lambda: simulate(2, 2, 1, lambda w: (0, -1), title="mine"),
-        "mine gives f0.0 weight worker -1",
+        "mine puts f0.0 on weight worker -1",
     ),
     "no workers": (lambda: simulate(0, 2, 1, pipeline), "num_workers is 0"),
     "no stages": (lambda: simulate(2, 0, 1, pipeline), "num_stages is 0"),
@@ -302,20 +302,20 @@ BAD = {
     ),
     "negative duration": (
         lambda: simulate(2, 2, 1, pipeline, costs=Costs(forward=[1, -1])),
-        "forward of stage 1 is -1; it cannot be negative",
+        "forward of stage 1 is -1; it must not be negative",
     ),
     "not a number": (
         lambda: simulate(2, 2, 1, pipeline, costs=Costs(backward=float("nan"))),
         "backward of stage 0 is nan",
     ),
-    "negative latency": (lambda: Link(-1), "negative time"),
+    "negative latency": (lambda: Link(-1), "times of a link must not be negative"),
     "costs for other stages": (
         lambda: simulate(2, 2, 1, pipeline, costs=Costs(forward=[1, 1, 1])),
         "forward has 3 values for 2 stages",
     ),
     "weight gradient above backward": (
         lambda: simulate(2, 2, 1, pipeline, costs=Costs(weight_gradient=3)),
-        "weight_gradient of stage 0 is 3, more than the whole",
+        "weight_gradient of stage 0 is 3; it must not exceed",
     ),
     "priority raises": (
         lambda: simulate(2, 2, 1, pipeline, lambda w: 1 / 0),
@@ -323,7 +323,7 @@ BAD = {
     ),
     "priority cannot be compared": (
         lambda: simulate(2, 2, 2, pipeline, lambda w: w.batch or "first"),
-        "keys cannot be compared",
+        "keys of the priority cannot be compared",
     ),
     "cap of zero": (
         lambda: simulate(2, 2, 1, pipeline, max_in_flight=0),
@@ -335,27 +335,27 @@ BAD = {
     ),
     "order and priority": (
         lambda: simulate(2, 2, 1, pipeline, OldestBatchFirst(2, 1), order=lambda w: []),
-        "an order already says",
+        "order fixes the whole schedule",
     ),
     "order leaves works out": (
         lambda: simulate(2, 2, 1, pipeline, order=lambda w: []),
-        "the orders leave out f0.0, which the strategy gives worker 0",
+        "the order leaves out f0.0, which the strategy puts on worker 0",
     ),
     "order on the wrong worker": (
         lambda: simulate(2, 2, 1, pipeline, order=lambda w: [Work(1 - w, 0, F)]),
-        "the order puts f1.0 on worker 0, the strategy on worker 1",
+        "the order puts f1.0 on worker 0, but the strategy puts it on worker 1",
     ),
     "order with something twice": (
         lambda: simulate(1, 1, 1, pipeline, order=lambda w: [Work(0, 0, F)] * 2),
-        "worker 0 has f0.0 twice",
+        "worker 0 lists f0.0 twice",
     ),
     "order of something else": (
         lambda: simulate(1, 1, 1, pipeline, order=lambda w: ["f0.0"]),
-        "worker 0 has 'f0.0'; it must list Work",
+        "worker 0 lists 'f0.0'; it must list Work",
     ),
     "order beyond the batches": (
         lambda: simulate(1, 1, 1, pipeline, order=lambda w: [Action(0, "F", 1)]),
-        "worker 0 has f0.1; stages are 0 to 0, batches 0 to 0",
+        "worker 0 lists f0.1; stages are 0 to 0, batches 0 to 0",
     ),
 }
 

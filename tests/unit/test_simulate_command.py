@@ -49,7 +49,7 @@ def test_costs_and_network(capsys):
     network = "--latency 0.5 --time-per-unit 0.25 --activation-units 2"
     main([*arguments.split(), *network.split()])
     row = capsys.readouterr().out.splitlines()[2].split()
-    # Down, three of each on the last worker, and up again; each way one message of 1.
+    # First forward, a message, three F and B on the last worker, a message, the last backward.
     assert float(row[2]) == 2 + 1 + 3 * (2 + 3) + 1 + 3
 
 
@@ -88,26 +88,26 @@ def test_ladder_prints_its_table(tmp_path, capsys):
     printed = capsys.readouterr().out
     for name in ("0D", "1D DP, ring", "2D DP x TP", "3D DP x PP x TP", "4D with CP", "4D with EP"):
         assert f"\n{name}" in printed
-    assert "bought" in printed
+    assert "gain" in printed
     assert ET.parse(svg).getroot().get("width")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("simulate", "name a scheme, or `ladder`"),
+        ("simulate", "no scheme given; name one, or `ladder`"),
         ("simulate 1F1", "there is no scheme '1F1'; did you mean 1F1B"),
         ("simulate Looped", "did you mean LoopedBFS or LoopedPipeline"),
-        ("simulate Cuckoo --workers 3 --stages 6", "Cuckoo gives f3.0 compute worker 3"),
+        ("simulate Cuckoo --workers 3 --stages 6", "Cuckoo puts f3.0 on compute worker 3"),
         ("simulate LoopedPipeline --workers 5 --group-size 2", "does not divide 5 workers"),
         ("simulate 1F1B --workers 0", "number of ranks is 0"),
-        ("simulate 1F1B --stages 6", "6 do not divide over 4 workers"),
-        ("simulate 1F1B --stages 8", "takes 1 stages a rank, not 2"),
-        ("simulate 1F1B --priority backward", "are for strategies"),
+        ("simulate 1F1B --stages 6", "6 stages do not divide evenly over 4 workers"),
+        ("simulate 1F1B --stages 8", "needs 1 stages per rank, not 2"),
+        ("simulate 1F1B --priority backward", "which apply only to strategies"),
         ("simulate none.py", "there is no such file"),
         ("simulate none.csv", "cannot be read"),
-        ("simulate DDP --forward -1", "cannot be negative"),
-        ("simulate ZBV --forward 1 2 3 4 5 6 7 8", "give it"),
+        ("simulate DDP --forward -1", "must not be negative"),
+        ("simulate ZBV --forward 1 2 3 4 5 6 7 8", "set stages"),
         ("simulate Pipeline --max-in-flight 1 1", "2 values for 4 workers"),
         ("fly", "no command 'fly'"),
     ],
@@ -126,7 +126,7 @@ def test_broken_strategy_file_gets_one_line(tmp_path, capsys):
     assert "broken.py: raises SyntaxError" in capsys.readouterr().err
     path.write_text("strategy = 3\n")
     assert main(["simulate", str(path)]) == 2
-    assert "has no function 'strategy'" in capsys.readouterr().err
+    assert "there is no function 'strategy'" in capsys.readouterr().err
 
 
 def test_help_lists_commands_and_schemes(capsys):

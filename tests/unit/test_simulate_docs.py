@@ -1,4 +1,4 @@
-"""The pages show what the commands on them make today."""
+"""The pictures and tables on the pages match the output of their commands."""
 
 import re
 import runpy

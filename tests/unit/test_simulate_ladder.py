@@ -1,4 +1,4 @@
-"""The ladder: the published times of 0D and 1D, right values on every rung, and its parts."""
+"""The ladder: the published times of 0D and 1D, correct values on every rung, and its parts."""
 
 import json
 import time
@@ -66,7 +66,7 @@ def test_relay_and_ring_alone():
 
 
 def test_pipeline_times_by_hand(measured):
-    """2 stages, 8 items, 1F1B: on the last rank 8 works, on the first also what surrounds them."""
+    """2 stages, 8 items, 1F1B: the step takes all work of the last rank plus fill and drain."""
     forward, backward = 10 * 0.1 / 3, 20 * 0.1 / 3
     send, receive = 0.05 + 8 * 0.01, 0.05
     first_input = forward + send
@@ -165,9 +165,9 @@ def test_memory_is_counted_and_can_run_out():
     gpu.allocate("activations", 3)
     gpu.free("activations")
     assert gpu.peak_memory_units == 9
-    with pytest.raises(SimulationError, match="GPU 2 is out of memory: cache makes it hold 11"):
+    with pytest.raises(SimulationError, match="GPU 2 is out of memory: with cache it needs 11"):
         gpu.allocate("cache", 5)
-    with pytest.raises(SimulationError, match="holds no activations"):
+    with pytest.raises(SimulationError, match="cannot free activations: it is not allocated"):
         gpu.free("activations")
 
 
@@ -263,10 +263,10 @@ def test_grid_maps_ranks_and_coordinates_both_ways():
     [
         (lambda: Grid(dp=0), "degree of dp is 0"),
         (lambda: Grid(dp=2).coordinates(2), "no rank 2"),
-        (lambda: Grid(dp=2).rank(tp=0), "coordinates are needed for dp"),
-        (lambda: Grid(dp=2).rank(dp=2), "dp is 2; it goes from 0 to 1"),
-        (lambda: run_rung(Rung("any", {"dp": 3})), "16 items do not divide over dp x ep = 3"),
-        (lambda: run_rung(Rung("any", {"pp": 3})), "4 layers do not divide over pp = 3"),
+        (lambda: Grid(dp=2).rank(tp=0), "give one coordinate for each of dp"),
+        (lambda: Grid(dp=2).rank(dp=2), "dp is 2; it must be between 0 and 1"),
+        (lambda: run_rung(Rung("any", {"dp": 3})), "16 items do not divide evenly over dp x ep"),
+        (lambda: run_rung(Rung("any", {"pp": 3})), "4 layers do not divide evenly over pp = 3"),
         (lambda: Cluster(0), "at least one rank"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The notebook's cells as they stand, but for the two import lines, against its diagrams."""
+"""The notebook's cells, unchanged except for the two import lines, reproduce its diagrams."""
 
 import json
 from pathlib import Path
@@ -123,7 +123,7 @@ parallelsim.simulate(
 
 @pytest.fixture(scope="module")
 def diagrams() -> dict[str, Simulation]:
-    """What each cell shows: the value of its last expression, as a notebook displays it."""
+    """The value of the last expression of each cell, which a notebook displays."""
     import ast
 
     names: dict[str, object] = {}

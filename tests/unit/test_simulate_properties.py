@@ -1,4 +1,4 @@
-"""Any strategy, any costs: the engine is the greedy rule, and its results are consistent."""
+"""For any strategy and costs, the engine follows the greedy rule; its results are consistent."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -43,7 +43,7 @@ def strategy_of(table):
 
 
 def greedy(workers, stages, batches, table, priority, costs):
-    """The rule as it is told: scan the frontier for the successor that can start first."""
+    """The greedy rule, written directly: scan the frontier for the earliest possible start."""
     free = [0] * workers
     frontier = {batch: (Work(-1, batch, Direction.FORWARD), 0) for batch in range(batches)}
     cells = []

@@ -51,8 +51,8 @@ def test_ranks_are_as_many_as_cores_and_memory_allow(monkeypatch: pytest.MonkeyP
 def test_a_job_of_more_ranks_than_the_machine_takes_is_refused() -> None:
     config = job("--parallelism.data_parallel_shard_degree=4096")
     assert problems_of(lambda: check_start(config)) == [
-        "parallelism.data_parallel_shard_degree: 4096 ranks are too many for this machine, as it "
-        "takes 51 (at most 32 on each of 2 cores, and 150 MB for each of 8 GB); give at most 51, "
+        "parallelism.data_parallel_shard_degree: 4096 ranks are too many for this machine: its "
+        "limit is 51 (32 per core on 2 cores, and 150 MB per rank in 8 GB); give at most 51, "
         "start them with torchrun on more machines, or set job.max_local_ranks = 4096"
     ]
     # torchrun has started these.
@@ -62,7 +62,7 @@ def test_a_job_of_more_ranks_than_the_machine_takes_is_refused() -> None:
     assert check_start(allowed).job.dims.world_size == 4096
     fewer = job("--parallelism.data_parallel_shard_degree=4", "--job.max_local_ranks=2")
     (line,) = problems_of(lambda: check_start(fewer))
-    assert "4 ranks are too many for this machine, as job.max_local_ranks is 2; give" in line
+    assert "4 ranks are too many for this machine: job.max_local_ranks is 2; give" in line
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,10 @@
-"""Attention over a sequence that is shared out over ranks: ring attention and its layouts."""
+"""Attention over a sequence that is sharded over ranks: ring attention and its layouts.
+
+kernels.py    attention of one block, with its log-sum-exp
+layout.py     which tokens each rank holds
+rotation.py   how keys and values reach other ranks
+ring.py       ring_attention, which combines the three
+"""
 
 from titanlite.attention.kernels import choose_kernel, explain_choice
 from titanlite.attention.layout import LAYOUTS, Layout, make_layout

@@ -1,10 +1,10 @@
-"""Attention kernels for one block, each giving the log-sum-exp that blocks are merged by.
+"""Attention kernels for one block, which also return the log-sum-exp needed to merge blocks.
 
-PyTorch's fused kernels are called below `scaled_dot_product_attention`, which hides the log-sum-exp
-and knows no backward pass for a part of the keys. `choose_kernel` names the kernel that serves a
-device, dtype and head size; `explain_choice` says in words why not a faster one.
+PyTorch's fused kernels are called directly, not through `scaled_dot_product_attention`, which
+neither returns the log-sum-exp nor has a backward pass for a subset of the keys. `choose_kernel`
+picks the kernel for a device, dtype and head size; `explain_choice` explains the choice.
 
-Letters: B batch, H query heads, K key/value heads (H a multiple of K), T queries, S keys, E head
+Shapes: B batch, H query heads, K key/value heads (H a multiple of K), T queries, S keys, E head
 size; lse is [B, H, T] in the accumulator's dtype.
 """
 
@@ -21,14 +21,14 @@ aten = torch.ops.aten
 
 
 def choose_kernel(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The fastest kernel that serves these inputs; the plain one serves all."""
+    """The fastest kernel that supports these inputs; the plain kernel supports all."""
     return next(
         kernel for kernel in KERNELS if not kernel.refusal(torch.device(device), dtype, head_dim)
     )
 
 
 def explain_choice(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> str:
-    """One line: the kernel `choose_kernel` takes, and why those before it on its device cannot."""
+    """One line: the kernel that `choose_kernel` picks, and why the faster ones do not apply."""
     chosen = choose_kernel(device, dtype, head_dim)
     device = torch.device(device)
     refusals = [
@@ -42,15 +42,15 @@ def explain_choice(device: torch.device | str, dtype: torch.dtype, head_dim: int
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything else."""
+    """float64 for float64, float32 for all other dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Kernel(ABC):
     """Attention of T queries to S keys, forward and backward, without dropout.
 
-    `smallest_triangle` is the number of keys down to which it pays to cut a causal square into two
-    triangles and the square between them; None where the kernel skips the masked half by itself.
+    `smallest_triangle` is the number of keys down to which splitting a causal square into two
+    triangles and a square is faster; None if the kernel skips the masked half by itself.
     """
 
     name: ClassVar[str]
@@ -59,7 +59,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-        """Why this kernel cannot serve these inputs; empty where it can."""
+        """Why this kernel does not support these inputs; empty if it does."""
 
     @abstractmethod
     def forward(
@@ -67,7 +67,7 @@ class Kernel(ABC):
     ) -> tuple[Tensor, Tensor]:
         """(out [B, H, T, E], lse [B, H, T]) of q [B, H, T, E], k and v [B, K, S, E].
 
-        `causal` (T = S) lets each query see the keys up to its own index.
+        With `causal` (T = S), each query attends to the keys up to its own index.
         """
 
     @abstractmethod
@@ -82,26 +82,26 @@ class Kernel(ABC):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What these keys add to (dq, dk, dv), where out and lse are those over all keys.
+        """The contribution of these keys to (dq, dk, dv), given out and lse over all keys.
 
-        With the final lse the weights exp(score - lse) are those of the whole softmax, and with the
-        final out so is the correction rowsum(grad_out * out): the results of the blocks just add.
+        With the final lse, exp(score - lse) are the weights of the full softmax; with the final
+        out, rowsum(grad_out * out) is its full correction. Hence the blocks' gradients sum.
         """
 
 
 class CpuFlash(Kernel):
-    """PyTorch's tiled CPU kernel; takes grouped heads as they are."""
+    """PyTorch's tiled CPU kernel; supports grouped heads (K < H) directly."""
 
     name = "CPU flash"
     device_type = "cpu"
-    # It computes keys in stretches of 512, so that a causal square of that size saves nothing.
+    # It computes keys in blocks of 512 and does not skip the masked half within a block.
     smallest_triangle = 256
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         if device.type != "cpu":
             return "runs on cpu"
-        return "" if dtype in self.dtypes else "takes float16, bfloat16, float32 or float64"
+        return "" if dtype in self.dtypes else "needs float16, bfloat16, float32 or float64"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -125,7 +125,7 @@ class CpuFlash(Kernel):
 
 
 class CudaFlash(Kernel):
-    """FlashAttention-2 as PyTorch ships it; takes grouped heads as they are."""
+    """PyTorch's FlashAttention-2; supports grouped heads (K < H) directly."""
 
     name = "CUDA flash"
     device_type = "cuda"
@@ -134,9 +134,9 @@ class CudaFlash(Kernel):
         if device.type != "cuda":
             return "runs on cuda"
         if dtype not in (torch.float16, torch.bfloat16):
-            return "takes float16 or bfloat16"
+            return "needs float16 or bfloat16"
         if head_dim % 8 or head_dim > 256:
-            return "takes head sizes that are a multiple of 8, up to 256"
+            return "needs a head size that is a multiple of 8, up to 256"
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "needs compute capability 8.0"
         return ""
@@ -158,7 +158,7 @@ class CudaFlash(Kernel):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Without dropout the random state is not read, but its shape is checked.
+        # Without dropout, the kernel does not read the random state but checks its shape.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.zeros((), dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.size(2), k.size(2))
@@ -169,20 +169,20 @@ class CudaFlash(Kernel):
 
 
 class CudaEfficient(Kernel):
-    """The memory-efficient kernel (from xFormers): float32 too, and older GPUs."""
+    """The memory-efficient kernel (from xFormers); also supports float32 and older GPUs."""
 
     name = "CUDA memory-efficient"
     device_type = "cuda"
-    # The kernel reads the log-sum-exp in stretches of this many rows.
+    # The kernel reads the log-sum-exp in blocks of this many rows.
     lse_alignment = 32
 
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         if device.type != "cuda":
             return "runs on cuda"
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            return "takes float16, bfloat16 or float32"
+            return "needs float16, bfloat16 or float32"
         multiple = 16 // dtype.itemsize
-        return f"takes head sizes that are a multiple of {multiple}" if head_dim % multiple else ""
+        return f"needs a head size that is a multiple of {multiple}" if head_dim % multiple else ""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -206,7 +206,7 @@ class CudaEfficient(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_kv_heads = k.size(1)
         k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-        # Rows past the end get lse = inf, so that exp(score - lse) is 0 there.
+        # Padding rows get lse = inf, so exp(score - lse) is 0 there.
         lse = F.pad(lse, (0, -lse.size(2) % self.lse_alignment), value=torch.inf)
         no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -217,7 +217,7 @@ class CudaEfficient(Kernel):
 
 
 class Plain(Kernel):
-    """Matrix products and a softmax, any device and dtype; keeps one block's scores in memory."""
+    """Matrix products and a softmax, on any device and dtype; materializes a block's scores."""
 
     name = "plain"
 
@@ -263,12 +263,12 @@ class Plain(Kernel):
 
 
 def _repeat_heads(kv: Tensor, q: Tensor) -> Tensor:
-    """[B, K, S, E] -> [B, H, S, E]: each key/value head once for every query head it serves."""
+    """[B, K, S, E] -> [B, H, S, E]: repeat each key/value head for each of its query heads."""
     return kv.repeat_interleave(q.size(1) // kv.size(1), dim=1) if kv.size(1) < q.size(1) else kv
 
 
 def _sum_heads(grad: Tensor, num_kv_heads: int) -> Tensor:
-    """Undo `_repeat_heads` for a gradient: [B, H, S, E] -> [B, K, S, E]."""
+    """The gradient of `_repeat_heads`: [B, H, S, E] -> [B, K, S, E]."""
     if grad.size(1) == num_kv_heads:
         return grad
     dtype = accumulator_dtype(grad.dtype)

@@ -1,11 +1,11 @@
 """Sequence layouts: which tokens of the sequence each context-parallel rank holds.
 
-A layout permutes tokens, targets and positions once, where the batch enters, and undoes itself.
-Because it knows the true position of every token it also knows, for the queries of one rank
-against the keys of another, which part of the score matrix the causal mask leaves: a few
-rectangles and triangles (`tiles`), so that no kernel ever needs a mask tensor.
+A layout shards tokens, targets and positions once, when the batch is read; `unshard` restores
+their order. A layout also knows which part of the score matrix the causal mask leaves for the
+queries of one rank and the keys of another: a few rectangles and triangles (`tiles`). No kernel
+therefore needs a mask tensor.
 
-Letters: c ranks, T tokens of the whole sequence, n = T / c tokens of one rank.
+Shapes: c ranks, T tokens in the whole sequence, n = T / c tokens per rank.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from titanlite.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of a block's score matrix, in local indices; if causal its lower triangle.
+    """A rectangle of a block's score matrix, in local indices; if causal, its lower triangle.
 
-    `queries` and `keys` are half-open ranges of rows and columns. A causal tile is square and keeps
-    its diagonal, so it means the same to a kernel that aligns causal masks at either corner.
+    `queries` and `keys` are half-open ranges of rows and columns. A causal tile is square and
+    includes the diagonal, so it does not matter at which corner a kernel aligns causal masks.
     """
 
     queries: slice
@@ -35,13 +35,13 @@ class Tile:
 
     @property
     def num_pairs(self) -> int:
-        """Query-key pairs that count."""
+        """The number of unmasked query-key pairs."""
         rows = self.queries.stop - self.queries.start
         columns = self.keys.stop - self.keys.start
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
     def split(self, smallest: int) -> list[Tile]:
-        """The same pairs with every triangle above `smallest` rows cut into two and a rectangle."""
+        """Split each triangle with more than `smallest` rows into two triangles and a square."""
         start, stop = self.queries.start, self.queries.stop
         if not self.causal or stop - start <= smallest:
             return [self]
@@ -60,11 +60,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """How `num_ranks` ranks share the tokens of a sequence; every rank gets as many as the others.
+    """How a sequence is sharded over `num_ranks` ranks; all ranks hold equally many tokens.
 
-    Subclasses say who holds what (`positions`), what is left of a causal block (`_causal_tiles`),
-    and which way keys travel round the ring (`direction`): the way on which the ranks that need
-    most of a rank's keys come first, so that what no later rank needs is dropped on the way.
+    Subclasses define the tokens of each rank (`positions`), the unmasked part of a causal block
+    (`_causal_tiles`), and the direction in which keys travel around the ring (`direction`). The
+    direction visits the ranks that need most of the keys first, so that keys which no later rank
+    needs can be dropped on the way.
     """
 
     num_ranks: int
@@ -74,13 +75,13 @@ class Layout(ABC):
     chunks_per_rank: ClassVar[int] = 1
 
     def num_local(self, num_tokens: int) -> int:
-        """Tokens of one rank; ConfigError where the sequence cannot be shared out evenly."""
+        """The number of tokens per rank. Raises ConfigError if `num_tokens` does not divide."""
         num_chunks = self.chunks_per_rank * self.num_ranks
         if num_tokens <= 0 or num_tokens % num_chunks:
             lower = num_tokens // num_chunks * num_chunks
             nearest = f"{lower} or {lower + num_chunks}" if lower else f"{num_chunks}"
             raise ConfigError(
-                f"sequence length: {num_tokens} tokens cannot be cut into the {num_chunks} equal "
+                f"sequence length: {num_tokens} tokens cannot be split into the {num_chunks} equal "
                 f"chunks that the {self.name} layout needs on {self.num_ranks} ranks; "
                 f"use {nearest} tokens, or fewer ranks"
             )
@@ -88,16 +89,16 @@ class Layout(ABC):
 
     @abstractmethod
     def positions(self, rank: int, num_tokens: int) -> Tensor:
-        """The true positions of a rank's tokens, ascending: int64 [n]."""
+        """The positions of a rank's tokens in the whole sequence, ascending: int64 [n]."""
 
     @abstractmethod
     def _causal_tiles(self, query_rank: int, key_rank: int, n: int) -> list[Tile]:
         """`tiles` for two different ranks under the causal mask."""
 
     def tiles(self, query_rank: int, key_rank: int, n: int, causal: bool) -> list[Tile]:
-        """What one rank's `n` queries attend to among another's `n` keys; [] where all is masked.
+        """The unmasked tiles of one rank's `n` queries and another's `n` keys; [] if all is masked.
 
-        The tiles of a block do not overlap. A rank's own block comes out as one tile.
+        The tiles of a block do not overlap. A rank's own block is a single tile.
         """
         everything = slice(0, n)
         if not causal or query_rank == key_rank:
@@ -106,38 +107,38 @@ class Layout(ABC):
         return [tile for tile in tiles if tile.num_pairs > 0]
 
     def shard(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
-        """The part of a whole sequence's tensor that `rank` holds, cut along `dim` (length T)."""
+        """The shard of `rank` of a tensor over the whole sequence, along `dim` (size T)."""
         index = self.positions(rank, tensor.size(dim)).to(tensor.device)
         return tensor.index_select(dim, index)
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole sequence's tensor from every rank's part, in rank order: undoes `shard`."""
+        """The tensor over the whole sequence from all shards, in rank order: undoes `shard`."""
         shuffled = torch.cat(tuple(shards), dim)
         num_tokens = shuffled.size(dim)
         held = [self.positions(rank, num_tokens) for rank in range(self.num_ranks)]
         return shuffled.index_select(dim, torch.cat(held).argsort().to(shuffled.device))
 
     def holder(self, key_rank: int, hop: int) -> int:
-        """The rank that holds `key_rank`'s keys after `hop` hops round the ring."""
+        """The rank that holds `key_rank`'s keys after `hop` hops around the ring."""
         return (key_rank + self.direction * hop) % self.num_ranks
 
     def num_keys_carried(self, key_rank: int, hop: int, n: int, causal: bool) -> int:
-        """How many of `key_rank`'s keys, counted from its first, make hop `hop` (1 to c - 1).
+        """How many of `key_rank`'s keys, from its first on, are sent in hop `hop` (1 to c - 1).
 
-        As many as any rank on the rest of the way needs; 0 past the end of the way.
+        This is the largest number that any later rank needs; 0 if none needs any.
         """
         holders = [self.holder(key_rank, later) for later in range(hop, self.num_ranks)]
         tiles = (tile for rank in holders for tile in self.tiles(rank, key_rank, n, causal))
         return max((tile.keys.stop for tile in tiles), default=0)
 
     def num_keys_sent(self, rank: int, n: int, causal: bool) -> int:
-        """Keys, and as many values, that `rank` sends in the forward pass: (c - 1) n at most."""
+        """The number of keys (and values) that `rank` sends in the forward: at most (c - 1) n."""
         return self._num_keys_moved(rank, 1, n, causal)
 
     def num_keys_received(self, rank: int, n: int, causal: bool) -> int:
-        """Keys, and as many values, that `rank` receives in the forward pass.
+        """The number of keys (and values) that `rank` receives in the forward pass.
 
-        The backward pass brings and sends the same, and sends on, or home, the gradients of these.
+        The backward pass transfers the same keys and values again, and their gradients.
         """
         return self._num_keys_moved(rank, 0, n, causal)
 
@@ -148,7 +149,7 @@ class Layout(ABC):
         )
 
     def num_pairs(self, rank: int, n: int, causal: bool) -> int:
-        """Query-key pairs that `rank` computes: its share of the attention's work."""
+        """The number of query-key pairs that `rank` computes: its share of the work."""
         return sum(
             tile.num_pairs
             for key_rank in range(self.num_ranks)
@@ -157,11 +158,12 @@ class Layout(ABC):
 
 
 class HeadTail(Layout):
-    """2c chunks; rank i holds chunk i, counted from the head, and chunk i counted from the tail.
+    """2c chunks; rank i holds chunk i counted from the head and chunk i counted from the tail.
 
-    A rank sees all its queries against the first half of a lower rank's keys, and its second half
-    of queries against all keys of a higher rank: half a block either way, so work is equal. Keys
-    travel down: the lower ranks need all of them, those above the owner only the first half.
+    All queries of a rank attend to the first half of a lower rank's keys; its second half of
+    queries attends to all keys of a higher rank. Both are half a block, so the work is balanced.
+    Keys travel to lower ranks first, which need all of them; the ranks above the owner need only
+    the first half.
     Source: the zigzag layout of ring-flash-attention, and Llama 3 (arXiv 2407.21783, 3.3.2).
     """
 
@@ -181,9 +183,9 @@ class HeadTail(Layout):
 
 
 class Striped(Layout):
-    """Rank i holds every c-th token from token i on, so that each block is nearly a triangle.
+    """Rank i holds every c-th token from token i on, so each block is nearly a triangle.
 
-    Work is equal but for the diagonal, which a rank misses in the blocks of higher ranks.
+    The work is balanced except for the diagonal, which is masked in the blocks of higher ranks.
     Source: Striped Attention, arXiv 2311.09431.
     """
 
@@ -197,14 +199,15 @@ class Striped(Layout):
     def _causal_tiles(self, query_rank: int, key_rank: int, n: int) -> list[Tile]:
         if key_rank < query_rank:
             return [Tile(slice(0, n), slice(0, n), True)]
-        # Below the diagonal only: the first query sees nothing, and nothing sees the last key.
+        # Strictly below the diagonal: the first query and the last key are fully masked.
         return [Tile(slice(1, n), slice(0, n - 1), True)]
 
 
 class Contiguous(Layout):
-    """Rank i holds the i-th stretch: nothing moves, but under a causal mask it has i + 1 blocks.
+    """Rank i holds the i-th of c contiguous parts. With a causal mask the work is unbalanced.
 
-    Keys travel up and end at the last rank, since no rank needs those of a higher one.
+    Tokens keep their order, and rank i computes i + 1 blocks. Keys travel up to the last rank,
+    since no rank needs the keys of a higher one.
     """
 
     name = "none"
@@ -222,7 +225,7 @@ LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (HeadTail, Strip
 
 
 def make_layout(name: str, num_ranks: int) -> Layout:
-    """The layout of that name, one of `LAYOUTS`; ConfigError for any other."""
+    """The layout `name`, a key of `LAYOUTS`. Raises ConfigError for any other name."""
     if name not in LAYOUTS:
         known = ", ".join(f'"{known}"' for known in LAYOUTS)
         raise ConfigError(f'layout: "{name}" is not a sequence layout; use one of {known}')

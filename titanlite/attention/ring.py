@@ -1,12 +1,13 @@
-"""Ring attention: exact attention over a sequence that is shared out over ranks.
+"""Ring attention: exact attention over a sequence that is sharded over ranks.
 
-Each rank keeps its queries; keys and values visit (pass-KV). Every visit gives a part of the
-softmax, and parts are merged by their log-sum-exp. It is one custom operator with its own backward
-pass, so that autograd saves q, k, v, out and lse only, the compiler sees one opaque call, and a
-selective checkpoint policy can name it: `torch.ops.titanlite.ring_attention.default`.
+Each rank keeps its queries and receives the keys and values of all ranks block by block (pass-KV).
+The partial results of the blocks are merged by their log-sum-exp. Ring attention is one custom
+operator with its own backward pass: autograd saves only q, k, v, out and lse, the compiler sees one
+opaque call, and selective activation checkpointing can save it by name:
+`torch.ops.titanlite.ring_attention.default`.
 
 Sources: Ring Attention (arXiv 2310.01889), pass-KV (arXiv 2411.01783).
-Letters: B batch, H query heads, K key/value heads, T local tokens, E head size; kv [2, B, S, K, E].
+Shapes: B batch, H query heads, K key/value heads, T local tokens, E head size; kv [2, B, S, K, E].
 """
 
 from __future__ import annotations
@@ -37,23 +38,24 @@ def ring_attention(
     rotate_method: str = "alltoall",
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks: its part of full attention.
+    """Attention of this rank's queries to the keys of all ranks: this rank's shard of attention.
 
-    q is [B, H, T, E], k and v are [B, K, T, E] with H a multiple of K: what `layout.shard` gives
-    this rank of the whole tensors, and so is the result [B, H, T, E]. All ranks of the
-    one-dimensional `mesh` have to call it, with the same shapes and settings; one rank alone gets
-    plain attention. `scale` is 1 / sqrt(E) unless given.
+    q is [B, H, T, E], k and v are [B, K, T, E] with H a multiple of K; the result is [B, H, T, E].
+    All four are shards made by `layout.shard`. Every rank of the one-dimensional `mesh` must call
+    this with the same shapes and settings; with one rank it is plain attention. The default of
+    `scale` is 1 / sqrt(E).
 
-    Raises ConfigError for an unknown layout or rotate method, for one made for another number of
-    ranks, and for local tokens that the layout cannot halve; ValueError for shapes that don't fit.
+    Raises ConfigError for an unknown layout or rotate method, for a layout made for another number
+    of ranks, and for an odd number of local tokens if the layout needs two chunks per rank;
+    ValueError for shapes that do not match.
     """
     return RingAttention(mesh, layout, rotate_method)(q, k, v, causal, scale)
 
 
 class RingAttention(nn.Module):
-    """`ring_attention` as a module, to stand where a model calls its inner attention.
+    """`ring_attention` as a module, to replace the inner attention of a model.
 
-    Settings are checked, and the process group is looked up, once; `forward` can be compiled.
+    The constructor checks the settings and looks up the process group; `forward` can be compiled.
     """
 
     def __init__(
@@ -65,8 +67,8 @@ class RingAttention(nn.Module):
         super().__init__()
         if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
             raise ConfigError(
-                f"mesh: ring attention needs one axis, this mesh has {mesh.ndim}; "
-                'take one of them, as in mesh["cp"]'
+                f"mesh: ring attention needs one axis, but this mesh has {mesh.ndim}; "
+                'select one, such as mesh["cp"]'
             )
         group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         if isinstance(layout, str):
@@ -74,7 +76,7 @@ class RingAttention(nn.Module):
         if layout.num_ranks != group.size():
             raise ConfigError(
                 f"layout: made for {layout.num_ranks} ranks, but the mesh has {group.size()}; "
-                "make it for as many"
+                f"make it for {group.size()} ranks"
             )
         find_rotation(rotate_method)
         self.layout = layout
@@ -92,8 +94,8 @@ class RingAttention(nn.Module):
             )
         if q.size(2) % self.layout.chunks_per_rank:
             raise ConfigError(
-                f"sequence length: {q.size(2)} tokens on a rank cannot be halved for the "
-                f"{self.layout.name} layout; cut the sequence with layout.shard"
+                f"sequence length: {q.size(2)} tokens on a rank cannot be split into two equal "
+                f"chunks for the {self.layout.name} layout; shard the sequence with layout.shard"
             )
         scale = q.size(3) ** -0.5 if scale is None else scale
         out, _ = torch.ops.titanlite.ring_attention(
@@ -112,7 +114,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     expected = (q.size(0), k.size(1), q.size(2), q.size(3)) if q.dim() == k.dim() == 4 else None
     if expected is None or k.shape != expected or v.shape != expected or q.size(1) % k.size(1):
         raise ValueError(
-            "ring attention takes q [B, H, T, E] and k, v [B, K, T, E] with H a multiple of K, "
+            "ring attention needs q [B, H, T, E] and k, v [B, K, T, E] with H a multiple of K, "
             f"not q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
 
@@ -192,16 +194,16 @@ def _ring_attention_backward(
         return dkv
 
     dk, dv = rotation.backward(_pack(k, v), visit, dtype).transpose(2, 3)
-    # An operator's results may not share memory, as dk and dv do here.
+    # Copy, because the outputs of a custom operator must not share memory, as dk and dv do here.
     return dq.to(q.dtype), _empty_heads_inside(k).copy_(dk), _empty_heads_inside(v).copy_(dv)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge attention over more keys into `out` [B, H, T, E] and `lse` [B, H, T], in place.
+    """Merge the result for more keys into `out` [B, H, T, E] and `lse` [B, H, T], in place.
 
-    Both are in the accumulator's dtype. Each part counts by its share of the whole softmax's
-    denominator: exp(block_lse) / (exp(lse) + exp(block_lse)), which is a sigmoid and so overflows
-    nowhere. A row that saw no key has lse = -inf: it leaves the other part as it is.
+    Both are in the accumulator's dtype. The weight of the new block is its share of the softmax's
+    denominator, exp(block_lse) / (exp(lse) + exp(block_lse)); this is a sigmoid, which cannot
+    overflow. A row with no keys has lse = -inf and weight 0.
     Source: https://github.com/zhuzilin/ring-flash-attention/pull/34
     """
     share = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -torch.inf, 0)
@@ -219,7 +221,7 @@ def _find_group(name: str) -> dist.ProcessGroup:
 
 
 def _tiles(rotation: Rotation, key_rank: int, q: Tensor, kernel: Kernel) -> list[Tile]:
-    """This rank's block with `key_rank`, its triangles cut up as far as the kernel gains by it."""
+    """The tiles of this rank's queries and `key_rank`'s keys, split where that saves work."""
     tiles = rotation.layout.tiles(rotation.group.rank(), key_rank, q.size(2), rotation.causal)
     if kernel.smallest_triangle is None:
         return tiles
@@ -227,17 +229,17 @@ def _tiles(rotation: Rotation, key_rank: int, q: Tensor, kernel: Kernel) -> list
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Two tensors [B, K, S, E] as one message [2, B, S, K, E]."""
+    """Pack two tensors [B, K, S, E] into one message [2, B, S, K, E]."""
     return torch.stack([k.transpose(1, 2), v.transpose(1, 2)])
 
 
 def _with_unit_stride(tensor: Tensor) -> Tensor:
-    """Kernels read each head's elements as neighbours, and some don't check that they are."""
+    """Make the last dimension contiguous: kernels require it, and some do not check it."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def _empty_heads_inside(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[B, H, T, E] stored as [B, T, H, E], the order in which projections take and give it."""
+    """An empty [B, H, T, E] stored as [B, T, H, E], the memory order of the projections."""
     b, h, t, e = like.shape
     return like.new_empty((b, t, h, e), dtype=dtype).transpose(1, 2)
 
@@ -267,7 +269,7 @@ def _differentiate(ctx, grad_out: Tensor, _) -> tuple[Tensor | None, ...]:
 
 @register_flop_formula(torch.ops.titanlite.ring_attention)
 def _count_flops(q: torch.Size, k: torch.Size, v: torch.Size, group_name: str, *_, **__) -> int:
-    """This rank's queries with all ranks' keys, masked or not, as PyTorch counts attention."""
+    """Count this rank's queries with all ranks' keys, masked or not, as PyTorch does."""
     num_keys = q[2] * _find_group(group_name).size()
     num_products = 2
     return num_products * 2 * math.prod(q) * num_keys
@@ -277,7 +279,7 @@ def _count_flops(q: torch.Size, k: torch.Size, v: torch.Size, group_name: str, *
 def _count_flops_backward(
     grad_out: torch.Size, q: torch.Size, k, v, out, lse, *settings, **_
 ) -> int:
-    """Five products in place of two: the scores once more, and the gradients of four factors."""
+    """Five products instead of two: the recomputed scores, and the gradients of four factors."""
     return _count_flops(q, k, v, *settings) * 5 // 2
 
 

@@ -1,8 +1,8 @@
-"""How keys and values reach the ranks that need them, and their gradients come home.
+"""Rotations: send keys and values to the ranks that need them, and return their gradients.
 
-Two ways with one interface: `Ring` passes blocks from neighbour to neighbour, the next one in
-flight while the present one is computed; `Gather` fetches all of them at once. Both hand each
-block to a function as it arrives, and know nothing of attention.
+There are two, with one interface. `Ring` passes blocks from neighbour to neighbour and computes
+one block while the next one is in flight; `Gather` all-gathers all blocks at once. Both call a
+function for each block as it arrives; they do not depend on attention.
 
 A block is one rank's keys and values in one tensor, kv [2, B, S, K, E] (S local tokens). Its
 gradient has the same shape, in the accumulator's dtype.
@@ -22,7 +22,7 @@ from torch import Tensor
 from titanlite.attention.layout import Layout
 from titanlite.errors import ConfigError
 
-# torch 2.13 renames these two and warns of the old names.
+# torch 2.13 renames these two and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
@@ -34,10 +34,10 @@ VisitBackward = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Rotation(ABC):
-    """The keys and values of all ranks of `group`, brought to this rank block by block.
+    """Brings the keys and values of all ranks of `group` to this rank, block by block.
 
-    Every rank of the group has to make the same calls in the same order. A rank's own block comes
-    first; a block that the causal mask empties for this rank is not visited.
+    Every rank of the group must make the same calls in the same order. A rank visits its own block
+    first and skips blocks that the causal mask hides completely.
     """
 
     group: dist.ProcessGroup
@@ -46,24 +46,28 @@ class Rotation(ABC):
 
     @abstractmethod
     def forward(self, kv: Tensor, visit: Visit) -> None:
-        """Call `visit(key_rank, kv)` for each block; its kv may end after the last key needed."""
+        """Call `visit(key_rank, kv)` for each block; kv may be cut after the last needed key."""
 
     @abstractmethod
     def backward(self, kv: Tensor, visit: VisitBackward, dtype: torch.dtype) -> Tensor:
-        """The same with visits that return their kv's gradient in `dtype`; the sum for this kv."""
+        """Call `visit` for each block, which returns the gradient of that kv in `dtype`.
+
+        Returns the gradient of this rank's own `kv`, summed over all ranks.
+        """
 
     def _is_needed(self, key_rank: int, n: int) -> bool:
         return bool(self.layout.tiles(self.group.rank(), key_rank, n, self.causal))
 
 
 class Ring(Rotation):
-    """Each block goes from neighbour to neighbour, as far as a rank needs it, and as much of it.
+    """Passes blocks from neighbour to neighbour; keys travel only as far as a rank needs them.
 
-    Holds two blocks at a time. A block's gradient travels one step behind it and gains each rank's
-    part. Keys that no later rank needs leave the ring, and their gradient goes home from there.
+    A rank holds two blocks at a time. The gradient of a block follows it one step later and
+    accumulates the contribution of each rank. Keys that no later rank needs leave the ring; the
+    last rank that needed them sends their gradient directly to the owner.
 
-    A step posts all its messages as one batch, computes, then waits. What a rank sends in a step
-    its peer receives in the same step, so that even batches run in order cannot deadlock.
+    A step posts all its messages as one batch, computes, then waits. Every message is received in
+    the step in which it is sent, so the ranks cannot deadlock even if batches run in order.
     """
 
     def forward(self, kv: Tensor, visit: Visit) -> None:
@@ -101,13 +105,14 @@ class Ring(Rotation):
         return own_grad
 
     def _held(self, step: int) -> int:
-        """Whose keys this rank holds in a step."""
+        """The rank whose keys this rank holds in `step`."""
         return self.layout.holder(self.group.rank(), -step)
 
     def _hop(self, messages: _Messages, hop: int, tensor: Tensor, n: int) -> Tensor:
-        """Pass on what of `tensor` makes this hop; return what the same hop brings (maybe no key).
+        """Send the part of `tensor` that continues in this hop; return the part received.
 
-        `tensor` belongs to the keys held one step before: they themselves or their gradient.
+        `tensor` holds the keys and values of the previous step, or their gradient. Either part may
+        be empty.
         """
         rank = self.group.rank()
         leaving = self.layout.num_keys_carried(self._held(hop - 1), hop, n, self.causal)
@@ -116,9 +121,9 @@ class Ring(Rotation):
         return messages.receive(tensor, coming, self.layout.holder(rank, -1))
 
     def _go_home(self, messages: _Messages, hop: int, grad: Tensor, n: int) -> tuple[Tensor, slice]:
-        """Send home the gradient of the keys that end their way before this hop.
+        """Send the gradient of the keys that leave the ring before this hop to their owner.
 
-        Returns the gradient of this rank's own keys that end theirs there, and which keys.
+        Returns the gradient received for this rank's own keys that left there, and their slice.
         """
         owner, rank = self._held(hop - 1), self.group.rank()
         messages.send(grad[:, :, self._ending(owner, hop, n)], owner)
@@ -127,16 +132,16 @@ class Ring(Rotation):
         return messages.receive(grad, ending.stop - ending.start, sender), ending
 
     def _ending(self, owner: int, hop: int, n: int) -> slice:
-        """Which of the owner's keys make the hop before this one but not this one."""
+        """The owner's keys that are sent in the hop before this one but not in this one."""
         last = self.layout.num_keys_carried(owner, hop - 1, n, self.causal)
         return slice(self.layout.num_keys_carried(owner, hop, n, self.causal), last)
 
 
 class Gather(Rotation):
-    """All blocks gathered at once; their gradients summed and scattered at once.
+    """All-gathers all blocks at once and reduce-scatters their gradients.
 
-    One collective in place of c - 1 hops, for c blocks of memory, and nothing that the mask empties
-    is spared. The own block is computed while the others arrive.
+    One collective replaces c - 1 hops, but it takes the memory of c blocks, and also transfers
+    masked blocks. The own block is computed while the others arrive.
     """
 
     def forward(self, kv: Tensor, visit: Visit) -> None:
@@ -163,7 +168,7 @@ class Gather(Rotation):
 
 
 class _Messages:
-    """The point-to-point messages of one step; empty ones are left out, on both sides alike."""
+    """The P2P messages of one step; both sides skip empty messages."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -175,7 +180,7 @@ class _Messages:
             self._add(dist.isend, tensor.contiguous(), receiver)
 
     def receive(self, like: Tensor, num_keys: int, sender: int) -> Tensor:
-        """A tensor like `like` but for its number of keys, filled once `wait` returns."""
+        """A tensor like `like` with `num_keys` keys, filled once `wait` returns."""
         tensor = like.new_empty((*like.shape[:2], num_keys, *like.shape[3:]))
         if num_keys:
             self._add(dist.irecv, tensor, sender)
@@ -197,7 +202,7 @@ ROTATE_METHODS: dict[str, type[Rotation]] = {"alltoall": Ring, "allgather": Gath
 
 
 def find_rotation(name: str) -> type[Rotation]:
-    """The rotation of that name, one of `ROTATE_METHODS`; ConfigError for any other."""
+    """The rotation `name`, a key of `ROTATE_METHODS`. Raises ConfigError for any other name."""
     if name not in ROTATE_METHODS:
         known = ", ".join(f'"{known}"' for known in ROTATE_METHODS)
         raise ConfigError(f'rotate_method: "{name}" is not known; use one of {known}')

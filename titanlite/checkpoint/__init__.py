@@ -1,11 +1,12 @@
-"""Checkpoints that are whole or not there, load under any plan, and hold all it takes to go on.
+"""Checkpoints: written atomically, loadable under any plan, with the full training state.
 
-run.py         the checkpoints of one run: what it saves on the way, and when
-start.py       where a run starts from
-state.py       what a job has to carry on with
-storage.py     tensors to and from files, by torch.distributed.checkpoint; staging.py: copies
-manifest.py    sizes, checksums and numbers (torch-free); metadata.py: what DCP says of its files
-folder.py      names, renames and removal (torch-free)
-weights.py     the whole model's weights alone, as .safetensors
-agreement.py   what the ranks decide together
+run.py         the checkpoints that a run saves, and when
+start.py       what a run starts from: a checkpoint, given weights, or nothing
+state.py       the training state: weights, optimizer, schedule, sampler, random generators
+storage.py     tensors to and from files, by torch.distributed.checkpoint (DCP); staging.py: copies
+manifest.py    manifest.json: sizes, checksums, numbers (torch-free); metadata.py: DCP's .metadata
+folder.py      a folder of checkpoints: names, renames, removal (torch-free)
+weights.py     the weights of the whole model as a .safetensors file
+convert.py     `titanlite convert`
+group.py       the process group of saves and loads
 """

@@ -1,4 +1,4 @@
-"""`titanlite convert CHECKPOINT --out model.safetensors`, and back; in one process."""
+"""`titanlite convert`: a checkpoint to a .safetensors file or back, in one process."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Convert one into the other; the exit status."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="titanlite convert",
-        description="The weights of a checkpoint as one .safetensors file, or such a file as a "
-        "checkpoint of weights.",
+        description="Convert the weights of a checkpoint to one .safetensors file, or a "
+        ".safetensors file to a checkpoint that holds only weights.",
     )
     parser.add_argument("source", type=Path, help="step-N, a folder of them, or .safetensors")
     parser.add_argument("--out", type=Path, required=True, help="file or folder to write")
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="number format; as it is if not given")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype to write; default: unchanged")
     asked = parser.parse_args(arguments)
     is_file = asked.source.suffix == ".safetensors"
     if is_file == (asked.out.suffix == ".safetensors"):
         raise ConfigError(
-            "--out: one of source and --out is a .safetensors file, the other a folder"
+            "--out: one of source and --out must be a .safetensors file, and the other a folder"
         )
     if asked.out.exists():
-        raise ConfigError(f"--out: {asked.out} is there already; give another name")
+        raise ConfigError(f"--out: {asked.out} exists already; give another name")
     convert = to_checkpoint if is_file else to_safetensors
     count = convert(asked.source, asked.out, asked.dtype)
     print(f"{count:,} parameters: {asked.out}")
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
-    """Write the weights of a checkpoint as one file; the number of parameters."""
+    """Write the weights of a checkpoint to one file; returns the number of parameters."""
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -73,7 +73,7 @@ def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
             tensors = {name.partition(".")[2]: tensor for name, tensor in whole.items()}
     except (BrokenCheckpointError, CheckpointException) as error:
         why = storage.told(storage.first_cause(error))
-        raise ConfigError(f"{path} is refused: {why}; give another checkpoint") from error
+        raise ConfigError(f"{path} cannot be used: {why}; give another checkpoint") from error
     if dtype:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     with _making(out) as unfinished:
@@ -84,7 +84,7 @@ def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
 
 
 def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
-    """Write the tensors of a .safetensors file as a checkpoint of weights; their elements."""
+    """Write a .safetensors file as a checkpoint of weights; returns the number of elements."""
     import torch
 
     from titanlite.checkpoint import storage
@@ -95,11 +95,11 @@ def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
     if dtype:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    # In a run's folder it is that step's, and the newest.
+    # A name step-N makes it the checkpoint of step N, and the newest one of its folder.
     folder, named = CheckpointFolder(out.parent), STEP.fullmatch(out.name)
     config = read_config(source) or {}
     if not tensors:
-        raise ConfigError(f"{source} holds no tensors; give another file")
+        raise ConfigError(f"{source} has no tensors; give another file")
 
     def seal(files: Mapping[str, FileRecord]) -> None:
         try:
@@ -119,7 +119,7 @@ def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
             )
         except ValidationError as error:
             why = told_invalid(error)
-            raise ConfigError(f"{source} cannot be a checkpoint: {why}") from error
+            raise ConfigError(f"{source} cannot be converted to a checkpoint: {why}") from error
         folder.commit(unfinished, out, manifest, make_token())
 
     pieces = {f"{MODEL}.{name}": storage.Piece.whole(tensor) for name, tensor in tensors.items()}
@@ -131,9 +131,9 @@ def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
 
 @contextlib.contextmanager
 def _making(out: Path) -> Iterator[Path]:
-    """A name of its own beside `out`, to write under and then rename; nothing is left under it.
+    """A temporary name beside `out`, to write to and then rename; removed at the end if it exists.
 
-    Raises ConfigError where writing fails.
+    Raises ConfigError if writing fails.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

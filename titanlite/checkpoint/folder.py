@@ -1,7 +1,7 @@
-"""A folder of checkpoints: step-N each, which is there wholly or not at all; torch-free.
+"""A folder of checkpoints step-N, each of them complete or absent; torch-free.
 
-A checkpoint is written under another name and gets its own by a rename, after all of it has reached
-the disk. What a killed run leaves behind has a name of the other kind, and `clean` removes it.
+A checkpoint is written under a temporary name, and renamed when all of it is on the disk. A killed
+run leaves only folders with temporary names, and `clean` removes them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from titanlite.errors import ConfigError
 from titanlite.files import hold
 
 STEP = re.compile(r"step-(0|[1-9]\d*)")
-# Being written; set aside while another takes its name; being removed. After it, make_token's.
+# A temporary name: being written, replaced by another checkpoint, or being removed; then a token.
 LEFTOVER = re.compile(r"(step-\d+)\.(new|replaced|removed)-[0-9a-f]{8}")
-# The ranks of a run that was killed may take so long to end, and let go of the folder.
+# How long the ranks of a killed run may take to end and release the folder.
 PATIENCE_SECONDS = 10.0
 
 
 def make_token() -> str:
-    """What tells the unfinished things of one run from all others."""
+    """A random token for the temporary names of one run."""
     return secrets.token_hex(4)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint in a folder; `manifest` is None where it cannot be used, for `reason`."""
+    """A checkpoint in a folder; `manifest` is None if it cannot be used, because of `reason`."""
 
     path: Path
     step: int
@@ -47,30 +47,30 @@ class Found:
 
 
 class CheckpointFolder:
-    """The checkpoints below `path`, which need not exist yet."""
+    """The checkpoints in the folder `path`, which need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def at(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, or would be."""
+        """The path of the checkpoint of `step`."""
         return self.path / f"step-{step}"
 
     def unfinished(self, step: int, token: str) -> Path:
-        """Where the checkpoint of `step` is written; `token` is the run's own."""
+        """The temporary path of the checkpoint of `step`; `token` is the run's."""
         return self.path / f"step-{step}.new-{token}"
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Inside, no other run holds this folder, whose unfinished checkpoints would be removed.
+        """Inside, this folder is locked: another run would remove our unfinished checkpoints.
 
-        Raises ConfigError where one does. A file system without locks keeps nobody out.
+        Raises ConfigError if another run has the lock. A file system without locks excludes nobody.
         """
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             if not hold(descriptor, PATIENCE_SECONDS):
                 raise ConfigError(
-                    f"checkpoint.folder: another run is using {self.path}; end that one, or "
+                    f"checkpoint.folder: another run is using {self.path}; end that run, or "
                     "give another folder"
                 )
             yield
@@ -78,9 +78,9 @@ class CheckpointFolder:
             os.close(descriptor)
 
     def newest_first(self) -> list[Found]:
-        """All checkpoints, the last written first; those without a good manifest by their step."""
+        """All checkpoints, the last written first; those without a valid manifest by step."""
         found = [look_at(path) for path in self._entries() if STEP.fullmatch(path.name)]
-        # A broken one has no serial: it stands before the good one whose step comes next.
+        # A broken one has no serial: it is placed right after the last one of a lower step.
         ordered: list[Found] = sorted((one for one in found if one.manifest), key=_serial)
         for broken in sorted((one for one in found if not one.manifest), key=lambda one: one.step):
             before = [index for index, one in enumerate(ordered) if one.step < broken.step]
@@ -88,16 +88,16 @@ class CheckpointFolder:
         return ordered[::-1]
 
     def has_any(self) -> bool:
-        """Whether there is a checkpoint here, good or not."""
+        """Whether there is a checkpoint, valid or not."""
         return any(STEP.fullmatch(path.name) for path in self._entries())
 
     def next_serial(self) -> int:
-        """A serial larger than that of any checkpoint here."""
+        """A serial larger than that of every checkpoint in the folder."""
         serials = [one.manifest.serial for one in self.newest_first() if one.manifest]
         return max(serials, default=0) + 1
 
     def commit(self, unfinished: Path, final: Path, manifest: Manifest, token: str) -> None:
-        """Give a checkpoint whose files are all on the disk its manifest and its name."""
+        """Write the manifest of a checkpoint whose files are all on the disk, and rename it."""
         path = unfinished / MANIFEST
         with path.open("w", encoding="utf-8") as file:
             file.write(manifest.to_json())
@@ -115,17 +115,17 @@ class CheckpointFolder:
             flush_folder(self.path)
 
     def in_the_way(self) -> Path | None:
-        """Something that has a checkpoint's name and is no folder, where there is such a thing."""
+        """A path that has a checkpoint's name but is not a folder; None if there is none."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             named = sorted(path for path in self.path.iterdir() if STEP.fullmatch(path.name))
             return next((path for path in named if not path.is_dir()), None)
         return None
 
     def keep_latest(self, count: int, token: str) -> list[Path]:
-        """Remove all but the last `count` good checkpoints (0: none); what was removed.
+        """Remove all but the last `count` valid checkpoints (0: keep all); returns the removed.
 
-        The last one that a run can go on from stays too, where newer ones hold weights alone.
-        Broken ones are no good to keep, and not ours to remove.
+        The last one with the full training state stays, even if `count` newer ones hold only
+        weights. Broken checkpoints do not count, and are not removed.
         """
         good = [one for one in self.newest_first() if one.manifest]
         last = next(
@@ -133,14 +133,14 @@ class CheckpointFolder:
         )
         surplus = [one.path for one in good[count:] if one is not last] if count else []
         for path in surplus:
-            # From here on it is not a checkpoint any more, so that it is never half of one.
+            # Renamed first, so that no partly removed checkpoint is ever found.
             doomed = path.with_name(f"{path.name}.removed-{token}")
             path.rename(doomed)
             remove(doomed)
         return surplus
 
     def clean(self) -> list[Path]:
-        """Remove what a killed run has left; put back what it had only set aside."""
+        """Remove what a killed run left; restore a checkpoint that it was about to replace."""
         removed = []
         for path in self._entries():
             match = LEFTOVER.fullmatch(path.name)
@@ -165,36 +165,38 @@ def _serial(found: Found) -> int:
 
 
 def look_at(path: Path) -> Found:
-    """The checkpoint in the folder `path`, by its manifest alone."""
+    """The checkpoint in the folder `path`; reads only its manifest."""
     match = STEP.fullmatch(path.name)
     named = int(match.group(1)) if match else None
     try:
         manifest = read_manifest(path)
         if named not in (None, manifest.step):
-            raise BrokenCheckpointError(f"{MANIFEST} is of step {manifest.step}")
+            raise BrokenCheckpointError(f"{MANIFEST} has step {manifest.step}")
     except BrokenCheckpointError as error:
         return Found(path, named or 0, None, str(error))
     return Found(path, manifest.step, manifest)
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
-    """The checkpoint at `path`, or the newest with a good manifest in the folder that it is.
+    """The checkpoint at `path`, or the newest one with a valid manifest in the folder `path`.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
     """
     found = look_at(path)
     if found.manifest is None and not (path / MANIFEST).exists():
         newest = [one for one in CheckpointFolder(path).newest_first() if one.manifest]
         if not newest:
-            raise ConfigError(f"{path} is no checkpoint, nor a folder of them; give step-N of one")
+            raise ConfigError(
+                f"{path} is neither a checkpoint nor a folder of them; give a step-N folder"
+            )
         found = newest[0]
     if found.manifest is None:
-        raise ConfigError(f"{path} is refused: {found.reason}; give another checkpoint")
+        raise ConfigError(f"{path} cannot be used: {found.reason}; give another checkpoint")
     return found.path, found.manifest
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it; of a link to one, the link alone."""
+    """Remove a folder and its content; of a link to a folder, only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -202,7 +204,7 @@ def remove(path: Path) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Have the names in a folder reach the disk."""
+    """Flush the file names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

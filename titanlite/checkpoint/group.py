@@ -1,7 +1,7 @@
-"""What the ranks of a run decide together about files, over a process group of its own.
+"""The process group of saves and loads, and collective helpers that agree on files and errors.
 
-Training's groups are left alone, so that a save in the background never comes between training's
-own collectives; and what fails on one rank is raised on all, so that none waits for another.
+The group is separate from training's, so a background save never interleaves with training's
+collectives. An error on one rank is raised on all ranks, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class CheckpointGroup:
-    """Every rank of the world must make the same calls, from one thread at a time.
+    """Collectives of saves and loads; every rank must make the same calls, one thread at a time.
 
-    Ranks wait here for each other's disks, not for a step: for `timeout_seconds`, which is
-    comm.checkpoint_timeout_seconds.
+    Here ranks wait for the disks of others, so the timeout is longer than that of a step:
+    `timeout_seconds`, which is comm.checkpoint_timeout_seconds.
     """
 
     def __init__(self, world: World, timeout_seconds: float) -> None:
@@ -38,14 +38,14 @@ class CheckpointGroup:
 
     @contextlib.contextmanager
     def patiently(self) -> Iterator[None]:
-        """Inside, this rank waits so long, and a save that is begun inside does."""
-        # The timeouts of all groups are set alike.
+        """Inside, this rank uses the long timeout, and so does a save that starts inside."""
+        # The world may have set the timeout of this group, too.
         set_group_timeout(timedelta(seconds=self._timeout_seconds), self.group)
         with self.world.allowing(self._timeout_seconds, "comm.checkpoint_timeout_seconds"):
             yield
 
     def from_first(self, function: Callable[[], T]) -> T:
-        """What `function` gives on the first rank, on all; so with what it raises there."""
+        """Call `function` on rank 0; all ranks return its result, or raise its error."""
         box: list[Any] = [None, None]
         if self.world.is_first:
             try:
@@ -58,13 +58,13 @@ class CheckpointGroup:
         return box[0]
 
     def gathered(self, value: T) -> list[T]:
-        """The values of all ranks, on all."""
+        """All-gather a value: the values of all ranks, in rank order."""
         values: list[Any] = [None] * self.world.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def all_do(self, function: Callable[[], None]) -> None:
-        """Call it on every rank; where one fails, all raise what the first of them raised."""
+        """Call `function` on every rank; if any fails, all raise the error of the lowest rank."""
         failure: Exception | None = None
         try:
             function()

@@ -1,10 +1,9 @@
-"""What a checkpoint says of itself: manifest.json, written last; torch-free.
+"""manifest.json, the last file written of a checkpoint: its content and checksums; torch-free.
 
-It names every file with its size and checksum, and its own checksum too, so that a checkpoint that
-is torn or was altered is known before anything of it is used. All that is not a tensor (the step,
-the sampler's integer, the job's configuration) stands here, as plain JSON. A checksum does not say
-who wrote it: every value is checked, and only regular files in the checkpoint's own folder are
-opened.
+It lists every file with its size and checksum, and has a checksum of itself, so that a torn or
+altered checkpoint is detected before it is used. It also holds everything that is not a tensor (the
+step, the sampler's integer, the job's configuration) as plain JSON. Checksums do not prove who
+wrote a checkpoint, so every value is validated, and only regular files in its folder are opened.
 """
 
 from __future__ import annotations
@@ -30,35 +29,35 @@ from titanlite.errors import TitanliteError
 from titanlite.files import open_regular, read_bytes, shown
 
 MANIFEST = "manifest.json"
-# DCP's own file, and how the names of those with tensors end; the one file of the other format.
+# DCP's metadata file and the suffix of its tensor files; the only file of the other format.
 METADATA, TENSORS, SAFETENSORS = ".metadata", ".distcp", "model.safetensors"
 FORMAT = 1
-# Read at once when a file is checked.
+# The block size in which files are read for their checksums.
 BLOCK_BYTES = 4 * 2**20
-# The names and shapes of a hundred thousand parameters take about a tenth of it.
+# The names and shapes of 100,000 parameters take about a tenth of this.
 MOST_MANIFEST_BYTES = 128 * 2**20
 
 
 class BrokenCheckpointError(TitanliteError):
-    """A checkpoint is torn, or not as it was written; the message says what, not where."""
+    """A checkpoint is torn or altered; the message says what is wrong, but not its path."""
 
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError("holds characters that cannot be printed")
+        raise ValueError("has characters that cannot be printed")
     return text
 
 
 def _file_name(name: str) -> str:
     if name in (".", "..", MANIFEST) or "/" in name or "\\" in name:
-        raise ValueError("is not the name of a file in the checkpoint's folder")
+        raise ValueError("is not a file name in the checkpoint's folder")
     return name
 
 
 Text = Annotated[str, StringConstraints(max_length=1000), AfterValidator(_printable)]
 Name = Annotated[Text, Field(min_length=1)]
 FileName = Annotated[Name, StringConstraints(max_length=255), AfterValidator(_file_name)]
-# What a float64 still holds exactly, and an int64 with room for sums.
+# A float64 holds these integers exactly, and sums of them fit in an int64.
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Positive = Annotated[Count, Field(ge=1)]
 
@@ -68,21 +67,21 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """A file of a checkpoint as it was written."""
+    """Size and checksum of a file of a checkpoint."""
 
     size_bytes: Count
     sha256: Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 
 
 class OptimizerState(_Record):
-    """Which optimizer a checkpoint has the state of, and its settings then."""
+    """The class name and the settings of the optimizer that was saved."""
 
     name: Name
     settings: dict[str, Any]
 
 
 class TrainingState(_Record):
-    """What a run goes on with that is not a tensor: steps of the schedule, samples drawn."""
+    """The training state apart from tensors: schedule steps, samples drawn, optimizer settings."""
 
     lr_scheduler: Count
     dataloader: Count
@@ -90,13 +89,13 @@ class TrainingState(_Record):
 
 
 class Manifest(_Record):
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
-    `holds` is "training" (all it takes to go on) or "weights"; `stored_as` how the tensors are:
-    by torch.distributed.checkpoint, or in a .safetensors file. `serial` grows with each checkpoint
-    that is put into a folder: the newest has the largest, whatever its step. `shapes` are those of
-    the whole model's parameters, by canonical name. `state` is a TrainingState's values, or empty
-    where weights alone are held. Raises pydantic's ValidationError where a value is none of these.
+    `holds` is "training" (the full training state) or "weights". `stored_as` is the file format:
+    torch.distributed.checkpoint or .safetensors. `serial` increases with each checkpoint of a
+    folder, so the newest has the largest, whatever its step. `shapes` has the unsharded shape of
+    each parameter of the whole model, by canonical name. `state` has the values of a TrainingState,
+    or is empty if only weights are held. Raises pydantic's ValidationError for an invalid value.
     """
 
     step: Count
@@ -117,9 +116,9 @@ class Manifest(_Record):
     def _fits_together(self) -> Manifest:
         if self.stored_as == "safetensors":
             if self.holds == "training":
-                raise ValueError("a .safetensors file holds weights alone")
+                raise ValueError("a .safetensors file holds only weights")
             if set(self.files) != {SAFETENSORS}:
-                raise ValueError(f"files is not {SAFETENSORS} alone")
+                raise ValueError(f"files must list only {SAFETENSORS}")
         elif METADATA not in self.files or not any(n.endswith(TENSORS) for n in self.files):
             raise ValueError(f"files lacks {METADATA}, or any {TENSORS} file")
         if self.holds == "training":
@@ -128,17 +127,17 @@ class Manifest(_Record):
             except ValidationError as error:
                 raise ValueError(f"state: {told_invalid(error)}") from error
         elif self.state:
-            raise ValueError("state is not empty, and weights alone are held")
+            raise ValueError("state is not empty, but only weights are held")
         return self
 
     @property
     def training_state(self) -> TrainingState:
-        """`state`, where all it takes to go on is held."""
+        """`state`, if the full training state is held."""
         return TrainingState.model_validate(self.state)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """The size of all files except the manifest."""
         return sum(record.size_bytes for record in self.files.values())
 
     @property
@@ -159,11 +158,11 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise BrokenCheckpointError(f"{MANIFEST}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise BrokenCheckpointError(f"{MANIFEST} is not as it was written") from error
+        raise BrokenCheckpointError(f"{MANIFEST} is corrupt") from error
     if not is_whole:
-        raise BrokenCheckpointError(f"{MANIFEST} is not as it was written")
+        raise BrokenCheckpointError(f"{MANIFEST} is corrupt")
     if content.pop("format", None) != FORMAT:
-        raise BrokenCheckpointError(f"{MANIFEST} is of another version of titanlite")
+        raise BrokenCheckpointError(f"{MANIFEST} was written by another version of titanlite")
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
@@ -171,7 +170,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def told_invalid(error: ValidationError) -> str:
-    """The first thing that is wrong, as `key.of.value: what is wanted`."""
+    """The first problem, as `key.of.value: what is expected`."""
     first = error.errors()[0]
     place = shown(".".join(str(part) for part in first["loc"] if part != "[key]"))
     message = first["msg"].removeprefix("Value error, ")
@@ -180,17 +179,17 @@ def told_invalid(error: ValidationError) -> str:
 
 
 def check_files(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
-    """Raises BrokenCheckpointError where one of `names` is not as `files` has it."""
+    """Raises BrokenCheckpointError if a file of `names` differs from its record in `files`."""
     for name in names:
         found = record_of(folder / name, files[name].size_bytes)
         if found.sha256 != files[name].sha256:
-            raise BrokenCheckpointError(f"{name} is not as it was written (its checksum differs)")
+            raise BrokenCheckpointError(f"{name} is corrupt (its checksum differs)")
 
 
 def record_of(path: Path, size_bytes: int | None = None) -> FileRecord:
-    """Size and checksum of a file; raises BrokenCheckpointError where it cannot be read.
+    """Size and checksum of a file; raises BrokenCheckpointError if it cannot be read.
 
-    And, before reading it, where `size_bytes` is given and not its size.
+    If `size_bytes` is given and is not its size, the error is raised before the file is read.
     """
     digest, size = hashlib.sha256(), 0
     with open_in_checkpoint(path) as file:
@@ -208,7 +207,7 @@ def record_of(path: Path, size_bytes: int | None = None) -> FileRecord:
 
 
 def open_in_checkpoint(path: Path) -> BinaryIO:
-    """A file of a checkpoint, open to read; raises BrokenCheckpointError where it is none."""
+    """Open a file of a checkpoint for reading; raises BrokenCheckpointError if that fails."""
     try:
         return open_regular(path, follow_links=False)
     except FileNotFoundError as error:

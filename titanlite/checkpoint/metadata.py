@@ -1,8 +1,8 @@
-"""DCP's .metadata, which says what tensor is where, read as data.
+"""A safe reader of DCP's .metadata, the pickle that lists the tensors and their places in files.
 
-It is a pickle, and `pickle.load` runs whatever a pickle says. Here each class that DCP writes is
-replaced by one of no behaviour, which keeps what it is given; any other name is refused. From
-these, DCP's own objects are built once every value in them has been checked.
+`pickle.load` can run any code. Here each class that DCP writes is replaced by a placeholder without
+behavior that only stores its arguments; any other name is refused. DCP's own objects are then built
+from the placeholders, after every value has been checked.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.files import shown
 
-# More than 2**62 elements or bytes fit on no disk, and sums of two still fit into an int64.
+# No disk holds 2**62 elements or bytes, and the sum of two such numbers fits in an int64.
 MOST = 2**62
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What the files of the checkpoint in `folder` hold; raises BrokenCheckpointError.
+    """The metadata of the checkpoint in `folder`; raises BrokenCheckpointError.
 
-    Each piece of a tensor lies within its tensor and has a place, within a regular file of the
-    folder that is at least as large as the piece; the pieces are as many elements as the tensor.
+    In the result, each piece of a tensor lies within its tensor, and has a place in a regular file
+    of the folder that is large enough for it. The pieces of a tensor have as many elements as the
+    tensor.
     """
     with open_in_checkpoint(folder / METADATA) as file:
         try:
             content = _Unpickler(file).load()
         except BrokenCheckpointError:
             raise
-        except Exception as error:  # anything can come out of bytes that were altered
+        except Exception as error:  # altered bytes can raise anything
             name = type(error).__name__
             raise BrokenCheckpointError(f"{METADATA} cannot be read ({name})") from error
     try:
@@ -57,10 +58,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Plain:
-    """Stands for an object of one of DCP's classes: what it was made of, and its state."""
+    """Placeholder for an object of one of DCP's classes: its arguments and its state."""
 
     kind = ""
-    # An object may be made without calling __init__.
+    # Defaults, since pickle may create an object without calling __init__.
     values: tuple[Any, ...] = ()
     state: Any = None
 
@@ -98,7 +99,7 @@ _NAMES = {
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
-        # Of this pickle alone: whatever it does to them, the next one gets others.
+        # New classes for each pickle, so that it cannot alter those of the next one.
         self._classes = {path: _plain(kind) for path, kind in _NAMES.items()}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -107,12 +108,12 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise BrokenCheckpointError(
-            f"{METADATA} asks for {shown(f'{module}.{name}')}, which is not admitted"
+            f"{METADATA} refers to {shown(f'{module}.{name}')}, which is not allowed"
         )
 
 
 class _Builder:
-    """DCP's objects from plain ones; any method raises BrokenCheckpointError."""
+    """Builds DCP's objects from placeholders; every method raises BrokenCheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -121,12 +122,12 @@ class _Builder:
     def metadata(self, plain: Any) -> Metadata:
         state = _state(plain, "Metadata")
         if not isinstance(state, dict) or not isinstance(state.get("state_dict_metadata"), dict):
-            raise BrokenCheckpointError(f"{METADATA} holds no metadata")
+            raise BrokenCheckpointError(f"{METADATA} has no metadata")
         named = {_name(name): value for name, value in state["state_dict_metadata"].items()}
         stored = {name: self._stored(name, value) for name, value in named.items()}
         given = state.get("storage_data")
         if not isinstance(given, dict):
-            raise BrokenCheckpointError(f"{METADATA} does not say which file holds what")
+            raise BrokenCheckpointError(f"{METADATA} has no valid list of files")
         places = {self._index(index): self._place(place) for index, place in given.items()}
         for name, what in stored.items():
             if isinstance(what, TensorStorageMetadata):
@@ -141,9 +142,9 @@ class _Builder:
         properties = _state(state["properties"], "TensorProperties")
         dtype = properties[0] if isinstance(properties, tuple) and properties else None
         if not isinstance(dtype, torch.dtype):
-            raise BrokenCheckpointError(f"{METADATA} does not say what numbers {name} is of")
+            raise BrokenCheckpointError(f"{METADATA} has no valid dtype of {name}")
         if not isinstance(state["chunks"], list):
-            raise BrokenCheckpointError(f"{METADATA} does not say what pieces {name} is in")
+            raise BrokenCheckpointError(f"{METADATA} has no valid list of pieces of {name}")
         chunks = []
         for chunk in state["chunks"]:
             fields = _fields(chunk, "ChunkStorageMetadata", "offsets", "sizes")
@@ -152,10 +153,10 @@ class _Builder:
                 start + extent > whole
                 for start, extent, whole in zip(offsets, sizes, size, strict=True)
             ):
-                raise BrokenCheckpointError(f"{METADATA} has a piece of {name} outside of it")
+                raise BrokenCheckpointError(f"{METADATA} has a piece of {name} outside its shape")
             chunks.append(ChunkStorageMetadata(offsets, sizes))
         if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
-            raise BrokenCheckpointError(f"{METADATA} has other pieces of {name} than make it up")
+            raise BrokenCheckpointError(f"{METADATA} has missing or extra pieces of {name}")
         return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
     def _index(self, plain: Any) -> MetadataIndex:
@@ -163,14 +164,14 @@ class _Builder:
         name = _name(fields["fqn"])
         offset, index = fields.get("offset"), fields.get("index")
         if index is not None and not _is_count(index):
-            raise BrokenCheckpointError(f"{METADATA} does not say which piece of {name} is where")
+            raise BrokenCheckpointError(f"{METADATA} has an invalid piece index of {name}")
         return MetadataIndex(name, None if offset is None else _size(offset, name), index)
 
     def _place(self, plain: Any) -> _StorageInfo:
         fields = _fields(plain, "_StorageInfo", "relative_path", "offset", "length")
         path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
         if not isinstance(path, str):
-            raise BrokenCheckpointError(f"{METADATA} does not say which file holds what")
+            raise BrokenCheckpointError(f"{METADATA} has an invalid file name")
         if path in ("", ".", "..") or "\0" in path or Path(path).name != path:
             raise BrokenCheckpointError(f"{METADATA} names a file outside the checkpoint")
         if fields.get("transform_descriptors"):
@@ -181,7 +182,7 @@ class _Builder:
         if not (_is_count(offset) and _is_count(length)) or (
             offset + length > self._file_bytes[path]
         ):
-            raise BrokenCheckpointError(f"{METADATA} names a place outside of {shown(path)}")
+            raise BrokenCheckpointError(f"{METADATA} has an invalid place in {shown(path)}")
         return _StorageInfo(path, offset, length)
 
     def _check_places(
@@ -193,9 +194,9 @@ class _Builder:
         for chunk in stored.chunks:
             place = places.get(MetadataIndex(name, chunk.offsets))
             if place is None:
-                raise BrokenCheckpointError(f"{METADATA} does not say where a piece of {name} is")
+                raise BrokenCheckpointError(f"{METADATA} has no place for a piece of {name}")
             if chunk.sizes.numel() * stored.properties.dtype.itemsize > place.length:
-                raise BrokenCheckpointError(f"{METADATA} has less of {name} than a piece takes")
+                raise BrokenCheckpointError(f"{METADATA} has too few bytes for a piece of {name}")
 
 
 def _kind(plain: Any) -> str:
@@ -204,7 +205,7 @@ def _kind(plain: Any) -> str:
 
 def _state(plain: Any, kind: str) -> Any:
     if _kind(plain) != kind:
-        raise BrokenCheckpointError(f"{METADATA} holds no {kind} where one belongs")
+        raise BrokenCheckpointError(f"{METADATA} lacks a {kind} object where one is expected")
     return plain.state
 
 
@@ -218,7 +219,7 @@ def _fields(plain: Any, kind: str, *needed: str) -> dict[str, Any]:
 
 def _name(name: Any) -> str:
     if not isinstance(name, str) or not name or len(name) > 1000 or not name.isprintable():
-        raise BrokenCheckpointError(f"{METADATA} has a tensor whose name is no name")
+        raise BrokenCheckpointError(f"{METADATA} has a tensor with an invalid name")
     return name
 
 
@@ -231,7 +232,7 @@ def _size(plain: Any, name: str) -> torch.Size:
             and all(map(_is_count, numbers))
         ) and math.prod(numbers) <= MOST:
             return torch.Size(numbers)
-    raise BrokenCheckpointError(f"{METADATA} has a size of {name} that is none")
+    raise BrokenCheckpointError(f"{METADATA} has an invalid size of {name}")
 
 
 def _is_count(value: Any) -> bool:

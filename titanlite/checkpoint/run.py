@@ -1,7 +1,7 @@
-"""The checkpoints of one run: what it saves on the way, and when.
+"""The checkpoints of a run: loading at the start, and when and what it saves.
 
-Every rank makes the same calls and writes its own part; the first one alone names, renames and
-removes. What a run starts from is start.py's.
+Every rank makes the same calls and writes its own shards; only rank 0 creates, renames and removes
+folders. start.py loads what the run starts from.
 """
 
 from __future__ import annotations
@@ -33,24 +33,29 @@ from titanlite.observe.quantities import format_bytes
 from titanlite.parallelize import DTYPES
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
-# How long a failing run waits for a save that it had begun.
+# How long a failing run waits for a background save.
 LAST_WAIT_SECONDS = 60
 
 
 class Checkpoints:
     """`with Checkpoints(job) as checkpoints: ... checkpoints.after_step(step, ...)`.
 
-    Loads on entry; every rank of the world must do so. `first_step` is then the step to go on
-    with, and `notes` are lines for a person. Without checkpoint.enable nothing is done. Raises
-    ConfigError where what there is does not fit the job, and where a file cannot be written.
+    Entering it loads the checkpoint, which every rank must do. `first_step` is then the next step,
+    and `notes` are lines to print. Without checkpoint.enable it does nothing. Raises ConfigError if
+    a checkpoint does not fit the job, or a file cannot be written.
     """
 
     def __init__(self, job: Job) -> None:
         section = job.config.checkpoint
         self.first_step = 1
         self.notes: list[str] = []
+        self.source: Path | None = None
+        """The checkpoint or weights that were loaded."""
         self.is_guest = False
-        """Whether the run goes on from another run's checkpoints, which may still be training."""
+        """Whether the run only reads the checkpoints of another run, which may still be training.
+
+        True for checkpoint.load_only with checkpoints in the folder.
+        """
         self._job, self._section = job, section
         self._folder = CheckpointFolder(Path(job.config.job.dump_folder) / section.folder)
         self._saves = section.enable and not section.load_only
@@ -62,7 +67,7 @@ class Checkpoints:
         self._saving_to = Path()
         self._exits = contextlib.ExitStack()
         self._has_gone_on = False
-        # Of a save in the background: when it began and ended, and what is still to be said of it.
+        # The start and end times of a background save, and its line that is not printed yet.
         self._times: list[float] = []
         self._ended = ""
 
@@ -76,10 +81,11 @@ class Checkpoints:
                     self.notes += self._ranks.from_first(lambda: self._prepare(exits))
                 if self._section.load_only:
                     self.is_guest = self._ranks.from_first(self._folder.has_any)
-                last_step, notes = start_from(self._job, self._folder, self._ranks)
+                started = start_from(self._job, self._folder, self._ranks)
                 self._exits = exits.pop_all()
-            self.first_step = last_step + 1
-            self.notes += notes
+            self.first_step = started.last_step + 1
+            self.source = started.source
+            self.notes += started.notes
         return self
 
     def __exit__(
@@ -92,27 +98,27 @@ class Checkpoints:
             if error is None:
                 self.wait()
             elif self._saving is not None and isinstance(error, Exception):
-                # It may well become a good checkpoint; what failed is on its way up already.
+                # The save may still succeed. If it fails too, `error` is raised anyway.
                 concurrent.futures.wait([self._saving], LAST_WAIT_SECONDS)
         if isinstance(error, NonFiniteError) and self.first_step > 1 and not self._has_gone_on:
-            # The same error, on its way up: the ranks have settled already which of them prints it.
+            # Extend this error instead of raising another: the ranks have decided who prints it.
             error.args = (f"{error}; {self._advice()}",)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save in the background has failed; `wait` raises it, on every rank."""
+        """Whether a background save has failed; `wait` raises its error on every rank."""
         return self._saving is not None and self._saving.done() and bool(self._saving.exception())
 
     @property
     def is_seed(self) -> bool:
-        """Whether the initial weights are all that is wanted."""
+        """Whether the run only saves the initial weights (checkpoint.create_seed_checkpoint)."""
         return self._section.enable and self._section.create_seed_checkpoint
 
     def after_step(self, step: int, *, is_last: bool = False, stops: bool = False) -> str:
-        """Save if the step calls for it: the last one, one the run stops after, or by interval.
+        """Save after the last step, after a step at which the run stops, and at each interval.
 
-        Lines for a person, or "": on this save, and on one in the background that has ended. Every
-        rank must pass the same.
+        Returns lines to print about this save and a finished background save, or "". Every rank
+        must pass the same arguments.
         """
         self._has_gone_on = True
         if self._saving is not None and self._saving.done() and not self.has_failed:
@@ -131,7 +137,7 @@ class Checkpoints:
         return self.save(step, in_background=not (is_last or stops))
 
     def save(self, step: int, *, in_background: bool = False) -> str:
-        """Save all it takes to go on after `step`; in the background if asynchronous mode is on."""
+        """Save the training state after `step`; in the background only in an asynchronous mode."""
         self.wait()
         start = time.perf_counter()
         job = self._job
@@ -156,13 +162,13 @@ class Checkpoints:
             self._times = times = [start]
             self._saving.add_done_callback(lambda _: times.append(time.perf_counter()))
             seconds = time.perf_counter() - start
-            return f"checkpoint: step-{step} is being saved; copied in {seconds:.2g} s"
+            return f"checkpoint: saving step-{step} in the background; copied in {seconds:.2g} s"
         with self._explaining(), self._ranks.patiently():
             save(pieces, folder, self._ranks.group, seal)
         return self._said(self._saving_to, start)
 
     def save_weights(self, step: int) -> str:
-        """Save the weights alone, in checkpoint.export_dtype."""
+        """Save only the weights, in checkpoint.export_dtype."""
         self.wait()
         start = time.perf_counter()
         job, section = self._job, self._section
@@ -182,10 +188,10 @@ class Checkpoints:
             else:
                 save(state.weight_pieces(job, dtype), folder, self._ranks.group, seal)
         said = self._said(self._saving_to, start)
-        return f"{said}: weights alone, {section.export_dtype}"
+        return f"{said}: only weights, {section.export_dtype}"
 
     def wait(self) -> None:
-        """Return when no save is going on; raises what the last one in the background raised."""
+        """Wait until the background save, if any, is done; raises its error."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             with self._explaining(), self._ranks.patiently():
@@ -193,7 +199,7 @@ class Checkpoints:
             self._ended = self._said(self._saving_to, *self._times)
 
     def _sealer(self, folder: Path, **of_manifest: Any) -> Seal:
-        """What makes a checkpoint of the files in `folder`; called on the first rank alone."""
+        """A function, called only on rank 0, that turns the files in `folder` into a checkpoint."""
         job = self._job
         about = {
             **of_manifest,
@@ -222,16 +228,16 @@ class Checkpoints:
         return f"checkpoint: {path.name} saved{size} in {seconds:.2g} s"
 
     def _advice(self) -> str:
-        """What to do where the very first step from a checkpoint is not finite."""
+        """The advice if the first step after loading a checkpoint is not finite."""
         own = self._folder.at(self.first_step - 1)
         path = own if own.exists() else self._section.initial_load_path
         return (
-            f"this is the first step from {path}, whose weights may be spoilt already: move it "
-            "away, or give another"
+            f"this is the first step from {path}, whose weights may be bad: move it away, or "
+            "give another checkpoint"
         )
 
     def _prepare(self, exits: contextlib.ExitStack) -> list[str]:
-        """Make the folder, hold it, and clear away what a killed run left; on the first rank."""
+        """Create and lock the folder, and remove what a killed run left; on rank 0."""
         path = self._folder.path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -242,19 +248,19 @@ class Checkpoints:
             removed = self._folder.clean()
             if there := self._folder.in_the_way():
                 raise ConfigError(
-                    f"checkpoint.folder: {there} is no folder, and has the name of a checkpoint; "
-                    "move it away"
+                    f"checkpoint.folder: {there} has the name of a checkpoint but is not a "
+                    "folder; move it away"
                 )
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.folder: {path} cannot be written: {error.strerror or error}; "
                 "give another folder, or set checkpoint.load_only"
             ) from error
-        return [f"checkpoint: {path.name}, left unfinished, is removed" for path in removed]
+        return [f"checkpoint: removed the unfinished {path.name}" for path in removed]
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """A save that fails inside ends the run with one line; those before it stay."""
+        """Turn the error of a save inside into one line; earlier checkpoints are kept."""
         try:
             yield
         except (CheckpointException, OSError) as error:
@@ -267,8 +273,8 @@ class Checkpoints:
             line = f"saving {self._saving_to} failed on rank {rank}: {told(cause)}"
             if isinstance(cause, OSError):
                 raise ConfigError(
-                    f"checkpoint.folder: {line}; make room, or give another folder. Checkpoints "
-                    "saved before are whole: the same command goes on from the newest"
+                    f"checkpoint.folder: {line}; free some space, or give another folder. Earlier "
+                    "checkpoints are complete: the same command resumes from the newest"
                 ) from error
             raise TitanliteError(f"checkpoint: {line}") from error
 

@@ -1,4 +1,4 @@
-"""The copy in memory that a save in the background writes from, while training changes the rest."""
+"""Staging: the copy in CPU memory from which a background save writes while training goes on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from titanlite.checkpoint.storage import Piece
 
 
 class Copies(AsyncStager):
-    """Copies pieces into CPU memory: once more each time, or where `lasting` into the same.
+    """Copies pieces to CPU memory: newly allocated for each save, or reused if `lasting`.
 
-    A lasting copy costs its memory all the time and saves allocating it; `pinned`, the GPU writes
-    it at full speed. There is one at a time: a save must be done before the next is copied.
+    A lasting copy always occupies its memory, but is allocated only once. If it is `pinned`, a GPU
+    copies to it at full speed. There is one copy at a time: a save must finish before the next one
+    is copied.
     """
 
     _synchronize_after_execute = False
@@ -25,17 +26,17 @@ class Copies(AsyncStager):
         self._kept: dict[str, Tensor] = {}
 
     def stage(self, pieces: Any) -> Any:
-        """The same pieces, of copies."""
+        """The same pieces with copied tensors."""
         copies = {name: self._copy(name, piece) for name, piece in pieces.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies
 
     def synchronize_staging(self) -> None:
-        """Nothing: the copy is whole when `stage` returns."""
+        """Does nothing: the copy is complete when `stage` returns."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._kept.clear()
 
     def _copy(self, name: str, piece: Piece) -> Piece:

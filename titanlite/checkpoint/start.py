@@ -1,8 +1,12 @@
-"""Where a run starts from: its newest good checkpoint, another's, given weights, or nothing."""
+"""What a run starts from: its newest valid checkpoint, another run's, given weights, or nothing.
+
+start_from chooses and loads; problem_of validates a checkpoint; load_weights loads only weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,43 +28,56 @@ from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
 
 
-def start_from(job: Job, folder: CheckpointFolder, ranks: CheckpointGroup) -> tuple[int, list[str]]:
-    """Load what the job is to start from; the step that was the last one then, and what to say.
+@dataclass(frozen=True)
+class Started:
+    """Where a run starts from."""
 
-    The newest checkpoint of `folder` that is whole, or the one that checkpoint.load_step asks for;
-    else checkpoint.initial_load_path; else nothing. One that is torn is left for the one before,
-    and named. Raises ConfigError where nothing of what there is can be used, or it does not fit.
+    last_step: int
+    """The last completed step; 0 for a new run."""
+    notes: list[str]
+    """Lines to print."""
+    source: Path | None = None
+    """The checkpoint or weights that were loaded."""
+
+
+def start_from(job: Job, folder: CheckpointFolder, ranks: CheckpointGroup) -> Started:
+    """Load what the job starts from.
+
+    That is the newest valid checkpoint of `folder`, or the one of checkpoint.load_step; else
+    checkpoint.initial_load_path; else nothing (step 0). A torn checkpoint is reported, and the one
+    before it is used. Raises ConfigError if there are checkpoints but none can be used, or if the
+    chosen one does not fit the job.
     """
     section = job.config.checkpoint
     candidates = ranks.from_first(lambda: _candidates(job, folder))
     if candidates and section.create_seed_checkpoint:
         raise ConfigError(
-            f"checkpoint.create_seed_checkpoint: {quote(str(folder.path))} has checkpoints "
-            "already; give another checkpoint.folder"
+            f"checkpoint.create_seed_checkpoint: {quote(str(folder.path))} already has "
+            "checkpoints; give another checkpoint.folder"
         )
     refused: list[str] = []
     for found in candidates:
         if _is_weights(found) and found.step < job.config.training.steps:
-            problem = "it holds the weights alone"
+            problem = "it holds only weights"
         else:
             problem = problem_of(found, ranks)
         if not problem:
             return _go_on(job, found, refused, ranks)
-        refused.append(f"{found.path.name} is refused: {problem}")
+        refused.append(f"{found.path.name} cannot be used: {problem}")
     if refused:
         there = next((found.path.name for found in candidates if _is_weights(found)), "")
-        start = f"; checkpoint.initial_load_path then takes the weights of {there}" if there else ""
+        start = f"; checkpoint.initial_load_path can load the weights of {there}" if there else ""
         raise ConfigError(
             f"checkpoint.folder: no checkpoint in {quote(str(folder.path))} can be used "
-            f"({'; '.join(refused)}); move them away to start anew{start}"
+            f"({'; '.join(refused)}); move them away to start from scratch{start}"
         )
     if section.initial_load_path:
         return _load_initial(job, Path(section.initial_load_path).expanduser(), ranks)
-    return 0, [f"checkpoint: none in {folder.path} yet; a new run"]
+    return Started(0, [f"checkpoint: none in {folder.path}; starting a new run"])
 
 
 def problem_of(found: Found, ranks: CheckpointGroup) -> str:
-    """Why a checkpoint cannot be used, "" where it can; each rank checks some of its files."""
+    """Why a checkpoint cannot be used, or ""; each rank checks some of the files."""
     if found.manifest is None:
         return found.reason
     files, world = found.manifest.files, ranks.world
@@ -75,20 +92,20 @@ def problem_of(found: Found, ranks: CheckpointGroup) -> str:
 
 
 def load_weights(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGroup) -> None:
-    """The weights of the checkpoint in `path`, which has been checked.
+    """Load the weights of the checkpoint in `path`, whose files have been checked.
 
-    Raises ConfigError where it is of another model.
+    Raises ConfigError if it is from another model.
     """
     _check_model(job, path, manifest)
     if manifest.stored_as == "safetensors":
-        # What else may be in the folder was not checked.
+        # Only this file: others in the folder have not been checked.
         load_safetensors(job, path / SAFETENSORS, ranks)
     else:
         _read(state.weight_pieces(job), path, ranks)
 
 
 def _candidates(job: Job, folder: CheckpointFolder) -> list[Found]:
-    """What may be loaded, in order; on the first rank."""
+    """The checkpoints to try, in order; called on rank 0."""
     found, wanted = folder.newest_first(), job.config.checkpoint.load_step
     if wanted == -1:
         return found
@@ -102,66 +119,65 @@ def _candidates(job: Job, folder: CheckpointFolder) -> list[Found]:
     return chosen
 
 
-def _go_on(
-    job: Job, found: Found, refused: list[str], ranks: CheckpointGroup
-) -> tuple[int, list[str]]:
+def _go_on(job: Job, found: Found, refused: list[str], ranks: CheckpointGroup) -> Started:
     manifest, path = _manifest(found), found.path
     notes = [f"checkpoint: {line}" for line in refused]
     if manifest.holds == "weights":
         _check_same_model(job, path, manifest)
         load_weights(job, path, manifest, ranks)
-        return manifest.step, [*notes, f"checkpoint: {path.name} is the end of this run"]
+        notes.append(f"checkpoint: {path.name} is the last step of this run")
+        return Started(manifest.step, notes, path)
     step = _load_training(job, path, manifest, ranks)
     instead = " instead" if refused else ""
-    notes.append(f"checkpoint: going on from {path.name}{instead}, saved by {manifest.plan}")
+    notes.append(f"checkpoint: resuming from {path.name}{instead}, saved with {manifest.plan}")
     if changes := changed_keys(manifest.config, job.config):
-        notes.append(f"checkpoint: changed since: {', '.join(changes)}")
-    return step, notes
+        notes.append(f"checkpoint: changed since it was saved: {', '.join(changes)}")
+    return Started(step, notes, path)
 
 
-def _load_initial(job: Job, path: Path, ranks: CheckpointGroup) -> tuple[int, list[str]]:
+def _load_initial(job: Job, path: Path, ranks: CheckpointGroup) -> Started:
     section = job.config.checkpoint
     if section.initial_load_in_hf:
         load_safetensors(job, path, ranks)
-        return 0, [f"checkpoint: a new run from the weights in {path}"]
+        return Started(0, [f"checkpoint: starting a new run from the weights in {path}"], path)
     found = ranks.from_first(lambda: look_at(path))
     if problem := problem_of(found, ranks):
         raise ConfigError(
-            f"checkpoint.initial_load_path: {quote(str(path))} is no good checkpoint ({problem}); "
-            "give the folder step-N of one"
+            f"checkpoint.initial_load_path: {quote(str(path))} is not a valid checkpoint "
+            f"({problem}); give the step-N folder of one"
         )
     manifest = _manifest(found)
     if section.initial_load_model_only:
         load_weights(job, path, manifest, ranks)
-        notes = [f"checkpoint: a new run from the weights of {path}"]
+        notes = [f"checkpoint: starting a new run from the weights in {path}"]
         if changes := changed_sizes(manifest.config, job.config):
-            notes.append(f"checkpoint: changed since: {', '.join(changes)}")
-        return 0, notes
+            notes.append(f"checkpoint: changed since it was saved: {', '.join(changes)}")
+        return Started(0, notes, path)
     if manifest.holds == "weights":
         raise ConfigError(
-            f"checkpoint.initial_load_model_only: {path} holds the weights alone; set it to true"
+            f"checkpoint.initial_load_model_only: {path} holds only weights; set it to true"
         )
     step = _load_training(job, path, manifest, ranks)
-    return step, [f"checkpoint: going on from {path}, saved by {manifest.plan}"]
+    return Started(step, [f"checkpoint: resuming from {path}, saved with {manifest.plan}"], path)
 
 
 def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGroup) -> int:
-    """Everything but what is to be left out; the step it was saved after."""
+    """Load all but checkpoint.exclude_from_loading; returns the step after which it was saved."""
     left_out = job.config.checkpoint.exclude_from_loading
     _check_same_model(job, path, manifest)
     if manifest.dtype != job.config.training.dtype:
         raise ConfigError(
-            f"training.dtype: {path} is in {manifest.dtype}; give that, or load its weights alone "
-            "into a new run: checkpoint.initial_load_path"
+            f"training.dtype: {path} is in {manifest.dtype}; use that, or load only its weights "
+            "into a new run with checkpoint.initial_load_path"
         )
     numbers, pieces = manifest.training_state, state.weight_pieces(job)
     stored = stored_tensors(path, manifest.files)
     if "optimizer" not in left_out:
         state.check_optimizer(job, numbers.optimizer.name)
         _use(path, ranks, lambda: pieces.update(state.make_optimizer_state(job, stored)))
-    # A generator belongs to a rank: under another plan there is no telling which is whose.
+    # A random generator belongs to a rank, and ranks of different plans do not correspond.
     rng = state.rng_pieces(job) if manifest.plan == job.dims.describe() else {}
-    # What was saved on CPU has none of a GPU's.
+    # A checkpoint saved on CPU has no state of a GPU's generator.
     rng = {name: piece for name, piece in rng.items() if name in stored}
     _read(pieces | rng, path, ranks)
     _use(path, ranks, lambda: state.check_counts(job))
@@ -183,7 +199,7 @@ def _read(pieces: state.Pieces, path: Path, ranks: CheckpointGroup) -> None:
 
 
 def _use(path: Path, ranks: CheckpointGroup, function: Callable[[], None]) -> None:
-    """On every rank; a line on all of them where the checkpoint in `path` does not allow it."""
+    """Call `function` on every rank; a BrokenCheckpointError becomes a ConfigError on all."""
     try:
         ranks.all_do(function)
     except BrokenCheckpointError as error:
@@ -193,12 +209,15 @@ def _use(path: Path, ranks: CheckpointGroup, function: Callable[[], None]) -> No
 
 
 def _check_same_model(job: Job, path: Path, manifest: Manifest) -> None:
-    """Heads or an epsilon change no shape, and yet what the weights mean."""
+    """Raises ConfigError for another model, even if it differs only in keys that change no shape.
+
+    The number of heads or an epsilon are such keys: the weights mean something else then.
+    """
     _check_model(job, path, manifest)
     if changes := changed_sizes(manifest.config, job.config):
         raise ConfigError(
-            f"checkpoint: {path} is of another model: {', '.join(changes)}; give the [model] it "
-            "was trained with, or load its weights alone into a new run: "
+            f"checkpoint: {path} is from another model: {', '.join(changes)}; give the [model] it "
+            "was trained with, or load only its weights into a new run with "
             "checkpoint.initial_load_path"
         )
 
@@ -209,7 +228,7 @@ def _check_model(job: Job, path: Path, manifest: Manifest) -> None:
         here, there = own.get(name, "none"), manifest.shapes.get(name, "none")
         if here != there:
             raise ConfigError(
-                f"checkpoint: {path} is of another model: {name} is {there} there and {here} "
+                f"checkpoint: {path} is from another model: {name} is {there} there and {here} "
                 "here; give the [model] it was trained with, or another checkpoint"
             )
 

@@ -1,7 +1,8 @@
-"""What a job has to carry on with, and putting it back: weights, optimizer, schedule, sampler.
+"""The training state of a job, to save and to restore.
 
-Tensors go by names that no plan changes: model.NAME, optimizer.NAME.KEY for what the optimizer
-keeps of a parameter (exp_avg, step, ...), rng.RANK.DEVICE. All else is a few numbers.
+Tensors have names that are the same under every plan: model.NAME, optimizer.NAME.KEY for the
+optimizer state of a parameter (exp_avg, step, ...), and rng.RANK.DEVICE. The learning rate schedule
+and the sampler are a few numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 
 
 def weight_pieces(job: Job, dtype: torch.dtype | None = None) -> Pieces:
-    """This rank's part of each parameter and lasting buffer; a copy where `dtype` is another."""
+    """This rank's shard of each parameter and persistent buffer; copied if `dtype` differs."""
     pieces = {}
     for name, tensor in {**job.parameters, **job.buffers}.items():
         piece = _piece(tensor)
@@ -33,7 +34,7 @@ def weight_pieces(job: Job, dtype: torch.dtype | None = None) -> Pieces:
 
 
 def optimizer_pieces(job: Job) -> Pieces:
-    """This rank's part of all that the optimizer keeps of each parameter; empty before a step."""
+    """This rank's shard of the optimizer state; empty before the first step."""
     return {
         f"{OPTIMIZER}.{name}.{key}": _piece(value)
         for name, parameter in job.parameters.items()
@@ -43,7 +44,7 @@ def optimizer_pieces(job: Job) -> Pieces:
 
 
 def rng_pieces(job: Job) -> Pieces:
-    """This rank's generators, for what draws from them: a user's own dropout, for instance."""
+    """The state of this rank's random generators, for user code that uses them, such as dropout."""
     states = {"cpu": torch.get_rng_state()}
     if job.world.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(job.world.device)
@@ -51,9 +52,9 @@ def rng_pieces(job: Job) -> Pieces:
 
 
 def restore_rng(job: Job, pieces: Pieces) -> None:
-    """Set the generators from pieces that rng_pieces made and a checkpoint has filled.
+    """Set the random generators from the `pieces` of rng_pieces, filled from a checkpoint.
 
-    Raises BrokenCheckpointError where that is no state of a generator.
+    Raises BrokenCheckpointError if a piece is not a valid generator state.
     """
     for name, piece in pieces.items():
         try:
@@ -62,11 +63,11 @@ def restore_rng(job: Job, pieces: Pieces) -> None:
             else:
                 torch.cuda.set_rng_state(piece.local, job.world.device)
         except RuntimeError as error:
-            raise BrokenCheckpointError(f"{name} is no state of a generator") from error
+            raise BrokenCheckpointError(f"{name} is not a valid generator state") from error
 
 
 def numbers_of(job: Job) -> dict[str, Any]:
-    """What is not a tensor: schedule, sampler, and which optimizer it was."""
+    """The values of TrainingState (manifest.py): schedule, sampler, and the optimizer's name."""
     optimizer = job.trainer.optimizer
     settings = [
         {key: value for key, value in group.items() if key != "params"}
@@ -80,7 +81,7 @@ def numbers_of(job: Job) -> dict[str, Any]:
 
 
 def restore_schedule(job: Job, last_epoch: int) -> None:
-    """Put the schedule where it was: the configuration says what the rate is there."""
+    """Restore the position in the schedule; the learning rate there follows the configuration."""
     scheduler: Any = job.trainer.scheduler
     rates = [
         base * factor(last_epoch)
@@ -93,10 +94,10 @@ def restore_schedule(job: Job, last_epoch: int) -> None:
 
 
 def make_optimizer_state(job: Job, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Pieces:
-    """Room in the optimizer for what `stored` has of it, to be filled; the pieces to fill.
+    """Allocate the optimizer state that `stored` has; returns the pieces to fill.
 
-    A tensor of its parameter's shape is cut as the parameter is. Raises BrokenCheckpointError where
-    a parameter's tensors are not those that the optimizer keeps: all of them, or none yet.
+    State of its parameter's shape is sharded like the parameter. Raises BrokenCheckpointError if
+    the stored state of a parameter is not that of this optimizer. It may be absent.
     """
     optimizer = job.trainer.optimizer
     kept = _KEPT.get(type(optimizer).__name__, {})
@@ -114,13 +115,13 @@ def make_optimizer_state(job: Job, stored: Mapping[str, tuple[torch.Size, torch.
         shapes = {key: parameter.shape if like else torch.Size() for key, like in kept.items()}
         if found and {key: shape for key, (shape, _) in found.items()} != shapes:
             raise BrokenCheckpointError(
-                f"of {name} there is not what {type(optimizer).__name__} keeps: {', '.join(kept)}"
+                f"the state of {name} is not that of {type(optimizer).__name__} ({', '.join(kept)})"
             )
         for key, (shape, dtype) in found.items():
             if dtype != parameter.dtype if kept[key] else not dtype.is_floating_point:
-                raise BrokenCheckpointError(f"{OPTIMIZER}.{name}.{key} is of {dtype}")
+                raise BrokenCheckpointError(f"{OPTIMIZER}.{name}.{key} has dtype {dtype}")
             if kept[key]:
-                # Placed as the parameter is, whatever the plan.
+                # zeros_like also copies the parameter's placements, under every plan.
                 value = torch.zeros_like(parameter, dtype=dtype)
             else:
                 group = settings[parameter]
@@ -132,26 +133,26 @@ def make_optimizer_state(job: Job, stored: Mapping[str, tuple[torch.Size, torch.
 
 
 def check_counts(job: Job) -> None:
-    """Raises BrokenCheckpointError where the optimizer is not at a number of steps."""
+    """Raises BrokenCheckpointError if a step count of the optimizer is not valid."""
     kept = job.trainer.optimizer.state.values()
     counts = [state["step"].float() for state in kept if isinstance(state.get("step"), Tensor)]
     if counts and not bool((torch.stack(counts).isfinite() & (torch.stack(counts) >= 0)).all()):
-        raise BrokenCheckpointError(f"a step of {OPTIMIZER} is no number of steps")
+        raise BrokenCheckpointError(f"a step count of the {OPTIMIZER} is negative or not finite")
 
 
-# What an optimizer keeps of a parameter, and whether in the parameter's shape or as one number.
+# The state of each optimizer per parameter: True if it has the parameter's shape, False if scalar.
 _ADAM = {"step": False, "exp_avg": True, "exp_avg_sq": True}
 _KEPT = {"Adam": _ADAM, "AdamW": _ADAM, "SGD": {"momentum_buffer": True}}
 
 
 def check_optimizer(job: Job, name: str) -> None:
-    """Raises ConfigError where the optimizer's state is that of another kind, `name`."""
+    """Raises ConfigError if `name`, the optimizer that was saved, has another kind of state."""
     own = type(job.trainer.optimizer).__name__
     kept = {"Adam": "Adam", "AdamW": "Adam"}
     if kept.get(name, name) != kept.get(own, own):
         raise ConfigError(
-            f'optimizer.name: the checkpoint holds the state of {name}; give "{name}", or leave '
-            'the state: checkpoint.exclude_from_loading = ["optimizer"]'
+            f'optimizer.name: the checkpoint has the state of {name}; give "{name}", or skip the '
+            'state with checkpoint.exclude_from_loading = ["optimizer"]'
         )
 
 

@@ -1,9 +1,9 @@
 """Tensors to and from the files of a checkpoint, by torch.distributed.checkpoint (DCP).
 
-DCP merges what the ranks hold by name and place in the whole tensor, writes each piece once, and
-reads whatever part another plan asks for. Added here: where a rank's piece lies under every plan
-(Piece), checksums taken as the bytes are written (HashingWriter), and a reader that takes files
-from anybody (SafeReader; metadata.py).
+DCP identifies a shard by its tensor's name and its offsets, writes each shard once, and reads the
+parts that another plan needs. Added here: the offsets of a rank's shard under every plan (Piece),
+checksums computed while the bytes are written (HashingWriter), and a reader for untrusted files
+(SafeReader; metadata.py).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from titanlite.files import shown
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a tensor: `local`, which begins at `offsets` in the whole `shape`.
+    """One rank's shard of a tensor: `local`, at `offsets` in the unsharded tensor of `shape`.
 
-    DTensor's protocol for DCP, except that a piece may be empty, which is then not stored.
+    It has the same DCP methods as DTensor, except that a piece may be empty: then it is not stored.
     """
 
     local: Tensor
@@ -67,7 +67,7 @@ class Piece:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Piece:
-        """All of a plain tensor."""
+        """A plain tensor as one piece."""
         return cls(tensor, tensor.shape, (0,) * tensor.ndim)
 
     def size(self) -> torch.Size:
@@ -98,10 +98,10 @@ Seal = Callable[[Mapping[str, FileRecord]], None]
 
 
 def save(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None, seal: Seal) -> None:
-    """Write the pieces of all ranks of `group` into `folder`; without a group, of this process.
+    """Write the pieces of all ranks of `group` to `folder`; without a group, of this process.
 
-    When every file is on the disk, the first rank calls `seal` with their records; all ranks
-    return after that. Raises CheckpointException on every rank where any of them failed.
+    When all files are on the disk, the first rank calls `seal` with their records; after that all
+    ranks return. Raises CheckpointException on every rank if any rank failed.
     """
     with _without_group_warning(group):
         dcp.save(
@@ -116,9 +116,9 @@ def save(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None, seal: Se
 def save_async(
     pieces: Pieces, folder: Path, group: dist.ProcessGroup, seal: Seal, stager: AsyncStager
 ) -> Any:
-    """The same from a copy that `stager` makes, in a thread; a future of concurrent.futures.
+    """Like `save`, in a thread, from a copy by `stager`; returns a concurrent.futures.Future.
 
-    `group` must be used by nothing else meanwhile.
+    Nothing else may use `group` until the future is done.
     """
     return dcp.async_save(
         cast(dict[str, Any], pieces),
@@ -132,8 +132,8 @@ def save_async(
 def load(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None) -> None:
     """Fill the pieces of each rank of `group` from the checkpoint in `folder`.
 
-    Every name must be there with the same shape. Raises CheckpointException on every rank where
-    any of them failed.
+    Every name must be in the checkpoint, with the same shape. Raises CheckpointException on every
+    rank if any rank failed.
     """
     with _without_group_warning(group):
         dcp.load(
@@ -148,9 +148,9 @@ def load(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None) -> None:
 def stored_tensors(
     folder: Path, files: Collection[str] | None = None
 ) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each tensor that DCP stored in `folder`; no code of it is run.
+    """Shape and dtype of each tensor that DCP stored in `folder`; runs no code from its files.
 
-    Raises BrokenCheckpointError; also where one is in none of `files`, which have been checked.
+    Raises BrokenCheckpointError, also for a tensor in a file that is not one of `files`.
     """
     metadata = read_metadata(folder)
     if files is not None:
@@ -167,7 +167,7 @@ def stored_tensors(
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner over pieces; they are looked up by name."""
+    """DCP's planner for pieces, which are looked up by name."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn].local
@@ -177,7 +177,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # The default one looks for tensors on "meta" among what DCP itself knows.
+        # The default method searches for meta tensors, and does not know pieces.
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -187,19 +187,19 @@ class _LoadPlanner(DefaultLoadPlanner):
             if not isinstance(
                 self.metadata.state_dict_metadata.get(name), TensorStorageMetadata | None
             ):
-                raise BrokenCheckpointError(f"{name} is no tensor")
+                raise BrokenCheckpointError(f"{name} is not a tensor")
         return super().create_local_plan()
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].local
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        # The default one unpickles whatever is there.
-        raise BrokenCheckpointError(f"{read_item.dest_index.fqn} is no tensor")
+        # The default method unpickles the bytes.
+        raise BrokenCheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
 class HashingWriter(FileSystemWriter):
-    """DCP's writer of one file a rank, flushed to the disk; calls `seal` with all checksums."""
+    """DCP's writer, one file per rank, flushed to the disk; calls `seal` with all checksums."""
 
     def __init__(self, folder: Path, seal: Seal) -> None:
         super().__init__(folder, overwrite=False)
@@ -208,7 +208,7 @@ class HashingWriter(FileSystemWriter):
         self.fs = self._hashing
 
     def storage_meta(self) -> StorageMeta:
-        # Without the path, which is that of an unfinished checkpoint.
+        # Omits the path, which is the temporary one.
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[Any]:
@@ -218,14 +218,14 @@ class HashingWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """On the first rank alone, after all have written."""
+        """Called only on the first rank, when all ranks have written."""
         super().finish(metadata, [written for written, _ in results])
         records = {name: record for _, of_rank in results for name, record in of_rank.items()}
         self._seal({**records, METADATA: record_of(self._folder / METADATA)})
 
 
 class _HashingFileSystem(FileSystem):
-    """The local file system; keeps a record of each file that it wrote."""
+    """The local file system; keeps a record of each file that it writes."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -241,7 +241,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashingFile:
-    """A file that is written from its start to its end, with a checksum of what was written."""
+    """A file that is written sequentially, with a checksum of the bytes."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -260,7 +260,7 @@ class _HashingFile:
         self._file.flush()
 
     def fileno(self) -> int:
-        # It is asked for to sync the file, which DCP does with the metadata before flushing it.
+        # DCP calls this to fsync .metadata, before it flushes it.
         self._file.flush()
         return cast(int, self._file.fileno())
 
@@ -269,18 +269,18 @@ class _HashingFile:
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader, for files that anybody may have written.
+    """DCP's reader for untrusted files.
 
-    It runs no code from them, reads regular files of the folder alone, and no object that is not a
-    tensor. All methods raise BrokenCheckpointError.
+    It runs no code from them, opens only regular files of the folder, and loads only tensors. All
+    methods raise BrokenCheckpointError.
     """
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Every value of it is checked: see metadata.py."""
+        """The metadata, with every value checked: see metadata.py."""
         return read_metadata(Path(self.path))
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Fill the plan's pieces, a tensor at a time."""
+        """Fill the pieces of the plan, one tensor at a time."""
         for item in plan.items:
             place = self.storage_data[item.storage_index]
             with open_in_checkpoint(Path(self.path) / place.relative_path) as file:
@@ -289,10 +289,10 @@ class SafeReader(FileSystemReader):
             part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
             if target.size() != part.size():
-                raise BrokenCheckpointError(f"{item.dest_index.fqn} is of another size")
+                raise BrokenCheckpointError(f"{item.dest_index.fqn} has another size")
             if target.is_floating_point() != part.is_floating_point() or part.is_complex():
                 raise BrokenCheckpointError(
-                    f"{item.dest_index.fqn} is of {part.dtype}, not {target.dtype}"
+                    f"{item.dest_index.fqn} has dtype {part.dtype}, not {target.dtype}"
                 )
             target.copy_(part)
             planner.commit_tensor(item, target)
@@ -306,12 +306,12 @@ class SafeReader(FileSystemReader):
 
 
 def _tensor_of(file: IO[bytes], index: MetadataIndex, stored: Mapping[str, Any]) -> Tensor:
-    """The piece of a tensor that `file`, written by torch.save, has to be."""
+    """Load the piece of a tensor in `file`; raises BrokenCheckpointError if it is invalid."""
     try:
         tensor = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:  # anything can come out of bytes that were altered
-        # torch's own words advise to load it in a way that would run code.
-        raise BrokenCheckpointError(f"what is stored of {index.fqn} cannot be read") from None
+    except Exception:  # altered bytes can raise anything
+        # torch's message is dropped: it suggests a way of loading that runs code.
+        raise BrokenCheckpointError(f"the data of {index.fqn} cannot be read") from None
     what = stored[index.fqn]
     sizes = {chunk.offsets: chunk.sizes for chunk in what.chunks}[index.offset]
     if (
@@ -319,13 +319,13 @@ def _tensor_of(file: IO[bytes], index: MetadataIndex, stored: Mapping[str, Any])
         or tensor.layout != torch.strided
         or (tensor.dtype, tensor.size()) != (what.properties.dtype, sizes)
     ):
-        raise BrokenCheckpointError(f"what is stored of {index.fqn} is not what {METADATA} says")
+        raise BrokenCheckpointError(f"the data of {index.fqn} does not match {METADATA}")
     return tensor
 
 
 @contextlib.contextmanager
 def _without_group_warning(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """DCP warns that it works in one process, also where that was asked for."""
+    """Suppress DCP's warning that it runs in one process, if that is intended."""
     with warnings.catch_warnings():
         if group is None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -333,18 +333,18 @@ def _without_group_warning(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """The rank that failed, and how, out of DCP's account of all."""
+    """The lowest rank that failed, and its error."""
     rank, (cause, _) = min(error.failures.items())
     return rank, cause
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """What failed first, where DCP raised `error`; else the error itself."""
+    """The error of the first failed rank if DCP raised `error`; otherwise `error` itself."""
     return first_failure(error)[1] if isinstance(error, CheckpointException) else error
 
 
 def told(error: BaseException) -> str:
-    """What went wrong, on one line: the system's words, or the error's own."""
+    """The message of an error, on one line; for an OSError, the system's message."""
     text = getattr(error, "strerror", None) or str(error)
     name = "" if isinstance(error, OSError | TitanliteError) else f"{type(error).__name__}: "
     return " ".join(f"{name}{text}".split())

@@ -1,7 +1,7 @@
-"""The whole model's weights in one .safetensors file, from any plan and to any plan.
+"""The weights of the whole model in one .safetensors file, from any plan and to any plan.
 
-Such a file may be anybody's. It holds numbers and text alone; the configuration in its text is
-data, which config/stored.py reads.
+A file is untrusted. It has only numbers and text; the configuration in its text is plain data, read
+by config/stored.py.
 
 Source of the format: https://huggingface.co/docs/safetensors
 """
@@ -34,9 +34,9 @@ CONFIG_KEY = "titanlite.config"
 def save_safetensors(
     job: Job, folder: Path, dtype: torch.dtype, seal: Seal, ranks: CheckpointGroup
 ) -> None:
-    """Gather the weights on the first rank, which writes them and seals the folder.
+    """Gather the weights on rank 0, which writes them and seals the folder.
 
-    Every rank must call this. The first one holds the whole model, in `dtype`.
+    Every rank must call this. Rank 0 holds the whole model in memory, in `dtype`.
     """
     tensors: dict[str, Tensor] = {}
     own_buffers = {name: buffer.cpu() for name, buffer in job.buffers.items()}
@@ -53,7 +53,7 @@ def save_safetensors(
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write tensors, and the job's configuration beside them; the file is on the disk after."""
+    """Write tensors and the job's configuration, and flush the file to the disk."""
     metadata = {"format": "pt", CONFIG_KEY: json.dumps(config)}
     try:
         save_file(dict(tensors), path, metadata=metadata)
@@ -64,32 +64,35 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
 
 
 def load_safetensors(job: Job, path: Path, ranks: CheckpointGroup) -> None:
-    """Fill each rank's part of each parameter from a .safetensors file, or a folder of them.
+    """Load each rank's shards from a .safetensors file, or a folder of them.
 
-    Every rank must call this. Raises ConfigError where a parameter is missing, where one is of
-    another shape or not of floating point, and where there is more than the model has.
+    Every rank must call this. Raises ConfigError for missing keys, unexpected keys, wrong shapes,
+    and weights that are not floating point.
     """
     pieces = {name.partition(".")[2]: piece for name, piece in state.weight_pieces(job).items()}
-    # A rank of a pipeline has some of the names.
+    # Under a pipeline, each rank has only some of the names.
     whole = set().union(*ranks.gathered(set(pieces)))
     ranks.all_do(lambda: _fill(pieces, path, whole))
     ranks.all_do(lambda: _refuse_missing(sorted(job.parameters.keys() & pieces.keys()), path))
 
 
 def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:
-    """Take those that are there out of `pieces`; `whole` are the names of the whole model."""
+    """Fill the pieces found in `path`, and remove them from `pieces`.
+
+    `whole` has the names of the whole model.
+    """
     for file in files_of(path):
         with _opened(file) as stored:
             if more := sorted(set(stored.keys()) - whole):
                 raise ConfigError(
-                    f"checkpoint: {file} has {_list(more)}, and the model has not; give the "
-                    "[model] it belongs to"
+                    f"checkpoint: {file} has unexpected keys: {_list(more)}; give the [model] it "
+                    "belongs to"
                 )
             for name in set(stored.keys()) & set(pieces):
                 piece, source = pieces.pop(name), stored.get_slice(name)
                 if tuple(source.get_shape()) != tuple(piece.shape):
                     raise ConfigError(
-                        f"checkpoint: {shown(name)} in {file} is {source.get_shape()}, and "
+                        f"checkpoint: {file}: {shown(name)} has shape {source.get_shape()}, and "
                         f"{list(piece.shape)} in the model; give the [model] it belongs to"
                     )
                 if piece.local.numel():
@@ -100,8 +103,8 @@ def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:
                     found = source[where] if where else stored.get_tensor(name)
                     if found.is_floating_point() != piece.local.is_floating_point():
                         raise ConfigError(
-                            f"checkpoint: {shown(name)} in {file} is {_dtype(found)}, and "
-                            f"{_dtype(piece.local)} in the model; give weights of floating point"
+                            f"checkpoint: {file}: {shown(name)} is {_dtype(found)}, and "
+                            f"{_dtype(piece.local)} in the model; give floating-point weights"
                         )
                     piece.local.copy_(found)
 
@@ -109,12 +112,12 @@ def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:
 def _refuse_missing(names: list[str], path: Path) -> None:
     if names:
         raise ConfigError(
-            f"checkpoint: {path} lacks {_list(names)}; give the weights of this model"
+            f"checkpoint: {path} has missing keys: {_list(names)}; give the weights of this model"
         )
 
 
 def _list(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """The first three names, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(shown, names[:3])) + more
 
@@ -133,9 +136,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The job's configuration in a .safetensors file of titanlite's, None in another's.
+    """The job's configuration in a .safetensors file; None if titanlite did not write the file.
 
-    Raises ConfigError where what stands there is none.
+    Raises ConfigError if the configuration is not valid.
     """
     file = files_of(path)[0]
     with _opened(file) as stored:
@@ -147,23 +150,23 @@ def read_config(path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict) or not all(isinstance(keys, dict) for keys in config.values()):
-        raise ConfigError(f"checkpoint: {file} has a {CONFIG_KEY} that is no configuration")
+        raise ConfigError(f"checkpoint: {file} has a {CONFIG_KEY} that is not a configuration")
     return config
 
 
 def files_of(path: Path) -> list[Path]:
-    """The .safetensors files that `path` is or holds; raises ConfigError where there is none."""
+    """The file `path`, or the .safetensors files in it; raises ConfigError if there is none."""
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"checkpoint: {path} is no .safetensors file, nor a folder of them")
+        raise ConfigError(f"checkpoint: {path} is neither a .safetensors file nor a folder of them")
     return files
 
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """The tensors of a file; raises ConfigError where it, or one of them, cannot be read."""
+    """Open a .safetensors file; raises ConfigError if it, or a tensor of it, cannot be read."""
     try:
-        # A pipe would keep it waiting. A link is followed: Hugging Face's folders are of links.
+        # A pipe would block safe_open. Links are followed: Hugging Face's folders consist of links.
         open_regular(file).close()
         with safe_open(file, framework="pt") as stored:
             yield stored

@@ -44,6 +44,17 @@ def check_machine(config: JobConfig, device_type: str) -> None:
                 f'compile.backend: "inductor" needs a C++ compiler on CPU, and there is no '
                 f"{compiler} on the PATH; install it, or set compile.enable = false"
             )
+    parallelism = config.parallelism
+    if parallelism.overlap_backend(device_type) == "symmetric_memory":
+        if device_type != "cuda":
+            raise ConfigError(
+                'parallelism.async_tensor_parallel_backend: "symmetric_memory" is memory of GPUs, '
+                f'and this job runs on {device_type}; give "ring" or "auto"'
+            )
+        # With the backend named, the configuration alone says so, on any machine.
+        if parallelism.async_tensor_parallel_backend == "auto":
+            for problem in _symmetric_memory_problems(config):
+                raise ConfigError(problem)
 
 
 @dataclass
@@ -280,6 +291,64 @@ def _loss_parallel(job: Draft) -> Iterator[str]:
             f"parallelism.tensor_parallel_degree: {tp} leaves {tp - count_parts(tp)} ranks without "
             f"any of model.vocab_size {vocab}, and a loss in parallel needs some on each; "
             f"give {nearest(tp, legal)}, or set parallelism.disable_loss_parallel = true"
+        )
+
+
+ASYNC_TP = "parallelism.enable_async_tensor_parallel"
+
+
+@reads(
+    MODEL,
+    ASYNC_TP,
+    "parallelism.async_tensor_parallel_backend",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.context_parallel_degree",
+    "training.seq_len",
+    "training.dataset",
+    "compile",
+)
+def _async_tensor_parallel(job: Draft) -> Iterator[str]:
+    """There is tensor parallelism to overlap, the sequence has chunks of one size, and symmetric
+    memory has a compiler."""
+    parallelism, dims = job.config.parallelism, job.dims
+    if not parallelism.enable_async_tensor_parallel:
+        if parallelism.async_tensor_parallel_backend != "auto":
+            yield (
+                "parallelism.async_tensor_parallel_backend: "
+                f"{quote(parallelism.async_tensor_parallel_backend)} has no effect without async "
+                f"TP; remove it, or set {ASYNC_TP} = true"
+            )
+        return
+    if dims.tp == 1:
+        yield (
+            f"{ASYNC_TP}: there is no tensor parallelism to overlap; set it to false, or "
+            "parallelism.tensor_parallel_degree to 2 or more"
+        )
+    tokens, remainder = divmod(job.seq_len, dims.cp)
+    if not remainder and tokens % dims.tp and not job.model.problems(dims, job.seq_len):
+        yield (
+            f"{ASYNC_TP}: {tokens} tokens are not a multiple of tensor_parallel_degree {dims.tp}, "
+            "and the chunks of a ring are of one size; give "
+            f"{nearest(dims.tp, divisors(tokens))}, or set it to false"
+        )
+    if parallelism.async_tensor_parallel_backend == "symmetric_memory":
+        yield from _symmetric_memory_problems(job.config)
+
+
+def _symmetric_memory_problems(config: JobConfig) -> Iterator[str]:
+    """PyTorch fuses on symmetric memory in inductor; what is not compiled stays as it is."""
+    compiled = config.compile
+    if not compiled.enable or "model" not in compiled.components:
+        yield (
+            f"{ASYNC_TP}: on symmetric memory it is the compiler's work, and the model is not "
+            'compiled; set compile.enable = true with "model" in compile.components, or '
+            'parallelism.async_tensor_parallel_backend = "ring"'
+        )
+    elif compiled.backend != "inductor":
+        yield (
+            f"{ASYNC_TP}: on symmetric memory it is inductor's work, and compile.backend is "
+            f'{quote(compiled.backend)}; give "inductor", or set '
+            'parallelism.async_tensor_parallel_backend = "ring"'
         )
 
 

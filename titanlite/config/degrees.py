@@ -42,9 +42,13 @@ def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest:
     """The line about degrees that do not make up `world_size`; `rest`: dp_shard is -1."""
     assert world_size is not None
     needed = dims.world_size
-    wrong = f"{dims.describe()} needs {'a multiple of ' if rest else ''}{needed} ranks"
+    wrong = f"{dims.describe()} needs {'a multiple of ' if rest else ''}{needed} ranks, and there"
+    wrong += f" {'is' if world_size == 1 else 'are'} {world_size}"
+    if needed == 1:
+        wrong = f"nothing is split, and there are {world_size} ranks"
     multiples = range(needed, (world_size + needed if rest else needed) + 1, needed)
-    start = f"start {nearest(world_size, multiples)} ranks"
+    numbers = nearest(world_size, multiples)
+    start = f"start {numbers} rank{'s' * (numbers != '1')}"
     # What a person would change first.
     order = ("dp_shard", "tp", "dp_replicate", "cp", "pp", *AXES)
     axes = [axis for axis in dict.fromkeys(order) if dims.degrees[axis] > 1]
@@ -58,11 +62,8 @@ def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest:
             if axis == "dp_shard":
                 give += " (or -1, the rest)"
             key = f"parallelism.{DEGREES[axis]}"
-            return f"{key}: {wrong}, and there are {world_size}; give {give}, or {start}"
-    return (
-        f"parallelism: {wrong}, and there are {world_size}; "
-        f"give degrees that multiply to {world_size}, or {start}"
-    )
+            return f"{key}: {wrong}; give {give}, or {start}"
+    return f"parallelism: {wrong}; give degrees that multiply to {world_size}, or {start}"
 
 
 def _takes(config: JobConfig, dims: ParallelDims) -> bool:

@@ -32,7 +32,14 @@ from titanlite.config.model import (
 )
 from titanlite.config.problems import REMOVE, REMOVE_OPTION, REMOVE_SECTION, explain
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import TOML_ERRORS, parse_toml, quote, show, show_name
+from titanlite.config.toml import (
+    TOML_ERRORS,
+    parse_toml,
+    quote,
+    show,
+    show_name,
+    unclosed_list,
+)
 from titanlite.errors import ConfigError
 
 CONFIG_FILE = "job.config_file"
@@ -258,6 +265,9 @@ def _toml_error(error: Exception, text: str) -> str:
     lines = text.split("\n")
     match = re.match(r"line (\d+)", place)
     number = int(match[1]) if match else text.rstrip().count("\n") + 1
+    if opened := unclosed_list(lines[:number], lines[number:]):
+        opening = quote(lines[opened - 1].strip())
+        return f"line {opened} is not TOML: {opening} opens a list that has no end; add its ]"
     what = what[:1].lower() + what[1:]
     hint = ", with text in quotes" if what == "invalid value" else ""
     return f"line {number} is not TOML: {what}; correct {quote(lines[number - 1].strip())}{hint}"

@@ -11,7 +11,7 @@ import contextlib
 import difflib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config.keys import one_of
@@ -135,7 +135,8 @@ def _load_schedule(config: JobConfig, dims: ParallelDims, num_microbatches: int)
     size = config.parallelism.pipeline_parallel_microbatch_size
     try:
         schedule = read_csv(path)
-        check(schedule)
+        # A table that cannot run is named by its file.
+        check(replace(schedule, name=path))
     except ScheduleError as error:
         raise ConfigError(f"{KEY}schedule_csv: {error}; give a file that runs") from error
     if schedule.num_ranks != dims.pp:

@@ -221,8 +221,13 @@ class Parallelism(Section):
         1, "ways heads and hidden units are split (TP), the sequence between them (SP)"
     )
     disable_loss_parallel: bool = key(False, "TP: gather the logits instead of splitting the loss")
-    enable_async_tensor_parallel: NotYet[bool] = key(
+    enable_async_tensor_parallel: bool = key(
         False, "TP: overlap its communication with matrix products"
+    )
+    async_tensor_parallel_backend: Literal["auto", "symmetric_memory", "ring"] = key(
+        "auto",
+        "async TP: symmetric_memory (GPUs, compiled) or ring (anywhere); auto: by device",
+        torchtitan=OWN,
     )
     pipeline_parallel_degree: PositiveInt = key(1, "ways the blocks are split (PP)")
     module_fqns_per_model_part: Values[Values[str]] | None = key(
@@ -257,6 +262,14 @@ class Parallelism(Section):
     expert_parallel_comm_backend: Inert[Literal["standard", "deepep"]] = key(
         "standard", "EP: which all-to-all"
     )
+
+    def overlap_backend(self, device_type: str) -> Literal["symmetric_memory", "ring"] | None:
+        """How tensor parallelism overlaps on that device; None where it is not asked to."""
+        if not self.enable_async_tensor_parallel:
+            return None
+        if self.async_tensor_parallel_backend == "auto":
+            return "symmetric_memory" if device_type == "cuda" else "ring"
+        return self.async_tensor_parallel_backend
 
 
 class ActivationCheckpoint(Section):

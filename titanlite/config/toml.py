@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -18,6 +19,32 @@ TOML_ERRORS = (tomllib.TOMLDecodeError, ValueError, RecursionError)
 def parse_toml(text: str) -> dict[str, Any]:
     """The tables of a TOML text; raises one of TOML_ERRORS."""
     return tomllib.loads(text)
+
+
+_LIST = re.compile(r"""\s*[\w.'"-]+\s*=\s*\[""")
+_KEY_OR_SECTION = re.compile(r"""\s*([\w.'"-]+\s*=|\[\[?[\w.-]+\]\]?\s*(#.*)?$)""")
+_TEXT_OR_COMMENT = re.compile(r"""\"(\\.|[^"\\])*"|'[^']*'|#.*""")
+
+
+def unclosed_list(lines: Sequence[str], following: Sequence[str] = ()) -> int:
+    """The number, from 1 up, of the line of `lines` that opens a list without an end; 0 for none.
+
+    The last of `lines` is where a parser gave up. A list that ends further down, before the next
+    key or section, is not at fault.
+    """
+    for number in range(len(lines), 0, -1):
+        if not _LIST.match(lines[number - 1]):
+            continue
+        depth = 0
+        for line in [*lines[number - 1 :], *following]:
+            if line is not lines[number - 1] and _KEY_OR_SECTION.match(line):
+                break
+            bare = _TEXT_OR_COMMENT.sub("", line)
+            depth += bare.count("[") - bare.count("]")
+            if depth <= 0:
+                return 0
+        return number
+    return 0
 
 
 def show(value: Any) -> str:

@@ -1,1 +1,1 @@
-"""Sequences to train on: which data sets there are, and which sample comes when."""
+"""Training data: the data sets by name, and the order in which their samples are read."""

@@ -1,4 +1,4 @@
-"""The data sets by name; torch-free, so that a mistake in a job is found before anything starts."""
+"""The data sets by name. Needs no torch, so errors in a job are found before anything starts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from titanlite.data.images.spec import CIFAR10, DIGITS, PHOTOS, SYNTHETIC
 from titanlite.data.spec import DatasetSpec
 
 DATASETS: dict[str, DatasetSpec] = {}
-"""Every data set that a job can name."""
+"""All data sets that a job can use, by name."""
 
 REGISTERED_BY: dict[str, set[str]] = {}
-"""Name of a data set -> the modules that registered it: those whose import called `register`."""
+"""Name of a data set -> the modules whose import registered it."""
 
 
 def register(spec: DatasetSpec) -> None:
-    """Makes a data set known under `spec.name`; raises ValueError if another one has that name."""
+    """Register a data set as `spec.name`. Raises ValueError if a different one has that name."""
     if DATASETS.setdefault(spec.name, spec) != spec:
-        raise ValueError(f"a data set named {spec.name!r} is registered already")
+        raise ValueError(f"a different data set named {spec.name!r} is already registered")
     REGISTERED_BY.setdefault(spec.name, set()).update(models.registering_modules())
 
 
 def datasets_of(module: str) -> list[str]:
-    """The names of the data sets that `module`, or a module of that package, has registered."""
+    """The names of the data sets registered by `module` or by a module inside it."""
     return [
         name
         for name, modules in REGISTERED_BY.items()

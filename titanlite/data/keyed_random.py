@@ -1,7 +1,7 @@
-"""Random numbers that depend on nothing but their key.
+"""Random numbers that are pure functions of a key.
 
-A data set must answer "what is sample 10,007?" alike on every rank, in every plan and after a
-restart, so nothing here has a state to carry: each (seed, index) is its own Philox counter stream.
+Sample 10,007 of a data set must be the same on every rank, in every plan and after a restart. The
+random numbers therefore have no state: each (seed, index) is a Philox counter stream of its own.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import numpy as np
 
 _MASK = 2**64 - 1
 
-# One stream for each use: the same (seed, index) must not order an epoch and place a crop alike.
+# One stream per use, so that uses with the same (seed, index) get independent numbers.
 SHUFFLE, CROP, PATTERN = 1, 2, 3
 
 
 def random_words(seed: int, index: int, stream: int, count: int) -> np.ndarray:
     """`count` uniform 64-bit words, a pure function of (seed, index, stream).
 
-    The raw output of a counter-based generator is used, not NumPy's distributions: the raw
-    stream is fixed across NumPy versions, the distributions are not (NEP 19).
+    These are the raw output of the generator, not NumPy's distributions: the raw stream is the
+    same in all NumPy versions, the distributions are not (NEP 19).
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox).
     """
     key = np.array([seed & _MASK, index & _MASK], dtype=np.uint64)

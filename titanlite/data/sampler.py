@@ -1,7 +1,7 @@
-"""Which sample comes when: global batches that are the same whatever the plan.
+"""The sampler: global batches that do not depend on the plan.
 
-Step n of a run reads samples [n * G, (n + 1) * G) of its data set, G the global batch size. A plan
-decides only which rank reads which of them, and in how many microbatches.
+Step n of a run reads samples [n * G, (n + 1) * G) of its data set, where G is the global batch
+size. The plan only determines which rank reads which samples, and in how many microbatches.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from titanlite.errors import ConfigError
 
 
 class GlobalBatchSampler:
-    """One data-parallel rank's part of every global batch.
+    """The part of every global batch that one data-parallel rank reads.
 
-    `state`, the global index of the next sample, is all there is to save and restore; it means
-    the same under every plan. `fields` are those that samples have beside their tokens, each with
-    the dimension that counts tokens in it (see DatasetSpec). Raises ConfigError where the global
-    batch does not divide evenly.
+    `state`, the global index of the next sample, is the only state to save and restore; it does not
+    depend on the plan. `fields` are the fields of a sample besides its tokens, each with the
+    dimension that counts tokens in it (see DatasetSpec). Raises ConfigError if the global batch
+    does not divide evenly.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class GlobalBatchSampler:
     def draw(self) -> list[Batch]:
         """This rank's batches of the next step, of `local_batch_size` sequences each.
 
-        The ranks' parts are disjoint and together are samples [state, state + global_batch_size),
-        in rank order; `state` then moves on by the global batch size.
+        Concatenated in rank order, the parts of all ranks are the samples
+        [state, state + global_batch_size). `state` then advances by the global batch size.
         """
         first = self.state + self._dp_rank * self._rank_batch_size
         self.state += self._global_batch_size
@@ -71,29 +71,29 @@ def iterate_once(
     num_samples: int | None = None,
     fields: Mapping[str, int | None] | None = None,
 ) -> Iterator[Batch]:
-    """Samples 0 .. num_samples - 1 once over all ranks, in batches of `local_batch_size`.
+    """Read samples 0 .. num_samples - 1 once over all ranks, in batches of `local_batch_size`.
 
-    Every rank yields the same number of batches of the same shape, so collectives match. Where
-    the samples do not divide evenly, the last rows of a batch (all of them, perhaps) are filler
-    without targets. `num_samples` None, or more than the set holds, means the whole set. Raises
-    ValueError where an endless data set is to be read whole.
+    Every rank yields the same number of batches of the same shape, so collectives match. If the
+    samples do not divide evenly, the last rows of a batch (or all its rows) are padding without
+    targets. `num_samples` None, or more than the set holds, means the whole set. Raises ValueError
+    if the data set is endless and `num_samples` is None.
     """
     total = dataset.num_samples if num_samples is None else num_samples
     if total is None:
-        raise ValueError("an endless data set has no once: give num_samples")
+        raise ValueError("num_samples: the data set is endless; give the number of samples")
     if dataset.num_samples is not None:
         total = min(total, dataset.num_samples)
     for start in range(0, total, dp_degree * local_batch_size):
         first = start + dp_rank * local_batch_size
         num_valid = min(max(total - first, 0), local_batch_size)
-        # Filler repeats the last sample: real tokens, so no kernel meets a value out of range.
+        # Padding repeats the last sample, so that all tokens are valid.
         rows = [min(i, total - 1) for i in range(first, first + local_batch_size)]
         batch = read_batch(dataset, rows, fields or {})
         yield batch.leave_out(torch.arange(local_batch_size)[:, None] >= num_valid)
 
 
 def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, int | None]) -> Batch:
-    """The samples with these indices as a batch, its tokens numbered by index and place."""
+    """The samples with these indices as a batch; tokens are numbered by index and position."""
     indices = list(indices)
     samples = [_fields_of(dataset.sample(index)) for index in indices]
     stacked = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -111,7 +111,7 @@ def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, in
 
 
 def first_tokens(dataset: Dataset, indices: Iterable[int], count: int | None = None) -> Tensor:
-    """The first `count` tokens of these samples, or all of them: int64 [N, count]."""
+    """The first `count` tokens of these samples (all if None): int64 [N, count]."""
     samples = [_fields_of(dataset.sample(index))["tokens"][:count] for index in indices]
     return torch.stack(samples)
 

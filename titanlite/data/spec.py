@@ -1,8 +1,8 @@
-"""What a job has to know of a data set before it reads any: a DatasetSpec; torch-free.
+"""DatasetSpec: the description of a data set that a job needs before it reads data. No torch.
 
-Data, model, loss and sampling share a sequence of tokens: its length, its vocabulary, and the
-fields that go with it. What else the tokens are, such as the pixels of an image, is known to the
-data set's own spec alone: which models it fits, how it is built, how its samples are shown.
+Data, model, loss and sampling all work on sequences of tokens, with a length, a vocabulary and
+fields. What the tokens mean, such as the pixels of an image, is known only to the spec of the data
+set: which models fit it, how it is built, and how its samples are shown.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 
 
 class Dataset(Protocol):
-    """Sequences by global sample index."""
+    """A data set: sequences by global sample index."""
 
     @property
     def num_samples(self) -> int | None:
-        """Sequences in one epoch; None where the samples are endless, as random crops are."""
+        """The number of sequences in one epoch; None if endless, such as random crops."""
 
     def sample(self, index: int) -> Tensor | Mapping[str, Tensor]:
-        """Sample `index` >= 0: its tokens, int64 [T]; or its fields by name, "tokens" among them.
+        """Sample `index` >= 0: its tokens, int64 [T], or its fields by name, including "tokens".
 
-        A pure function of (seed, index). Indices of a finite training set run on over epochs,
-        each in an order of its own; a validation set repeats in one order.
+        A pure function of (seed, index). Indices of a finite training set continue over epochs,
+        each epoch in a different order; a validation set repeats in the same order.
         """
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why a model and a data set do not go together."""
+    """Why a model and a data set do not match."""
 
     has: str
     """What the data set has, such as "images of 8 x 8 x 1 and 17 values"."""
     takes: str
-    """What the model takes."""
+    """What the model accepts."""
     changes: tuple[str, ...]
-    """What would have to change, such as "model.image_height to 8"."""
+    """What must change, such as "model.image_height to 8"."""
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A data set as a job names it; one that fits some models alone is of a subclass.
+    """The spec of a data set. A data set that fits only some models has a subclass.
 
-    What reads data is named as "module:function" and imported when first asked for, so that a spec
-    needs neither torch nor numpy; a function itself will do too. `build` makes the data set:
-    `build(model=..., seq_len=..., split=..., seed=..., path=..., path_key=...)` gives a
-    Dataset whose samples have `seq_len` tokens, for the model of the sizes `model`. `split` is
-    "train" or "validation"; the two share no sample, and validation is finite and does not depend
-    on `seed`. It raises ConfigError, naming `path_key`, for files that are missing or damaged.
-    `vocab_size` is how many tokens the data needs; None where it takes any model's.
+    Functions are given as "module:function" and imported on first use, so a spec needs neither
+    torch nor numpy; a function object is accepted too. `build(model=..., seq_len=..., split=...,
+    seed=..., path=..., path_key=...)` returns a Dataset whose samples have `seq_len` tokens, for a
+    model with the configuration `model`. `split` is "train" or "validation"; the two share no
+    sample, and validation is finite and does not depend on `seed`. `build` raises ConfigError,
+    which names `path_key`, if files are missing or damaged. `vocab_size` is the vocabulary size
+    that the data needs; None if any works.
     """
 
     name: str
@@ -64,28 +64,28 @@ class DatasetSpec:
     vocab_size: int | None = None
     needs_path: bool = False
     fields: Mapping[str, int | None] = field(default_factory=dict)
-    """Fields of a sample beside its tokens: name -> which dimension counts tokens, None for none.
-    A model takes each by its name; "targets" and "positions" replace those of the next token."""
+    """Fields of a sample besides its tokens: name -> dimension that counts tokens, None if none.
+    The model receives each by name; "targets" and "positions" replace the next-token defaults."""
     loss: str = "titanlite.training.loss:NEXT_TOKEN"
-    """The Loss that such samples are trained with, as "module:attribute"."""
+    """The Loss to train on these samples, as "module:attribute"."""
     sample_name: str = "sequence"
     token_name: str = "token"
-    """What a sample and one of its tokens are called where a person reads of them."""
+    """The words for a sample and for a token in messages to users."""
     prompt_length: int = 1
-    """Tokens of a sample that sampling begins with: nothing before the first one predicts it."""
+    """The number of given tokens that sampling starts from; the first token has no predecessor."""
     samples_file: str = "samples.txt"
-    """Where a run shows what was sampled."""
+    """The file to which a run writes its samples."""
     show: str | Callable[..., None] = "titanlite.data.spec:write_numbers"
-    """What writes that file: `show(path, sampled, real, model=..., title=...)`, tensors [N, T]."""
+    """Writes that file: `show(path, sampled, real, model=..., title=...)`, tensors [N, T]."""
     least_sizes: Mapping[str, int] = field(default_factory=dict)
-    """Fields of a model's configuration -> the least that keeps such samples what they are."""
+    """Fields of a model's configuration -> the smallest value at which samples keep their form."""
 
     def seq_len(self, model: Any) -> int | None:
-        """The length of a sample for a model of these sizes; None where it may have any."""
+        """The length of a sample for this model configuration; None if any length works."""
         return None
 
     def misfit(self, model: Any, seq_len: int) -> Misfit | None:
-        """What keeps a model of these sizes from reading it; None where it fits."""
+        """Why this model configuration cannot read the data set; None if it can."""
         if self.vocab_size is None or model.vocab_size >= self.vocab_size:
             return None
         return Misfit(
@@ -95,7 +95,7 @@ class DatasetSpec:
         )
 
     def make(self, *, model: Any, seq_len: int, **arguments: Any) -> Dataset:
-        """Call `build`."""
+        """Build the data set: calls `build`."""
         return self.builder(model=model, seq_len=seq_len, **arguments)
 
     @property
@@ -105,14 +105,14 @@ class DatasetSpec:
     def save_samples(
         self, path: Path, sampled: Tensor, real: Tensor, *, model: Any, title: str
     ) -> None:
-        """Write sampled sequences [N, T] and as many real ones for a person to look at."""
+        """Write sampled and real sequences, both [N, T], to a file for people to look at."""
         show = load(self.show) if isinstance(self.show, str) else self.show
         path.parent.mkdir(parents=True, exist_ok=True)
         show(path, sampled, real, model=model, title=title)
 
 
 def write_numbers(path: Path, sampled: Tensor, real: Tensor, *, model: Any, title: str) -> None:
-    """Sequences as lines of numbers: what is left where nobody says what tokens mean."""
+    """Write sequences as lines of numbers: the default for tokens without a known meaning."""
     with path.open("w", encoding="utf-8") as file:
         for kind, sequences in (("sampled", sampled), ("real", real)):
             for tokens in sequences.tolist():

@@ -1,4 +1,4 @@
-"""A finite set of sequences held in memory, read in epochs."""
+"""A finite data set held in memory and read in epochs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from titanlite.data.keyed_random import permutation
 
 
 class StoredSequences:
-    """N sequences; sample `i` is number `i mod N` of epoch `i // N`'s order.
+    """N sequences; sample `i` is at position `i mod N` in the order of epoch `i // N`.
 
-    `tokens` [N, ...] of any integer dtype, each a sequence once it is flattened. `shuffle_seed`
-    orders each epoch anew by (seed, epoch); None keeps the order of the array in every epoch.
+    `tokens` [N, ...] has any integer dtype; each row is flattened to a sequence. `shuffle_seed`
+    shuffles each epoch by (seed, epoch); with None, every epoch keeps the order of the array.
     """
 
     def __init__(self, tokens: np.ndarray, *, shuffle_seed: int | None = None) -> None:
         self._sequences = tokens.reshape(len(tokens), -1)
         self._shuffle_seed = shuffle_seed
-        # A memo of the last two orders, not state: a global batch can straddle two epochs.
+        # A cache of the last two orders, because a global batch can span two epochs.
         self._orders: dict[int, np.ndarray] = {}
 
     @property

@@ -6,6 +6,7 @@ Drawn through matplotlib's objects alone: pyplot would keep global state and loo
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,10 @@ class Record(Protocol):
 
     @property
     def validation_loss(self) -> float | None: ...
+
+
+# Characters of a title that fit above the axes.
+_TITLE_WIDTH = 84
 
 
 def save_loss_curve(
@@ -117,6 +122,7 @@ def _dress(axes: Axes, title: str) -> None:
     # Above the plot, where no curve can be under it.
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
     if title:
+        title = textwrap.fill(title, _TITLE_WIDTH)
         # As it is: what stands between two dollars is no formula.
         axes.set_title(title, loc="left", fontsize=12, pad=28, parse_math=False)
 

@@ -7,12 +7,20 @@ from math import cos, pi, sin
 _LIGHTNESS = {"F": 0.84, "B": 0.68, "I": 0.68, "W": 0.54}
 MOVING = {"SEND": "#b9b9b9", "FETCH": "#8a8a8a", "REDUCE_GRAD": "#4d4d4d"}
 OTHER = "#8a8a8a"
+# Okabe and Ito's colours, strong beside the pastels of the work.
+LANES = {
+    "SEND_TO": "#0072b2",
+    "RECEIVE": "#e69f00",
+    "GATHER": "#009e73",
+    "REDUCE": "#d55e00",
+    "EXCHANGE": "#cc79a7",
+}
 
 
 def fill(kind: str, microbatch: int | None, num_microbatches: int) -> str:
     """The colour of a cell as #rrggbb: data movement in greys, work by microbatch."""
     if kind not in _LIGHTNESS or microbatch is None:
-        return MOVING.get(kind, OTHER)
+        return MOVING.get(kind) or LANES.get(kind, OTHER)
     hue = 250 + 310 * microbatch / max(1, num_microbatches)
     # Neighbours are close in hue when there are many: lightness tells them apart.
     shade = 0.03 * (microbatch % 2) if num_microbatches > 12 else 0.0

@@ -55,23 +55,23 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
     Rows are ranks, columns steps. A square is one block's score matrix, its filled part what is
     computed; the bar above it is the keys held, as much of them as has travelled this far.
     """
-    side, step_width, row_height, left, top = 64, 150, 112, 84, 74
+    side, step_width, row_height, left, top = 64, 150, 112, 84, 92
     drawing = _Drawing(
         left + NUM_RANKS * step_width - 40,
         top + NUM_RANKS * row_height - 6,
         f"Ring attention, {layout.name} layout, {layout.num_ranks} ranks",
     )
     drawing.text(12, 20, f"{layout.name}: the causal ring on {layout.num_ranks} ranks", bold=True)
+    # On a line of its own: fonts are of many widths.
     drawing.text(
-        left + NUM_RANKS * step_width - 52,
-        20,
+        12,
+        38,
         "left bar: queries; top bar: keys held; filled: computed; arrow: keys that travel on",
-        "end",
         size=10,
     )
     for step in range(layout.num_ranks):
         x = left + step * step_width
-        drawing.text(x + side / 2, 46, f"step {step}", "middle", bold=True)
+        drawing.text(x + side / 2, 64, f"step {step}", "middle", bold=True)
         for rank in range(layout.num_ranks):
             y = top + rank * row_height
             owner = layout.holder(rank, -step)

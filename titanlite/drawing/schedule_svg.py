@@ -11,6 +11,7 @@ from titanlite.schedule.timeline import NAMES, WORK, Timeline
 
 _FONT = "font-family='DejaVu Sans, Verdana, sans-serif'"
 _CURVES_HEIGHT = 90
+_KEY_STEP = 34
 _MOST_CELLS_WITH_HOVER = 4000  # beyond that, cells of one colour are drawn as one path
 
 
@@ -24,18 +25,29 @@ class Canvas:
     row_height: float
     scale: float
     with_hover: bool = True
+    lane_height: float = 0
 
     @classmethod
     def of(cls, timeline: Timeline) -> Canvas:
         rows = len(timeline.rows)
-        row_height = 24 if rows <= 12 else 18 if rows <= 24 else 12 if rows <= 48 else 9
+        row_height = 24.0 if rows <= 12 else 18.0 if rows <= 24 else 12.0 if rows <= 48 else 9.0
+        # Below the work each kind of communication has a lane, and then a gap to the next row.
+        lane_height = row_height / 6 if timeline.lanes else 0.0
+        row_height += lane_height * (len(timeline.lanes) + 1.5 * bool(timeline.lanes))
         left = 14 + 6.2 * max((len(row) for row in timeline.rows), default=0)
         duration = timeline.drawn_end - timeline.start or 1
         longest = max((len(timeline.label(span)) for span in timeline.spans[:1000]), default=2)
         shortest = min((s.end - s.start for s in timeline.spans if s.kind in WORK), default=1)
         # Wide enough for the labels if that stays below 1,500 pixels, and never less than 700.
         wanted = (8 * longest + 6) / shortest * duration if shortest else 1500
-        return cls(timeline, left, 64, row_height, min(1500, max(700, wanted)) / duration)
+        scale = min(1500, max(700, wanted)) / duration
+        return cls(timeline, left, 64, row_height, scale, lane_height=lane_height)
+
+    @property
+    def work_height(self) -> float:
+        """The part of a row that work is drawn in."""
+        lanes = self.timeline.lanes
+        return self.row_height - self.lane_height * (len(lanes) + 1.5 * bool(lanes))
 
     def x(self, time: float) -> float:
         return self.left + (time - self.timeline.start) * self.scale
@@ -53,7 +65,12 @@ class Canvas:
 
     @property
     def width(self) -> float:
-        return max(self.right + 46, 820)
+        names = [name for _, name in shown_curves(self.timeline)]
+        legend = self.left + sum(_legend_step(kind) for kind in _kinds(self.timeline))
+        legend += 6.2 * len(self.timeline.batches_are) + 12 + 160 + 30
+        key = self.left + 6.2 * len(self.timeline.curves_label) + 16
+        key += sum(_KEY_STEP + 6.2 * len(name) for name in names)
+        return max(self.right + 46, 820, legend, key)
 
     @property
     def height(self) -> float:
@@ -123,19 +140,23 @@ def _frame(canvas: Canvas) -> Iterator[str]:
     yield _text(canvas.right + 40, canvas.top - 6, "idle", 10, "#777777", "end")
     for row, name in enumerate(rows):
         if row % every == 0:
-            y = canvas.y(row) + canvas.row_height / 2 + 3.5
+            y = canvas.y(row) + canvas.work_height / 2 + 3.5
             yield _text(canvas.left - 6, y, name, 10, anchor="end")
             yield _text(canvas.right + 40, y, f"{bubbles[row]:.0%}", 10, "#777777", "end")
 
 
 def _cells(canvas: Canvas) -> Iterator[str]:
     timeline = canvas.timeline
-    gap = 0.6 if canvas.row_height >= 12 else 0.3
+    gap = 0.6 if canvas.work_height >= 12 else 0.3
     paths: dict[str, list[str]] = {}
     for span in timeline.spans:
         x, width = canvas.x(span.start), (span.end - span.start) * canvas.scale
-        y, height = canvas.y(span.row) + gap, canvas.row_height - 2 * gap
-        if span.kind not in WORK and span.kind != "SEND":
+        y, height = canvas.y(span.row) + gap, canvas.work_height - 2 * gap
+        if span.kind in timeline.lanes:
+            lane = timeline.lanes.index(span.kind)
+            y, height = canvas.y(span.row) + canvas.work_height, canvas.lane_height
+            y, height, width = y + lane * height, height - 0.5, max(2.5, width)
+        elif span.kind not in WORK and span.kind != "SEND":
             # Fetches and reductions go on beside the work: a strip along the foot of the row.
             y, height = y + 0.72 * height, 0.28 * height
         width = max(0.4, width - min(0.6, 0.15 * width))
@@ -154,7 +175,7 @@ def _cells(canvas: Canvas) -> Iterator[str]:
 
 
 def _labels(canvas: Canvas) -> Iterator[str]:
-    size = min(11, canvas.row_height - 4)
+    size = min(11, canvas.work_height - 4)
     if size < 7:
         return
     yield f"<g font-size='{size:g}' text-anchor='middle' pointer-events='none'>"
@@ -163,7 +184,7 @@ def _labels(canvas: Canvas) -> Iterator[str]:
         width = (span.end - span.start) * canvas.scale
         if label and span.kind in WORK and width >= 0.66 * size * len(label):
             x = canvas.x(span.start) + width / 2
-            y = canvas.y(span.row) + canvas.row_height / 2 + 0.36 * size
+            y = canvas.y(span.row) + canvas.work_height / 2 + 0.36 * size
             yield f"<text x='{x:.1f}' y='{y:.1f}' fill='{palette.ink(span.kind)}'>{label}</text>"
     yield "</g>"
 
@@ -179,13 +200,12 @@ def _time_axis(canvas: Canvas) -> Iterator[str]:
 
 def _legend(canvas: Canvas) -> Iterator[str]:
     timeline = canvas.timeline
-    kinds = dict.fromkeys(span.kind for span in timeline.spans)
     x = canvas.left
-    for kind in [kind for kind in NAMES if kind in kinds]:
+    for kind in _kinds(timeline):
         color = palette.fill(kind, 0, timeline.num_microbatches)
         yield f"<rect x='{x:.0f}' y='48' width='10' height='10' fill='{color}'/>"
         yield _text(x + 14, 57, NAMES[kind], 10, "#444444")
-        x += 32 + 6.0 * len(NAMES[kind])
+        x += _legend_step(kind)
     count = timeline.num_microbatches
     each = min(12, 160 / count)
     yield _text(x, 57, f"{timeline.batches_are} 0", 10, "#444444")
@@ -197,6 +217,24 @@ def _legend(canvas: Canvas) -> Iterator[str]:
             f"fill='{color}'/>"
         )
     yield _text(x + count * each + 4, 57, f"{count - 1}", 10, "#444444")
+
+
+def _kinds(timeline: Timeline) -> list[str]:
+    """What a legend explains, in its order."""
+    kinds = {span.kind for span in timeline.spans}
+    return [kind for kind in NAMES if kind in kinds]
+
+
+def _legend_step(kind: str) -> float:
+    return 32 + 6.0 * len(NAMES[kind])
+
+
+def shown_curves(timeline: Timeline) -> list[tuple[int, str]]:
+    """The curves that are named, with their place: all of few, else the first and the last."""
+    names = list(timeline.curves)
+    return (
+        list(enumerate(names)) if len(names) <= 8 else [(0, names[0]), (len(names) - 1, names[-1])]
+    )
 
 
 def _curves(canvas: Canvas) -> Iterator[str]:
@@ -227,17 +265,14 @@ def _curves(canvas: Canvas) -> Iterator[str]:
 
 
 def _curve_key(canvas: Canvas, y: float) -> Iterator[str]:
-    """Which colour is which row: all by name if they are few, otherwise the first and the last."""
+    """Which colour is which row."""
     names = list(canvas.timeline.curves)
-    shown = (
-        list(enumerate(names)) if len(names) <= 8 else [(0, names[0]), (len(names) - 1, names[-1])]
-    )
     x = canvas.left + 6.2 * len(canvas.timeline.curves_label) + 16
-    for row, name in shown:
+    for row, name in shown_curves(canvas.timeline):
         color = palette.line(row, len(names))
         yield f"<path d='M{x:.0f} {y - 3.5:.1f}h14' stroke='{color}' stroke-width='2.5'/>"
         yield _text(x + 18, y, name, 10, "#444444")
-        x += 34 + 6.2 * len(name)
+        x += _KEY_STEP + 6.2 * len(name)
 
 
 def _ticks(length: float, about: int = 12) -> list[float]:

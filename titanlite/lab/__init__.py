@@ -1,8 +1,8 @@
 """Distributed training from scratch: every collective and every parallelism on real processes.
 
-Nothing hidden: a virtual cluster of local processes, collectives from send and receive, sharded
-operations, data, tensor and pipeline parallelism and ZeRO by hand. docs/lab/ reads through it;
-`python -m titanlite.lab` runs it. Names are imported from here; torch is loaded when one is used.
+A virtual cluster of local processes, collectives built from send and receive, sharded operations,
+and data, tensor and pipeline parallelism and ZeRO by hand. docs/lab/ explains the code;
+`python -m titanlite.lab` runs it. Import names from here; torch is loaded on first use of a name.
 """
 
 import importlib

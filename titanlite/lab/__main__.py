@@ -1,4 +1,7 @@
-"""`python -m titanlite.lab` lists the experiments; with names, it runs them."""
+"""`titanlite lab` lists the experiments; with names, it runs them.
+
+`python -m titanlite.lab` does the same.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from rich.table import Table as RichTable
 
 from titanlite.errors import TitanliteError
 from titanlite.lab.experiments import EXPERIMENTS, Table
+from titanlite.ranks.signals import ending_with_the_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the experiments named; 0, or 2 for a name that is none."""
+    """Run the named experiments. Returns 0, 1 if one fails, or 2 for an unknown name."""
     parser = argparse.ArgumentParser(
-        prog="python -m titanlite.lab",
+        prog="titanlite lab",
         description="Distributed training from scratch, on real processes of this machine.",
     )
     parser.add_argument(
-        "experiments", nargs="*", metavar="experiment", help="what to run; none: list them; or all"
+        "experiments", nargs="*", metavar="experiment", help="names to run, or all; default: list"
     )
     names = parser.parse_args(arguments).experiments
     names = list(EXPERIMENTS) if names == ["all"] else names
@@ -35,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not names:
         for name, run in EXPERIMENTS.items():
             print(f"{name:14}{run.__doc__}")
-        print("\npython -m titanlite.lab NAME runs one, all runs all; docs/lab/ explains them.")
+        print("\ntitanlite lab NAME runs one, all runs all; docs/lab/ explains them.")
     for name in names:
         try:
             show(name, EXPERIMENTS[name]())
@@ -47,11 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show(name: str, table: Table) -> None:
     rich.print(f"\n[bold]{name}[/bold]: {EXPERIMENTS[name].__doc__}\n")
-    # Not through rich: its markup would read brackets.
+    # Not through rich, which would interpret brackets as markup.
     print(table.caption + "\n")
     rows = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(table.columns):
-        # On a narrow terminal only wide columns give way.
+        # On a narrow terminal, wrap only wide columns.
         widest = max(len(line) for row in table.rows for line in row[number].splitlines())
         rows.add_column(column, no_wrap=widest <= 20)
     for row in table.rows:
@@ -60,4 +64,6 @@ def show(name: str, table: Table) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ending_with_the_output():
+        status = main()
+    sys.exit(status)

@@ -1,9 +1,9 @@
-"""How fast collectives are here, in the lecture's measure.
+"""Measure the bandwidth of collectives, with the definition of the lecture.
 
-The bandwidth of a collective is the bytes that its ring form must send, divided by the time: a fair
-measure whatever the form, and comparable with a link's data sheet. Of n bytes over W ranks every
-rank sends 2 (W-1)/W n in an all-reduce, and (W-1)/W n in an all-gather or a reduce-scatter, where n
-is the whole tensor in all three.
+The bandwidth of a collective is the number of bytes that its ring form sends per rank, divided by
+the time. It is comparable between algorithms and with a link's data sheet. For a whole tensor of n
+bytes on W ranks, a rank sends 2 (W-1)/W n in an all-reduce, and (W-1)/W n in an all-gather or a
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ SENT_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """One rank's measurement: of `num_bytes` in `seconds` of wall time (the fastest trial) and
-    `cpu_seconds` (the mean; backend threads included)."""
+    """The measurement of one rank.
+
+    `seconds` is the wall time of the fastest trial; `cpu_seconds` is the mean CPU time of a trial,
+    including backend threads.
+    """
 
     kind: str
     world_size: int
@@ -33,7 +36,7 @@ class Bandwidth:
 
     @property
     def bytes_per_second(self) -> float:
-        """bytes * 2 (W-1) / (W t) for an all-reduce, half of that for its two halves."""
+        """bytes * 2 (W-1) / (W t) for an all-reduce, half of it for the other collectives."""
         share = SENT_SHARE[self.kind] * (self.world_size - 1) / self.world_size
         return self.num_bytes * share / self.seconds
 
@@ -48,9 +51,9 @@ def measure_bandwidth(
 ) -> Bandwidth:
     """Time one collective of a float32 tensor of `num_bytes` over the whole mesh, on this device.
 
-    `kind` is "all_reduce", "all_gather" or "reduce_scatter"; `form` "torch" for torch.distributed's
-    own, "naive" or "ring" for those built from send and receive. A first trial warms up; every
-    trial starts at a barrier.
+    `kind` is "all_reduce", "all_gather" or "reduce_scatter". `form` is "torch" for the collectives
+    of torch.distributed, "naive" or "ring" for those built from send and receive. The first trial
+    is a warmup; every trial starts at a barrier.
     """
     tensor = torch.rand(num_bytes // 4, device=device.device)
     call = _by_torch(kind, tensor) if form == "torch" else _by_hand(device, kind, tensor, form)

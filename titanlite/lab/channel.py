@@ -1,9 +1,9 @@
-"""Links along which tensors travel, and on which every message is counted.
+"""Channels: links that send tensors and count every message.
 
-Between two devices a message is gloo's (on GPUs NCCL's) send and receive; between the host and a
-device it goes through the pipe that the launcher opened. A tensor on the meta device has a shape
-and no data: its messages are counted and nothing moves, so that a program can be counted at sizes
-that no laptop could hold.
+A message between two devices is a send and a receive of gloo (of NCCL on GPUs). A message between
+the host and a device goes through the pipe that the launcher opened. A tensor on the meta device
+has a shape but no data: its messages are counted but not sent, so a program can be counted at sizes
+that do not fit into memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from titanlite.lab.counts import Counts
 
 
 class Transfer:
-    """A message under way; the tensor may be used, or used again, after `wait`."""
+    """A message in flight. After `wait`, the tensor may be used (receive) or reused (send)."""
 
     def __init__(self, work: Any, tensor: torch.Tensor, unfinished: set[Transfer]) -> None:
         self._work = work
         self._tensor = tensor
         self._unfinished = unfinished
-        # gloo gives up a send whose Work object is gone, and the receiver waits for ever.
+        # If a send's Work object is garbage collected, gloo drops the send and the receiver hangs.
         unfinished.add(self)
 
     def wait(self) -> None:
@@ -37,7 +37,7 @@ class Transfer:
 
 
 class VirtualChannel(Protocol):
-    """A two-way link that keeps the order of its messages; the other side holds the other end."""
+    """One end of a two-way link that keeps the order of its messages."""
 
     def send(self, tensor: torch.Tensor) -> None: ...
 
@@ -45,9 +45,10 @@ class VirtualChannel(Protocol):
 
 
 class DeviceChannel(VirtualChannel):
-    """The link from this device to another device, by its rank.
+    """The link from this device to the device with rank `peer`.
 
-    Both sides know shape and dtype: the receiver gives the tensor to fill, as in torch.distributed.
+    As in torch.distributed, both sides know shape and dtype: the receiver passes the tensor to
+    fill.
     """
 
     def __init__(self, peer: int, counts: Counts) -> None:
@@ -58,7 +59,7 @@ class DeviceChannel(VirtualChannel):
         self._unfinished: set[Transfer] = set()
 
     def isend(self, tensor: torch.Tensor) -> Transfer:
-        """Start sending; the tensor must stay as it is until `wait` returns."""
+        """Start sending; do not modify the tensor before `wait` returns."""
         self.num_sent += 1
         if tensor.is_meta:
             self._counts.count_send(tensor)
@@ -68,18 +69,18 @@ class DeviceChannel(VirtualChannel):
         return Transfer(work, tensor, self._unfinished)
 
     def irecv(self, into: torch.Tensor) -> Transfer:
-        """Start receiving into a contiguous tensor, which is filled when `wait` returns."""
+        """Start receiving into a contiguous tensor; it is filled when `wait` returns."""
         self.num_received += 1
         moves = not into.is_meta and into.numel()
         work = dist.irecv(into, self.peer) if moves else None
         return Transfer(work, into, self._unfinished)
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Send and wait. Two devices that both send first and receive then may wait for ever."""
+        """Send and wait. Two devices that both send to each other before they receive can hang."""
         self.isend(tensor).wait()
 
     def recv(self, into: torch.Tensor) -> torch.Tensor:
-        """Receive, wait, and return the tensor that was filled."""
+        """Receive, wait, and return the filled tensor."""
         self.irecv(into).wait()
         return into
 
@@ -87,7 +88,7 @@ class DeviceChannel(VirtualChannel):
 class HostChannel(VirtualChannel):
     """The link between the host and one device. `send` copies and does not wait for the receiver.
 
-    What a device sends is counted as device to host, what it receives as host to device.
+    A device's sends are counted as device to host, its receives as host to device.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class HostChannel(VirtualChannel):
         self._post(dumps(tensor))
 
     def recv(self, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Wait for the next tensor; shape and dtype come with it, so `into` is not needed."""
+        """Wait for the next tensor. The message includes shape and dtype; `into` is optional."""
         tensor = loads(self._take())
         if self._counts:
             self._counts.count_h2d([tensor])
@@ -115,7 +116,7 @@ class HostChannel(VirtualChannel):
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        # A shard is a view: pickled as it is, it would take the whole tensor's storage along.
+        # A shard is a view; pickling it directly would include the storage of the whole tensor.
         if type(value) is torch.Tensor:
             copy = torch.empty_like(value, memory_format=torch.contiguous_format)
             copy.copy_(value.detach())
@@ -124,7 +125,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def dumps(value: Any) -> bytes:
-    """Bytes of any value: functions defined in a notebook too, tensors without their graph."""
+    """Serialize any value, including functions from a notebook; tensors lose their graph."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()

@@ -1,12 +1,12 @@
-"""A cluster of virtual devices: one real process each, started once and kept for many runs.
+"""A cluster of virtual devices, each a real process that is started once and runs many jobs.
 
     with VirtualCluster(Mesh(x=2, y=4)) as cluster:
         sums = cluster.run(lambda device, t: device.all_reduce(t), torch.arange(4))
         print(cluster.counts.d2d_bytes)
 
-The processes come from a fork server and functions travel by cloudpickle, so this works from a
-script, a test and a notebook cell alike. Whatever goes wrong in a device, the caller gets an error
-in bounded time, all processes of the cluster are ended, and the next run starts new ones.
+A fork server starts the processes and cloudpickle serializes the functions, so this works in
+scripts, tests and notebooks. If anything fails on a device, the caller gets an error in bounded
+time and all processes of the cluster are ended; the next run starts new ones.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ START_SECONDS = 120
 
 
 class VirtualCluster:
-    """Processes that each stand for one device of a mesh and run what they are given.
+    """One process per device of a mesh; the processes run the jobs given to `run`.
 
     Args:
-        mesh: the devices and their arrangement. It may be set anew between runs: the processes stay
-            if there are enough of them.
-        algorithm: the form of the virtual devices' collectives, "naive" or "ring".
-        timeout_seconds: how long one run may take.
-        device_type: "cpu" (gloo), or "cuda" (NCCL) where there is a GPU for each device.
+        mesh: the devices. It may be changed between runs; the processes are kept if there are
+            enough of them.
+        algorithm: the algorithm of the virtual devices' collectives, "naive" or "ring".
+        timeout_seconds: the time limit of one run.
+        device_type: "cpu" (gloo), or "cuda" (NCCL), which needs one GPU per device.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class VirtualCluster:
         self.close()
 
     def run(self, job: Callable[..., Any] | Operation, *args: Any, **options: Any) -> list[Any]:
-        """Run `job` on every device; return what each returned, in mesh order.
+        """Run `job` on every device; return the results in mesh order.
 
         A function is called as `job(device, *args)` with the same arguments on every device. An
-        Operation takes its global inputs: each device gets its share. `algorithm` and
-        `timeout_seconds` may be given for this run alone.
+        Operation takes its global inputs and gives each device its shards. The options `algorithm`
+        and `timeout_seconds` apply to this run only.
 
-        Raises RankError when a device raises (its traceback is the cause), dies, or is not done in
-        time; and before anything runs whatever the Operation says of inputs that cannot work.
+        Raises RankError if a device raises (its traceback is the cause), dies, or exceeds the time
+        limit. An Operation with invalid inputs raises its own error before anything runs.
         """
         self.start(job, *args, **options)
         return self.finish()
@@ -90,12 +90,14 @@ class VirtualCluster:
         algorithm: str | None = None,
         timeout_seconds: float | None = None,
     ) -> None:
-        """Start what `run` runs and return, to talk with the devices over `channel` meanwhile."""
+        """Like `run`, but return at once; `channel` then exchanges tensors with the devices."""
         if self._running is not None:
-            raise RuntimeError("the cluster is running already; finish() first")
+            raise RuntimeError("the cluster is already running; call finish() first")
         algorithm = algorithm or self.algorithm
         if algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm {algorithm!r}; use one of {', '.join(ALGORITHMS)}")
+            raise ValueError(
+                f"algorithm: {algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}"
+            )
         if isinstance(job, Operation):
             function, shares = job.run, job.shares(self.mesh, *args)
         else:
@@ -105,7 +107,7 @@ class VirtualCluster:
             self.close()
         if self._ranks is None:
             self._ranks = Ranks(self._serve, self.mesh.size)
-            # Each answers once when its world is open, so that no run's time includes that.
+            # Wait until every process group is open, so that no run's time includes it.
             self._begin(START_SECONDS)
             self._wait()
         self._begin(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
@@ -113,7 +115,7 @@ class VirtualCluster:
             self._ranks.send(rank, call)
 
     def finish(self) -> list[Any]:
-        """Wait for what `start` started; return and raise as `run` does."""
+        """Wait for the job of `start`; returns and raises like `run`."""
         self._wait()
         self._running = None
         answers = [loads(self._results[rank]) for rank in range(self.mesh.size)]
@@ -123,11 +125,11 @@ class VirtualCluster:
 
     @property
     def counts(self) -> Counts:
-        """What the last run cost, over all devices; `device_counts` has each one's."""
+        """The counts of the last run, summed over devices; `device_counts` has one per device."""
         return total(self.device_counts)
 
     def channel(self, device: int | MeshIndex) -> HostChannel:
-        """The host's end of its link to a device, by rank or index, between start and finish."""
+        """The host's end of the link to a device (rank or index), between start and finish."""
         rank = device if isinstance(device, int) else self.mesh.rank(device)
 
         def post(message: bytes) -> None:
@@ -137,7 +139,9 @@ class VirtualCluster:
             self._started()
             while self._tensors[rank].empty():
                 if rank in self._results:
-                    raise RuntimeError(f"device {rank} has returned and sends no more tensors")
+                    raise RuntimeError(
+                        f"device {rank} has already returned; it sends no more tensors"
+                    )
                 self._receive()
             return self._tensors[rank].get()
 
@@ -154,7 +158,7 @@ class VirtualCluster:
 
     def _started(self) -> Ranks:
         if self._running is None or self._ranks is None:
-            raise RuntimeError("nothing is running; start() first")
+            raise RuntimeError("nothing is running; call start() first")
         return self._ranks
 
     def _begin(self, timeout_seconds: float) -> None:
@@ -168,7 +172,7 @@ class VirtualCluster:
             self._receive()
 
     def _receive(self) -> None:
-        """Take what has come, tensors or answers; wait for something, up to the deadline."""
+        """Receive pending tensors and results; blocks until there is one, or the deadline."""
         ranks = self._started()
         assert self._running is not None
         deadline, seconds = self._running
@@ -189,7 +193,7 @@ class VirtualCluster:
                 self._results[rank] = message[1:]
 
     def _check_traffic(self, traffic: list[list[tuple[int, int]]]) -> None:
-        """A message that nobody took would be taken for the first one of the next run."""
+        """Raise if a message was sent but not received: the next run would receive it."""
         for source, target in itertools.permutations(range(self.mesh.size), 2):
             sent, received = traffic[source][target][0], traffic[target][source][1]
             if sent != received:
@@ -197,12 +201,12 @@ class VirtualCluster:
                 raise RankError(
                     source,
                     f"sent {sent} messages to rank {target}, which received {received}; "
-                    "every send needs its receive",
+                    "every send needs a matching receive",
                 )
 
 
 class _DeviceTraceback(Exception):
-    """The cause of a RankError, so that the device's own traceback is printed above it."""
+    """The cause of a RankError, so that Python prints the device's traceback above it."""
 
     def __init__(self, text: str) -> None:
         super().__init__(f"on the device\n{text}")
@@ -212,7 +216,7 @@ def _serve(place: Place, connection: Connection, *, device_type: str) -> None:
     calls: queue.SimpleQueue[tuple[bytes, queue.SimpleQueue[bytes]] | None] = queue.SimpleQueue()
 
     def read() -> None:
-        # Reading at all times keeps the host from waiting on a device that is busy or stuck.
+        # Always keep reading, so that the host never blocks on a busy or hung device.
         while True:
             try:
                 message = connection.recv_bytes()

@@ -1,7 +1,7 @@
-"""What a run cost: floating-point operations, messages, bytes and the collectives it was made of.
+"""Count the cost of a run: floating-point operations, messages, bytes and collectives.
 
-Counting happens below autograd and below torch.distributed, in a dispatch mode, so that whatever a
-device runs is counted, whoever wrote it: its matrix products, its sends, and torch's collectives.
+A dispatch mode counts below autograd and torch.distributed, so it sees everything a device runs:
+matrix products, sends, and the collectives of torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: its kind, the tensor's name if it was given one, and the axes it ran over."""
+    """One collective: its kind, the name of the tensor (may be empty), and the mesh axes."""
 
     kind: str
     label: str
@@ -31,14 +31,14 @@ class Collective:
 
 @dataclass
 class Counts:
-    """What one device, or with `+` several, did in one run.
+    """The counts of one device in one run; `+` sums several devices.
 
-    `flops` counts a multiplication and an addition as two and covers matrix products, convolutions
-    and attention. `d2d` is device to device, each message counted where it is sent; `h2d` host to
-    device and `d2h` back. `collectives` are the virtual device's own in their order (their messages
-    are in `d2d`); `torch_collectives` counts calls of torch.distributed's, whose messages the
-    backend keeps to itself, and `torch_collective_bytes` their payload (the full tensor, not the
-    shard: what goes into an all-reduce or a reduce-scatter, what comes out of an all-gather).
+    `flops` counts a multiplication and an addition as two; it covers matrix products, convolutions
+    and attention. `d2d` is device to device, counted at the sender; `h2d` is host to device and
+    `d2h` device to host. `collectives` lists the collectives of the virtual device in order; their
+    messages are counted in `d2d`. `torch_collectives` counts the collectives of torch.distributed,
+    whose messages are not visible, and `torch_collective_bytes` their payload: the full tensor, not
+    the shard (the input of an all-reduce or reduce-scatter, the output of an all-gather).
     """
 
     flops: int = 0
@@ -53,7 +53,7 @@ class Counts:
     torch_collective_bytes: Counter[str] = field(default_factory=Counter)
 
     def __add__(self, other: Counts) -> Counts:
-        """The sum; of the collectives the first's, for every device of a group takes part."""
+        """The sum; `collectives` are those of the first, since all devices of a group take part."""
         return Counts(
             **{
                 name: getattr(self, name) + getattr(other, name)
@@ -68,13 +68,13 @@ class Counts:
         self.d2d_bytes += tensor.nbytes
 
     def count_h2d(self, value: Any) -> None:
-        """Count every tensor in `value` as come from the host."""
+        """Count every tensor in `value` as sent from host to device."""
         tensors = tensors_in(value)
         self.h2d_messages += len(tensors)
         self.h2d_bytes += sum(tensor.nbytes for tensor in tensors)
 
     def count_d2h(self, value: Any) -> None:
-        """Count every tensor in `value` as gone to the host."""
+        """Count every tensor in `value` as sent from device to host."""
         tensors = tensors_in(value)
         self.d2h_messages += len(tensors)
         self.d2h_bytes += sum(tensor.nbytes for tensor in tensors)
@@ -84,15 +84,15 @@ COUNTED = tuple(Counts.__dataclass_fields__)
 
 
 def total(counts: Iterable[Counts]) -> Counts:
-    """The counts of all devices together."""
+    """The sum of the counts of all devices."""
     return sum(counts, Counts())
 
 
 class CountingMode(TorchDispatchMode):
-    """Adds to a Counts what runs inside its `with` block.
+    """Counts the operations inside its `with` block into a Counts.
 
-    Point-to-point messages appear here as torch dispatches them (`CommDebugMode` leaves them out);
-    sends of a tensor on the meta device never reach torch and are counted by the channel.
+    It sees P2P messages, which `CommDebugMode` does not. Sends of a tensor on the meta device never
+    reach torch; the channel counts them.
     """
 
     def __init__(self, counts: Counts) -> None:
@@ -114,7 +114,7 @@ class CountingMode(TorchDispatchMode):
         elif name in KINDS:
             kind = KINDS[name]
             self.counts.torch_collectives[kind] += 1
-            # The output is an argument of some forms and the result of others.
+            # The output is an argument of some forms and the return value of others.
             self.counts.torch_collective_bytes[kind] += max(map(_nbytes, (*args[:2], result)))
 
 

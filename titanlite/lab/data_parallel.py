@@ -1,8 +1,9 @@
 """Data parallelism by hand: every rank has the whole model and its own part of the batch.
 
-The only difference from training alone is one all-reduce per gradient. With `overlap` each starts
-as soon as autograd has made that gradient, and runs while the layers below compute theirs: what
-DistributedDataParallel does (Li et al. 2020, https://arxiv.org/abs/2006.15704, section 3.2).
+The only difference from training in one process is one all-reduce per gradient. With `overlap`,
+each all-reduce starts as soon as autograd has computed the gradient, and overlaps the backward of
+the layers below, as in DistributedDataParallel (Li et al. 2020, https://arxiv.org/abs/2006.15704,
+section 3.2).
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def data_parallelism_main(
     *,
     overlap: bool = False,
 ) -> TrainingRecord:
-    """Train on rows `rank` of `world_size` of `data` (batch, num_dim), gradients averaged.
+    """Train on this rank's equal share of the rows of `data` (batch, num_dim); average gradients.
 
-    The mean over ranks of gradients of local means is the gradient of the global mean only because
-    all parts have the same size: ValueError where the batch does not divide.
+    The mean of the ranks' gradients is the gradient of the global mean only if all parts have the
+    same size. Raises ValueError if the batch does not divide evenly.
     """
     setup(rank, world_size)
     local_batch_size = int_divide(data.size(0), world_size)

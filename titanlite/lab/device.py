@@ -1,7 +1,7 @@
-"""One device of a virtual cluster: what a function that runs on the cluster is given.
+"""VirtualDevice: the first argument of every function that runs on a virtual cluster.
 
-It knows where it stands on the mesh, holds the channels to its peers and to the host, and runs
-every collective over any axes of the mesh, from send and receive alone.
+It has its position on the mesh and the channels to its peers and to the host, and it runs every
+collective over any axes of the mesh, built from send and receive.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ ALGORITHMS: dict[str, ModuleType] = {"naive": naive_collectives, "ring": ring_co
 
 
 class VirtualDevice:
-    """A device: its `rank` and `index` on the `mesh`, its channels, its counts, its collectives.
+    """A device with its `rank` and `index` on the `mesh`, channels, counts and collectives.
 
-    A collective runs among the devices that differ from this one along `axes` only (None: all axes,
-    so the whole mesh); all of them must call it. `dim` is the dimension along which a tensor is cut
-    into equal parts, or parts are joined, in the order of `mesh.group(index, axes)`. `root` is a
-    position in that order. `label` names the tensor in `counts.collectives`.
+    The group of a collective is all devices with the same coordinates as this one on every axis
+    except `axes` (None: the whole mesh). All devices of the group must call it. `dim` is the
+    dimension along which a tensor is split into equal parts, or parts are concatenated, in the
+    order of `mesh.group(index, axes)`. `root` is a position in that order. `label` names the tensor
+    in `counts.collectives`.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class VirtualDevice:
         return self._channels[peer if isinstance(peer, int) else self.mesh.rank(peer)]
 
     def group(self, axes: Sequence[str] | None = None) -> Group:
-        """The devices along these axes, this one among them, with channels to each."""
+        """The group of this device along `axes`, with a channel to each of its devices."""
         ranks = self.mesh.group(self.index, axes)
         return Group(ranks.index(self.rank), [self._channels[rank] for rank in ranks])
 
     def traffic(self) -> list[tuple[int, int]]:
-        """For each device: how many messages this one has sent to it, and taken from it."""
+        """For each device, how many messages this device has sent to it and received from it."""
         return [(channel.num_sent, channel.num_received) for channel in self._channels]
 
     def broadcast(
@@ -68,7 +69,7 @@ class VirtualDevice:
         root: int = 0,
         label: str = "",
     ) -> torch.Tensor:
-        """The root's tensor; the others pass one of the same shape."""
+        """The root's tensor; the other devices pass a tensor of the same shape."""
         group, algorithm = self._begin("broadcast", axes, label)
         return algorithm.broadcast(group, tensor, root)
 
@@ -80,7 +81,7 @@ class VirtualDevice:
         root: int = 0,
         label: str = "",
     ) -> torch.Tensor:
-        """This device's part of the root's tensor; the others pass one of the same shape."""
+        """This device's part of the root's tensor; the others pass a tensor of the same shape."""
         group, algorithm = self._begin("scatter", axes, label)
         return algorithm.scatter(group, cut(tensor, group.size, dim), root)
 
@@ -92,7 +93,7 @@ class VirtualDevice:
         root: int = 0,
         label: str = "",
     ) -> torch.Tensor | None:
-        """Every device's tensor joined along `dim` on the root; None elsewhere."""
+        """Every device's tensor, concatenated along `dim`, on the root; None elsewhere."""
         group, algorithm = self._begin("gather", axes, label)
         parts = algorithm.gather(group, tensor, root)
         return None if parts is None else torch.cat(parts, dim)
@@ -112,9 +113,9 @@ class VirtualDevice:
     def all_scatter(
         self, tensor: torch.Tensor, axes: Sequence[str] | None = None, label: str = ""
     ) -> list[Transfer]:
-        """Start sending this device's tensor to every peer, which takes it from its channel.
+        """Start sending this device's tensor to every peer, which receives it on its channel.
 
-        The sending half of the naive all-gather; wait for the transfers after receiving.
+        This is the sending half of the naive all-gather. Wait for the transfers after receiving.
         """
         group, _ = self._begin("all_scatter", axes, label)
         return naive_collectives.all_scatter(group, tensor)
@@ -126,7 +127,7 @@ class VirtualDevice:
         dim: int = 0,
         label: str = "",
     ) -> torch.Tensor:
-        """Every device's tensor joined along `dim`."""
+        """Every device's tensor, concatenated along `dim`."""
         return torch.cat(self.all_gather_parts(tensor, axes, label), dim)
 
     def all_gather_parts(
@@ -167,12 +168,12 @@ class VirtualDevice:
         join_dim: int = 0,
         label: str = "",
     ) -> torch.Tensor:
-        """This device's part along `cut_dim` of every device's tensor, joined along `join_dim`."""
+        """Split every tensor along `cut_dim`; concatenate this device's parts along `join_dim`."""
         group, algorithm = self._begin("all_to_all", axes, label)
         return torch.cat(algorithm.all_to_all(group, cut(tensor, group.size, cut_dim)), join_dim)
 
     def barrier(self, axes: Sequence[str] | None = None) -> None:
-        """Return when every device of the group has called it."""
+        """Block until every device of the group has called it."""
         group, algorithm = self._begin("barrier", axes, "")
         algorithm.barrier(group)
 
@@ -184,10 +185,10 @@ class VirtualDevice:
 
 
 def cut(tensor: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
-    """Equal parts along `dim`; ValueError where they cannot be equal."""
+    """Split into equal parts along `dim`. Raises ValueError if the size does not divide."""
     size = tensor.shape[dim]
     if size % num_parts:
         raise ValueError(
-            f"dimension {dim} of size {size} cannot be cut into {num_parts} equal parts"
+            f"dimension {dim} of size {size} cannot be split into {num_parts} equal parts"
         )
     return list(tensor.chunk(num_parts, dim))

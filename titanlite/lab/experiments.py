@@ -1,7 +1,7 @@
-"""The experiments of `python -m titanlite.lab`: each runs in seconds and gives one small table.
+"""The experiments of `python -m titanlite.lab`: each runs in seconds and prints one small table.
 
-An experiment is a function that opens the cluster it needs and returns a Table; its docstring's
-first line is its description. Nothing heavy is imported before one is run.
+An experiment is a function that opens its own cluster and returns a Table. The first line of its
+docstring is its description. Imports are inside the functions, so that listing them is fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """What an experiment found: a line above, named columns, rows of text."""
+    """The result of an experiment: a caption, named columns, and rows of text."""
 
     caption: str
     columns: tuple[str, ...]
@@ -27,7 +27,7 @@ class Table:
 
 
 def collectives() -> Table:
-    """every collective on 4 devices, from send and receive: naive and ring"""
+    """every collective on 4 devices, built from send and receive: naive and ring"""
     import torch
 
     from titanlite.lab import Mesh, VirtualCluster
@@ -59,14 +59,14 @@ def collectives() -> Table:
             result = "" if results[2] is None else str(results[2].tolist())
             rows.append((*row, result or "nothing"))
     return Table(
-        "Rank r holds [0, 1, 2, 3] + r (int64). Messages / bytes over all devices; root 0.",
+        "Rank r holds [0, 1, 2, 3] + r (int64); the root is 0. Messages / bytes over all devices.",
         ("collective", "naive", "ring", "result on rank 2"),
         rows,
     )
 
 
 def bandwidth() -> Table:
-    """bandwidth of 16 MiB collectives, torch's own and by hand: bytes * 2 (W-1) / (W t)"""
+    """bandwidth of 16 MiB collectives, torch's and by hand: bytes * 2 (W-1) / (W t)"""
     from titanlite.lab import Mesh, VirtualCluster, measure_bandwidth
 
     rows = []
@@ -78,7 +78,7 @@ def bandwidth() -> Table:
                 cpu_seconds = sum(each.cpu_seconds for each in measured)
                 rows.append((kind, form, f"{slowest / 1e9:.2f}", f"{cpu_seconds * 1e3:.0f}"))
     columns = ("collective", "form", "GB/s", "CPU-ms, all ranks")
-    return Table("4 ranks, float32, the slowest rank's fastest of 5.", columns, rows)
+    return Table("4 ranks, float32; fastest of 5 trials on the slowest rank.", columns, rows)
 
 
 def _measure(device: Any, measure: Callable[..., Any], kind: str, form: str) -> Any:
@@ -103,7 +103,7 @@ def matmul() -> Table:
             TensorSharding("x", "y"), TensorSharding("y", None), TensorSharding("x", None)
         ),
     ]
-    # On the meta device: counted at this size, with nothing moved or multiplied.
+    # On the meta device, everything is counted at this size but nothing is sent or computed.
     a, b = torch.empty(4096, 2048, device="meta"), torch.empty(2048, 4096, device="meta")
     rows = []
     with VirtualCluster(Mesh(x=2, y=4)) as cluster:
@@ -113,16 +113,16 @@ def matmul() -> Table:
             policy = sharding.policy.name.removesuffix("Sharding")
             rows.append((where, policy, *_cost(naive, ring)))
     return Table(
-        "A (4096 x 2048) times B (2048 x 4096), float32, on 2 x 4 devices (x, y): all together.\n"
-        "C is whole on every device, but in the last row [x, _].\n"
-        "MiB with naive collectives, and with rings.",
+        "A (4096 x 2048) times B (2048 x 4096), float32; totals over 2 x 4 devices (x, y).\n"
+        "C is replicated, except in the last row, where it is [x, _].\n"
+        "MiB: with naive collectives. ring: MiB with ring collectives.",
         ("A B", "policy", *COST_COLUMNS),
         rows,
     )
 
 
 def feed_forward() -> Table:
-    """a feed-forward layer, whole and in GSPMD's layout, forward and backward"""
+    """a feed-forward layer, replicated and in GSPMD's layout, forward and backward"""
     import torch
 
     from titanlite.lab import (
@@ -146,8 +146,8 @@ def feed_forward() -> Table:
                 name = "forward" if isinstance(operation, FeedForward) else "backward"
                 rows.append((sharding.policy.name, name, *_cost(naive, ring)))
     return Table(
-        "Batch 8, sequence 128, model 1024, hidden 4096, float32, on 2 x 4 devices: all together.\n"
-        "MiB with naive collectives, and with rings.",
+        "Batch 8, sequence 128, model 1024, hidden 4096, float32; totals over 2 x 4 devices.\n"
+        "MiB: with naive collectives. ring: MiB with ring collectives.",
         ("policy", "pass", *COST_COLUMNS),
         rows,
     )
@@ -175,14 +175,14 @@ def _cost(naive: Counts, ring: Counts) -> tuple[str, ...]:
 
 
 def data() -> Table:
-    """data parallelism by hand, 4 ranks, against one process"""
+    """data parallelism by hand, 4 ranks, compared with one process"""
     from titanlite.lab import data_parallelism_main
 
     return _training([("data parallel", data_parallelism_main, (3,), {})])
 
 
 def tensor() -> Table:
-    """tensor parallelism by hand, 4 ranks, against one process"""
+    """tensor parallelism by hand, 4 ranks, compared with one process"""
     from titanlite.lab import tensor_parallelism_main
 
     return _training([("tensor parallel", tensor_parallelism_main, (), {"num_steps": 3})])
@@ -201,7 +201,7 @@ def pipeline() -> Table:
 
 
 def zero() -> Table:
-    """ZeRO stages 1, 2 and 3 by hand: the same numbers, less and less memory"""
+    """ZeRO stages 1, 2 and 3 by hand: the same results with less and less memory"""
     from titanlite.lab import (
         Mesh,
         VirtualCluster,
@@ -230,8 +230,10 @@ def zero() -> Table:
                     f"{moved / 1024:.0f}",
                 )
             )
-    columns = ("", "parameters", "gradients", "optimizer", "sent in a step, all ranks")
-    return Table("KiB a rank holds when the optimizer steps; 8 layers of 64 x 64.", columns, rows)
+    columns = ("", "parameters", "gradients", "optimizer", "sent per step, all ranks")
+    return Table(
+        "KiB held per rank at the optimizer step, and KiB sent; 8 layers of 64 x 64.", columns, rows
+    )
 
 
 def three_d() -> Table:
@@ -248,12 +250,12 @@ def _inputs() -> tuple[torch.Tensor, int]:
     return torch.randn(32, 64, generator=generator, dtype=torch.float64), 8
 
 
-# Name, main function, positional arguments after the number of layers, keywords.
+# Name, main function, positional arguments after the number of layers, keyword arguments.
 Run = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def _training(runs: Sequence[Run], world: int = 4, group_size: int = 4) -> Table:
-    """The difference of each run from one process, and what it sent in groups of `group_size`."""
+    """Each run's difference from one process, and its traffic on rings of `group_size`."""
     from titanlite.lab import Mesh, VirtualCluster, single_process_main, spawn
 
     inputs, num_layers = _inputs()
@@ -280,19 +282,19 @@ def _training(runs: Sequence[Run], world: int = 4, group_size: int = 4) -> Table
             )
     return Table(
         f"8 layers of 64 x 64, batch 32, float64, {world} ranks, 3 AdamW steps.\n"
-        "Difference from one process, of a tensor's largest magnitude; a step's traffic.",
-        ("", "gradients", "weights", "collectives", "sends", "KiB by rings"),
+        "Largest difference from one process, relative to the tensor's maximum; traffic per step.",
+        ("", "gradients", "weights", "collectives", "sends", "KiB on rings"),
         rows,
     )
 
 
 def _difference(records: Sequence[TrainingRecord], alone: TrainingRecord, what: str) -> float:
-    """The largest difference of any rank's part from the part of the whole that it must equal."""
+    """The largest relative difference of any rank's part from the same part of `alone`."""
     worst = 0.0
     for rank, record in enumerate(records):
         for layer, part in getattr(record, what).items():
             whole = getattr(alone, what)[layer]
-            # Where columns are cut, the ranks of one tensor-parallel group follow each other.
+            # If columns are sharded, the ranks of a tensor-parallel group are consecutive.
             num_parts = whole.shape[1] // part.shape[1]
             expected = whole.chunk(num_parts, 1)[rank % num_parts]
             worst = max(worst, float((part - expected).abs().max() / whole.abs().max()))
@@ -300,7 +302,7 @@ def _difference(records: Sequence[TrainingRecord], alone: TrainingRecord, what: 
 
 
 def _ring_bytes(counts: Counts, group_size: int) -> float:
-    """What torch's collectives send over all ranks where each runs on a ring of `group_size`."""
+    """The bytes that all ranks send in torch's collectives, each on a ring of `group_size`."""
     share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
     return sum(
         num_bytes * share.get(kind, 0) * (group_size - 1) / group_size
@@ -309,7 +311,7 @@ def _ring_bytes(counts: Counts, group_size: int) -> float:
 
 
 def overlap() -> Table:
-    """communication beside computation: step time and time spent waiting, with and without"""
+    """overlapped communication: step time and waiting time, with and without overlap"""
     import torch
 
     from titanlite.lab import (
@@ -343,11 +345,11 @@ def overlap() -> Table:
                 ]
             rows.append(tuple(row))
     columns = ("", "step", "waiting", "step, overlapped", "waiting, overlapped")
-    return Table("Wall ms a step, 2 ranks, 8 layers of 384 x 384, batch 512.", columns, rows)
+    return Table("Wall ms per step, 2 ranks, 8 layers of 384 x 384, batch 512.", columns, rows)
 
 
 def mlp() -> Table:
-    """the pipelined MLP: four layers as four stages, the clock, losses as in one process"""
+    """the pipelined MLP: four layers on 1, 2 and 4 stages, with the same losses"""
     import torch
 
     from titanlite.lab import MLP, Mesh, Pipeline, VirtualCluster
@@ -372,7 +374,7 @@ def mlp() -> Table:
                 )
             )
             clock = str(line)
-    columns = ("stages", "cycles", "idle", "loss of each step", "messages a step")
+    columns = ("stages", "cycles", "idle", "loss of each step", "messages per step")
     return Table(f"6 runs of 4 rows; with 4 stages:\n\n{clock}\n", columns, rows)
 
 

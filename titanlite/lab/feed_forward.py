@@ -1,13 +1,13 @@
-"""A transformer's feed-forward layer on shards: O = gelu(X W1 + b1) W2 + b2.
+"""A transformer's feed-forward layer on sharded tensors: O = gelu(X W1 + b1) W2 + b2.
 
-In the layout of GSPMD (Xu et al. 2021, https://arxiv.org/abs/2105.04663, section 5.1) nothing lies
-anywhere twice: the batch and both weights are split over the data axes, the model and hidden
-dimensions over the tensor axes. Weights are gathered over the data axes when they are needed (what
-FSDP does) and the product is summed over the tensor axes by a reduce-scatter (tensor parallelism
-with the activations split between layers).
+The layout of GSPMD (Xu et al. 2021, https://arxiv.org/abs/2105.04663, section 5.1) shards the batch
+and both weights over the data axes, and the model and hidden dimensions over the tensor axes; X,
+W1, W2 and O are not replicated. Weights are all-gathered over the data axes when needed, as in
+FSDP. The product is reduce-scattered over the tensor axes, as in tensor parallelism with
+activations sharded between layers.
 
-Between the collectives every device computes in one local layout: its part of the batch, all of
-the model dimension, its part of the hidden dimension. Any other sharding is brought to it and back.
+Between the collectives, every device computes in one local layout: its shard of the batch, the full
+model dimension, and its shard of the hidden dimension. Other layouts are resharded to it and back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class FeedForwardShardingPolicy(enum.Enum):
-    """How a sharded feed-forward layer is computed."""
+    """The ways to compute a sharded feed-forward layer."""
 
     Unsharded = "every device computes all of it"
     GSPMD = "all-gather X, W1 and W2; local products; reduce-scatter O"
@@ -39,7 +39,7 @@ class FeedForwardShardingPolicy(enum.Enum):
 @dataclass(frozen=True)
 class FeedForwardSharding:
     """The shardings of X and O (batch, sequence, model), W1 (model, hidden), W2 (hidden, model) and
-    the biases; whole unless given."""
+    the biases; replicated by default."""
 
     x: TensorSharding = field(default_factory=lambda: whole(3))
     w1: TensorSharding = field(default_factory=lambda: whole(2))
@@ -52,7 +52,7 @@ class FeedForwardSharding:
     def gspmd(
         cls, data: str | tuple[str, ...], tensor: str | tuple[str, ...]
     ) -> FeedForwardSharding:
-        """The layout of GSPMD over these data and tensor axes."""
+        """The GSPMD layout with these data and tensor axes."""
         return cls(
             x=TensorSharding(data, None, tensor),
             w1=TensorSharding(data, tensor),
@@ -73,20 +73,20 @@ class FeedForwardSharding:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch in the local layout."""
+        """The axes that shard the batch in the local layout."""
         return self.x[0]
 
     @property
     def tensor_axes(self) -> tuple[str, ...]:
-        """The axes that split the hidden dimension in the local layout."""
+        """The axes that shard the hidden dimension in the local layout."""
         return tuple(axis for axis in self.w1[1] if axis not in self.data_axes)
 
 
 class FeedForward(ShardedOperation):
     """O = gelu(X W1 + b1) W2 + b2: `FeedForward(sharding)(cluster, x, w1, b1, w2, b2)`.
 
-    Shapes: X (batch, sequence, model), W1 (model, hidden), b1 (hidden), W2 (hidden, model),
-    b2 (model), O as X. Any sharding that divides its dimensions works.
+    Shapes: X and O (batch, sequence, model), W1 (model, hidden), b1 (hidden), W2 (hidden, model),
+    b2 (model). Any sharding that divides the dimensions evenly works.
     """
 
     def __init__(self, sharding: FeedForwardSharding) -> None:
@@ -129,10 +129,10 @@ Feedforward = FeedForward
 
 
 class FeedForwardBackward(ShardedOperation):
-    """The gradients of X, W1, b1, W2 and b2, each sharded as its tensor, from the output's, dO.
+    """The gradients of X, W1, b1, W2 and b2, each sharded like its tensor.
 
-    Takes the inputs of FeedForward and dO (sharded as O). Computes the hidden layer again instead
-    of keeping it, as activation checkpointing does: five products for the two of the forward pass.
+    The inputs are those of FeedForward and dO, the gradient of O (sharded like O). The hidden layer
+    is recomputed, as in activation checkpointing: five products, for two in the forward pass.
     """
 
     def __init__(self, sharding: FeedForwardSharding) -> None:
@@ -177,11 +177,11 @@ class FeedForwardBackward(ShardedOperation):
         )
 
     def _gspmd(self, device: VirtualDevice, *share: torch.Tensor) -> Tensors:
-        """What was gathered forward is reduce-scattered backward, and the other way about."""
+        """All-gathers of the forward become reduce-scatters, and reduce-scatters all-gathers."""
         s = self.sharding
         data, tensor = s.data_axes, s.tensor_axes
         x, w1, b1, w2 = gathered(device, s, *share[:4])
-        # db2 needs only this device's part of dO.
+        # db2 needs only this device's shard of dO.
         db2 = device.all_reduce(share[5].sum((0, 1)), data, label="db2")
         do = device.all_gather(share[5], tensor, dim=2, label="dO")
         dx, dw1, db1, dw2, _ = local_backward(x, w1, b1, w2, do)
@@ -201,7 +201,7 @@ def hidden(x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor) -> torch.Tensor:
 def local_backward(
     x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, do: torch.Tensor
 ) -> Tensors:
-    """dX, dW1, db1, dW2, db2 of o = gelu(x w1 + b1) w2 + b2, for a part of batch and hidden."""
+    """dX, dW1, db1, dW2, db2 of o = gelu(x w1 + b1) w2 + b2, on shards of batch and hidden."""
     before = x @ w1 + b1
     h = F.gelu(before)
     dbefore = torch.ops.aten.gelu_backward(do @ w2.T, before)
@@ -218,7 +218,7 @@ def gathered(
     b1: torch.Tensor,
     w2: torch.Tensor,
 ) -> Tensors:
-    """From the GSPMD layout to the local one."""
+    """Bring X, W1, b1 and W2 from the GSPMD layout to the local one."""
     return (
         device.all_gather(x, s.tensor_axes, dim=2, label="x1"),
         device.all_gather(w1, s.data_axes, dim=0, label="w1"),
@@ -228,7 +228,7 @@ def gathered(
 
 
 def resharded(device: VirtualDevice, s: FeedForwardSharding, *share: torch.Tensor) -> Tensors:
-    """X, W1, b1, W2 and b2 from any layout to the local one."""
+    """Bring X, W1, b1, W2 and b2 from any layout to the local one."""
     source, target = FeedForward(s).inputs, FeedForward(local(s)).inputs
     return tuple(
         reshard(device, tensor, source[name], target[name], name)
@@ -237,7 +237,7 @@ def resharded(device: VirtualDevice, s: FeedForwardSharding, *share: torch.Tenso
 
 
 def local(s: FeedForwardSharding) -> FeedForwardSharding:
-    """The layout in which every device computes alone."""
+    """The local layout, in which devices compute without communication."""
     return FeedForwardSharding(
         x=TensorSharding(s.data_axes, None, None),
         w1=TensorSharding(None, s.tensor_axes),

@@ -1,4 +1,4 @@
-"""The devices among which one collective runs: their channels, and a device's place among them."""
+"""Group: the devices of one collective, with this device's position and its channels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from titanlite.lab.channel import DeviceChannel, Transfer
 
 
 class Group:
-    """This device's view of a group: `rank` is its position in it, `size` the number of devices.
+    """This device's view of a group: `rank` is its position, `size` the number of devices.
 
-    Peers are addressed by their position in the group, modulo its size, so that `rank + 1` is the
-    next device on a ring.
+    Peers are addressed by their position in the group, modulo its size, so `rank + 1` is the next
+    device on a ring.
     """
 
     def __init__(self, rank: int, channels: Sequence[DeviceChannel]) -> None:
@@ -23,7 +23,7 @@ class Group:
 
     @property
     def peers(self) -> list[int]:
-        """Every position but this device's own, the next device first."""
+        """All positions except this device's own, starting with the next device."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def isend(self, tensor: torch.Tensor, to: int) -> Transfer:
@@ -36,14 +36,14 @@ class Group:
         return self._channels[source % self.size].irecv(into)
 
     def recv(self, like: torch.Tensor, source: int) -> torch.Tensor:
-        """A new tensor of the shape and dtype of `like`, received."""
+        """Receive into a new tensor with the shape and dtype of `like`."""
         return self._channels[source % self.size].recv(new_like(like))
 
     def shift(self, tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
         """Send to the next device of the ring while receiving from the previous one.
 
-        `like` has the shape of what arrives where it is not that of what goes. The send must not
-        wait for its receiver before this device receives: all would wait in a ring.
+        `like` gives the shape to receive if it differs from the shape of `tensor`. The send must be
+        asynchronous: blocking sends would deadlock the ring.
         """
         sending = self.isend(tensor, self.rank + 1)
         received = self.recv(tensor if like is None else like, self.rank - 1)

@@ -1,9 +1,9 @@
-"""What the functions that build each parallelism by hand share: a model, a data set, a setting.
+"""Shared code of the parallelisms built by hand: the model, its initialization, and setup.
 
 Function names follow "Parallelism 2", lecture 8 of Stanford's CS336. The model is a chain of square
-layers, x <- gelu(x W), the loss the mean square of what comes out. Weights depend on the layer
-alone, never on the rank or on how the layer is cut, so that every parallelism starts from the
-weights of one process and must end at its results.
+layers, x <- gelu(x W), and the loss is the mean square of the output. Initial weights depend only
+on the layer, not on the rank or the sharding, so every parallelism starts from the weights of a
+single process and must end with its results.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from titanlite.ranks.world import open_world
 LEARNING_RATE = 1e-3
 RENDEZVOUS = "tcp://127.0.0.1:15623"
 
-# A world that `setup` opened is `cleanup`'s to close; one it found open is not.
+# `cleanup` closes only a process group that `setup` opened.
 _opened = contextlib.ExitStack()
 
 
 @dataclass
 class TrainingRecord:
-    """What one rank saw: the loss of each step (of its own data), and its part of the model.
+    """The results of one rank: the loss of each step (on its own data), and its part of the model.
 
-    `gradients` are those of the first step, as they went into the optimizer; `params` those after
-    the last step; both by layer, and only what this rank holds. `seconds` is the time of all steps
-    but the first, `waited_seconds` the part of it in which this rank waited for communication and
-    computed nothing. `peak_micro_batches` is how many microbatches a pipeline stage held at most,
-    `held_bytes` what a data-parallel rank held of each kind when the optimizer stepped.
+    `gradients` are those of the first step, as passed to the optimizer; `params` are those after
+    the last step. Both are by layer and contain only what this rank holds. `seconds` is the time of
+    all steps except the first, `waited_seconds` the part of it spent waiting for communication.
+    `peak_micro_batches` is the most microbatches that a pipeline stage held at once. `held_bytes`
+    is the memory of a data-parallel rank, by kind, at the optimizer step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -56,14 +56,14 @@ class TrainingRecord:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting."""
+        """Count the time of the block as waiting."""
         start = time.perf_counter()
         yield
         self.waited_seconds += time.perf_counter() - start
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Count the time inside as a step. The first one, which warms up, is dropped."""
+        """Count the time of the block as a step. The first step is a warmup and not counted."""
         start = time.perf_counter()
         yield
         self.num_steps += 1
@@ -76,9 +76,9 @@ class TrainingRecord:
 def spawn(
     main: Callable[..., Any], world: int | VirtualCluster, *args: Any, **options: Any
 ) -> list[Any]:
-    """Call `main(rank, world_size, *args, **options)` on every rank; return what each returned.
+    """Call `main(rank, world_size, *args, **options)` on every rank; return the results by rank.
 
-    `world` is the number of ranks, or a running cluster. Errors are VirtualCluster.run's.
+    `world` is the number of ranks, or a VirtualCluster. Raises like VirtualCluster.run.
     """
     if isinstance(world, int):
         with VirtualCluster(Mesh(rank=world)) as cluster:
@@ -91,7 +91,7 @@ def spawn(
 
 
 def setup(rank: int, world_size: int) -> None:
-    """Join the process group: the one that is open already, torchrun's, or a local one."""
+    """Join the process group: one that is already open, torchrun's, or a local one."""
     if not dist.is_initialized():
         place = torchrun_place() or Place(rank, world_size, rank, world_size, RENDEZVOUS)
         has_gpus = torch.cuda.device_count() >= place.local_world_size
@@ -110,14 +110,14 @@ def cleanup() -> None:
 
 
 def get_device(rank: int) -> torch.device:
-    """Where this rank computes: a GPU of its own where the process group runs on GPUs."""
+    """The device of this rank: its own GPU if the process group runs on GPUs, else the CPU."""
     if dist.is_initialized() and "nccl" in dist.get_backend():
         return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def int_divide(a: int, b: int) -> int:
-    """a / b; ValueError where that is not an integer."""
+    """a / b. Raises ValueError if it is not an integer."""
     if a % b:
         raise ValueError(f"{a} does not divide into {b} equal parts")
     return a // b
@@ -133,11 +133,11 @@ def get_init_params(
     num_shards: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Parameter:
-    """Columns of a layer's weight: shard number `shard` of `num_shards`, (num_inputs, num_outputs).
+    """One shard of the columns of a layer's weight, of shape (num_inputs, num_outputs).
 
-    The whole weight is drawn from the layer's own generator and then cut. Seeding every rank alike
-    and drawing only its shard, as is often seen, gives all shards and layers the same numbers, and
-    a model in which every shard computes the same thing.
+    The whole weight is drawn from a generator seeded by the layer, then sharded. A common mistake
+    is to use the same seed on every rank and draw only the shard: all shards and layers then have
+    the same weights, and every shard computes the same result.
     """
     generator = torch.Generator().manual_seed(layer)
     num_columns = num_outputs * num_shards
@@ -147,14 +147,14 @@ def get_init_params(
 
 
 def summarize_tensor(tensor: torch.Tensor) -> str:
-    """Shape and first values: "2x3[0.10, -0.52, 1.30...]"."""
+    """The shape and first values of a tensor, such as "2x3[0.10, -0.52, 1.30...]"."""
     first = ", ".join(f"{value:.4g}" for value in tensor.detach().flatten()[:3].tolist())
     more = "..." if tensor.numel() > 3 else ""
     return "x".join(map(str, tensor.shape)) + f"[{first}{more}]"
 
 
 def single_process_main(data: torch.Tensor, num_layers: int, num_steps: int) -> TrainingRecord:
-    """The run that every parallelism must equal: the whole model on all of the data."""
+    """The reference for every parallelism: train the whole model on all data in one process."""
     num_dim = data.size(1)
     params = [
         get_init_params(num_dim, num_dim, 0, layer=i, dtype=data.dtype) for i in range(num_layers)
@@ -176,17 +176,17 @@ def single_process_main(data: torch.Tensor, num_layers: int, num_steps: int) -> 
 
 
 def gradients_of(params: Any) -> dict[int, torch.Tensor]:
-    """Copies of the gradients, by layer, of (layer, parameter) pairs."""
+    """Copies of the gradients of (layer, parameter) pairs, by layer."""
     return {layer: param.grad.clone() for layer, param in params}
 
 
 def values_of(params: Any) -> dict[int, torch.Tensor]:
-    """Copies of the values, by layer, of (layer, parameter) pairs."""
+    """Copies of the values of (layer, parameter) pairs, by layer."""
     return {layer: param.detach().clone() for layer, param in params}
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The optimizer's tensors that grow with the model: two moments for AdamW."""
+    """The bytes of the optimizer state that grows with the model: two moments for AdamW."""
     return sum(
         value.nbytes
         for state in optimizer.state.values()

@@ -1,9 +1,9 @@
-"""A matrix product C = A B on shards: which collectives it needs follows from the shardings.
+"""A matrix product C = A B on sharded matrices. The shardings determine the collectives.
 
-The inner dimension k decides. Where A and B are split alike along it, the local products are parts
-of a sum; where they are not, it must be gathered first. The outer dimensions m and n just stay
-split. The policies are those of "How to parallelize a transformer" (J. Austin et al., How to Scale
-Your Model, 2025, ch. 3, https://jax-ml.github.io/scaling-book/sharding) and of pjit.
+If A and B are sharded over the same axes along the inner dimension k, the local products are
+partial sums, which are reduced. Otherwise k is all-gathered first. The outer dimensions m and n
+stay sharded. The policies are those of J. Austin et al., How to Scale Your Model, 2025, ch. 3,
+https://jax-ml.github.io/scaling-book/sharding, and of pjit.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from titanlite.lab.sharding import ShardingError, TensorSharding, whole
 
 
 class MatMulShardingPolicy(enum.Enum):
-    """How a sharded matrix product is computed."""
+    """The ways to compute a sharded matrix product."""
 
     Unsharded = "every device computes all of it"
-    MatchedInnerSharding = "k split alike: local products, all-reduce C"
-    UnmatchedInnerSharding = "k split differently: all-gather A and B, then as unsharded"
-    OuterSharding = "m split: all-gather A's k and B, local product, all-gather C's m"
-    FullSharding = "m and n split: all-gather both k, local product, all-gather C"
+    MatchedInnerSharding = "A and B sharded alike along k: local products, all-reduce C"
+    UnmatchedInnerSharding = "A and B sharded differently along k: all-gather both, then multiply"
+    OuterSharding = "m sharded: all-gather A's k and B, local product, all-gather C's m"
+    FullSharding = "m and n sharded: all-gather both k, local product, all-gather C"
     Resharding = "any other: reshard A and B, local products, reduce, reshard C"
 
 
 @dataclass(frozen=True)
 class MatMulSharding:
-    """The shardings of A (m x k), B (k x n) and C (m x n); C is whole unless given."""
+    """The shardings of A (m x k), B (k x n) and C (m x n); C is replicated by default."""
 
     a: TensorSharding
     b: TensorSharding
@@ -55,9 +55,9 @@ class MatMulSharding:
 
 
 class MatMul(ShardedOperation):
-    """C = A B with every tensor sharded as `sharding` says: `MatMul(sharding)(cluster, a, b)`.
+    """C = A B with every matrix sharded by `sharding`: `MatMul(sharding)(cluster, a, b)`.
 
-    Shapes: A (m, k), B (k, n), C (m, n). Any sharding that divides its dimensions works.
+    Shapes: A (m, k), B (k, n), C (m, n). Any sharding that divides the dimensions evenly works.
     """
 
     def __init__(self, sharding: MatMulSharding) -> None:
@@ -88,9 +88,9 @@ class MatMul(ShardedOperation):
 
 
 class MatMulBackward(ShardedOperation):
-    """(dA, dB) = (dC B^T, A^T dC), each sharded as A and B are: two more sharded products.
+    """(dA, dB) = (dC B^T, A^T dC), sharded like A and B: two more sharded products.
 
-    Takes A, B and dC (sharded as C); every product is computed by the policy of its own shardings.
+    The inputs are A, B and dC (sharded like C). The shardings of each product determine its policy.
     """
 
     def __init__(self, sharding: MatMulSharding) -> None:
@@ -144,7 +144,7 @@ def _gathered(
     m, n = sharding.a[0], sharding.b[1]
     if not m:
         return c
-    # One collective for both dimensions: the shards come in row-major order of (m, n).
+    # One collective gathers both dimensions; the shards arrive in row-major order of (m, n).
     shards = device.all_gather_parts(c, m + n, label="C")
     num_n = device.mesh.degree(n)
     rows = [torch.cat(shards[start : start + num_n], 1) for start in range(0, len(shards), num_n)]
@@ -154,10 +154,10 @@ def _gathered(
 def _resharded(
     device: VirtualDevice, a: torch.Tensor, b: torch.Tensor, sharding: MatMulSharding
 ) -> torch.Tensor:
-    """Compute where C is wanted, or else where A and B lie; then mend the difference.
+    """Reshard A and B so that m and n have the axes of C (or else their own), multiply, reshard C.
 
-    Splitting m over C's axes costs nothing where A is whole (each device takes a slice), and leaves
-    C where it should be. An axis can split only one of m, n and k.
+    Sharding m over C's axes is free if A is replicated (each device takes a slice), and leaves C in
+    its final layout. An axis can shard only one of m, n and k.
     """
     m = sharding.c[0] or sharding.a[0]
     n = tuple(axis for axis in sharding.c[1] or sharding.b[1] if axis not in m)

@@ -1,7 +1,7 @@
-"""The shape of a cluster: devices on an N-dimensional grid whose axes have names.
+"""Mesh: an N-dimensional grid of devices with named axes. Needs no torch.
 
-A device has a rank (its place in row-major order) and a MeshIndex (its coordinate on each axis).
-The devices that differ only along some axes form a group, within which a collective runs. No torch.
+A device has a rank (its position in row-major order) and a MeshIndex (its coordinate on each axis).
+Devices that differ only along some axes form a group; a collective runs within a group.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from titanlite.errors import TitanliteError
 
 
 class MeshError(TitanliteError, ValueError):
-    """A mesh, an axis or a coordinate that cannot be."""
+    """A mesh, an axis or a rank is invalid."""
 
 
 @dataclass(frozen=True)
 class MeshIndex:
-    """Where a device stands on its mesh: one coordinate for each axis, `index["x"]`."""
+    """The position of a device on its mesh: one coordinate per axis, `index["x"]`."""
 
     axes: tuple[str, ...]
     coordinates: tuple[int, ...]
@@ -36,13 +36,13 @@ class MeshIndex:
 class Mesh:
     """An N-dimensional grid of devices with named axes, outermost first: `Mesh(x=2, y=4)`.
 
-    Raises MeshError for an axis of no devices.
+    Raises MeshError if an axis has no devices.
     """
 
     def __init__(self, **sizes: int) -> None:
         for axis, size in sizes.items():
             if size < 1:
-                raise MeshError(f"mesh axis {axis}: size {size}; give at least 1")
+                raise MeshError(f"mesh axis {axis}: the size is {size}; it must be at least 1")
         self.sizes = dict(sizes)
 
     @property
@@ -55,7 +55,7 @@ class Mesh:
         return math.prod(self.sizes.values())
 
     def __iter__(self) -> Iterator[MeshIndex]:
-        """Every index in mesh order: row-major, the last axis fastest."""
+        """All indices in mesh order: row-major, the last axis varies fastest."""
         for coordinates in itertools.product(*map(range, self.sizes.values())):
             yield MeshIndex(self.axes, coordinates)
 
@@ -86,15 +86,15 @@ class Mesh:
         return rank
 
     def degree(self, axes: Sequence[str]) -> int:
-        """Into how many groups' worth of devices these axes together divide: their product."""
+        """The product of the sizes of these axes."""
         self.check_axes(axes)
         return math.prod(self.sizes[axis] for axis in axes)
 
     def group(self, index: MeshIndex, axes: Sequence[str] | None = None) -> tuple[int, ...]:
-        """The ranks that differ from `index` along `axes` only (None: every axis).
+        """The ranks that differ from `index` only along `axes` (None: all axes).
 
-        Their order is row-major over the axes as given, so that the position of a rank in the group
-        is the number of the shard it holds of a dimension split over these axes.
+        The order is row-major over the axes as given. The position of a rank in the group is thus
+        the number of its shard of a dimension that is sharded over these axes.
         """
         axes = self.axes if axes is None else tuple(axes)
         self.check_axes(axes)
@@ -109,7 +109,7 @@ class Mesh:
         return tuple(ranks)
 
     def check_axes(self, axes: Sequence[str]) -> None:
-        """Raise MeshError for an axis that the mesh lacks or that is named twice."""
+        """Raise MeshError for an axis that the mesh does not have, or that is listed twice."""
         for axis in axes:
             if axis not in self.sizes:
                 raise MeshError(f"{self} has no axis {axis!r}; it has {', '.join(self.axes)}")

@@ -1,4 +1,4 @@
-"""A pipelined multilayer perceptron: dense layers cut into stages, backward passes written out."""
+"""A pipelined multilayer perceptron: dense layers split into stages, with a manual backward."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from titanlite.lab.pipelining import Pipeline, PipelinedOperation, PipelineError
 class MLP(PipelinedOperation):
     """y = dense(gelu(dense(... x))), each dense layer x W + b; four layers as four stages.
 
-    `sizes` are the features before, between and after the layers, so five for four layers; with
-    fewer stages than layers a stage has several, as evenly as can be. The loss is the mean squared
-    error. Raises PipelineError for more stages than layers.
+    `sizes` are the numbers of features before, between and after the layers: five for four layers.
+    With fewer stages than layers, the layers are distributed as evenly as possible. The loss is the
+    mean squared error. Raises PipelineError if there are more stages than layers.
     """
 
     def __init__(
@@ -27,7 +27,9 @@ class MLP(PipelinedOperation):
         self.sizes = tuple(sizes)
         self.num_layers = len(sizes) - 1
         if pipeline.num_stages > self.num_layers:
-            raise PipelineError(f"{self.num_layers} layers for {pipeline.num_stages} stages")
+            raise PipelineError(
+                f"{self.num_layers} layers are too few for {pipeline.num_stages} stages"
+            )
         # The layers of stage s are bounds[s] ... bounds[s + 1] - 1.
         self._bounds = [
             stage * self.num_layers // pipeline.num_stages
@@ -37,7 +39,7 @@ class MLP(PipelinedOperation):
     def build_parameters(
         self, seed: int = 0, dtype: torch.dtype = torch.float32
     ) -> list[list[torch.Tensor]]:
-        """New weights and biases, [W, b, W, b, ...] for each stage; the same however it is cut."""
+        """New weights and biases, [W, b, W, b, ...] per stage; equal for any number of stages."""
         stages = []
         for start, end in zip(self._bounds, self._bounds[1:], strict=False):
             tensors = []

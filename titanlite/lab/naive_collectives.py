@@ -1,9 +1,8 @@
-"""Every collective from send and receive, in its plainest form: each message goes straight to
-whoever needs it.
+"""Naive collectives: each message is sent directly to the device that needs it.
 
-The form to understand a collective by, and to check others against. Each function runs on every
-device of the group; tensors of one call have the same shape on all. `combine` adds by default and
-is applied in group order on every device, so that all get the same bits.
+This is the simplest form of each collective, and the reference for the others. Each function runs
+on every device of the group; in one call, tensors have the same shape on all devices. `combine`
+adds by default. Every device applies it in group order, so all results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """The root's tensor, on every device; elsewhere only the shape of `tensor` matters."""
+    """The root's tensor, on every device; other devices pass `tensor` only for its shape."""
     if group.rank != root:
         return group.recv(tensor, root)
     wait_all([group.isend(tensor, peer) for peer in group.peers])
@@ -27,7 +26,7 @@ def broadcast(group: Group, tensor: torch.Tensor, root: int = 0) -> torch.Tensor
 
 
 def scatter(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> torch.Tensor:
-    """The root's tensors[r], on device r; elsewhere only the shapes of `tensors` matter."""
+    """The root's tensors[r], on device r; other devices pass `tensors` only for their shapes."""
     if group.rank != root:
         return group.recv(tensors[group.rank], root)
     wait_all([group.isend(tensors[peer], peer) for peer in group.peers])
@@ -55,8 +54,8 @@ def reduce(
 def all_scatter(group: Group, tensor: torch.Tensor) -> list[Transfer]:
     """Start sending this device's tensor to every peer: the sending half of an all-gather.
 
-    A peer takes it with `group.recv(like, rank)`. Wait for the transfers after receiving: where all
-    devices wait for their sends first, large messages wait for ever.
+    A peer receives it with `group.recv(like, rank)`. Wait for the transfers only after receiving:
+    if all devices wait for their sends first, large messages deadlock.
     """
     return [group.isend(tensor, peer) for peer in group.peers]
 
@@ -96,7 +95,7 @@ def all_to_all(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tens
 
 
 def barrier(group: Group) -> None:
-    """Return on no device before it was called on all: one-byte tokens to the first and back."""
+    """Block until all devices have called it: one-byte tokens go to the first device and back."""
     token = torch.zeros(1, dtype=torch.uint8)
     gather(group, token)
     broadcast(group, token)

@@ -1,4 +1,4 @@
-"""What a cluster can run: an operation on global inputs, of which each device gets its share."""
+"""Operation: a job on global inputs that a cluster distributes over its devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlite.lab.mesh import Mesh
 
 
 class Runner(Protocol):
-    """What an operation needs of a VirtualCluster: a mesh, and to run on all of its devices."""
+    """The part of VirtualCluster that an operation uses."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -20,22 +20,22 @@ class Runner(Protocol):
 
 
 class Operation(ABC):
-    """An operation in three parts: share out on the host, run on every device, join on the host.
+    """An operation in three parts: split on the host, run on every device, join on the host.
 
     Calling it with a cluster and the global inputs does all three: `matmul(cluster, a, b)`.
     """
 
     @abstractmethod
     def shares(self, mesh: Mesh, *inputs: Any) -> Sequence[Sequence[Any]]:
-        """What each device gets of the inputs, in mesh order; raises where that cannot work."""
+        """The part of the inputs for each device, in mesh order. Raises for invalid inputs."""
 
     @abstractmethod
     def run(self, device: VirtualDevice, *share: Any) -> Any:
-        """What one device does with its share."""
+        """Run on one device with its part of the inputs."""
 
     @abstractmethod
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
-        """The global result from every device's, in mesh order."""
+        """The global result from the results of all devices, in mesh order."""
 
     def __call__(self, cluster: Runner, *inputs: Any, **options: Any) -> Any:
         return self.join(cluster.mesh, cluster.run(self, *inputs, **options))

@@ -1,9 +1,9 @@
-"""Pipeline parallelism by hand: every rank has some of the layers, microbatches pass through.
+"""Pipeline parallelism by hand: every rank has some of the layers; microbatches pass through them.
 
-A rank's work is a list of actions, forward or backward of a microbatch. GPipe (Huang et al. 2019,
-https://arxiv.org/abs/1811.06965) does all forwards and then all backwards; 1F1B (PipeDream-Flush,
-Narayanan et al. 2021, https://arxiv.org/abs/2006.09503) starts the backwards as early as it can, in
-the same time, but a stage then holds at most as many microbatches as there are stages after it.
+A rank runs a list of actions, each the forward or backward of a microbatch. GPipe (Huang et al.
+2019, https://arxiv.org/abs/1811.06965) runs all forwards, then all backwards. 1F1B
+(PipeDream-Flush, Narayanan et al. 2021, https://arxiv.org/abs/2006.09503) runs each backward as
+early as possible. It takes the same time, but stage s of W holds at most W - s microbatches.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def pipeline_parallelism_main(
 ) -> TrainingRecord:
     """Train on all of `data` (batch, num_dim) with this rank's num_layers / world_size layers.
 
-    (W-1) M sends forward and as many backward. With `overlap` the receive of the next action's
-    input is posted before the present one computes. Only the last rank's record has losses.
-    ValueError where layers or batch do not divide, KeyError for a schedule other than "gpipe"
-    and "1f1b".
+    W ranks and M microbatches take (W-1) M sends forward and as many backward. With `overlap`, the
+    receive for the next action is posted before the current one computes. Only the last rank's
+    record has losses. Raises ValueError if layers or batch do not divide evenly, KeyError for a
+    schedule other than "gpipe" and "1f1b".
     """
     setup(rank, world_size)
     data = data.to(get_device(rank))
@@ -71,7 +71,7 @@ def pipeline_parallelism_main(
             loss = run_stage(
                 actions,
                 forward,
-                # Only the first stage reads the data, the others only its shape.
+                # Only the first stage reads the data; the others use only its shape.
                 data.chunk(num_micro_batches),
                 previous_rank=rank - 1 if rank > 0 else None,
                 next_rank=rank + 1 if rank + 1 < world_size else None,
@@ -95,7 +95,7 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
 
 
 def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
-    """As many forwards as there are stages after this one, then one and one, then the rest."""
+    """One forward per later stage, then alternating forwards and backwards, then backwards."""
     num_ahead = min(num_stages - 1 - stage, num_micro_batches)
     actions = [(FORWARD, m) for m in range(num_ahead)]
     for m in range(num_micro_batches - num_ahead):
@@ -118,10 +118,10 @@ def run_stage(
     record: TrainingRecord,
     overlap: bool,
 ) -> float:
-    """Do one stage's actions: receive, compute, send; return the loss (zero but on the last stage).
+    """Run the actions of one stage; return the loss (zero except on the last stage).
 
-    The gradients of all microbatches add up on the parameters; dividing each loss by their number
-    makes that the gradient of the mean over the whole batch.
+    Gradients of all microbatches accumulate on the parameters. Each loss is divided by the number
+    of microbatches, so the sum is the gradient of the mean over the whole batch.
     """
     receiving: dict[Action, tuple[torch.Tensor, Any]] = {}
     sending: list[Any] = []
@@ -143,14 +143,14 @@ def run_stage(
         return buffer
 
     def send(tensor: torch.Tensor, target: int) -> None:
-        # Not waited for here: two neighbours that both send first would wait for each other.
+        # Do not wait here: two neighbours that both wait for their send first would deadlock.
         tensor = tensor.detach()
         sending.append((dist.isend(tensor, target), tensor))
 
     for position, action in enumerate(actions):
         kind, m = action
         if overlap:
-            # In the order in which they are needed: messages between two ranks keep theirs.
+            # Post in the order of use, because messages between two ranks keep their order.
             for needed in actions[position : position + 2]:
                 post_receive(needed)
         if kind == FORWARD:

@@ -1,9 +1,9 @@
-"""A pipeline by the clock: in a cycle each stage does one run forward, or backward, or nothing.
+"""A clocked pipeline: in each cycle, a stage runs one forward, one backward, or nothing.
 
-N runs (microbatches) through S stages. Stage i does run j forward in cycle i + j. The last run has
-left the last stage when cycle N + S - 2 ends, so that stage starts its backward passes in the next
-one, and stage i, S - 1 - i stages further back, in cycle N + 2S - 2 - i. All is done after
-2 (N + S - 1) cycles, of which a stage is idle for 2 (S - 1).
+N runs (microbatches) pass through S stages. Stage i runs the forward of run j in cycle i + j. The
+last forward on the last stage is in cycle N + S - 2, so that stage starts its backward passes in
+the next cycle. Stage i is S - 1 - i stages earlier and starts them in cycle N + 2S - 2 - i. A step
+takes 2 (N + S - 1) cycles, and a stage is idle in 2 (S - 1) of them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from titanlite.lab.operation import Operation
 
 
 class PipelineError(TitanliteError, ValueError):
-    """A pipeline, or inputs to one, that cannot work."""
+    """A pipeline or its inputs are invalid."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """N runs through S stages, and the rank of the device on which each stage lives.
+    """N runs through S stages, and the rank of each stage's device.
 
-    Without `ranks` stage s is on device s, round the mesh again where there are more stages than
-    devices. `is_training` is false for a pipeline that only serves: forward alone. Raises
-    PipelineError for no runs, no stages, or a rank that is not on the mesh.
+    By default, stage s is on device s modulo the size of the mesh. With `is_training=False` the
+    pipeline only runs forward passes. Raises PipelineError if there are no runs or no stages, or
+    not one rank per stage; MeshError if a rank is not on the mesh.
     """
 
     mesh: Mesh
@@ -43,13 +43,16 @@ class Pipeline:
     def __post_init__(self) -> None:
         if self.num_runs < 1 or self.num_stages < 1:
             raise PipelineError(
-                f"{self.num_runs} runs through {self.num_stages} stages; give at least one of each"
+                f"{self.num_runs} runs and {self.num_stages} stages; there must be at least one of "
+                "each"
             )
         if not self.ranks:
             places = tuple(stage % self.mesh.size for stage in range(self.num_stages))
             object.__setattr__(self, "ranks", places)
         if len(self.ranks) != self.num_stages:
-            raise PipelineError(f"{len(self.ranks)} ranks for {self.num_stages} stages")
+            raise PipelineError(
+                f"{len(self.ranks)} ranks for {self.num_stages} stages; give one rank per stage"
+            )
         for rank in self.ranks:
             self.mesh.index(rank)
 
@@ -60,19 +63,19 @@ class Pipeline:
 
     @property
     def bubble(self) -> float:
-        """The share of its cycles in which a stage is idle: (S - 1) / (N + S - 1)."""
+        """The fraction of cycles in which a stage is idle: (S - 1) / (N + S - 1)."""
         return (self.num_stages - 1) / (self.num_runs + self.num_stages - 1)
 
     def stage(self, index: int, cycle: int) -> PipelineStage:
-        """A stage as it is in a cycle."""
+        """The stage `index` in the cycle `cycle`."""
         return PipelineStage(self, index, cycle)
 
     def stages_on(self, rank: int) -> list[int]:
-        """The stages that live on a device."""
+        """The stages on the device `rank`."""
         return [stage for stage, place in enumerate(self.ranks) if place == rank]
 
     def __str__(self) -> str:
-        """A row for each stage, a column for each cycle."""
+        """A table with one row per stage and one column per cycle."""
         cells = [
             [str(self.stage(index, cycle)) for cycle in range(self.num_cycles)]
             for index in range(self.num_stages)
@@ -86,7 +89,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """What one stage does in one cycle."""
+    """The work of one stage in one cycle."""
 
     pipeline: Pipeline
     index: int
@@ -120,7 +123,7 @@ class PipelineStage:
 
     @property
     def run(self) -> int | None:
-        """The run it is at; None when idle."""
+        """The run that the stage works on; None if idle."""
         if self.is_forward:
             return self.cycle - self.index
         return self.cycle - self.backward_start if self.is_backward else None
@@ -131,8 +134,11 @@ class PipelineStage:
 
 @dataclass
 class PipelineResult:
-    """What comes back: each step's loss; by stage, parameters after the last step, the gradients of
-    the first, and the optimizer's state; and of serving, the outputs (runs, batch, features)."""
+    """The result of a PipelinedOperation.
+
+    `losses` has one value per step. By stage: `parameters` after the last step, `gradients` of the
+    first step, and `optimizer_states`. `outputs` (runs, batch, features) is set in inference only.
+    """
 
     losses: list[float] = field(default_factory=list)
     parameters: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -142,13 +148,13 @@ class PipelineResult:
 
 
 class PipelinedOperation(Operation):
-    """A model in stages, run through a Pipeline: `operation(cluster, parameters, inputs, targets)`.
+    """A model that runs on a Pipeline: `operation(cluster, parameters, inputs, targets)`.
 
-    `parameters` has a list of tensors for each stage; `inputs` and `targets` are (steps, runs,
-    batch, features), `targets` None to serve, with one step. In every step the gradients of all
-    runs add up, each a share 1 / N of their mean loss, and then every stage's own AdamW applies
-    them. Only the first stage's device gets the inputs, only the last one's the targets. Returns a
-    PipelineResult. A subclass says what a stage computes.
+    `parameters` has one list of tensors per stage. `inputs` and `targets` are (steps, runs, batch,
+    features); for inference, `targets` is None and there is one step. In every step, the gradients
+    of all N runs accumulate, each divided by N, and then each stage's own AdamW applies them. Only
+    the first stage's device receives the inputs, only the last one's the targets. Returns a
+    PipelineResult. A subclass defines the computation of a stage.
     """
 
     def __init__(self, pipeline: Pipeline, *, lr: float = 1e-3) -> None:
@@ -159,13 +165,13 @@ class PipelinedOperation(Operation):
     def forward(
         self, stage: int, parameters: Sequence[torch.Tensor], x: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """A stage's output for its input, and what its backward pass will need."""
+        """The output of a stage for its input, and the values saved for its backward pass."""
 
     @abstractmethod
     def backward(
         self, stage: int, parameters: Sequence[torch.Tensor], saved: Any, dy: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The gradients of a stage's input and of its parameters, from its output's."""
+        """The gradients of a stage's input and parameters, given the gradient of its output."""
 
     @abstractmethod
     def loss(self, y: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,22 +179,23 @@ class PipelinedOperation(Operation):
 
     @abstractmethod
     def num_features(self, stage: int, parameters: Sequence[torch.Tensor]) -> int:
-        """The features of a stage's input."""
+        """The number of features of a stage's input."""
 
     def shares(self, mesh: Mesh, *inputs: Any) -> Sequence[Sequence[Any]]:
         parameters, x, targets = inputs if len(inputs) == 3 else (*inputs, None)
         pipeline = self.pipeline
         if len(parameters) != pipeline.num_stages:
             raise PipelineError(
-                f"parameters of {len(parameters)} stages for {pipeline.num_stages} stages"
+                f"parameters: there are {len(parameters)} lists for {pipeline.num_stages} stages; "
+                "give one per stage"
             )
         if x.ndim != 4 or x.shape[1] != pipeline.num_runs:
             raise PipelineError(
-                f"inputs of shape {tuple(x.shape)}; give (steps, {pipeline.num_runs} runs, batch, "
-                "features)"
+                f"inputs: the shape is {tuple(x.shape)}; it must be (steps, {pipeline.num_runs} "
+                "runs, batch, features)"
             )
         if pipeline.is_training and (targets is None or targets.shape[:3] != x.shape[:3]):
-            raise PipelineError("a pipeline that trains needs a target for every row of its inputs")
+            raise PipelineError("targets: training needs a target for every row of the inputs")
         num_steps, _, batch_size, _ = x.shape
         return [
             (
@@ -240,7 +247,7 @@ class PipelinedOperation(Operation):
 
 
 class _Cycles:
-    """One device's cycles of one step, over all stages that live on it."""
+    """The cycles of one step on one device, for all of its stages."""
 
     def __init__(
         self,
@@ -259,14 +266,14 @@ class _Cycles:
             for stage, tensors in parameters.items()
         }
         self._saved: dict[tuple[int, int], Any] = {}
-        # What one stage hands to another on the same device.
+        # Tensors that one stage passes to another on the same device.
         self._here: dict[tuple[int, int, str], torch.Tensor] = {}
         self._sending: list[Any] = []
 
     def run(
         self, inputs: torch.Tensor | None, targets: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], float]:
-        """The last stage's outputs and mean loss, where it lives here; else none and zero."""
+        """Outputs and mean loss of the last stage; an empty list and zero on other devices."""
         outputs: list[torch.Tensor] = []
         total_loss = 0.0
         for cycle in range(self.pipeline.num_cycles):

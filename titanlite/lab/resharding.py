@@ -1,8 +1,8 @@
-"""From any sharding of a tensor to any other: every device gets the part it needs, once.
+"""Reshard a tensor from any sharding to any other; every device receives each needed part once.
 
-The step that makes an operation work for shardings it has no rule for. A gather, a slice and a
-transposition of axes are all cases of it: each device works out, from the two shardings alone,
-which boxes of its new shard lie on which device, and the senders work out the same.
+With this, an operation also works for shardings that it has no rule for. A gather, a slice and a
+transposition of axes are special cases. Senders and receivers compute the same list of transfers
+from the two shardings: which box of each new shard is on which device.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def reshard(
 ) -> torch.Tensor:
     """This device's shard of a tensor under `target`, from its shard under `source`.
 
-    Every device of the mesh must call it. What a device holds already it does not receive; of
-    several copies it takes that of the device which differs in the split axes only, so that the
-    copies share the sending.
+    Every device of the mesh must call it. A device does not receive data that it already has. If
+    the source is replicated, it receives from the replica with its own coordinates on the
+    replicated axes, so all replicas share the sending.
     """
     if source == target:
         return shard
@@ -61,7 +61,7 @@ def reshard(
 def _moves(
     mesh: Mesh, shape: Shape, source: TensorSharding, target: TensorSharding
 ) -> Iterator[tuple[MeshIndex, MeshIndex, Box]]:
-    """Every (giver, taker, box), in the same order on every device."""
+    """All (giver, taker, box), in the same order on every device."""
     old = {index: source.box(mesh, shape, index) for index in mesh}
     for taker in mesh:
         wanted = target.box(mesh, shape, taker)
@@ -75,13 +75,13 @@ def _moves(
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The box that two boxes share; None if there is none."""
+    """The intersection of two boxes; None if it is empty."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(first < last for first, last in shared) else None
 
 
 def relative(box: Box, frame: Box) -> Box:
-    """A box in the coordinates of the shard that holds `frame`."""
+    """The box in the local coordinates of the shard that holds `frame`."""
     return tuple(
         (first - start, last - start) for (first, last), (start, _) in zip(box, frame, strict=True)
     )

@@ -1,9 +1,9 @@
-"""The same collectives on a ring: every device sends to the next one only.
+"""Ring collectives: every device sends only to the next one.
 
-All W links are busy at every step and none carries more than its share, so an all-gather or a
-reduce-scatter of n bytes takes (W-1)/W n bytes on each link, which is the least possible (Patarasu
-and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Signatures
-and results are those of naive_collectives.py.
+All W links are busy in every step and carry equal loads. An all-gather or a reduce-scatter of n
+bytes sends (W-1)/W n bytes over each link, which is optimal (Patarasu and Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", 2009). Signatures and results are the same as
+in naive_collectives.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from titanlite.lab.naive_collectives import Combine
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """The root's tensor, on every device, in W chunks: while one is passed on the next arrives."""
+    """The root's tensor, on every device: W chunks, pipelined around the ring."""
     distance = (group.rank - root) % group.size
     chunks = []
     sending = []
@@ -32,7 +32,7 @@ def broadcast(group: Group, tensor: torch.Tensor, root: int = 0) -> torch.Tensor
 
 
 def scatter(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> torch.Tensor:
-    """The root's tensors[r], on device r: the farthest one's goes first; each passes on."""
+    """The root's tensors[r], on device r: the farthest is sent first and forwarded."""
     distance = (group.rank - root) % group.size
     sending = []
     for target in range(group.size - 1, distance, -1):
@@ -47,7 +47,7 @@ def scatter(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> tor
 
 
 def gather(group: Group, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
-    """Every device's tensor, in group order, on the root; each passes on what comes from behind."""
+    """Every device's tensor, in group order, on the root; devices forward what they receive."""
     distance = (root - group.rank) % group.size
     if distance > 0:
         sending = [group.isend(tensor, group.rank + 1)]
@@ -55,7 +55,7 @@ def gather(group: Group, tensor: torch.Tensor, root: int = 0) -> list[torch.Tens
             sending.append(group.isend(group.recv(tensor, group.rank - 1), group.rank + 1))
         wait_all(sending)
         return None
-    # The nearest device behind the root arrives first.
+    # The tensor of the device just before the root arrives first.
     arrived = [tensor.clone(), *(group.recv(tensor, group.rank - 1) for _ in group.peers)]
     return [arrived[(root - rank) % group.size] for rank in range(group.size)]
 
@@ -63,7 +63,7 @@ def gather(group: Group, tensor: torch.Tensor, root: int = 0) -> list[torch.Tens
 def reduce(
     group: Group, tensor: torch.Tensor, root: int = 0, combine: Combine = torch.add
 ) -> torch.Tensor | None:
-    """The sum on the root, None elsewhere: W chunks, each growing on its way round to the root."""
+    """The sum on the root, None elsewhere: W chunks, reduced on their way around the ring."""
     distance = (root - group.rank) % group.size
     chunks = []
     sending = []
@@ -78,7 +78,7 @@ def reduce(
 
 
 def all_gather(group: Group, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Every device's tensor, in group order: W-1 times, pass on what arrived last."""
+    """Every device's tensor, in group order: W-1 times, forward the tensor received last."""
     gathered = {group.rank: tensor.clone()}
     for step in range(1, group.size):
         tensor = group.shift(tensor)
@@ -89,8 +89,8 @@ def all_gather(group: Group, tensor: torch.Tensor) -> list[torch.Tensor]:
 def reduce_scatter(
     group: Group, tensors: Sequence[torch.Tensor], combine: Combine = torch.add
 ) -> torch.Tensor:
-    """The sum of tensors[r] on device r: W-1 times, pass on a partial sum and add to the next."""
-    # The sum that ends on device r starts on device r+1 and comes once round.
+    """The sum of tensors[r] on device r: W-1 times, forward a partial sum and add to the next."""
+    # The sum for device r starts on device r+1 and travels once around the ring.
     partial = tensors[(group.rank - 1) % group.size]
     for step in range(2, group.size + 1):
         mine = tensors[(group.rank - step) % group.size]
@@ -99,11 +99,11 @@ def reduce_scatter(
 
 
 def all_reduce(group: Group, tensor: torch.Tensor, combine: Combine = torch.add) -> torch.Tensor:
-    """The sum, on every device: a reduce-scatter of W chunks, then an all-gather of their sums."""
+    """The sum, on every device: a reduce-scatter of W chunks, then an all-gather of the sums."""
     chunks = tensor.flatten().tensor_split(group.size)
     partial = reduce_scatter(group, chunks, combine)
     sums = {group.rank: partial}
-    # As all_gather, for chunks that may differ in size by one element.
+    # Like all_gather, for chunks whose sizes may differ by one element.
     for step in range(1, group.size):
         source = (group.rank - step) % group.size
         partial = group.shift(partial, chunks[source])
@@ -112,8 +112,8 @@ def all_reduce(group: Group, tensor: torch.Tensor, combine: Combine = torch.add)
 
 
 def all_to_all(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """tensors[r] of every device on device r: bundles go round, each takes its own out."""
-    # In the bundle the tensor for the next device is first.
+    """tensors[r] of every device, on device r: bundles go around; each device removes its part."""
+    # The first tensor of the bundle is for the next device.
     bundle = torch.stack([tensors[peer] for peer in group.peers]) if group.size > 1 else None
     received = {group.rank: tensors[group.rank].clone()}
     for step in range(1, group.size):
@@ -125,7 +125,7 @@ def all_to_all(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tens
 
 
 def barrier(group: Group) -> None:
-    """Return on no device before it was called on all: a one-byte token goes round twice."""
+    """Block until all devices have called it: a one-byte token goes around the ring twice."""
     token = torch.zeros(1, dtype=torch.uint8)
     for _ in range(2 if group.size > 1 else 0):
         if group.rank > 0:

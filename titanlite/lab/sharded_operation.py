@@ -14,30 +14,30 @@ from titanlite.lab.sharding import ShardingError, TensorSharding
 
 
 class ShardedOperation(Operation):
-    """An operation whose inputs and outputs are tensors, each laid out by a TensorSharding.
+    """An operation whose inputs and outputs are tensors, each with a TensorSharding.
 
-    A subclass names its tensors and their shardings and computes on shards in `run`. `check` raises
-    ShardingError, on the host, for inputs that cannot work.
+    A subclass names its tensors and their shardings, and computes on shards in `run`. `check` runs
+    on the host and raises ShardingError for invalid inputs.
     """
 
     @property
     @abstractmethod
     def inputs(self) -> dict[str, TensorSharding]:
-        """Each input's name and sharding, in the order of the arguments."""
+        """The names and shardings of the inputs, in the order of the arguments."""
 
     @property
     @abstractmethod
     def outputs(self) -> dict[str, TensorSharding]:
-        """Each output's name and sharding, in the order in which `run` returns them."""
+        """The names and shardings of the outputs, in the order in which `run` returns them."""
 
     @abstractmethod
     def check(self, mesh: Mesh, *tensors: torch.Tensor) -> None:
-        """Raise ShardingError unless these inputs fit each other, the shardings and the mesh."""
+        """Raise ShardingError unless the inputs match each other, their shardings and the mesh."""
 
     def shares(self, mesh: Mesh, *tensors: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
         if len(tensors) != len(self.inputs):
             raise ShardingError(
-                f"{type(self).__name__} takes {', '.join(self.inputs)}; got {len(tensors)} tensors"
+                f"{type(self).__name__} needs {', '.join(self.inputs)}, not {len(tensors)} tensors"
             )
         self.check(mesh, *tensors)
         split = [
@@ -47,7 +47,7 @@ class ShardedOperation(Operation):
         return list(zip(*split, strict=True))
 
     def join(self, mesh: Mesh, results: Sequence[Any]) -> Any:
-        """The whole output, or a tuple of them where there are several."""
+        """The whole output, or a tuple if there are several."""
         if len(self.outputs) == 1:
             results = [(result,) for result in results]
         joined = tuple(

@@ -1,8 +1,8 @@
-"""How a tensor is laid out over a mesh: for each dimension, the mesh axes that split it.
+"""Shardings: for each dimension of a tensor, the mesh axes that shard it.
 
-A dimension split over axes (x, y) is cut into size(x) * size(y) equal parts, x the slower; a
-dimension split over none is whole on every device. An axis that splits no dimension of a tensor
-holds copies of it. Everything here is known on the host, before any device runs.
+A dimension sharded over axes (x, y) is split into size(x) * size(y) equal parts; x varies slowest.
+A tensor is replicated along every axis that shards none of its dimensions. Everything here is
+computed on the host, before any device runs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Shape = Sequence[int]
 
 
 class ShardingError(TitanliteError, ValueError):
-    """A sharding, or inputs under it, that cannot work."""
+    """A sharding is invalid, or does not match a tensor or a mesh."""
 
 
 @dataclass(frozen=True)
 class DimSharding:
-    """The mesh axes over which one dimension is split, the slowest first; none: not split."""
+    """The mesh axes that shard one dimension, slowest first; empty if it is not sharded."""
 
     axes: tuple[str, ...] = ()
 
@@ -36,8 +36,8 @@ class DimSharding:
 class TensorSharding:
     """The sharding of each dimension of a tensor: `TensorSharding("x", None, ("y", "z"))`.
 
-    One argument a dimension: an axis, several axes, or None. `str()` writes it as "[x, _, yz]".
-    Raises ShardingError where an axis splits two dimensions: no device would hold all parts.
+    One argument per dimension: an axis, several axes, or None. `str()` gives "[x, _, yz]". Raises
+    ShardingError if an axis shards two dimensions: some parts would then be on no device.
     """
 
     def __init__(self, *dims: str | Sequence[str] | DimSharding | None) -> None:
@@ -48,16 +48,16 @@ class TensorSharding:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that splits a dimension."""
+        """All axes that shard a dimension."""
         return tuple(itertools.chain.from_iterable(dim.axes for dim in self.dims))
 
     @property
     def is_whole(self) -> bool:
-        """Whether every device holds the whole tensor."""
+        """Whether the tensor is replicated on all devices."""
         return not self.axes
 
     def __getitem__(self, dim: int) -> tuple[str, ...]:
-        """The axes that split dimension `dim`."""
+        """The axes that shard dimension `dim`."""
         return self.dims[dim].axes
 
     def __eq__(self, other: object) -> bool:
@@ -77,7 +77,7 @@ class TensorSharding:
         return TensorSharding(second, first)
 
     def check(self, mesh: Mesh, shape: Shape, name: str = "tensor") -> None:
-        """Raise ShardingError unless a tensor of this shape can be laid out so on this mesh."""
+        """Raise ShardingError unless a tensor of this shape can be sharded like this on `mesh`."""
         if len(shape) != len(self.dims):
             raise ShardingError(
                 f"{name} of shape {tuple(shape)} has {len(shape)} dimensions; "
@@ -86,7 +86,9 @@ class TensorSharding:
         for number, (size, dim) in enumerate(zip(shape, self.dims, strict=True)):
             unknown = [axis for axis in dim.axes if axis not in mesh.sizes]
             if unknown:
-                raise ShardingError(f"{name}: sharding {self} names axis {unknown[0]}; {mesh}")
+                raise ShardingError(
+                    f"{name}: the sharding {self} uses axis {unknown[0]}, which is not in {mesh}"
+                )
             degree = mesh.degree(dim.axes)
             if size % degree:
                 raise ShardingError(
@@ -101,13 +103,13 @@ class TensorSharding:
         )
 
     def whole_shape(self, mesh: Mesh, local_shape: Shape) -> tuple[int, ...]:
-        """The shape of the tensor of which each device holds a shard of `local_shape`."""
+        """The shape of the whole tensor whose shards have shape `local_shape`."""
         return tuple(
             size * mesh.degree(dim.axes) for size, dim in zip(local_shape, self.dims, strict=True)
         )
 
     def box(self, mesh: Mesh, shape: Shape, index: MeshIndex) -> tuple[tuple[int, int], ...]:
-        """Which part of the tensor a device holds: (first, last + 1) for each dimension."""
+        """The part of the tensor that a device holds: (first, last + 1) per dimension."""
         bounds = []
         for length, dim in zip(self.local_shape(mesh, shape), self.dims, strict=True):
             part = 0
@@ -117,7 +119,7 @@ class TensorSharding:
         return tuple(bounds)
 
     def split(self, mesh: Mesh, tensor: torch.Tensor, name: str = "tensor") -> list[torch.Tensor]:
-        """Every device's shard, in mesh order; raises as `check`."""
+        """Every device's shard, in mesh order. Raises like `check`."""
         self.check(mesh, tensor.shape, name)
         return [at(tensor, self.box(mesh, tensor.shape, index)) for index in mesh]
 
@@ -132,12 +134,12 @@ class TensorSharding:
 
 
 def whole(num_dims: int) -> TensorSharding:
-    """The sharding of a tensor that every device holds entire."""
+    """The sharding of a replicated tensor with `num_dims` dimensions."""
     return TensorSharding(*[None] * num_dims)
 
 
 def at(tensor: torch.Tensor, box: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """The part of a tensor in a box: a view."""
+    """A view of the part of a tensor inside a box."""
     return tensor[tuple(slice(first, last) for first, last in box)]
 
 

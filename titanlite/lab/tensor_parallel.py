@@ -1,9 +1,9 @@
-"""Tensor parallelism by hand: every rank has a slice of every layer and all of the data.
+"""Tensor parallelism by hand: every rank has a shard of every layer and all of the data.
 
-Layer i is cut by columns: a rank computes its columns of gelu(x W), and an all-gather puts them
-together for the next layer. The backward pass needs one collective a layer too, for a different
-reason: every rank's columns contribute to the gradient of x, so the contributions are summed. The
-pair of conjugate operators is Megatron-LM's g and f (https://arxiv.org/abs/1909.08053, section 3).
+Layers are sharded by columns: a rank computes its columns of gelu(x W), and an all-gather
+concatenates them for the next layer. The backward pass also needs one collective per layer: every
+rank's columns contribute to the gradient of x, so the contributions are all-reduced. The two
+conjugate operators are Megatron-LM's g and f (https://arxiv.org/abs/1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def tensor_parallelism_main(
     num_steps: int = 1,
     overlap: bool = False,
 ) -> TrainingRecord:
-    """Train on all of `data` (batch, num_dim) with columns `rank` of `world_size` of every layer.
+    """Train on all of `data` (batch, num_dim) with an equal share of the columns of each layer.
 
-    L all-gathers forward and L-1 all-reduces backward: the data needs no gradient. With `overlap`
-    each all-reduce runs while the same layer's weight gradient is computed. ValueError where
-    num_dim does not divide.
+    L layers take L all-gathers forward and L-1 all-reduces backward, since the data needs no
+    gradient. With `overlap`, each all-reduce overlaps the weight gradient of the same layer. Raises
+    ValueError if num_dim does not divide evenly.
     """
     setup(rank, world_size)
     data = data.to(get_device(rank))
@@ -66,7 +66,7 @@ def tensor_parallelism_main(
             x = data
             for param in params:
                 x = tensor_parallel_layer(x, param, record, overlap=overlap)
-            # Every rank has all of x, and so the same loss.
+            # Every rank has all of x, so all have the same loss.
             loss = x.square().mean()
             loss.backward()
             if step == 0:
@@ -86,13 +86,13 @@ def tensor_parallel_layer(
     group: dist.ProcessGroup | None = None,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """gelu(x W) in full on every rank of `group`, from each rank's columns of W."""
+    """The full gelu(x W) on every rank of `group`, where each rank has some columns of W."""
     columns = F.gelu(ColumnParallel.apply(x, param, group, record, overlap))
     return AllGatherColumns.apply(columns, group, record)
 
 
 class ColumnParallel(torch.autograd.Function):
-    """x times this rank's columns of W. Backward, the ranks' parts of dx are summed (f)."""
+    """x times this rank's columns of W. The backward all-reduces the partial dx (f)."""
 
     @staticmethod
     def forward(
@@ -121,10 +121,10 @@ class ColumnParallel(torch.autograd.Function):
 
 
 class AllGatherColumns(torch.autograd.Function):
-    """All ranks' columns side by side. Backward, a rank keeps the gradient of its own (g).
+    """All-gather the columns. The backward keeps the gradient of this rank's own columns (g).
 
-    No communication backward: every rank computes the same from the gathered tensor on, and so has
-    the whole gradient already.
+    The backward needs no communication: all ranks run the same computation on the gathered tensor,
+    so each already has the whole gradient.
     """
 
     @staticmethod

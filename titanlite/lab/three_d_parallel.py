@@ -1,8 +1,8 @@
-"""Data, tensor and pipeline parallelism together: each on its own axis of one mesh.
+"""Data, tensor and pipeline parallelism together, each on its own axis of one mesh.
 
-A rank stands on three groups. Along tp its peers hold other columns of the same layers, along pp
-other layers, along dp copies of what it holds; it talks to each group as in data_parallel.py,
-tensor_parallel.py and pipeline_parallel.py, of which this is the composition.
+A rank is in three groups. Its tp peers hold other columns of the same layers, its pp peers hold
+other layers, and its dp peers hold replicas. This composes data_parallel.py, tensor_parallel.py and
+pipeline_parallel.py; each communicates within its own group.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def three_d_parallelism_main(
 ) -> TrainingRecord:
     """Train on `data` (batch, num_dim) with the three degrees of `mesh`, by default 2 x 2 x 2.
 
-    `mesh` has axes pp, dp and tp, which divide the layers, the batch and num_dim; ValueError where
-    they do not, or where it has not world_size devices. A rank's record has its columns of its
-    layers; only the last stage's has losses, of its own part of the batch, normalised by all of it.
+    The axes pp, dp and tp of `mesh` divide the layers, the batch and num_dim. Raises ValueError if
+    they do not divide evenly, or if the mesh does not have world_size devices. A rank's record has
+    its columns of its layers. Only the last stage records losses: the mean over its dp rank's part
+    of the batch.
     """
     mesh = mesh or Mesh(pp=2, dp=2, tp=2)
     if mesh.size != world_size:
-        raise ValueError(f"{mesh} has {mesh.size} devices; the world has {world_size} ranks")
+        raise ValueError(f"{mesh} has {mesh.size} devices, but there are {world_size} ranks")
     setup(rank, world_size)
     here = mesh.index(rank)
     groups = open_groups(mesh, rank)
@@ -116,7 +117,7 @@ def three_d_parallelism_main(
 
 
 def open_groups(mesh: Mesh, rank: int) -> dict[str, dist.ProcessGroup]:
-    """This rank's process group along each axis. All ranks open all groups, in the same order."""
+    """This rank's process group on each axis. All ranks create all groups, in the same order."""
     mine: dict[str, Any] = {}
     for axis in mesh.axes:
         for ranks in sorted({mesh.group(index, [axis]) for index in mesh}):

@@ -1,9 +1,9 @@
-"""ZeRO by hand: data parallelism that does not keep on every rank what one rank can keep for all.
+"""ZeRO by hand: data parallelism that shards optimizer state, gradients and parameters.
 
-Stage 1 cuts the optimizer's state, stage 2 the gradients as well, stage 3 the parameters too
-(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). Stages 1 and 2 move what data
-parallelism moves: an all-reduce is a reduce-scatter and an all-gather, and the optimizer steps
-between the two. Stage 3 gathers every layer twice, half as much again. FSDP is stage 3.
+Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the parameters
+(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). Stages 1 and 2 send as many bytes as
+data parallelism: an all-reduce is a reduce-scatter and an all-gather, and the optimizer steps
+between the two. Stage 3 gathers every layer twice and sends 1.5 times as much. FSDP is stage 3.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def zero_parallelism_main(
     stage: int,
     overlap: bool = False,
 ) -> TrainingRecord:
-    """Train on rows `rank` of `world_size` of `data` (batch, num_dim) with ZeRO stage 1, 2 or 3.
+    """Train on this rank's equal share of the rows of `data` (batch, num_dim) with ZeRO 1, 2 or 3.
 
-    The record's gradients and params are this rank's flat shards; `held_bytes` is what the rank
-    holds of parameters, gradients and optimizer state when the optimizer steps, and of gathered
-    layers at most. With `overlap` layers are gathered one ahead and gradients leave while the next
-    are computed (stages 2 and 3). ValueError where the batch does not divide or for another stage.
+    The record's gradients and params are this rank's flat shards. `held_bytes` has the bytes of
+    parameters, gradients and optimizer state at the optimizer step, and of one gathered layer. With
+    `overlap`, layers are gathered one ahead, and reduce-scatters overlap the backward pass
+    (stages 2 and 3). Raises ValueError if the batch does not divide evenly, or for another stage.
     """
     if stage not in (1, 2, 3):
-        raise ValueError(f"ZeRO stage {stage}; use 1, 2 or 3")
+        raise ValueError(f"stage: {stage} is not a ZeRO stage; use 1, 2 or 3")
     setup(rank, world_size)
     local_batch_size = int_divide(data.size(0), world_size)
     num_dim = data.size(1)
@@ -80,7 +80,7 @@ def zero_parallelism_main(
                 layer.free()
             loss = x.square().sum() / num_global
 
-            # d loss / d x; every rank's part of one global mean, so that gradients are summed.
+            # d loss / d x of the global mean, so gradients are summed over ranks, not averaged.
             dx = 2 * x / num_global
             for i in reversed(range(num_layers)):
                 weight = layers[i].gather()
@@ -107,7 +107,7 @@ def zero_parallelism_main(
             record.held_bytes["optimizer"] = state_bytes(optimizer)
             for layer in layers:
                 layer.publish()
-        # The sum over ranks is the loss of the whole batch.
+        # The losses of all ranks sum to the loss of the whole batch.
         record.losses.append(loss.item())
     record.params = {i: layer.shard.detach().clone() for i, layer in enumerate(layers)}
     cleanup()
@@ -115,10 +115,11 @@ def zero_parallelism_main(
 
 
 class ShardedLayer:
-    """One layer's weight, of which this rank updates a flat shard: the unit of every collective.
+    """The weight of one layer, of which this rank updates a flat shard; one unit per collective.
 
-    `shard` is a parameter of ceil(n / W) elements, the last rank's padded with zeros. In stages 1
-    and 2 it is a part of the whole weight; in stage 3 that is gathered when needed and let go.
+    `shard` is a parameter of ceil(n / W) elements; the last rank's is padded with zeros. In stages
+    1 and 2 it is a view of the whole weight. In stage 3 the whole weight is gathered when needed
+    and freed afterwards.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class ShardedLayer:
         return 0 if gradient is None else gradient.nbytes
 
     def start_gather(self) -> None:
-        """Start to gather the weight, where it is neither here nor on its way."""
+        """Start to all-gather the weight, unless it is present or in flight."""
         if self._flat is None:
             self._flat = self.shard.new_empty(self.world_size * self.shard.numel())
             self._all_gather(self._flat)
@@ -173,18 +174,18 @@ class ShardedLayer:
         return self._flat[: self.shape.numel()].view(self.shape)
 
     def free(self) -> None:
-        """Let a gathered weight go."""
+        """Free a gathered weight (stage 3)."""
         if self.stage == 3:
             self._flat = None
 
     def publish(self) -> None:
-        """Have every rank take the others' updated shards, where the whole weight is kept."""
+        """All-gather the updated shards, if this rank keeps the whole weight (stages 1 and 2)."""
         if self._flat is not None:
             self._all_gather(self._flat)
             self.gather()
 
     def reduce_gradient(self, gradient: torch.Tensor) -> None:
-        """Take this rank's gradient of the whole weight: keep it (stage 1), or sum and cut it."""
+        """Keep this rank's gradient of the whole weight (stage 1), or reduce-scatter it."""
         if self.stage == 1:
             self.full_gradient = gradient
         else:
@@ -193,7 +194,7 @@ class ShardedLayer:
                 self._wait_reduce()
 
     def finish_gradient(self) -> None:
-        """Leave the summed gradient of the shard on it."""
+        """Wait until `shard.grad` is the summed gradient; stage 1 reduce-scatters it here."""
         if self.stage == 1:
             assert self.full_gradient is not None
             self._start_reduce(self.full_gradient)
@@ -215,6 +216,6 @@ class ShardedLayer:
             self._reducing = None
 
     def _padded(self, whole: torch.Tensor) -> torch.Tensor:
-        """`whole`, flat, with zeros at its end so that it divides into equal parts."""
+        """`whole`, flattened and padded with zeros so that it splits into equal parts."""
         size = -(-whole.numel() // self.world_size) * self.world_size
         return F.pad(whole.flatten(), (0, size - whole.numel()))

@@ -1,1 +1,1 @@
-"""Axes: what each means, degrees and coordinates, and the device meshes made of them."""
+"""The mesh axes, degrees and coordinates (parallel_dims.py); the meshes (device_mesh.py)."""

@@ -1,4 +1,4 @@
-"""The device mesh of a plan: one process group an axis, and the sub-meshes that the steps take."""
+"""The device mesh of a plan: one process group per axis, and the sub-mesh of each parallelism."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from titanlite.mesh.parallel_dims import AXES, ParallelDims, axes_where, flat_na
 
 @dataclass(frozen=True)
 class Meshes:
-    """The world as axes, and the parts of it that each parallelism uses.
+    """The mesh of all ranks, and the sub-mesh of each parallelism.
 
-    `pp`, `tp` and `cp` are None where that axis has one rank. `dp` is what FSDP2 takes: 1-D, or 2-D
-    to replicate over the first axis and shard over the second. FSDP2 shards over all axes of the
-    table whose weights are sharded, flattened to one: ranks of the cp axis hold the same parameters
-    and different tokens, as those of dp_shard do, and the two together are dp_shard_cp.
+    `pp`, `tp` and `cp` are None if that axis has one rank. `dp` is the mesh for FSDP2: 1-D, or 2-D
+    to replicate over the first dimension and shard over the second. FSDP2 shards over all axes with
+    sharded weights (TABLE in parallel_dims.py), flattened to one dimension: like dp_shard ranks, cp
+    ranks share parameters and have different tokens, so the two axes become dp_shard_cp.
     """
 
     world: DeviceMesh
@@ -27,10 +27,10 @@ class Meshes:
     dp: DeviceMesh
 
     def axes_of_groups(self) -> dict[str, str]:
-        """Process group -> the axis it belongs to; a group of all ranks is called that as well."""
+        """Process group -> its axis; for a group of all ranks, the axis + " (the world)"."""
         named = [(axis, self.world) for axis in self.world.mesh_dim_names or ()]
         named += [(axis, self.dp) for axis in self.dp.mesh_dim_names or ()]
-        # dp_shard_cp is cp's own group where dp_shard is of one rank: the mesh's axis names it.
+        # If dp_shard has one rank, dp_shard_cp is cp's own group: the first name, cp, is kept.
         axes: dict[str, str] = {}
         for axis, mesh in named:
             axes.setdefault(mesh.get_group(axis).group_name, axis)
@@ -41,10 +41,10 @@ class Meshes:
 
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
-    """Make the process groups of `dims`; every rank of the world must call this.
+    """Create the process groups of `dims`; every rank must call this.
 
-    Axes of degree 1 have no group, but for the first that weights are sharded over: its mesh of
-    one rank carries mixed precision where nothing is sharded.
+    Axes of degree 1 have no group, except the first axis with sharded weights: if nothing is
+    sharded, FSDP2 needs its mesh of one rank for mixed precision.
     """
     sharded, replicated = (axes_where(weights=kind) for kind in ("sharded", "replicated"))
     axes = [axis for axis in AXES if dims.degrees[axis] > 1 or axis == sharded[0]]
@@ -58,7 +58,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     if len(used) > 1:
         dp = world[used]._flatten(flat_name(used))
     if copies := [axis for axis in replicated if axis in axes]:
-        # A slice of the world cannot have a flattened axis.
+        # Slicing the world mesh does not work with a flattened axis.
         dp = DeviceMesh._concatenate([*(world[axis] for axis in copies), dp])
     return Meshes(
         world=world,

@@ -1,8 +1,8 @@
-"""The mesh axes, what each of them means, and where a rank stands on them; torch-free.
+"""The mesh axes, their meaning, and the coordinates of each rank; torch-free.
 
-A job's ranks form a grid with one axis for each kind of parallelism. What the ranks along an axis
-share and what they split stands in one table, AXES; who reads which data, who counts the loss and
-over which ranks weights are sharded or replicated follow from it.
+The ranks of a job form a grid with one axis per kind of parallelism. TABLE lists what the ranks
+along an axis share and what they split. Which data a rank reads, whose loss counts, and over which
+axes weights are sharded or replicated all follow from it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis: what the ranks along it do with a batch and with the weights.
+    """One mesh axis: how the ranks along it divide the batch and the weights.
 
-    `batch`: each reads other samples ("samples"), holds other tokens of the same samples
-    ("tokens"), or holds the same tokens ("same"). `weights`: all of them ("replicated"), shards
-    that FSDP2 gathers ("sharded"), parts that the model's plan cuts ("cut"), or other modules
-    ("stages"). `degree_key` is its key in [parallelism].
+    `batch`: each rank has different samples ("samples"), different tokens of the same samples
+    ("tokens"), or the same tokens ("same"). `weights`: each rank has all of them ("replicated"),
+    shards that FSDP2 all-gathers ("sharded"), shards by the model's tensor-parallel plan ("cut"),
+    or different modules ("stages"). `degree_key` is the axis' key in [parallelism].
     """
 
     name: str
@@ -29,8 +29,8 @@ class Axis:
     weights: Literal["replicated", "sharded", "cut", "stages"]
 
 
-# Outermost first. Ranks are numbered row by row: the innermost axis, which talks most, has
-# neighbouring ranks.
+# Outermost first. Ranks are numbered in row-major order, so the ranks of the innermost axis, which
+# communicates most, are adjacent.
 TABLE = (
     Axis("pp", "pipeline_parallel_degree", batch="same", weights="stages"),
     Axis("dp_replicate", "data_parallel_replicate_degree", batch="samples", weights="replicated"),
@@ -43,7 +43,7 @@ AXES = tuple(axis.name for axis in TABLE)
 
 
 def axes_where(*, batch: str | None = None, weights: str | None = None) -> tuple[str, ...]:
-    """The axes of one kind, outermost first, such as those over which weights are sharded."""
+    """The axes of one kind, outermost first: axes_where(weights="sharded"), for example."""
     return tuple(
         axis.name
         for axis in TABLE
@@ -52,12 +52,12 @@ def axes_where(*, batch: str | None = None, weights: str | None = None) -> tuple
 
 
 def flat_name(axes: tuple[str, ...]) -> str:
-    """What a mesh dimension is called that several axes are flattened into: "dp_shard_cp"."""
+    """The name of the mesh dimension made by flattening `axes`: "dp_shard_cp"."""
     return "_".join(axes)
 
 
 def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
-    """The axes that a mesh dimension stands for: itself, or those flattened into it."""
+    """The axes of a mesh dimension: itself, or those flattened into it."""
     sharded = axes_where(weights="sharded")
     for count in range(2, len(sharded) + 1):
         for axes in itertools.combinations(sharded, count):
@@ -70,7 +70,7 @@ def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
 class ParallelDims:
     """The degree of every mesh axis, each at least 1; their product is the number of ranks.
 
-    A field for each row of TABLE.
+    There is one field per row of TABLE.
     """
 
     pp: int = 1
@@ -96,7 +96,7 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Number of ranks, or groups of ranks, that read different samples."""
+        """The number of ranks, or groups of ranks, that read different samples."""
         return self.degree_of(axes_where(batch="samples"))
 
     @property
@@ -113,54 +113,54 @@ class ParallelDims:
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether weights are sharded: over all axes of that kind together."""
+        """Whether FSDP2 shards the weights, over any axis."""
         return self.num_weight_shards > 1
 
     @property
     def num_weight_shards(self) -> int:
-        """Ranks that share one set of weights, gathered by FSDP2."""
+        """The number of ranks over which FSDP2 shards the weights."""
         return self.degree_of(axes_where(weights="sharded"))
 
     @property
     def num_token_shards(self) -> int:
-        """Ranks that share the tokens of one sample."""
+        """The number of ranks over which the tokens of a sample are sharded."""
         return self.degree_of(axes_where(batch="tokens"))
 
     @property
     def axes_in_use(self) -> tuple[str, ...]:
-        """The axes of more than one rank."""
+        """The axes with more than one rank."""
         return tuple(axis for axis in AXES if self.degrees[axis] > 1)
 
     def degree_of(self, axes: tuple[str, ...]) -> int:
-        """Ranks of some axes together."""
+        """The product of the degrees of `axes`."""
         return math.prod(self.degrees[axis] for axis in axes)
 
     def place_on(self, axes: tuple[str, ...], rank: int) -> int:
-        """Where `rank` stands among the ranks of some axes together, counted row by row."""
+        """The index of `rank` among the ranks of `axes` taken together, in row-major order."""
         position, place = self.coordinates(rank), 0
         for axis in axes:
             place = place * self.degrees[axis] + position[axis]
         return place
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the samples `rank` reads, of `dp`."""
+        """The index of the share of the samples that `rank` reads, of `dp` shares."""
         return self.place_on(axes_where(batch="samples"), rank)
 
     def token_rank(self, rank: int) -> int:
-        """Which share of each sample's tokens `rank` holds, of `num_token_shards`."""
+        """The index of the token shard that `rank` holds, of `num_token_shards`."""
         return self.place_on(axes_where(batch="tokens"), rank)
 
     def counts_loss(self, rank: int) -> bool:
-        """Whether a loss that `rank` has computed counts: one of those that hold the same tokens.
+        """Whether the loss of `rank` is counted: true for one of the ranks with the same tokens.
 
-        Of the stages of a pipeline it is the last that computes it.
+        In a pipeline only the last stage computes a loss, so the pp axis is ignored here.
         """
         position = self.coordinates(rank)
         same = set(axes_where(batch="same")) - set(axes_where(weights="stages"))
         return all(position[axis] == 0 for axis in same)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis -> position of `rank` on it; raises ValueError for a rank outside the world."""
+        """Axis -> coordinate of `rank`; raises ValueError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
         position = {}
@@ -169,7 +169,7 @@ class ParallelDims:
         return {axis: position[axis] for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at `coordinates` (axis=position, 0 where left out), inverse of coordinates().
+        """The rank at `coordinates` (axis=position, default 0); the inverse of coordinates().
 
         Raises ValueError for an unknown axis or a position outside its axis.
         """
@@ -185,12 +185,12 @@ class ParallelDims:
         return rank
 
     def describe_place(self, rank: int) -> str:
-        """Where `rank` is on the axes in use, such as "dp_shard 1, tp 0"; "" without any."""
+        """The coordinates of `rank` on the axes in use: "dp_shard 1, tp 0"; "" for one rank."""
         places = self.coordinates(rank).items()
         return ", ".join(f"{axis} {at}" for axis, at in places if self.degrees[axis] > 1)
 
     def describe(self) -> str:
-        """The axes in use, such as "dp_shard 2 x tp 2"; "one rank" where there is none."""
+        """The axes in use and their degrees: "dp_shard 2 x tp 2"; "one rank" if there are none."""
         used = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
         return " x ".join(used) or "one rank"
 

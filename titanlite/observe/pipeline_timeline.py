@@ -1,7 +1,8 @@
 """What each rank of a pipeline did when: recorded in a real step, gathered, drawn and traced.
 
-The clock is read where a stage begins and ends a forward pass, a backward pass or a part of one;
-what lies between, waiting for another rank and moving data, is the bubble.
+The clock is read where a stage begins and ends a forward pass, a backward pass or a part of one.
+Beside that stand the sends, receives, gathers and reductions of the same run
+(communication.py); what is left over is the bubble.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.drawing.schedule_svg import draw_svg
+from titanlite.observe.communication import Move, recording_communication
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 from titanlite.schedule.timeline import activation_curves
@@ -23,17 +25,19 @@ from titanlite.schedule.trace import make_trace
 
 
 class PipelineRecorder:
-    """Notes start and end of each action of this rank's `stages`, from its making on.
+    """Notes what this rank does in each run of a pipeline's schedule, while `is_on`.
 
-    `stages` are objects with the methods of torch.distributed.pipelining's PipelineStage, which are
-    wrapped in place. On CUDA each action is waited for, so that its end is seen: a recorded step
-    takes longer. `spans` holds seconds of a clock that all processes of one machine share.
+    `pipeline` has `stages` with the methods of torch.distributed.pipelining's PipelineStage, and a
+    `step` that runs the schedule once; they are wrapped in place. On CUDA each action is waited
+    for, so that its end is seen: a recorded step takes longer. `row` is this rank's row.
     """
 
-    def __init__(self, stages: Sequence[Any], row: int, device: torch.device) -> None:
-        self.spans: list[Span] = []
+    def __init__(self, pipeline: Any, row: int, device: torch.device) -> None:
+        self.is_on = True
+        self._spans: list[Span] = []
+        self._moves: list[Move] = []
         self._row, self._device = row, device
-        for stage in stages:
+        for stage in pipeline.stages:
             for method, kind in (
                 ("forward_one_chunk", FORWARD),
                 ("backward_one_chunk", FULL_BACKWARD),
@@ -41,64 +45,103 @@ class PipelineRecorder:
             ):
                 run = getattr(stage, method)
                 setattr(stage, method, self._recorded(run, kind, stage.stage_index))
+        pipeline.step = self._recorded_run(pipeline.step)
+        pipeline.on_loss = self._count_in
 
     def take(self) -> list[Span]:
-        """The spans noted since the last call."""
-        spans, self.spans = self.spans, []
+        """The last run that was recorded, in seconds of a clock that a machine's ranks share.
+
+        First what was computed, in order, then what was communicated.
+        """
+        moves = [Span(self._row, move.start, move.end, move.kind) for move in self._moves]
+        spans = [*self._spans, *moves]
+        self._spans, self._moves = [], []
         return spans
 
-    def count_in(self) -> None:
+    def _count_in(self) -> None:
         """Let the last action end now: the loss belongs to the last stage's forward pass."""
-        self.spans[-1] = self.spans[-1]._replace(end=self._now())
+        if self.is_on:
+            self._spans[-1] = self._spans[-1]._replace(end=self._now())
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
+    def _recorded_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_on:
+                return run(*args, **kwargs)
+            # With accumulation a step is several runs: the last one stays.
+            self._spans = []
+            with recording_communication() as moves:
+                result = run(*args, **kwargs)
+            self._moves = moves
+            return result
+
+        return recorded
+
     def _recorded(self, run: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
         @functools.wraps(run)
         def recorded(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if not self.is_on:
+                return run(microbatch, *args, **kwargs)
             is_split = kind == FULL_BACKWARD and not kwargs.get("full_backward", True)
             start = self._now()
             result = run(microbatch, *args, **kwargs)
             name = BACKWARD_INPUT if is_split else kind
-            self.spans.append(Span(self._row, start, self._now(), name, stage, microbatch))
+            self._spans.append(Span(self._row, start, self._now(), name, stage, microbatch))
             return result
 
         return recorded
 
 
 def gather_timeline(
-    spans: Sequence[Span], group: dist.ProcessGroup, title: str, *, one_machine: bool = True
+    spans: Sequence[Span], places: Sequence[str], title: str, *, one_machine: bool = True
 ) -> Timeline | None:
-    """The spans of all ranks of `group` as one timeline in milliseconds, on its first rank.
+    """The spans of all ranks of the world as one timeline in milliseconds, on the first rank.
 
-    Every rank of the group must call this; None on all but the first. Over several machines the
-    spans are put on their wall clocks, and are as good as those agree.
+    Every rank must call this; None on all but the first. `places` says where each rank is on the
+    mesh, such as "pp 1, tp 0". Over several machines the spans are put on their wall clocks, and
+    are as good as those agree.
     """
     offset = 0.0 if one_machine else time.time() - time.perf_counter()
     own = [span._replace(start=span.start + offset, end=span.end + offset) for span in spans]
-    of_ranks: list[list[Span]] = [[] for _ in range(dist.get_world_size(group))]
-    is_first = dist.get_rank(group) == 0
-    dist.gather_object(own, of_ranks if is_first else None, group=group, group_dst=0)
+    of_ranks: list[list[Span]] = [[] for _ in places]
+    is_first = dist.get_rank() == 0
+    dist.gather_object(own, of_ranks if is_first else None, dst=0)
     if not is_first:
         return None
-    rows = [f"rank {place}" for place in range(len(of_ranks))]
+    return make_timeline(of_ranks, places, title)
+
+
+def make_timeline(
+    of_ranks: Sequence[Sequence[Span]], places: Sequence[str], title: str
+) -> Timeline:
+    """What each rank did, in seconds of one clock, as a timeline in milliseconds: a row a rank."""
+    rows = [f"rank {rank} ({place})" for rank, place in enumerate(places)]
     first = min(span.start for of_rank in of_ranks for span in of_rank)
     moved = [
-        span._replace(start=1e3 * (span.start - first), end=1e3 * (span.end - first))
+        [
+            span._replace(start=1e3 * (span.start - first), end=1e3 * (span.end - first))
+            for span in of_rank
+        ]
         for of_rank in of_ranks
-        for span in of_rank
     ]
-    bubbles = Timeline(title, rows, moved).bubbles()
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name, of_rank in zip(rows, moved, strict=True):
+        # One rank at a time: ranks that split a stage between them run the same microbatches.
+        curves |= activation_curves([name], [span._replace(row=0) for span in of_rank])
+    spans = [span for of_rank in moved for span in of_rank]
+    bubbles = Timeline(title, rows, spans).bubbles()
     return Timeline(
         title,
         rows,
-        moved,
+        spans,
         unit="ms",
         caption=f"measured bubble, by rank: {', '.join(f'{part:.0%}' for part in bubbles)}",
-        curves=activation_curves(rows, moved),
+        curves=curves,
         curves_label="activations held, by rank",
     )
 

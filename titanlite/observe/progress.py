@@ -18,11 +18,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from titanlite.errors import OutputClosedError
 from titanlite.observe.metrics import StepRecord
 from titanlite.observe.quantities import format_bytes, format_count, format_duration
 from titanlite.observe.terminal import is_terminal, terminal_width
 
 _REDRAW_SECONDS = 0.1
+# Outside a terminal, a slow run says something at least this often.
+_LONGEST_SILENCE_SECONDS = 30.0
 # A step's weight in the running mean of seconds a step.
 _NEW_WEIGHT = 0.1
 _NUMBER = r"(?<!\S)-?\d\S*"
@@ -31,10 +34,11 @@ _NUMBER = r"(?<!\S)-?\d\S*"
 class Progress:
     """Shows the steps of a run as they end: `with Progress(steps) as p: ... p.update(record)`.
 
-    On a terminal one bar stays at the bottom and `print` writes above it; elsewhere the first
-    step, the last and every `log_freq`-th give a line each, as do all validated ones, without
-    any control character. `color` False takes colors away, on a terminal too. However the block
-    ends, Ctrl-C included, the bar stands as it was last and the terminal is as before.
+    On a terminal one bar stays at the bottom and `print` writes above it. Elsewhere a line is
+    written for the first step, the last, every `log_freq`-th, each validated one, and one that ends
+    half a minute after the last line; it holds no control character. `color` False takes colors
+    away, on a terminal too. However the block ends, Ctrl-C included, the bar stands as it was last
+    and the terminal is as before.
     A resumed run passes its `first_step`.
     """
 
@@ -108,7 +112,9 @@ class Progress:
             or record.step == self._first_step
             or record.step % self._log_freq == 0
             or record.validation_loss is not None
+            or now - self._drawn_at >= _LONGEST_SILENCE_SECONDS
         ):
+            self._drawn_at = now
             parts = [self._count(), *_figures(record), *_validation(record), self._time_left()]
             self.print("  ".join(part for part in parts if part))
 
@@ -119,8 +125,11 @@ class Progress:
         if self._live is not None:
             self._live.console.print(Text.from_ansi(line), soft_wrap=True)
         else:
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            try:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            except BrokenPipeError as error:
+                raise OutputClosedError("the output is closed, and the run ends with it") from error
 
     def _count_time(self, now: float) -> None:
         elapsed, self._last_time = now - self._last_time, now

@@ -71,6 +71,10 @@ STEPS = (
         steps.tensor_parallel, "its plan names the model's own modules, before wrappers rename them"
     ),
     Step(
+        steps.async_tensor_parallel,
+        "it says what of TP overlaps, and asks the compiler for the rest before that runs",
+    ),
+    Step(
         steps.context_parallel,
         "it replaces the attention inside each block, before blocks are wrapped",
     ),

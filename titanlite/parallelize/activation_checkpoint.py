@@ -17,7 +17,16 @@ from torch.utils.checkpoint import (
 )
 
 import titanlite.attention  # noqa: F401 (registers the operator of ring attention)
-from titanlite.parallelize.plan import ParallelPlan, find_container, find_plan
+from titanlite.errors import TitanliteError
+from titanlite.parallelize.arguments import (
+    Plan,
+    as_plan,
+    check_choice,
+    check_flags,
+    check_names,
+)
+from titanlite.parallelize.plan import find_container
+from titanlite.parallelize.ring_product import PRODUCT_SCATTER
 
 aten = torch.ops.aten
 
@@ -33,9 +42,11 @@ SAVED_OPERATORS = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
     torch.ops.titanlite.ring_attention.default,
+    PRODUCT_SCATTER,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     aten.max.default,
 )
+MODES = ("none", "full", "selective", "memory_budget")
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -78,7 +89,7 @@ def apply_ac(
     debug: bool = False,
     save_cpu_attention: bool = False,
     memory_budget: float = 0.5,
-    plan: ParallelPlan | None = None,
+    plan: Plan | None = None,
 ) -> RecomputationReport:
     """Checkpoint the blocks of `model` in place.
 
@@ -93,12 +104,28 @@ def apply_ac(
     "n": AOTAutograd mistakes its recomputation for one that needs a random state, and then fails
     on tensor-parallel graphs.
 
-    Raises TitanliteError where `model` lacks the container of blocks that the plan names.
+    Raises TitanliteError for an argument that is wrong, and where `model` lacks the container of
+    blocks that the plan names.
 
     Sources: arXiv 2205.05198 (selective recomputation);
     https://pytorch.org/blog/activation-checkpointing-techniques/
     """
-    plan = plan or find_plan(model)
+    plan = as_plan("apply_ac", model, plan)
+    check_choice("apply_ac", "mode", mode, MODES)
+    check_choice("apply_ac", "determinism_check", determinism_check, ("default", "none"))
+    check_names("apply_ac", "recompute_mm_of", recompute_mm_of)
+    check_flags(
+        "apply_ac",
+        preserve_rng_state=preserve_rng_state,
+        early_stop=early_stop,
+        debug=debug,
+        save_cpu_attention=save_cpu_attention,
+    )
+    every = _block_interval(selective_option) if mode == "selective" else 1
+    if mode == "memory_budget" and not 0 <= memory_budget <= 1:
+        raise TitanliteError(
+            f"apply_ac: memory_budget {memory_budget} is out of range; give 0 to 1"
+        )
     if mode == "none":
         return RecomputationReport(())
     if mode == "memory_budget":
@@ -113,13 +140,11 @@ def apply_ac(
         "debug": debug,
     }
     tally = None
-    every = 1
     if mode == "selective" and selective_option == "op":
         tally = OperatorTally()
         shapes = _transposed_weight_shapes(model, recompute_mm_of)
         options["context_fn"] = partial(_selective_contexts, shapes, tally)
     else:
-        every = int(selective_option) if mode == "selective" else 1
         if save_cpu_attention:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, [CPU_ATTENTION])
     container = find_container(model, plan, "activation checkpointing")
@@ -131,6 +156,17 @@ def apply_ac(
             container.register_module(key, checkpoint_wrapper(block, **options))
             wrapped.append(f"{plan.blocks}.{key}")
     return RecomputationReport(tuple(wrapped), tally)
+
+
+def _block_interval(selective_option: object) -> int:
+    """Every how many blocks one is checkpointed; 1 for "op"."""
+    text = str(selective_option)
+    if text != "op" and not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise TitanliteError(
+            f'apply_ac: selective_option {selective_option!r} is not one of its values; give "op", '
+            'or every how many blocks, such as "2"'
+        )
+    return 1 if text == "op" else int(text)
 
 
 def _selective_contexts(recomputed_shapes: frozenset[torch.Size], tally: OperatorTally) -> Any:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.parallelize.plan import ParallelPlan, find_container, find_plan
+from titanlite.parallelize.arguments import Plan, as_plan, check_choice, check_flags
+from titanlite.parallelize.plan import find_container
 
 
 def apply_compile(
@@ -22,15 +23,20 @@ def apply_compile(
     *,
     backend: str = "inductor",
     fullgraph: bool = True,
-    plan: ParallelPlan | None = None,
+    plan: Plan | None = None,
 ) -> int:
     """Compile each block of `model` in place; return how many.
 
     Dynamo meets one block's code once and reuses its graph for every block of the same shape. With
     `fullgraph` a block that cannot be one graph raises instead of running in pieces. Raises
-    TitanliteError where `model` lacks the container of blocks that the plan names.
+    TitanliteError for an argument that is wrong, and where `model` lacks the container of blocks
+    that the plan names.
     """
-    plan = plan or find_plan(model)
+    plan = as_plan("apply_compile", model, plan)
+    check_flags("apply_compile", fullgraph=fullgraph)
+    if not callable(backend):
+        known = torch._dynamo.list_backends(exclude_tags=())
+        check_choice("apply_compile", "backend", backend, known)
     # Every rank compiles at the same time: more workers than its share of cores only contend.
     torch._inductor.config.compile_threads = torch.get_num_threads()
     if dist.is_initialized() and dist.get_rank() != 0:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.parallelize.arguments import check_flags, check_mesh, check_model
+
 BUCKET_CAP_MB = 100
 
 
@@ -19,8 +21,12 @@ def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = 
     boundaries, so that reductions overlap with the backward pass of compiled code.
 
     Gradients are summed, not averaged: the loss is already divided by the tokens of the whole step.
-    Parameters on the "meta" device must have been given storage and values first.
+    Parameters on the "meta" device must have been given storage and values first. Raises
+    TitanliteError for an argument that is wrong.
     """
+    check_model("apply_ddp", model)
+    check_mesh("apply_ddp", "replicate_mesh", replicate_mesh)
+    check_flags("apply_ddp", compiled=compiled)
     if compiled:
         torch._dynamo.config.optimize_ddp = "ddp_optimizer"
     replica: Any = replicate(model, device_mesh=replicate_mesh, bucket_cap_mb=BUCKET_CAP_MB)

@@ -16,7 +16,17 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from titanlite.parallelize.plan import ParallelPlan, find_blocks, find_plan
+from titanlite.parallelize.arguments import (
+    Plan,
+    as_plan,
+    check_choice,
+    check_dtypes,
+    check_flags,
+    check_mesh,
+)
+from titanlite.parallelize.plan import find_blocks
+
+RESHARD = ("default", "always", "never")
 
 
 def apply_fsdp(
@@ -29,7 +39,7 @@ def apply_fsdp(
     pipelined: bool = False,
     cpu_offload: bool = False,
     pin_memory: bool = True,
-    plan: ParallelPlan | None = None,
+    plan: Plan | None = None,
 ) -> int:
     """Shard `model` in place with FSDP2; return the number of units it was cut into.
 
@@ -44,9 +54,13 @@ def apply_fsdp(
     under "always".
 
     Gradients are summed, not averaged: the loss is already divided by the tokens of the whole
-    step. Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    step. Raises TitanliteError for an argument that is wrong. Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
-    plan = plan or find_plan(model)
+    plan = as_plan("apply_fsdp", model, plan)
+    check_mesh("apply_fsdp", "dp_mesh", dp_mesh, most_axes=2)
+    check_choice("apply_fsdp", "reshard_after_forward", reshard_after_forward, RESHARD)
+    check_dtypes("apply_fsdp", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    check_flags("apply_fsdp", pipelined=pipelined, cpu_offload=cpu_offload, pin_memory=pin_memory)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         # Warned of for changes in place, which would skip a hook. What a tensor-parallel style puts
         # out is such a view wherever it is a DTensor's local part.
@@ -60,7 +74,12 @@ def apply_fsdp(
     )
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
+    left = {id(parameter) for parameter in model.parameters()}
+
     def shard(module: nn.Module | list[nn.Module], reshard_unit: bool) -> None:
+        for part in module if isinstance(module, list) else [module]:
+            # Sharded, they are other objects.
+            left.difference_update(id(parameter) for parameter in part.parameters())
         fully_shard(
             module,
             mesh=dp_mesh,
@@ -84,7 +103,7 @@ def apply_fsdp(
         shard(block, reshard_after_forward == "always" if block is blocks[-1] else reshard)
         units += 1
     # The root takes what is left; often there is nothing.
-    units += any(not _is_sharded_over(parameter, dp_mesh) for parameter in model.parameters())
+    units += bool(left)
     shard(model, reshard)
 
     for module in model.modules():
@@ -93,8 +112,3 @@ def apply_fsdp(
             # Dividing by one is a PREMUL_SUM to FSDP2, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
     return units
-
-
-def _is_sharded_over(parameter: nn.Parameter, dp_mesh: DeviceMesh) -> bool:
-    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
-    return set(dp_mesh.mesh_dim_names or ()) <= set(names or ())

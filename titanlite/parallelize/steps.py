@@ -5,6 +5,7 @@ Each returns its row of the effective plan. Their order is STEPS in __init__.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,15 @@ import torch
 from torch import nn
 
 from titanlite.attention import explain_choice
+from titanlite.errors import ConfigError
 from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where
 from titanlite.parallelize.activation_checkpoint import RecomputationReport, apply_ac
+from titanlite.parallelize.async_tensor_parallel import (
+    describe_rings,
+    enable_symmetric_memory,
+    has_ring_styles,
+)
 from titanlite.parallelize.compile import apply_compile
 from titanlite.parallelize.context_parallel import apply_cp
 from titanlite.parallelize.ddp import apply_ddp
@@ -41,6 +48,7 @@ class Part:
     plan: ParallelPlan
     whole: nn.Module | None
     recomputation: RecomputationReport = field(default_factory=lambda: RecomputationReport(()))
+    rings: Mapping[str, str] = field(default_factory=dict)
 
 
 def tensor_parallel(part: Part) -> PlanRow:
@@ -60,8 +68,10 @@ def tensor_parallel(part: Part) -> PlanRow:
         meshes.tp,
         plan,
         loss_parallel=loss_parallel,
+        rings=config.parallelism.overlap_backend(meshes.tp.device_type) == "ring",
         known_unmatched=frozenset(elsewhere),
     )
+    part.rings = report.rings
     unmatched = [pattern for pattern in report.unmatched if pattern not in elsewhere]
     notes = [f"{len(report.parallelized)} modules"]
     if plan.sequence_dim is not None:
@@ -72,6 +82,30 @@ def tensor_parallel(part: Part) -> PlanRow:
     if unmatched:
         notes.append(f"plan keys without a module: {', '.join(unmatched)}")
     return PlanRow("tensor parallel", f"TP {degree}", f"TP {meshes.tp.size()}", "; ".join(notes))
+
+
+def async_tensor_parallel(part: Part) -> PlanRow:
+    """Overlap the communication over the tp axis with matrix products."""
+    meshes, plan, whole = part.meshes, part.plan, part.whole
+    device = None if meshes.tp is None else meshes.tp.device_type
+    backend = None if device is None else part.config.parallelism.overlap_backend(device)
+    enable_symmetric_memory(meshes.tp if backend == "symmetric_memory" else None)
+    feature = "async tensor parallel"
+    if backend is None or meshes.tp is None:
+        return PlanRow(feature, "off", "off")
+    if backend == "symmetric_memory":
+        note = "inductor fuses on symmetric memory; how much is said after the first step"
+        return PlanRow(feature, "symmetric memory", "symmetric memory", note)
+    note = describe_rings(part.rings)
+    if not part.rings:
+        if whole is None or not has_ring_styles(whole, plan):
+            raise ConfigError(
+                "parallelism.enable_async_tensor_parallel: the tensor-parallel plan of "
+                f"{type(part.model).__name__} has no style that can overlap; set it to false, or "
+                "cut linear layers with GatherColwise and RowwiseLocal"
+            )
+        note = "this part of the model has nothing to overlap"
+    return PlanRow(feature, "ring", "ring" if part.rings else "off", note)
 
 
 def context_parallel(part: Part) -> PlanRow:
@@ -140,8 +174,8 @@ def compile_blocks(part: Part) -> PlanRow:
     if "model" in section.components:
         notes.append(f"{apply_compile(part.model, backend=section.backend, plan=part.plan)} blocks")
     if "loss" in section.components:
-        notes.append("loss")
-    return PlanRow("compile", requested, requested, f"{', '.join(notes)} by {section.backend}")
+        notes.append("the loss")
+    return PlanRow("compile", requested, requested, f"{' and '.join(notes)} with {section.backend}")
 
 
 def data_parallel(part: Part) -> PlanRow:

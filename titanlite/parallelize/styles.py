@@ -7,10 +7,14 @@ adds up to a tenth of a small model's step. Either kind may stand in a plan, and
 
 A linear layer whose class has a method `product(x, weight)`, on plain tensors, is multiplied by
 that: a layer of low precision stays one when it is cut. Its forward is that product and the bias.
+
+GatherColwise and RowwiseLocal have a ring form, in which collective and product are one operator
+that overlaps them (ring_product.py).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -26,9 +30,32 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from titanlite.dropout import TokenDropout
 from titanlite.errors import TitanliteError
+from titanlite.parallelize.ring_product import gather_product, product_scatter
 
 
-class GatherColwise(ParallelStyle):
+class RingStyle(ParallelStyle):
+    """A style with a collective beside its product, which can be one ring of P2P transfers."""
+
+    is_ring = False
+
+    def as_ring(self) -> RingStyle:
+        """The same style with its collective and its product overlapped."""
+        ring = copy.copy(self)
+        ring.is_ring = True
+        return ring
+
+    def _require_plain_product(self, layer: nn.Module, name: str = "") -> None:
+        """Raises TitanliteError for what a ring cannot multiply chunk by chunk."""
+        if self.is_ring and _has_product(layer):
+            who = f"{name}, a {type(layer).__name__}," if name else f"a {type(layer).__name__}"
+            raise TitanliteError(
+                f"{type(self).__name__} as a ring multiplies chunk by chunk as nn.Linear does, and "
+                f"{who} has a product of its own; leave asynchronous tensor parallelism off, or "
+                "the layer plain"
+            )
+
+
+class GatherColwise(RingStyle):
     """Gather a module's input once for the linear layers in it that read it, cut by their outputs.
 
     `layers` names those children; the module must hand its first argument to them and use it for
@@ -48,23 +75,32 @@ class GatherColwise(ParallelStyle):
         layers: dict[str, Any] = {name: module.get_submodule(name) for name in self.layers}
         for name, layer in layers.items():
             _require(layer, nn.Linear, self, name)
+            self._require_plain_product(layer, name)
             placements = {"weight": Shard(0), "bias": Shard(0)}
             _distribute(layer, device_mesh, placements, self.src_data_rank)
             # The module hands each layer all outputs in place of the input they share.
             _replace_forward(layer, lambda _, outputs, name=name: outputs[name])
 
+        group = device_mesh.get_group()
+
+        def gather(shard: Tensor) -> Tensor:
+            cut = DTensor.from_local(shard, device_mesh, [Shard(self.dim)], run_check=False)
+            whole = cut.redistribute(placements=[Replicate()])
+            return whole.to_local(grad_placements=[Partial()])
+
         def gather_and_multiply(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            shard = DTensor.from_local(inputs[0], device_mesh, [Shard(self.dim)], run_check=False)
-            whole = shard.redistribute(placements=[Replicate()])
-            x = whole.to_local(grad_placements=[Partial()])
             weights = [_local(layer.weight) for layer in layers.values()]
-            if any(_has_product(layer) for layer in layers.values()):
+            if self.is_ring:
+                joined = gather_product(inputs[0], torch.cat(weights), self.dim, group)
+                products = list(joined.split([w.size(0) for w in weights], dim=-1))
+            elif any(_has_product(layer) for layer in layers.values()):
+                x = gather(inputs[0])
                 products = [
                     _product(layer, x, weight)
                     for layer, weight in zip(layers.values(), weights, strict=True)
                 ]
             else:
-                joined = F.linear(x, torch.cat(weights))
+                joined = F.linear(gather(inputs[0]), torch.cat(weights))
                 products = list(joined.split([w.size(0) for w in weights], dim=-1))
             outputs = {
                 name: product if layer.bias is None else product + _local(layer.bias)
@@ -76,7 +112,7 @@ class GatherColwise(ParallelStyle):
         return module
 
 
-class RowwiseLocal(ParallelStyle):
+class RowwiseLocal(RingStyle):
     """A linear layer cut by its input features, its output's sum scattered along `scatter_dim`.
 
     Input: the local shard of the last dimension. Output: the local shard along `scatter_dim`.
@@ -89,14 +125,21 @@ class RowwiseLocal(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _require(module, nn.Linear, self)
+        self._require_plain_product(module)
         _distribute(
             module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank
         )
 
+        group = device_mesh.get_group()
+
         def forward(module: nn.Linear, x: Tensor) -> Tensor:
-            partial = _product(module, x, _local(module.weight))
-            total = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)
-            output = total.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
+            weight = _local(module.weight)
+            if self.is_ring:
+                output = product_scatter(x, weight, self.scatter_dim, group)
+            else:
+                partial = _product(module, x, weight)
+                total = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)
+                output = total.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
             return output if module.bias is None else output + _local(module.bias, Partial())
 
         return _replace_forward(module, forward)

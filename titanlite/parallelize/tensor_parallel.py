@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,52 +12,63 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 from titanlite.errors import TitanliteError
-from titanlite.parallelize.plan import ParallelPlan, find_plan, match_modules, refuse_tied_weights
-from titanlite.parallelize.styles import EmbeddingLocal
+from titanlite.parallelize.arguments import Plan, as_plan, check_flags, check_mesh
+from titanlite.parallelize.plan import match_modules, refuse_tied_weights
+from titanlite.parallelize.styles import EmbeddingLocal, RingStyle
 
 
 @dataclass(frozen=True)
 class TensorParallelReport:
-    """What apply_tp did: modules cut, tables kept whole, and plan keys that matched nothing."""
+    """What apply_tp did: modules cut, tables kept whole, and plan keys that matched nothing.
+
+    `rings` are those of the modules cut whose collective and product overlap in a ring, with the
+    names of their styles.
+    """
 
     parallelized: tuple[str, ...]
     replicated: tuple[str, ...]
     unmatched: tuple[str, ...]
+    rings: Mapping[str, str] = field(default_factory=dict)
 
 
 def apply_tp(
     model: nn.Module,
     tp_mesh: DeviceMesh,
-    plan: ParallelPlan | dict[str, ParallelStyle] | None = None,
+    plan: Plan | None = None,
     *,
     loss_parallel: bool = False,
+    rings: bool = False,
     known_unmatched: frozenset[str] = frozenset(),
 ) -> TensorParallelReport:
     """Cut `model` in place over the 1-D mesh `tp_mesh`, each module by the style its plan gives.
 
     The plan is the one registered for the model's class, or the one given: a ParallelPlan, or a
     plain dictionary of module name to style. A key that matches no module is warned about and
-    skipped, as by `parallelize_module`, unless it is among `known_unmatched`.
+    skipped, as by `parallelize_module`, unless it is among `known_unmatched`. With `rings` the
+    styles that can (GatherColwise, RowwiseLocal) overlap their collectives with their products.
 
-    Raises TitanliteError for tied weights, which would become two parameters in silence.
+    Raises TitanliteError for an argument that is wrong, and for tied weights, which would become
+    two parameters in silence.
 
     An embedding table with fewer rows than there are ranks stays whole on each: a rank without a
     row would break FSDP2, which refuses empty shards.
     """
+    plan = as_plan("apply_tp", model, plan)
+    check_mesh("apply_tp", "tp_mesh", tp_mesh)
+    check_flags("apply_tp", loss_parallel=loss_parallel)
     refuse_tied_weights(model)
-    if plan is None:
-        plan = find_plan(model)
-    if isinstance(plan, ParallelPlan):
-        styles = dict(plan.tensor_parallel)
-        if loss_parallel:
-            styles.update(plan.loss_parallel)
-    else:
-        styles = dict(plan)
+    styles = dict(plan.tensor_parallel)
+    if loss_parallel:
+        styles.update(plan.loss_parallel)
     parallelized: list[str] = []
     replicated: list[str] = []
     unmatched: list[str] = []
+    made_rings: dict[str, str] = {}
     for pattern, style in styles.items():
         matches = match_modules(model, pattern)
+        if rings and isinstance(style, RingStyle):
+            style = style.as_ring()
+            made_rings |= dict.fromkeys(matches, type(style).__name__)
         if not matches:
             unmatched.append(pattern)
             if pattern not in known_unmatched:
@@ -74,7 +86,9 @@ def apply_tp(
                     f"tensor-parallel plan, {name or 'the model'}: {error}"
                 ) from None
             (replicated if whole else parallelized).append(name)
-    return TensorParallelReport(tuple(parallelized), tuple(replicated), tuple(unmatched))
+    return TensorParallelReport(
+        tuple(parallelized), tuple(replicated), tuple(unmatched), made_rings
+    )
 
 
 def _style_of_short_table(

@@ -1,12 +1,12 @@
-"""Processes: how the ranks of a run start, meet, stop, and end when one of them is stuck or lost.
+"""The processes of a run: starting ranks, rendezvous, stopping, and ending a run that hangs.
 
-launch.py machine.py   local ranks, and how many this machine takes
-world.py attempt.py    one rank's process group, device, threads and allocator; ranks started again
+launch.py machine.py   local ranks, and how many of them this machine can run
+world.py attempt.py    the process group, device, threads and allocator of a rank; restarts
 signals.py             SIGINT and SIGTERM as a request to stop
-watch.py               the thread in each rank that notices a stuck or lost rank
-account.py last_words.py report.py   what a rank says of itself, what is known of one that cannot,
-                       and all of it put together
-order.py               whether ranks call the same collectives, where nothing seems wrong
+watch.py               the watchdog thread in each rank, which detects hung and lost ranks
+account.py last_words.py report.py   the state a rank reports, the state of a rank that cannot
+                       report, and the hang report made of both
+order.py               an optional check that all ranks call the same collectives in one order
 
-Nothing here knows what a mesh axis means, but for its name.
+This package knows the names of the mesh axes, but not their meaning.
 """

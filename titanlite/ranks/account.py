@@ -1,7 +1,8 @@
-"""What this rank can say of itself: its Python stack, and the collectives that it has called.
+"""The state of this rank for a hang report: its Python stack and the collectives it called.
 
-torch's flight recorder notes each collective of gloo and NCCL with its size, dtype and Python
-stack. It does not see point-to-point messages: those are found in the frames of whoever waits.
+torch's flight recorder records each gloo and NCCL collective with its size, dtype and Python
+stack. It does not record point-to-point (P2P) messages: those are read from the stack frames of
+the waiting thread.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ import torch.distributed as dist
 
 from titanlite.ranks.report import Account, Call, Message
 
-# What torch has for the flight recorder is not in its type stubs.
+# The flight recorder's functions are missing from torch's type stubs.
 c10d: Any = torch._C._distributed_c10d
 
-# The process group of saves and loads. A save in the background calls its collectives from a thread
-# of its own, which the main thread does not wait for unless it waits for that save.
+# The process group of saves and loads. A background save calls its collectives from its own
+# thread. The main thread waits for them only while it waits for that save.
 CHECKPOINTS = "checkpoints"
-# Calls a rank tells the others of, for each group; all of them go to the trace files.
+# How many calls per group a rank sends for the report; the trace files hold all of them.
 REMEMBERED_CALLS = 100
 
 DTYPES = {
@@ -54,7 +55,7 @@ SAVING = (
     os.path.join(TORCH, "distributed", "checkpoint") + os.sep,
     os.path.join(OURS, "titanlite", "checkpoint") + os.sep,
 )
-# What a call passes through, and is not the place of a call.
+# Frames of these files are never reported as the place of a call.
 PLUMBING = (
     os.path.join(OURS, "titanlite", "ranks") + os.sep,
     os.path.join(OURS, "titanlite", "mesh") + os.sep,
@@ -68,16 +69,16 @@ def take_account(
     axes: dict[str, str] | None = None,
     error: BaseException | None = None,
 ) -> Account:
-    """What this process can say, its main thread being `thread`, or having raised `error`.
+    """The state of this process, from the stack of `thread`, its main thread, or of `error`.
 
-    `axes` are the names of process groups' axes, group -> axis, where they have any.
+    `axes` maps the names of process groups to their mesh axes.
     """
     account = Account(rank)
     frames = _frames(thread, error)
     saves = _is_saving(frames)
     account.site = call_site(_places(reversed(frames))) or UNKNOWN
     if saves and error is None and (behind := _frames_of_save(thread)):
-        # What the main thread waits for is what the thread does that saves.
+        # The main thread waits for the thread that saves, so report where that thread is.
         frames = behind
         account.site = call_site(_places(reversed(frames))) or account.site
     account.stack = [_show(frame.f_code.co_filename, line, frame) for frame, line in frames]
@@ -94,7 +95,8 @@ def take_account(
     if not account.pending():
         account.message = find_message(frames, account.groups)
         if error is not None and account.calls and not (account.message and account.message.peers):
-            # What failed may count as done: it is the last call from there, or else of all.
+            # The recorder may list the failed call as completed. Take the last call from the
+            # same line of code, or else the last call.
             at = [n for n, call in enumerate(account.calls) if call.site == account.site] or [-1]
             account.calls[at[-1]] = replace(account.calls[at[-1]], is_done=False)
             account.message = None
@@ -102,7 +104,7 @@ def take_account(
 
 
 def group_ranks(axes: dict[str, str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Each process group of this rank: name -> its axis and its ranks."""
+    """The process groups of this rank: name -> (axis, ranks)."""
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
         if not isinstance(group, dist.ProcessGroup):
@@ -118,17 +120,17 @@ def group_ranks(axes: dict[str, str]) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def names_of(group: str) -> list[str]:
-    """What a process group is called here: each of its backends counts its collectives for itself.
+    """The names of a process group in a report: one per backend, since each counts its own calls.
 
-    That of gloo has the group's own name.
+    The gloo backend has the group's own name.
     """
     return [group, f"{group}@nccl"] if hasattr(c10d, "_dump_nccl_trace") else [group]
 
 
 def recorded_calls(num_remembered: int | None = None) -> list[Call]:
-    """The collectives that the flight recorder knows of, in the order of the calls.
+    """The collectives in the flight recorders, in the order of the calls.
 
-    The last `num_remembered` of each group, and whatever is not done; all of them if None.
+    Only the last `num_remembered` of each group and those not completed; all if None.
     """
     calls = []
     for entry in _recorded(with_stacks=True):
@@ -161,7 +163,7 @@ def recorded_calls(num_remembered: int | None = None) -> list[Call]:
 
 
 def dump_recorders(with_stacks: bool = True) -> dict[str, bytes]:
-    """The pickled flight recorders: "" is that of gloo, "nccl" that of NCCL where there is one."""
+    """The pickled flight recorders: "" for gloo, and "nccl" if torch is built with NCCL."""
     dumps = {"": c10d._dump_fr_trace(True, with_stacks, False)}
     if hasattr(c10d, "_dump_nccl_trace"):
         dumps["nccl"] = c10d._dump_nccl_trace(True, with_stacks, False)
@@ -175,7 +177,10 @@ def _recorded(*, with_stacks: bool) -> Iterator[dict[str, Any]]:
 
 
 def call_site(places: Iterable[tuple[str, int, str]]) -> str:
-    """The first place, innermost first, that is neither torch nor plumbing; "" without one."""
+    """The innermost of `places` that is user or model code; "" if there is none.
+
+    `places` start with the innermost frame.
+    """
     for file, line, function in places:
         if not _is_plumbing(file):
             return f"{shorten(file)}:{line} in {function}"
@@ -183,9 +188,9 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> str:
 
 
 def is_overdue(thread: int, seconds: float) -> bool:
-    """Whether a thread, which has not moved for `seconds`, has waited for others for too long.
+    """Whether a thread that has not moved for `seconds` is waiting for other ranks for too long.
 
-    A collective knows its own timeout, and a message none.
+    The flight recorder knows the timeout of a collective. A P2P message has none.
     """
     frames = _frames(thread, None)
     if not frames or not _waits(*frames[-1]):
@@ -203,9 +208,10 @@ def is_overdue(thread: int, seconds: float) -> bool:
 def find_message(
     frames: Sequence[tuple[FrameType, int]], groups: dict[str, tuple[str, tuple[int, ...]]]
 ) -> Message | None:
-    """The point-to-point message that frames, innermost last, wait for, if that is what they do.
+    """The P2P message that a thread waits for; None if it waits for none.
 
-    Where they do not say from whom, it may be any rank of the pipeline.
+    `frames` are its stack, innermost last. If they do not hold the peer, all other ranks of the
+    pipeline are possible peers.
     """
     if not frames or not _waits(*frames[-1]):
         return None
@@ -231,7 +237,7 @@ def find_message(
 
 
 def show_stacks() -> str:
-    """The Python stacks of all threads, as the interpreter prints them."""
+    """The Python stacks of all threads, in the interpreter's format."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
@@ -246,7 +252,7 @@ def show_stack(thread: int) -> list[str]:
 
 
 def shorten(file: str) -> str:
-    """A file's name as a person would give it: below the project, torch, or where they stand."""
+    """The file's path relative to the project, to torch or to the working directory."""
     for folder, start in ((OURS, ""), (TORCH, "torch" + os.sep), (os.getcwd() + os.sep, "")):
         if file.startswith(folder) and SITE_PACKAGES not in file[len(folder) :]:
             return start + file[len(folder) :]
@@ -254,7 +260,7 @@ def shorten(file: str) -> str:
 
 
 def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, int]]:
-    """Frames and line numbers, innermost last, of a thread, or of where `error` was raised."""
+    """Frames and line numbers, innermost last, of a thread or of the traceback of `error`."""
     if error is not None and error.__traceback__ is not None:
         return _without_start(list(traceback.walk_tb(error.__traceback__)))
     frame = sys._current_frames().get(thread)
@@ -266,7 +272,7 @@ def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, i
 
 
 def _without_start(frames: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
-    """Without what started the rank, and what stands between a module's call and its forward."""
+    """`frames` without those that started the rank and those of nn.Module.__call__."""
     starts = [
         index
         for index, (frame, _) in enumerate(frames)
@@ -282,7 +288,7 @@ def _is_saving(frames: Sequence[tuple[FrameType, int]]) -> bool:
 
 
 def _frames_of_save(main: int) -> list[tuple[FrameType, int]]:
-    """Those of the thread that saves in the background, where there is one."""
+    """The frames of the thread of a background save; empty if there is none."""
     for thread in sys._current_frames():
         if thread != main and _is_saving(frames := _frames(thread, None)):
             return frames
@@ -297,7 +303,7 @@ def _waits(frame: FrameType, line: int) -> bool:
 
 
 def _operations(frame: FrameType, line: int) -> list[dist.P2POp]:
-    """The messages that a frame has in hand: those that its current line speaks of, or any."""
+    """The P2POps among a frame's locals: those named in its current line, or else all."""
     found = {name: _messages_in(value) for name, value in frame.f_locals.items()}
     found = {name: messages for name, messages in found.items() if messages}
     words = set(re.findall(r"\w+", linecache.getline(_file(frame), line)))
@@ -325,7 +331,7 @@ def _peer_of(frame: FrameType) -> tuple[int, ...]:
 
 
 def _axis_of(group: Any, groups: dict[str, tuple[str, tuple[int, ...]]]) -> str:
-    """The axis of a process group, of the world's where it is None."""
+    """The axis of a process group; None means the default group."""
     own = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
     return groups.get(getattr(own, "group_name", ""), ("", ()))[0]
 
@@ -344,7 +350,7 @@ def _show(file: str, line: int, frame: FrameType) -> str:
 
 
 def _is_plumbing(file: str) -> bool:
-    # Generated code has names that differ from rank to rank.
+    # The file names of generated code differ between ranks.
     if file.startswith((TORCH, "<", *PLUMBING)) or "torchinductor" in file:
         return True
     return file.startswith(STANDARD_LIBRARY) and SITE_PACKAGES not in file

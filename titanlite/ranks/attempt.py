@@ -1,8 +1,8 @@
-"""A name for one attempt of a world, which all its ranks know and no rank of another attempt has.
+"""A unique name for each attempt (start or restart) of a run, agreed on by all its ranks.
 
-torchrun's agents keep one store for all the times that they start the ranks, and with it the keys
-of ranks that are dead: addresses that nobody answers at, alarms about what is past. How often an
-agent has started its own ranks says nothing, since agents count differently.
+torchrun's agents keep one store across restarts, so it still holds the keys of dead ranks: old
+addresses and old alarms. A new prefix per attempt separates them. An agent's restart count cannot
+serve as that prefix, since agents count differently.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ POLL_SECONDS = 0.01
 
 
 def agree_on_attempt(store: Any, rank: int, num_ranks: int, timeout_seconds: float) -> str:
-    """The name of this attempt, the same on all `num_ranks` ranks; waits until all have come.
+    """The name of this attempt, the same on all `num_ranks` ranks; waits until all have joined.
 
-    Each rank asks under a name that nobody had before, and rank 0 answers whoever asks; who asked
-    in another attempt is not there to read it. Raises TitanliteError with the ranks that do not
-    come; `store` waits for as long, too.
+    Each rank posts a request with a random token, and rank 0 writes its answer under each token.
+    Requests left by an earlier attempt are answered too, but nobody reads those answers. Raises
+    TitanliteError with the missing ranks after `timeout_seconds`, which must also be the timeout
+    of `store`.
     """
     own = secrets.token_hex(8)
     if rank != 0:
@@ -44,7 +45,7 @@ def agree_on_attempt(store: Any, rank: int, num_ranks: int, timeout_seconds: flo
         unanswered |= set(range(num_seen + 1, num_asked + 1))
         num_seen = num_asked
         for number in sorted(unanswered):
-            # One that died in between has left a number and no name.
+            # A rank that died between its two writes has left a number without a token.
             if store.check([f"attempt/asked/{number}"]):
                 asker = store.get(f"attempt/asked/{number}").decode()
                 store.set(f"attempt/answer/{asker}", own)
@@ -59,6 +60,6 @@ def agree_on_attempt(store: Any, rank: int, num_ranks: int, timeout_seconds: flo
 
 def _not_come(ranks: list[int], timeout_seconds: float) -> TitanliteError:
     return TitanliteError(
-        f"{number_ranks(ranks)} did not come within {timeout_seconds:g} s, "
-        "comm.init_timeout_seconds"
+        f"{number_ranks(ranks)} did not join the rendezvous within {timeout_seconds:g} s "
+        "(comm.init_timeout_seconds)"
     )

@@ -1,7 +1,8 @@
-"""What can be known of a rank that cannot speak: its stack, whether it lives, and a last call.
+"""The state of a rank that cannot report it itself: its stack, and whether its process is alive.
 
-The others read these from outside, on the same machine; before_abort is a last chance from inside.
-Nothing here may harm a rank that is well, however long the machine keeps its threads waiting.
+BlackBox and ProcessRecord let other processes on the same machine read them. before_abort runs a
+function in a process that is about to abort. Nothing here may harm a healthy rank, however slow
+the machine is.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from typing import Any
 
 from titanlite.ranks.account import shorten
 
-# What is done before an abort may take so long; then the process is ended all the same.
+# Time limit of the function that runs before an abort; then the process is ended anyway.
 LONGEST_SECONDS = 10
-# And a process that is asked for its stack, to write it.
+# Time limit for a process to write its stack when it is asked to.
 LONGEST_STACK_SECONDS = 1.0
-# The signal that asks: one that nothing else uses, where the system has such; 0 where it has not.
+# The signal that asks for a stack, used by nothing else; 0 if the system has no real-time signals.
 ASK = int(signal.SIGRTMAX) - 1 if hasattr(signal, "SIGRTMAX") else 0
 
-# States of a process.
-GONE, STOPPED, RUNNING = "has died", "is stopped", "does not answer"
+# States of a process that did not report.
+GONE, STOPPED, RUNNING = "has died", "is stopped", "does not respond"
 
 
 class BlackBox:
-    """Where other processes read this rank's stack when it can no longer report it itself.
+    """A file with this rank's stack, for other processes to read when the rank cannot report it.
 
-    A file in the world's own folder, or one without a name that is gone with the process. It holds
-    the stack that was noted last. A process that receives ASK adds the stack of its main thread
-    (`ask_for_stack`), and one that crashes adds the stacks of all its threads.
+    It is in the folder that the ranks share, or an anonymous file that disappears with the process.
+    It holds the last recorded stack. A process that receives ASK appends the stack of its main
+    thread (`ask_for_stack`), and one that crashes appends the stacks of all its threads.
 
-    Reading the frames of a thread that runs Python without the interpreter's lock can crash the
-    process, which is what faulthandler's timer does, and its signal handler too if it interrupts
-    the interpreter. So nothing here runs by itself in a healthy world: stacks are noted by a thread
-    that holds the lock, and only a rank that has given no account of a lost world is asked.
+    Reading the frames of a running thread without holding the GIL can crash the process.
+    faulthandler's timer does that, and so does its signal handler if it interrupts the interpreter.
+    So faulthandler never runs in a healthy run: a thread that holds the GIL records the stacks,
+    and the signal goes only to ranks that did not report after an alarm.
     """
 
     def __init__(self, folder: Path | None, rank: int, thread: int) -> None:
@@ -67,7 +68,7 @@ class BlackBox:
         self.note([])
 
     def note(self, stack: list[str]) -> None:
-        """Keep `stack` in place of the one before. A full disk is not this run's trouble."""
+        """Replace the recorded stack by `stack`. A full disk must not fail the run."""
         stack_lines = "\n".join(stack)
         text = f"{self._thread}\n{stack_lines}\n\n".encode()
         with self._lock, contextlib.suppress(OSError):
@@ -77,7 +78,7 @@ class BlackBox:
                 os.write(self._file, text)
 
     def close(self) -> None:
-        # Under the lock: `note` may not write to a file that has got this one's number.
+        # Under the lock: `note` must not write to another file that reuses this descriptor.
         with self._lock:
             if self._file < 0:
                 return
@@ -90,7 +91,7 @@ class BlackBox:
 
 
 def ask_for_stack(process: ProcessRecord) -> list[str]:
-    """The stack of another process of this machine, innermost last; empty where none comes."""
+    """The stack of another process on this machine, innermost last; empty if it sends none."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(process.number, ASK)
         deadline = time.monotonic() + LONGEST_STACK_SECONDS
@@ -98,7 +99,7 @@ def ask_for_stack(process: ProcessRecord) -> list[str]:
         while time.monotonic() < deadline:
             time.sleep(LONGEST_STACK_SECONDS / 20)
             _, added = _read(process.box)
-            # It is written line by line.
+            # The stack is written line by line: it is complete once it no longer grows.
             if added and added == before:
                 return added
             before = added
@@ -106,13 +107,13 @@ def ask_for_stack(process: ProcessRecord) -> list[str]:
 
 
 def read_black_box(path: str) -> list[str]:
-    """The last stack in a black box, innermost last; empty where there is none."""
+    """The last stack in a black box, innermost last; empty if there is none."""
     noted, added = _read(path)
     return added or noted
 
 
 def _read(path: str) -> tuple[list[str], list[str]]:
-    """The stack that was noted last, and the one that the interpreter has added, if it has."""
+    """The last recorded stack, and the one that faulthandler appended, if any."""
     try:
         text = Path(path).read_text(errors="replace")
     except OSError:
@@ -120,7 +121,7 @@ def _read(path: str) -> tuple[list[str], list[str]]:
     thread, _, rest = text.partition("\n")
     noted, _, rest = rest.partition("\n\n")
     added: list[str] = []
-    # Innermost first, a thread a paragraph; where the main thread is the only one it has no number.
+    # Innermost first, one paragraph per thread; a main thread alone is listed without its number.
     for paragraph in re.split(r"\n\s*\n", rest):
         if not added and (thread in paragraph or paragraph.startswith("Stack ")):
             frames = re.findall(r'File "(.*)", line (\d+) in (.*)', paragraph)
@@ -130,10 +131,10 @@ def _read(path: str) -> tuple[list[str], list[str]]:
 
 @contextlib.contextmanager
 def before_abort(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, `call` is made before the process aborts.
+    """Inside, `call` runs before the process aborts.
 
-    gloo and NCCL end a process in a thread of theirs when what they receive does not fit, or when
-    a collective has timed out. A handler of Python's would run in the main thread, which waits.
+    gloo and NCCL abort the process from a thread of their own when a message has the wrong size or
+    a collective times out. A Python signal handler would run in the main thread, which is blocked.
     """
     process = os.getpid()
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -142,7 +143,7 @@ def before_abort(call: Callable[[], None]) -> Iterator[None]:
     def handler(_number: int) -> None:
         if os.getpid() != process:
             return
-        # Whatever is broken, the process has to end.
+        # The process must end even if `call` hangs.
         libc.alarm(LONGEST_SECONDS)
         call()
 
@@ -158,7 +159,7 @@ def before_abort(call: Callable[[], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """Where a rank's process is, so that other ranks can look at it from outside."""
+    """How other ranks find a rank's process: host, process id, and the path of its black box."""
 
     host: str
     number: int
@@ -166,7 +167,7 @@ class ProcessRecord:
     box: str
     """The path of its black box."""
     answers: bool
-    """Whether it adds its stack to the box when it receives ASK."""
+    """Whether it appends its stack to the box when it receives ASK."""
 
     @classmethod
     def of_this(cls, box: BlackBox) -> ProcessRecord:
@@ -185,7 +186,7 @@ class ProcessRecord:
         return self.host == socket.gethostname()
 
     def state(self) -> str:
-        """GONE, STOPPED or RUNNING; "" for a process that this machine cannot see."""
+        """GONE, STOPPED or RUNNING; "" if unknown: on another machine, or without /proc."""
         if not self.is_here or not Path("/proc/self/stat").exists():
             return ""
         letter, start = process_status(str(self.number))
@@ -194,15 +195,15 @@ class ProcessRecord:
         return STOPPED if letter in "Tt" else RUNNING
 
     def kill(self) -> None:
-        """End the process, where it is on this machine and still there."""
+        """Kill the process if it is on this machine and still alive."""
         if self.state() not in ("", GONE):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.number, signal.SIGKILL)
 
     def stack(self) -> list[str]:
-        """The stack of its main thread, innermost last: as it is now, or as it was noted last.
+        """The stack of its main thread, innermost last: as it is now, or as last recorded.
 
-        Only for a process whose world is lost: see BlackBox.
+        Only for a process whose run has already failed: see BlackBox.
         """
         if not self.is_here:
             return []
@@ -211,7 +212,7 @@ class ProcessRecord:
 
 
 def process_status(process: str) -> tuple[str, str]:
-    """State letter and start time of a process of this machine; ("X", "") where there is none."""
+    """State letter and start time of a process on this machine; ("X", "") if there is none."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""Start local ranks: one process each on this machine, results in rank order, nothing left behind.
+"""Start local ranks: one process per rank on this machine; none of them outlives the caller.
 
-Importing this is torch-free, so that the launcher stays a thin process: torch is imported once, by
-a fork server that never runs an operation (so that forking it is always safe), and every rank is
-forked from there. Functions travel by cloudpickle, so that one defined in a notebook works too.
+Importing this module does not import torch, so the launcher stays small. A fork server imports
+torch once and never runs an operation, so forking it is always safe; every rank is forked from it.
+Functions are sent with cloudpickle, so functions defined in a notebook work too.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteEr
 from titanlite.ranks.machine import check_local_ranks
 from titanlite.ranks.signals import StopRequest
 
-# How long the other ranks of a failed run may take to say what they saw, and then to end.
+# How long the other ranks of a failed run may take to send their errors, and then to end.
 REPORT_SECONDS = 2.0
 END_SECONDS = 5.0
-# How much longer, once they have raised the alarm and are putting a report together.
+# The extra time once a rank has raised the alarm and the report is being written.
 ALARM_SECONDS = 5.0
-# In the folder where local ranks meet: where ranks in trouble leave word, and in it the mark of the
-# one that raised the alarm, and the report (titanlite/ranks/watch.py).
+# The folder for faults in the rendezvous folder of local ranks. In it, a file that marks the alarm,
+# and the report (titanlite/ranks/watch.py).
 FAULTS, ALARM, REPORT = "faults", "alarm", "report.json"
 
 PRELOAD = ["titanlite.preload"]
@@ -47,7 +47,7 @@ PRELOAD = ["titanlite.preload"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands in its world, and the URL at which the world meets."""
+    """The rank of a process, the sizes of its world, and the URL of the rendezvous."""
 
     rank: int
     world_size: int
@@ -55,14 +55,14 @@ class Place:
     local_world_size: int
     rendezvous: str
     orders: Connection | None = field(default=None, compare=False, repr=False)
-    """Where the launcher's request to stop arrives, for a rank of `run_ranks`."""
+    """The pipe on which a rank of `run_ranks` receives the launcher's request to stop."""
 
     @property
     def is_one_node(self) -> bool:
         return self.local_world_size == self.world_size
 
 
-# The place of a process that is a world of its own, and meets nobody.
+# The place of the only process of a world, which needs no rendezvous.
 ALONE = Place(0, 1, 0, 1, rendezvous="")
 
 
@@ -77,11 +77,11 @@ def run_ranks(
     """Call `function(place, *args)` in `num_ranks` new local processes; return their results.
 
     The results are in rank order. The processes have no process group yet: `open_world(place)`
-    makes one. When a rank raises or dies the others are ended and RankError is raised with the
-    rank and its traceback; likewise after `timeout_seconds`. A TitanliteError is raised as it is.
-    No process outlives the call, nor the caller: if the caller is killed, the ranks are too.
-    A request to `stop` is passed on to the ranks, which find it in `place.orders`. More than
-    `max_ranks`, or than the machine takes where that is None, are refused with ConfigError.
+    creates one. If a rank raises or dies, or after `timeout_seconds`, the other ranks are ended and
+    RankError is raised with the rank and its traceback. A rank's TitanliteError is re-raised
+    unchanged. No process outlives the call or the caller: if the caller is killed, so are the
+    ranks. A request to `stop` is sent to the ranks, which receive it in `place.orders`. Raises
+    ConfigError if `num_ranks` exceeds `max_ranks` or, if that is None, the machine's limit.
     """
 
     def send_result(place: Place, connection: Connection) -> None:
@@ -111,10 +111,10 @@ def run_ranks(
 class Ranks:
     """Local processes that each run `serve(place, connection)` and exchange bytes with the caller.
 
-    `serve` takes what `send` gave it with `connection.recv_bytes()`, answers with
+    `serve` receives the bytes of `send` with `connection.recv_bytes()`, answers with
     `connection.send(("message", answer_bytes))`, and returns when the connection is closed
-    (EOFError). A context manager; at the end, by whatever way, the processes are ended. More than
-    `max_ranks`, or than the machine takes where that is None, are refused with ConfigError.
+    (EOFError). This is a context manager; on exit, even by an error, the processes are ended.
+    Raises ConfigError if `num_ranks` exceeds `max_ranks` or, if that is None, the machine's limit.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class Ranks:
         own = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
         with _ignoring_interrupts(), _off_working_directory(own):
             multiprocessing.forkserver.ensure_running()
-        # Removed by `close` alone: at exit, too, ranks need it until they have ended.
+        # Only `close` removes it: ranks need it until they have ended, also at interpreter exit.
         self._folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
         self._ranks: list[_Rank] = []
-        # Held open by this process alone, until it is done or dead.
+        # Only this process keeps the other end open. It closes when this process ends or dies.
         lifeline, held = context.Pipe(duplex=False)
-        # Before multiprocessing joins its children at exit, which would wait for these.
+        # Must run before multiprocessing joins its children at exit, which would wait for these.
         self.close = Finalize(self, _end, (self._ranks, self._folder, held), exitpriority=1)
         call = cloudpickle.dumps(serve)
         for rank in range(num_ranks):
@@ -164,30 +164,30 @@ class Ranks:
         return len(self._ranks)
 
     def terminate(self) -> None:
-        """Have the processes end now, whatever they are doing; `close` waits for that."""
+        """Kill the processes now; `close` waits until they have ended."""
         for rank in self._ranks:
-            # Not SIGTERM, which a run that saves checkpoints takes for a request.
+            # Not SIGTERM: a run that saves checkpoints treats that as a request to stop.
             rank.process.kill()
 
     def send(self, rank: int, message: bytes) -> None:
-        """Give a rank a message; that a rank is gone is for `receive` to say."""
+        """Send a message to a rank. A dead rank is reported by `receive`, not here."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._ranks[rank].connection.send_bytes(message)
 
     def receive(self, pending: Collection[int], deadline: float | None) -> dict[int, bytes]:
         """The next message of each pending rank that has sent one; empty at the deadline.
 
-        `deadline` is in the seconds of time.monotonic(). Raises RankError when a rank has failed.
+        `deadline` is a value of time.monotonic(). Raises RankError if a rank has failed.
         """
         outcomes = self._take(pending, deadline)
         if any(kind != "message" for kind, _ in outcomes.values()):
-            # A rank that fails takes its peers down with it, and a peer may say so first.
+            # A failing rank makes its peers fail, and a peer's error may arrive first.
             self._hear_out(set(pending) - set(outcomes), outcomes)
             _raise_first_cause(outcomes, self._report())
         return {rank: what for rank, (_, what) in outcomes.items()}
 
     def _hear_out(self, waiting: set[int], outcomes: dict[int, tuple[str, Any]]) -> None:
-        """Give the other ranks time to say what they saw, up to a report of them all."""
+        """Wait for the errors of the other ranks, until there is a report or the time is up."""
         start = time.monotonic()
         while waiting and self._report() is None:
             is_alarmed = (self._folder / FAULTS / ALARM).exists()
@@ -218,10 +218,11 @@ class Ranks:
 
 
 def not_done(pending: Collection[int], timeout_seconds: float | None) -> RankError:
-    """The error for ranks that have not answered in time."""
+    """The error for ranks that did not answer in time."""
     return RankError(
         min(pending),
-        f"{number_ranks(pending)} not done after {timeout_seconds:g} s; all ranks were ended",
+        f"{number_ranks(pending)} did not finish within {timeout_seconds:g} s; "
+        "all ranks were terminated",
     )
 
 
@@ -244,7 +245,7 @@ def _raise_first_cause(outcomes: dict[int, tuple[str, Any]], report: dict[str, A
         if report["is_gone"] and exit_code is not None and exit_code < 0:
             headline = _how_ended(exit_code)
         raise RankError(rank, headline, report["body"])
-    # A lost connection is what the peers of the culprit see.
+    # Peers of the failed rank report a lost connection, so other errors come first.
     errors.sort(key=lambda error: error[1]["lost_peer"])
     if errors and not (deaths and errors[0][1]["lost_peer"]):
         index, what = errors[0]
@@ -252,15 +253,15 @@ def _raise_first_cause(outcomes: dict[int, tuple[str, Any]], report: dict[str, A
     index, exit_code = deaths[0]
     if exit_code is not None and exit_code < 0:
         raise RankError(index, _how_ended(exit_code))
-    raise RankError(index, f"ended with exit status {exit_code} and no result")
+    raise RankError(index, f"exited with status {exit_code} without a result")
 
 
 def _how_ended(exit_code: int) -> str:
-    return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"was killed by {signal.Signals(-exit_code).name}"
 
 
 def _end(ranks: list[_Rank], folder: Path, held: Connection) -> None:
-    """Leave no rank running: each ends when its connection closes, or is made to."""
+    """End all ranks: each exits when its connection closes, or is killed after END_SECONDS."""
     for rank in ranks:
         rank.connection.close()
     deadline = time.monotonic() + END_SECONDS
@@ -304,7 +305,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if cause is not error:
-        # A pipeline's schedule tells of a stage that failed, with what it was given, and not why.
+        # The error of a pipeline schedule names the stage and its inputs, but not the cause.
         message += f" (from {type(cause).__name__}: {cause})"
     lost = (
         "Connection closed by peer",
@@ -323,10 +324,10 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the caller's script anew in every rank.
+    """Keep multiprocessing from importing the caller's script again in every rank.
 
-    Its functions travel by value, and a script without an `if __name__ == "__main__"` would start
-    ranks of its own there.
+    Functions are sent by value, so the script is not needed, and a script without an
+    `if __name__ == "__main__"` would start ranks again.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -338,10 +339,10 @@ def _hidden_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _off_working_directory(own: Mapping[str, str | None]) -> Iterator[None]:
-    """What starts inside imports nothing from the working directory; `own` is put back after.
+    """Processes started inside import nothing from the working directory; `own` is restored after.
 
-    multiprocessing starts its helpers by `python -c`, which looks there first: a socket.py in a
-    folder that was downloaded would run. Python 3.10 has no such switch.
+    multiprocessing starts its helpers with `python -c`, which searches the working directory first:
+    a socket.py in a downloaded folder would run. Python 3.10 does not support PYTHONSAFEPATH.
     """
     source = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (own["PYTHONPATH"], source)))
@@ -361,23 +362,24 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 
 def prepare_environment() -> None:
-    """Set what libraries read from the environment when torch is imported, unless it is set."""
-    # Threads that wait by spinning take the cores from those that work wherever there are more
-    # runnable threads than cores: on a machine that is doing something else, twenty-fold. Those
-    # that sleep at once make small operations twice as slow. GNU's OpenMP, which PyTorch's wheels
-    # for Linux bring along, can do both: some microseconds of spinning, then sleep.
+    """Set the environment variables that libraries read when torch is imported, unless set."""
+    # Threads that spin while they wait take cores from working threads if there are more runnable
+    # threads than cores: on a busy machine that is twenty times slower. Threads that sleep at once
+    # make small operations twice as slow. GNU OpenMP, which PyTorch's Linux wheels include, can do
+    # both: it spins for some microseconds, then sleeps.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # The profiler writes lines of its own to stderr, on every rank.
+    # Otherwise the profiler logs to stderr on every rank.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 @contextlib.contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """What starts inside ignores Ctrl-C, as do ranks forked from it: the caller ends them.
+    """Processes started inside ignore Ctrl-C, and so do ranks forked from them.
 
-    And SIGTERM, which ranks do not ignore: the fork server has to outlive them.
+    The caller ends them. They ignore SIGTERM too, since the fork server must outlive the ranks;
+    ranks do not ignore it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -392,10 +394,10 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def _end_with(lifeline: Connection, folder: Path) -> None:
-    """End this process as soon as nobody holds the other end of `lifeline`.
+    """Kill this process when the launcher, which holds the other end of `lifeline`, is gone.
 
-    A rank's parent, the fork server, lives as long as any rank: its end says nothing. A launcher
-    that was killed has left `folder` behind.
+    The parent process cannot be watched instead: it is the fork server, which lives as long as any
+    rank. A killed launcher leaves `folder` behind, so it is removed here.
     """
 
     def watch() -> None:
@@ -408,22 +410,22 @@ def _end_with(lifeline: Connection, folder: Path) -> None:
 
 
 def torchrun_place() -> Place | None:
-    """The place that torchrun gave this process by its environment variables; None without it."""
+    """The place of this process from torchrun's environment variables; None without torchrun."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given = [name in os.environ for name in names]
     if not any(given[:2]):
         return None
     if not all(given) or not all(os.environ[name].isdecimal() for name in names):
         shown = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
-        raise ConfigError(f"environment: {shown} is not a place in a world; start with torchrun")
+        raise ConfigError(f"environment: {shown} does not define a rank; start with torchrun")
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
     return Place(rank, world_size, local_rank, local_world_size, rendezvous="env://")
 
 
 def choose_device(requested: str, num_local_ranks: int) -> str:
-    """'cuda' where there is a GPU for each local rank, else 'cpu'; `requested` may fix it.
+    """'cuda' if there is a GPU for each local rank, else 'cpu'; `requested` may fix the choice.
 
-    Raises ConfigError when CUDA is requested and there are fewer GPUs than ranks.
+    Raises ConfigError if CUDA is requested and there are fewer GPUs than local ranks.
     """
     if requested == "cpu":
         return "cpu"
@@ -432,14 +434,14 @@ def choose_device(requested: str, num_local_ranks: int) -> str:
         return "cuda"
     if requested == "cuda":
         raise ConfigError(
-            f'job.device: "cuda" needs a GPU for each rank, {num_local_ranks} here, and there are '
-            f'{available}; use "auto" or "cpu", or fewer ranks'
+            f'job.device: "cuda" needs a GPU for each of the {num_local_ranks} ranks here, and '
+            f'there are {available}; use "auto" or "cpu", or fewer ranks'
         )
     return "cpu"
 
 
 def count_gpus() -> int:
-    """The CUDA devices of this machine; imports torch only where there is a driver to ask."""
+    """The number of CUDA devices of this machine; imports torch only if there is a driver."""
     if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")):
         return 0
     import torch

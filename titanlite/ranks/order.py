@@ -1,7 +1,8 @@
-"""Whether all ranks of every group call the same collectives, from the same places, in one order.
+"""A check that all ranks of a group call the same collectives, from the same lines, in one order.
 
-Two collectives of one size that ranks call in another order exchange wrong numbers in silence. The
-flight recorder knows where each was called, and after a step the ranks compare.
+If one rank calls two collectives of the same size in the opposite order, the ranks exchange wrong
+numbers and nothing fails. The flight recorder holds the line of code of each call, and the ranks
+compare their calls at each step.
 """
 
 from __future__ import annotations
@@ -14,28 +15,29 @@ from titanlite.errors import OrderError
 from titanlite.ranks.account import group_ranks, names_of, recorded_calls
 from titanlite.ranks.report import Account, Call, find_astray
 
-AFTER = "; the weights are as before this step"
+AFTER = "; this step did not change the weights"
 
 
 class OrderCheck:
-    """Compares what the ranks have called since the last time; every rank must make and call it.
+    """Compares the calls of the ranks since the last comparison.
 
-    `axes` are the process groups to compare, besides that of the world: group -> axis.
+    Every rank must create it and call it. `axes` has the process groups to compare, group -> axis;
+    the default group is compared, too.
     """
 
     def __init__(self, axes: dict[str, str]) -> None:
         self._axes = axes
-        # Those of training: a save in the background has a group of its own, and no order.
+        # Only training's groups: a background save has its own group, and its order varies.
         everyone = dist.distributed_c10d._get_default_group().group_name
         self._names = {name for group in (*axes, everyone) for name in names_of(group)}
         self._compared: dict[str, int] = {}
-        # A group of its own: the order in the others is what is in question.
+        # A separate group: the order of calls in the other groups may be wrong.
         group = dist.new_group(backend="gloo", group_desc="order check")
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
 
     def __call__(self) -> None:
-        """Raises OrderError, the same on all ranks, with the first call that is not alike."""
+        """Raises the same OrderError on all ranks, with the first call that differs."""
         new = self._new_calls()
         tags = {name: [_tag(call) for call in new.get(name, ())] for name in self._names}
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -63,12 +65,12 @@ class OrderCheck:
             if len(set(counts.values())) > 1:
                 fewest = min(counts, key=lambda rank: (counts[rank], rank))
                 raise OrderError(
-                    f"rank {fewest}: over {axis}, called {counts[fewest]} collectives so far, "
-                    f"another rank {max(counts.values())}{AFTER}"
+                    f"rank {fewest}: called {counts[fewest]} collectives over {axis} so far; "
+                    f"another rank called {max(counts.values())}{AFTER}"
                 )
 
     def _new_calls(self) -> dict[str, list[Call]]:
-        """What this rank has called since the last comparison, by group."""
+        """This rank's calls since the last comparison, by group."""
         new: dict[str, list[Call]] = {}
         for call in recorded_calls():
             if call.group in self._names and call.number > self._compared.get(call.group, 0):
@@ -77,7 +79,7 @@ class OrderCheck:
 
 
 def _are_alike(everyone: list[dict[str, list[Any]]]) -> bool:
-    """Whether all ranks that have a group called the same in it."""
+    """Whether all ranks of each group made the same calls in it."""
     names = {name for of_rank in everyone for name in of_rank}
     return all(
         len({str(of_rank[name]) for of_rank in everyone if name in of_rank}) == 1 for name in names

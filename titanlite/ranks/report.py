@@ -1,7 +1,9 @@
-"""What each rank of a stuck world says, put together: who waits where, and for whom; torch-free.
+"""The hang report: which rank waits in which collective, and for which rank; torch-free.
 
-Collectives of a group are numbered by each rank in the order of its calls. So a rank that has not
-reached a number did not come, and one that has another operation or size at it went astray there.
+Each rank numbers the collectives of a group in the order of its calls. If others wait in a number
+that a rank has not reached, it is missing there. If the operation, size or dtype at a number
+differs between ranks, they diverged there. write_report makes the report; find_astray finds the
+first number at which ranks diverged.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from titanlite.errors import number_ranks
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as one rank called it: the `number`-th of its group."""
+    """One collective as called by one rank: the `number`-th of its group."""
 
     group: str
     number: int
@@ -27,8 +29,8 @@ class Call:
     is_done: bool = True
 
     def likeness(self) -> tuple[Any, ...]:
-        """What has to be the same on every rank."""
-        # The root of a scatter calls it with what all of them get.
+        """The properties that must be the same on every rank."""
+        # The root of a scatter passes the inputs of all ranks, so the sizes differ.
         num_elements = 0 if self.operation == "scatter" else self.num_elements
         return self.operation, num_elements, self.dtype
 
@@ -38,13 +40,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """A point-to-point message that a rank waits for."""
+    """A P2P message that a rank waits for."""
 
     operation: str
     peers: tuple[int, ...]
     site: str
     axis: str = ""
-    """Of the process group it goes through; "" where that is not known."""
+    """The axis of its process group; "" if unknown."""
 
     def __str__(self) -> str:
         return f"{self.operation} over {self.axis}" if self.axis else self.operation
@@ -52,19 +54,19 @@ class Message:
 
 @dataclass
 class Account:
-    """What a rank knows of itself: where it stands, and what it called."""
+    """The state of one rank: its stack, the collectives it called, and what it waits for."""
 
     rank: int
     stack: list[str] = field(default_factory=list)
-    """Of the main thread, innermost last, each `file:line in function`."""
+    """The main thread's frames, innermost last, each `file:line in function`."""
     site: str = ""
     error: str = ""
     message: Message | None = None
     calls: list[Call] = field(default_factory=list)
     groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Process group -> its axis and its ranks."""
+    """Process group -> (axis, ranks)."""
     finished: str = ""
-    """How this rank left the world, if it has."""
+    """How this rank left the run; "" if it has not."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,7 +83,7 @@ class Account:
         return cls(**values, message=message, calls=calls, groups=groups)
 
     def pending(self) -> list[Call]:
-        """The first collective of each group that this rank waits in."""
+        """The first uncompleted collective of each group."""
         first: dict[str, Call] = {}
         for call in self.calls:
             if not call.is_done and call.group not in first:
@@ -89,7 +91,7 @@ class Account:
         return list(first.values())
 
     def last_number(self, group: str) -> int:
-        """How many collectives of the group this rank has called."""
+        """The number of this rank's last collective in the group; 0 if it called none."""
         return max((call.number for call in self.calls if call.group == group), default=0)
 
     @property
@@ -99,7 +101,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Absent:
-    """A rank that gave no account: why, and its stack where it was seen last."""
+    """A rank that did not report: why, and its last recorded stack."""
 
     why: str
     stack: list[str] = field(default_factory=list)
@@ -107,7 +109,7 @@ class Absent:
 
 @dataclass(frozen=True)
 class Report:
-    """The rank to look at first, one line on it, and all that is known."""
+    """The rank that caused the hang, one line about it, and the state of all ranks."""
 
     rank: int
     headline: str
@@ -116,7 +118,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Astray:
-    """The first collective of a group at which the ranks did not all call the same."""
+    """The first collective of a group at which the calls of the ranks differ."""
 
     axis: str
     number: int
@@ -130,9 +132,10 @@ def write_report(
     reason: str = "",
     describe_place: Callable[[int], str] = lambda rank: "",
 ) -> Report:
-    """Who waits in what, and who is to blame; `absent` says of ranks without account why.
+    """The state of every rank, and the rank that caused the hang.
 
-    At least one rank has given an account. `describe_place` gives a rank's place in the mesh.
+    `absent` are the ranks that did not report; `accounts` must hold at least one rank.
+    `describe_place` gives the mesh coordinates of a rank.
     """
     groups = {
         name: group for account in accounts.values() for name, group in account.groups.items()
@@ -141,7 +144,7 @@ def write_report(
     astray = find_astray(accounts, groups)
     rank, headline = _blame(accounts, absent, missed, astray, groups)
     if not reason:
-        reason = "ranks called unlike collectives" if astray else "ranks lost each other"
+        reason = "ranks called different collectives" if astray else "communication failed"
         reason = "a rank was lost" if absent else reason
     lines = [f"The run has stopped: {reason}."]
     for number in sorted({*accounts, *absent}):
@@ -157,8 +160,8 @@ def write_report(
     for number in sorted({rank, *(r for r in missed if r in accounts and not accounts[r].waits)}):
         stack = accounts[number].stack if number in accounts else absent[number].stack
         if stack:
-            seen = "" if number in accounts else ", as last seen"
-            lines.append(f"Python stack of rank {number}{seen}, innermost last:")
+            seen = "" if number in accounts else ", as last recorded"
+            lines.append(f"Python stack of rank {number}{seen} (most recent call last):")
             lines += [f"  {line}" for line in stack]
     return Report(rank, headline, "\n".join(lines))
 
@@ -169,7 +172,7 @@ Groups = Mapping[str, tuple[str, Sequence[int]]]
 def _missed(
     accounts: Mapping[int, Account], absent: Mapping[int, Absent], groups: Groups
 ) -> dict[int, list[tuple[int, str]]]:
-    """Rank -> (who waits, for what) of the collectives and messages that it did not come to."""
+    """Rank -> (waiting rank, text) for the collectives and messages that it did not reach."""
     missed: dict[int, list[tuple[int, str]]] = {}
     for waiting, account in sorted(accounts.items()):
         for call in account.pending():
@@ -190,7 +193,7 @@ def _missed(
 def _lines_of(
     account: Account, missed: Mapping[int, list[tuple[int, str]]], groups: Groups
 ) -> Iterator[str]:
-    """What one rank is doing, in one line or a few."""
+    """The state of one rank, in one or more lines."""
     if account.finished:
         yield account.finished
         return
@@ -204,14 +207,14 @@ def _lines_of(
         )
         for_whom = f" for {number_ranks(late)}" if late else ""
         yield (
-            f"waits{for_whom} in {call.operation} {call.number} over {axis} (ranks {members}), "
-            f"{call.num_elements:,} {call.dtype}, called at {call.site}"
+            f"is waiting{for_whom} in {call.operation} {call.number} over {axis} "
+            f"(ranks {members}), {call.num_elements:,} {call.dtype}, called at {call.site}"
         )
     if account.message is not None:
         peers = number_ranks(account.message.peers) if account.message.peers else "a peer"
-        yield f"waits for {peers} in a {account.message}, called at {account.message.site}"
+        yield f"is waiting for {peers} in a {account.message}, called at {account.message.site}"
     if not account.waits:
-        yield f"stands at {account.site}"
+        yield f"is at {account.site}"
 
 
 def _blame(
@@ -221,7 +224,7 @@ def _blame(
     astray: Astray | None,
     groups: Groups,
 ) -> tuple[int, str]:
-    """The rank that the others wait for in the end, and why it is."""
+    """The rank at the end of the chain of waits, and one line about it."""
     if astray is not None:
         return astray.rank, astray.text
     gone = [rank for rank in sorted(absent) if rank in missed] or sorted(absent)
@@ -233,35 +236,40 @@ def _blame(
         account = accounts[rank]
         what = list(dict.fromkeys(what for _, what in missed[rank]))
         waiting = sorted({waiting for waiting, _ in missed[rank]})
-        where = account.finished or f"stands at {account.site}"
+        where = account.finished or f"is at {account.site}"
         return rank, (
-            f"did not come to {' and '.join(what)}, where {number_ranks(waiting)} "
-            f"{_verb(waiting)}; it {where}"
+            f"did not reach {' and '.join(what)}; {number_ranks(waiting)} {_verb(waiting)} waiting "
+            f"in {'them' if len(what) > 1 else 'it'}; rank {rank} {where}"
         )
     others = [rank for rank, account in sorted(accounts.items()) if account.waits]
     idle = [rank for rank in sorted(accounts) if rank not in others]
     if not missed and others and idle:
-        # Nothing is known of collectives, whose recorder is off.
-        where = accounts[idle[0]].finished or f"stands at {accounts[idle[0]].site}"
-        return idle[0], f"does not wait, as {number_ranks(others)} {_verb(others)}; it {where}"
+        # The flight recorder is off, so the collectives are unknown.
+        where = accounts[idle[0]].finished or f"is at {accounts[idle[0]].site}"
+        return idle[0], (
+            f"is not waiting, but {number_ranks(others)} {_verb(others)}; rank {idle[0]} {where}"
+        )
     rank = min(missed, default=min(accounts))
     if rank in missed:
         waiter, what_missed = missed[rank][0]
         own = next(_lines_of(accounts[rank], missed, groups))
-        return rank, f"did not come to {what_missed}, where rank {waiter} waits; it {own}"
-    return rank, accounts[rank].error or "waits, and no rank is missing"
+        return rank, (
+            f"did not reach {what_missed}; rank {waiter} is waiting in it; rank {rank} {own}"
+        )
+    return rank, accounts[rank].error or "is waiting, although no rank is missing"
 
 
 def _verb(ranks: Sequence[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
+    return "is" if len(ranks) == 1 else "are"
 
 
 def find_astray(
     accounts: Mapping[int, Account], groups: Groups, *, by_site: bool = False
 ) -> Astray | None:
-    """The first collective of any group with unlike calls; with `by_site`, from unlike places.
+    """The first collective at which the calls of a group's ranks differ; None if all agree.
 
-    Calls that a rank has forgotten, or not made yet, are not compared.
+    With `by_site`, calls from different lines of code differ too. A call that a rank has not made,
+    or no longer has in its flight recorder, is not compared.
     """
     for name, (axis, ranks) in groups.items():
         calls = {
@@ -296,7 +304,7 @@ def _explain(
     kinds: Counter[Any],
     by_site: bool,
 ) -> Astray:
-    """Of the ranks at `number`, those in the minority went astray; of two, the later one."""
+    """Name the rank that diverged at `number`: one of the minority, or in a tie the higher rank."""
     usual = max(kinds, key=lambda kind: (kinds[kind], -min(_who(at, kind, by_site))))
     rank = min(rank for rank, call in at.items() if _kind(call, by_site) != usual)
     peer = min(_who(at, usual, by_site))
@@ -307,21 +315,22 @@ def _explain(
 
     own, theirs = at[rank], at[peer]
     others = number_ranks([r for r in at if r != rank])
-    where = f"as number {number} over {axis} it"
+    where = f"at collective {number} over {axis} it"
     if _agree(sequence(rank, number + 1), sequence(peer, number + 1)):
-        what = f"called {own} at {own.site}, where {others} called {theirs} at {theirs.site}"
+        what = f"called {own} at {own.site}; {others} called {theirs} at {theirs.site}"
     elif (
         len(sequence(rank, number)) > 1
         and sequence(rank, number)[:2] == sequence(peer, number)[1::-1]
     ):
-        what = f"swapped {theirs} at {theirs.site} with {own} at {own.site}, unlike {others}"
+        what = f"called {own} at {own.site} before {theirs} at {theirs.site}; {others} called them"
+        what += " in the opposite order"
     elif _agree(sequence(rank, number), sequence(peer, number + 1)):
-        what = f"left out {theirs} at {theirs.site}, called by {others}, and went on with {own}"
+        what = f"skipped {theirs} at {theirs.site}, which {others} called; its next call was {own}"
         what += f" at {own.site}"
     elif _agree(sequence(rank, number + 1), sequence(peer, number)):
-        what = f"called {own} at {own.site}, which {others} did not"
+        what = f"called {own} at {own.site}, which {others} did not call"
     else:
-        what = f"called {own} at {own.site}, where {others} called {theirs} at {theirs.site}"
+        what = f"called {own} at {own.site}; {others} called {theirs} at {theirs.site}"
     return Astray(axis, number, rank, f"{where} {what}")
 
 
@@ -330,5 +339,5 @@ def _who(at: Mapping[int, Call], kind: Any, by_site: bool) -> list[int]:
 
 
 def _agree(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two sequences are the same as far as both go, and both go somewhere."""
+    """Whether two sequences agree up to the end of the shorter one, and neither is empty."""
     return bool(one) and bool(other) and all(a == b for a, b in zip(one, other, strict=False))

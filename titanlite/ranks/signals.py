@@ -1,8 +1,9 @@
-"""SIGINT and SIGTERM: a request to finish, save and end well, or an end at once; torch-free."""
+"""SIGINT and SIGTERM: a request to finish the step, save and exit, or to exit now; torch-free."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -12,16 +13,18 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-# One Ctrl-C or scancel reaches a process by several ways: from the terminal, and from its parent.
+from titanlite.errors import OutputClosedError
+
+# One Ctrl-C or scancel may reach a process twice: from the terminal, and from its parent.
 ONE_REQUEST_SECONDS = 1.0
 
 
 class StopRequest:
-    """Notes the first SIGINT or SIGTERM: `with StopRequest() as stop: ... stop.is_asked`.
+    """Records the first SIGINT or SIGTERM: `with StopRequest() as stop: ... stop.is_asked`.
 
-    One that comes a second later or more raises KeyboardInterrupt(its number), so that a person
-    who insists is obeyed. `orders` is where a rank's launcher passes a request on; `on_request` is
-    called at the first signal. A signal that is ignored stays so; with `enabled` False all do.
+    A second signal, at least a second later, raises KeyboardInterrupt(number). `orders` is the pipe
+    on which a rank's launcher forwards a request; `on_request` is called at the first signal.
+    Signals that are already ignored stay ignored. With `enabled` False, nothing is changed.
     """
 
     def __init__(self, orders: Connection | None = None, *, enabled: bool = True) -> None:
@@ -33,7 +36,7 @@ class StopRequest:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this process has been asked to stop, by a signal or by its launcher."""
+        """Whether a signal or the launcher has asked this process to stop."""
         return self._asked_at is not None or (self._orders is not None and self._orders.poll())
 
     def __enter__(self) -> StopRequest:
@@ -63,7 +66,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def unwinding_at_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt(SIGTERM): everything is closed on the way out."""
+    """Inside, SIGTERM raises KeyboardInterrupt(SIGTERM), so that context managers are closed."""
 
     def unwind(number: int, _frame: object) -> None:
         raise KeyboardInterrupt(number)
@@ -75,8 +78,27 @@ def unwinding_at_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def ending_with_the_output() -> Iterator[None]:
+    """Where what reads the output has closed it, as `head` does, the process ends without a word.
+
+    Its exit status is then that of a process that SIGPIPE has ended. The signal itself stays
+    ignored: a closed socket of a process group is an error to report.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except (BrokenPipeError, OutputClosedError):
+        # What is left in the buffer is written as Python ends.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
 def told_of_interrupt(interrupt: KeyboardInterrupt) -> int:
-    """Say what stopped this process, in one line; its exit status."""
+    """Print the signal that stopped this process, in one line; returns the exit status."""
     number = interrupt.args[0] if interrupt.args else signal.SIGINT
     print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
     return 128 + int(number)

@@ -1,8 +1,9 @@
-"""The thread in each rank that ends a stuck world, and has its ranks say why.
+"""The watchdog: a thread in each rank that detects a hang, and ends the run with a report.
 
-A rank whose collective fails, that stands still for too long, or that is about to abort raises the
-alarm in a store of their own; every rank that sees it gives an account, the one that raised it
-writes the report, and then all of them end, whatever their main threads wait for.
+A rank raises an alarm if its collective fails, if it waits for too long, or if it is about to
+abort. The alarm is a key in a store that only the watchdogs use. Each rank that sees it writes its
+state to the store (account.py). The rank that raised the alarm writes the report (report.py). Then
+all ranks end, even if their main threads are blocked.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from titanlite.ranks.last_words import (
 from titanlite.ranks.launch import ALARM, FAULTS, REPORT, Place
 from titanlite.ranks.report import Absent, Account, Report, write_report
 
-# From one look at the store to the next.
+# The time between two reads of the store.
 POLL_SECONDS = 0.5
-# How long the ranks may take to give their accounts, and then to end by themselves.
+# How long the ranks may take to write their state, and then to end by themselves.
 ANSWER_SECONDS = 3.0
 END_SECONDS = 2.0
 
@@ -55,17 +56,17 @@ REPORTED = b"reported"
 
 @dataclass(frozen=True)
 class Traces:
-    """Where the raw traces of a stuck run go: one file a rank, `folder/prefix + rank`."""
+    """Where the traces of a hung run are written: one file per rank, `folder/prefix + rank`."""
 
     folder: Path
     prefix: str = "rank_"
 
 
 class Watch:
-    """Watches over one rank. `explain` is for its main thread to call when it has an error.
+    """The watchdog of one rank. The main thread calls `explain` if it has an error.
 
-    `store` is shared by all ranks of the world and used by nothing else. `describe_place` gives the
-    place of any rank in the mesh, so that ranks which say nothing have one too.
+    `store` is shared by all ranks and used by nothing else. `describe_place` gives the mesh
+    coordinates of any rank, so that a report has them for ranks that do not respond, too.
     """
 
     def __init__(
@@ -103,17 +104,17 @@ class Watch:
         return self._timeout_seconds
 
     def name_groups(self, axes: Mapping[str, str]) -> None:
-        """Say which axes the process groups belong to."""
+        """Set the axis of each process group, for reports."""
         self._axes = dict(axes)
 
     def set_timeout(self, seconds: float, key: str = "comm.train_timeout_seconds") -> None:
-        """From now on, let nothing wait for longer; `key` is what a report calls this limit."""
+        """Set the timeout of a wait; `key` is the name of this limit in a report."""
         self._still_since = time.monotonic()
         self._timeout_seconds, self._timeout_key = seconds, key
 
     @contextlib.contextmanager
     def allowing(self, seconds: float, key: str) -> Iterator[None]:
-        """Inside, another limit. It stays where an error leaves: that wait was under it."""
+        """Inside, another timeout. After an error it stays, since it applied to the failed wait."""
         before = self._timeout_seconds, self._timeout_key
         self.set_timeout(seconds, key)
         yield
@@ -121,7 +122,7 @@ class Watch:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """What fails inside is looked into at once, before anything outside is closed."""
+        """Pass an error raised inside to `explain` at once, before outer contexts are closed."""
         try:
             yield
         except BaseException as error:
@@ -130,10 +131,10 @@ class Watch:
             raise
 
     def explain(self, error: BaseException) -> bool:
-        """Have an error of the main thread looked into; whether another rank tells of its cause.
+        """Report an error of the main thread; returns whether the cause is reported elsewhere.
 
-        It does where communication failed: the report is out by then. Any other error is this
-        rank's own, and is only noted for the others.
+        An error of communication raises the alarm, and returns when the report has been written.
+        Any other error is this rank's own; it is only recorded for the other ranks.
         """
         if isinstance(error, LostWorldError):
             return False
@@ -147,12 +148,12 @@ class Watch:
             self._wake.set()
             self._over.wait(2 * ANSWER_SECONDS + POLL_SECONDS)
         if self._store_is_lost:
-            text = f"rank {self._rank}: lost rank 0, which kept the store of the ranks"
+            text = f"rank {self._rank}: lost the connection to rank 0, which hosts the store"
             print(text, file=sys.stderr, flush=True)
         return self._store_is_lost or not self._has_given_up
 
     def close(self, finished: str = FINISHED) -> None:
-        """Stop watching; the world is left in order."""
+        """Stop the watchdog at the regular end of a run."""
         if not self._over.is_set() and self._error is None:
             self._leave(finished)
         self._left.set()
@@ -168,9 +169,9 @@ class Watch:
                 self._store.set(f"left/{self._rank}", how)
 
     def _settle_who_tells(self, error: BaseException) -> None:
-        """The first rank that fails prints its error, whichever it is; a launcher does for its own.
+        """Let the first rank that fails print its error. Local ranks leave that to their launcher.
 
-        What all ranks raise is then printed once, and what one alone raises is printed too.
+        So an error that all ranks raise is printed once, and so is the error of a single rank.
         """
         if self._folder is None and isinstance(error, TitanliteError):
             with contextlib.suppress(RuntimeError):
@@ -178,7 +179,7 @@ class Watch:
                     error.is_told_here = self._store.add("told", 1) == 1
 
     def prepare_abort(self) -> None:
-        """Called where the process is about to abort: it may not before its account is given."""
+        """Delay an abort of this process until its state is written."""
         self._aborting = True
         self._wake.set()
         self._over.wait(2 * ANSWER_SECONDS)
@@ -205,12 +206,12 @@ class Watch:
         try:
             return bool(self._store.check(["alarm"]))
         except RuntimeError:
-            # A world that torchrun did not start has its store in rank 0, which may be done.
+            # Without torchrun the store is in rank 0, which may have finished.
             self._store_is_lost = True
             raise
 
     def _give_up(self, error: Exception, is_alarmed: bool) -> None:
-        """Watch no longer. A world that is lost is ended; a run that may be well goes on."""
+        """Stop watching after an error of the watchdog; end the rank only if there is an alarm."""
         self._has_given_up = True
         if is_alarmed and isinstance(error, RuntimeError):
             self._store_is_lost = True
@@ -221,27 +222,27 @@ class Watch:
             self._end_unless_left()
         elif not self._store_is_lost:
             print(
-                f"rank {self._rank}: the watch for stuck ranks has failed with "
-                f"{type(error).__name__} ({error}); the run goes on without it",
+                f"rank {self._rank}: the watchdog failed with {type(error).__name__} ({error}); "
+                "the run continues without it",
                 file=sys.stderr,
                 flush=True,
             )
 
     def _reason(self) -> str:
-        """How long ranks have waited, where that is why to raise the alarm."""
+        """The timeout that expired, as text; "" if none did."""
         if self._error is not None:
             text = str(self._error)
             if "imed out" in text or "imeout" in text:
-                return f"ranks waited {self._timeout_seconds:g} s, {self._timeout_key}"
+                return f"ranks waited {self._timeout_seconds:g} s ({self._timeout_key})"
         if self._stands_still():
-            return f"ranks waited {self._timeout_seconds:g} s, {self._timeout_key}"
+            return f"ranks waited {self._timeout_seconds:g} s ({self._timeout_key})"
         return ""
 
     def _stands_still(self) -> bool:
-        """Whether the main thread has been in the same wait for as long as it may.
+        """Whether the main thread has been in the same wait for longer than the timeout.
 
-        Collectives of gloo time out by themselves. Its messages do so only after the time that was
-        set when their group was made, and collectives of NCCL leave the wait to the device.
+        gloo's collectives time out by themselves. Its P2P messages use the timeout with which their
+        group was created, and NCCL's collectives return before the device has completed them.
         """
         frame = sys._current_frames().get(self._main)
         state: list[Any] = [c10d._dump_fr_trace_json(False, False)]
@@ -272,7 +273,7 @@ class Watch:
     def _report(self, account: Account, reason: str) -> None:
         accounts, absent = self._collect(account)
         failed = any(other.finished not in ("", FINISHED) for other in accounts.values())
-        # A rank that has failed by itself says so itself.
+        # A rank with an error of its own reports that error itself.
         self._store.set("verdict", "failed" if failed else REPORTED)
         if not failed:
             for process in filter(None, map(self._process, absent)):
@@ -287,14 +288,14 @@ class Watch:
         return _wait_until(lambda: self._store.check([key]), ANSWER_SECONDS + 2)
 
     def _end_unless_left(self) -> None:
-        """End the process, unless its main thread gets out by itself and soon."""
+        """End the process, unless its main thread ends by itself within END_SECONDS."""
         if not self._left.wait(END_SECONDS):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def _collect(self, own: Account) -> tuple[dict[int, Account], dict[int, Absent]]:
-        """The accounts of all ranks that give one, and what is known of the others."""
+        """The states of the ranks that report, and what is known about the others."""
         accounts, absent = {self._rank: own}, {}
         pending = set(range(self._world_size)) - {self._rank}
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -315,19 +316,19 @@ class Watch:
         return accounts, absent
 
     def _is_out(self, rank: int) -> bool:
-        """Whether a rank can give no account, since it is dead or stopped."""
+        """Whether a rank cannot report, since its process is dead or stopped."""
         process = self._process(rank)
         return process is not None and process.state() in (GONE, STOPPED)
 
     def _process(self, rank: int) -> ProcessRecord | None:
-        """Where a rank is; None where it never came."""
+        """The process of a rank; None if it never joined."""
         key = f"place/{rank}"
         return ProcessRecord.from_json(self._store.get(key)) if self._store.check([key]) else None
 
     def _absent(self, rank: int) -> Absent:
         process = self._process(rank)
         if process is None:
-            return Absent("never came to the meeting of the ranks")
+            return Absent("did not join the rendezvous")
         state = process.state()
         at = f"(process {process.number} on {process.host})"
         text = f"{state} by a signal {at}" if state == STOPPED else f"{state or RUNNING} {at}"
@@ -369,7 +370,7 @@ def watching(
     traces: Traces | None,
     describe_place: Callable[[int], str],
 ) -> Iterator[Watch]:
-    """Inside, a Watch looks after this rank. Raises LostWorldError for errors told of elsewhere."""
+    """Inside, a Watch runs in this rank. Raises LostWorldError for errors reported elsewhere."""
     watch = Watch(place, store, timeout_seconds, traces, describe_place)
     with before_abort(watch.prepare_abort):
         try:
@@ -380,7 +381,7 @@ def watching(
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an error comes from a process group: some other rank may be its cause."""
+    """Whether an error comes from a process group, so that another rank may be its cause."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and bool(
@@ -394,7 +395,7 @@ def _is_failure(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _ignoring_sigterm() -> Iterator[None]:
-    """torchrun's agent sends SIGTERM as soon as one rank is dead, before the others can say so."""
+    """Ignore SIGTERM inside: torchrun's agent sends it when a rank dies, before the report."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -406,7 +407,7 @@ def _ignoring_sigterm() -> Iterator[None]:
 
 
 def _exchange_folder(place: Place) -> Path | None:
-    """The folder that local ranks share with their launcher; None in a world that torchrun made."""
+    """The folder that local ranks share with their launcher; None under torchrun."""
     if not place.rendezvous.startswith("file://"):
         return None
     folder = Path(place.rendezvous.removeprefix("file://")).parent / FAULTS
@@ -415,7 +416,7 @@ def _exchange_folder(place: Place) -> Path | None:
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether the condition came true within that time."""
+    """Wait for the condition; returns whether it became true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 10)

@@ -1,4 +1,8 @@
-"""The world of one run: device, process group, threads and memory allocator, and their teardown."""
+"""The world of a run: device, process group, threads and memory allocator, and their teardown.
+
+open_world does the rendezvous, starts the watchdog and creates the process group; World is what the
+rest of the program sees of it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ set_group_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_t
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: its rank, the number of ranks, and its device."""
+    """The rank of this process, the number of ranks, and its device."""
 
     rank: int
     size: int
@@ -35,41 +39,41 @@ class World:
     local_size: int
     device: torch.device
     watch: Watch | None = None
-    """Ends the world when it is stuck; None in a world of one rank."""
+    """The watchdog; None in a world of one rank."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one rank that prints and writes."""
+        """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
 
     def set_timeout(self, seconds: float, key: str = "comm.train_timeout_seconds") -> None:
-        """From now on, end the world when a rank has waited for others for so long.
+        """Set the timeout after which a rank that waits for others ends the run.
 
-        The report then calls that limit `key`.
+        `key` is the name of this limit in the report.
         """
         if self.watch is not None:
             self.watch.set_timeout(seconds, key)
         _set_group_timeouts(seconds)
 
     def allowing(self, seconds: float, key: str) -> AbstractContextManager[None]:
-        """Inside, another limit, which the groups in use have to have too."""
+        """Inside, another timeout of the watchdog; the groups in use must have it, too."""
         if self.watch is None:
             return contextlib.nullcontext()
         return self.watch.allowing(seconds, key)
 
     def explaining(self) -> AbstractContextManager[None]:
-        """Have errors of communication inside looked into at once, not when the world is left."""
+        """Report communication errors raised inside at once, not when the world is closed."""
         return contextlib.nullcontext() if self.watch is None else self.watch.explaining()
 
     def name_places(self, describe_place: Callable[[int], str]) -> None:
-        """Say where each rank is in the mesh; reports name ranks by it."""
+        """Set the function that gives the mesh coordinates of a rank, for reports."""
         if self.watch is not None:
             self.watch.describe_place = describe_place
 
     def name_groups(self, axes: Mapping[str, str]) -> None:
-        """Say which axes this rank's process groups belong to.
+        """Set the axis of each process group, for reports.
 
-        New groups have a timeout of torch's own: they get this world's.
+        New groups have torch's default timeout: this sets it to the world's.
         """
         if self.watch is not None:
             self.watch.name_groups(axes)
@@ -88,13 +92,14 @@ def open_world(
 ) -> Iterator[World]:
     """Join the process group of `place` (gloo on CPU, NCCL on CUDA) and leave it at the end.
 
-    Shares the machine's cores out over its ranks and fixes the C allocator's thresholds. Where all
-    ranks are on one node, gloo and NCCL meet over the loopback interface.
+    Divides the machine's cores among its ranks and sets the C allocator's thresholds. If all ranks
+    are on one node, gloo and NCCL use the loopback interface.
 
-    A world whose ranks wait for each other for too long, or lose one, ends with a report: of local
-    ranks as the launcher's RankError, else on stderr. LostWorldError is then raised here. Flight
-    recorders keep `trace_buf_size` collectives, and write them to `traces`. `describe_place` says
-    where each rank is in the mesh; a report then says so even of ranks that never came.
+    If ranks wait for each other for too long, or a rank is lost, the run ends with a report, and
+    LostWorldError is raised here. For local ranks the report is the launcher's RankError; otherwise
+    it is printed on stderr. The flight recorders keep `trace_buf_size` collectives, and are written
+    to `traces`. `describe_place` gives the mesh coordinates of a rank; passed here, a report has
+    them even for ranks that never joined.
     """
     if place.is_one_node:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -114,7 +119,7 @@ def open_world(
     meeting, store = _meet(place, timeout)
     with contextlib.ExitStack() as exits:
         watch = None
-        # After the watch has looked into what went wrong, which needs the groups.
+        # Registered first, so that it runs after the watchdog's report, which needs the groups.
         exits.callback(_leave_group)
         if store is not None:
             watch = exits.enter_context(
@@ -139,7 +144,7 @@ def _leave_group() -> None:
 
 
 def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
-    """How init_process_group meets the other ranks, and a store beside it; None for one rank."""
+    """Arguments for init_process_group's rendezvous, and the watchdog's store (None: one rank)."""
     if place.world_size == 1:
         return {"store": dist.HashStore()}, None
     if place.rendezvous.startswith("file://"):
@@ -150,15 +155,15 @@ def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
     kept: Any = next(rendezvous)[0]
     attempt = agree_on_attempt(kept, place.rank, place.world_size, timeout.total_seconds())
     meeting = dist.PrefixStore("default_pg", dist.PrefixStore(attempt, kept))
-    # A connection of its own: one that waits keeps all who share it waiting.
+    # A separate connection: a blocking call would block every user of a shared one.
     return {"store": meeting}, dist.PrefixStore("watch", dist.PrefixStore(attempt, kept.clone()))
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory instead of giving it back and faulting it in at every step.
+    """Make glibc keep freed memory instead of returning it to the system at every step.
 
-    Large tensors are freed and allocated anew at each step; by default each is a mapping of its
-    own, and zeroing its pages costs a fifth of a step on CPU. No effect without glibc.
+    Large tensors are freed and allocated again in each step. By default each is a separate mapping,
+    and zeroing its pages takes a fifth of a step on CPU. Without glibc this has no effect.
     """
     if sys.platform != "linux":
         return
@@ -170,7 +175,7 @@ def keep_freed_memory() -> None:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on `device`: of the GPU, or of the machine."""
+    """The free memory of `device`: of the GPU, or of the machine for the CPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:

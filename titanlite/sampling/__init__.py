@@ -1,4 +1,4 @@
-"""Sequences drawn from a trained model: at the end of a run, and from a checkpoint.
+"""Sampling sequences from a trained model: at the end of a run, or from a checkpoint.
 
-generate.py draws them on the ranks of a job, command.py is `titanlite sample`.
+generate.py samples on the ranks of a job; command.py is `titanlite sample`.
 """

@@ -1,7 +1,7 @@
-"""`titanlite sample CHECKPOINT --out FILE`: samples from a checkpoint, on any number of ranks.
+"""`titanlite sample CHECKPOINT --out FILE`: sample from a checkpoint, on any number of ranks.
 
-The checkpoint holds the configuration of its job; only the plan is another one. That configuration
-is data: what it imports or opens, the user has to name (config/stored.py).
+The configuration of the job comes from the checkpoint, except for the plan. It is untrusted: the
+user must name any module to import or folder to open (config/stored.py).
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks.launch import Place, prepare_environment
 from titanlite.start import check_start, run_job
 
-# More than a job draws at its end: who wants so many says so.
+# If the configuration in a checkpoint asks for more, the user must give --num-samples.
 MOST_SAMPLES = 1024
-# A model of so many parameters is built in a moment; what it lacks is then said by name.
+# A model of this size is built quickly, so loading can then name the missing keys.
 BUILT_AT_ONCE = 10_000_000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw the samples; the exit status."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="titanlite sample", description="Draw samples from the model in a checkpoint."
+        prog="titanlite sample", description="Sample from the model in a checkpoint."
     )
     parser.add_argument("checkpoint", type=Path, help="step-N, a folder of them, or .safetensors")
     parser.add_argument("--out", type=Path, required=True, help="the file to write (images: a PNG)")
     parser.add_argument(
-        "--num-samples", type=int, help="how many; sampling.num_samples if not given"
+        "--num-samples", type=int, help="number of samples; default: sampling.num_samples"
     )
-    parser.add_argument("--temperature", type=float, help="sampling.temperature if not given")
-    parser.add_argument("--ranks", type=int, default=1, help="processes that share the work (1)")
+    parser.add_argument("--temperature", type=float, help="default: sampling.temperature")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes; default: 1")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--experimental.custom_import",
         metavar="MODULE",
-        help="module that registers the model; none is imported because the checkpoint names it",
+        help="module that registers the model; never taken from the checkpoint",
     )
     parser.add_argument(
         "--training.dataset_path",
         metavar="FOLDER",
-        help="folder of a data set that is read from disk",
+        help="folder of a data set that is read from the disk",
     )
     parser.add_argument(
-        "--job.config_file", metavar="FILE", help="the job's TOML file, to take these two from"
+        "--job.config_file", metavar="FILE", help="TOML file that may set the previous two keys"
     )
     asked = parser.parse_args(arguments)
     for option, number in (("--num-samples", asked.num_samples), ("--ranks", asked.ranks)):
         if number is not None and number < 1:
-            raise ConfigError(f"{option}: {number} is too few; give at least 1")
+            raise ConfigError(f"{option}: {number} is too small; give at least 1")
     prepare_environment()
     source, manifest, stored = _open(asked.checkpoint)
     config = _for_sampling(stored, source, _stored_bytes(source, manifest), asked)
     if config.sampling.num_samples == 0:
-        raise ConfigError("--num-samples: the job itself draws none; say how many")
+        raise ConfigError("--num-samples: the job's own number is 0; give a number")
     start = check_start(config, key="--ranks")
     on_rank = partial(draw, source=source, manifest=manifest, out=asked.out)
     try:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         raise TitanliteError(f"{error.rank_traceback}\n{error}".strip()) from error
     name, wanted = DATASETS[config.training.dataset].sample_name, config.sampling.num_samples
     if drawn < wanted:
-        print(f"{drawn} of {wanted} {name}s are drawn: all would take over a minute")
+        print(f"sampled only {drawn} of {wanted} {name}s: all would take over a minute")
     print(f"{drawn} {name}{'s' * (drawn != 1)} from {source}: {asked.out}")
     return 0
 
@@ -87,7 +87,7 @@ def draw(
     manifest: Manifest | None,
     out: Path,
 ) -> int:
-    """Load, sample and show, on one rank of those that share it; how many samples there are."""
+    """Load the weights, sample, and write the file, as one rank; returns the number of samples."""
     from titanlite.checkpoint.folder import look_at
     from titanlite.checkpoint.group import CheckpointGroup
     from titanlite.checkpoint.start import load_weights, problem_of
@@ -106,7 +106,9 @@ def draw(
                 load_safetensors(job, source, ranks)
             else:
                 if problem := problem_of(look_at(source), ranks):
-                    raise ConfigError(f"{source} is refused: {problem}; give another checkpoint")
+                    raise ConfigError(
+                        f"{source} cannot be used: {problem}; give another checkpoint"
+                    )
                 load_weights(job, source, manifest, ranks)
         try:
             sequences = sample_sequences(
@@ -123,17 +125,17 @@ def draw(
 
 
 def _open(path: Path) -> tuple[Path, Manifest | None, dict[str, Any]]:
-    """Where the weights are, their manifest where they are a checkpoint, and their job."""
+    """The path of the weights, the manifest (None for .safetensors), and the configuration."""
     if path.suffix == ".safetensors":
         from titanlite.checkpoint.weights import read_config
 
         config = read_config(path)
         if config is None:
-            raise ConfigError(f"{path} does not say what model it is of; give a checkpoint")
+            raise ConfigError(f"{path} has no configuration of its model; give a checkpoint")
         return path, None, config
     found = find_checkpoint(path)
     if not found[1].config:
-        raise ConfigError(f"{path} does not say what model it is of; give a checkpoint of a run")
+        raise ConfigError(f"{path} has no configuration of its model; give a checkpoint of a run")
     return found[0], found[1], found[1].config
 
 
@@ -146,25 +148,25 @@ def _stored_bytes(source: Path, manifest: Manifest | None) -> int:
 
 
 def _check_size(sections: dict[str, dict[str, Any]], source: Path, stored_bytes: int) -> None:
-    """Raises ConfigError where the model is larger than what is stored, before it is built."""
+    """Raises ConfigError if the model is larger than the files, before it is built."""
     try:
         model = make_model_config(JobConfig.model_validate(sections))
     except (ValidationError, ConfigError):
-        return  # for make_config to say
+        return  # make_config will raise it
     given = sections.get("training", {}).get("seq_len")
     lengths = (own_length(model) or (given if isinstance(given, int) else 0), "tokens")
     for number, what in ((model.num_parameters, "parameters"), lengths):
         if number > max(stored_bytes, BUILT_AT_ONCE):
             raise ConfigError(
-                f"checkpoint: {source} has {stored_bytes:,} bytes, and its [model] {number:,} "
-                f"{what}; give another checkpoint"
+                f"checkpoint: {source} has {stored_bytes:,} bytes, but its [model] has "
+                f"{number:,} {what}; give another checkpoint"
             )
 
 
 def _for_sampling(
     stored: dict[str, Any], source: Path, stored_bytes: int, asked: argparse.Namespace
 ) -> JobConfig:
-    """The job with the plan that sampling needs: shards to load into, and nothing else."""
+    """The job's configuration with the plan for sampling: only FSDP2, over the given ranks."""
     given = {name: getattr(asked, name) for name in ASKED}
     if file := getattr(asked, "job.config_file"):
         values = read_file(file)
@@ -174,7 +176,7 @@ def _for_sampling(
             given[name] = given[name] or (own.get(key) if isinstance(own, dict) else None)
     sections = stored_sections(stored, source, given)
     _check_size(sections, source, stored_bytes)
-    # The job's own batch need not divide by the ranks asked for here.
+    # The job's batch size may not be divisible by this number of ranks.
     sections["training"]["local_batch_size"] = 1
     try:
         config = make_config(
@@ -189,7 +191,7 @@ def _for_sampling(
         raise ConfigError(*lines) from error
     if asked.num_samples is None and config.sampling.num_samples > MOST_SAMPLES:
         raise ConfigError(
-            f"--num-samples: {source} asks for {config.sampling.num_samples:,}; say how many"
+            f"--num-samples: {source} asks for {config.sampling.num_samples:,}; give a number"
         )
     changes: dict[str, Any] = {
         "job.device": asked.device,

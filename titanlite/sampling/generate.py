@@ -1,7 +1,7 @@
-"""Draw sequences from a trained job: one token after the other, with a key/value cache.
+"""Sample sequences from the model of a job: autoregressively, with a key/value cache.
 
-The weights are gathered from whatever plan trained them into the plain model, and the sequences
-are shared out over the ranks.
+The weights are gathered into the plain model on every rank, under any plan, and the sequences are
+divided among the ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from titanlite.ranks.world import free_memory_bytes
 from titanlite.training.initialize import generator_for, init_buffers
 from titanlite.training.shards import whole_tensor
 
-# Sequences of so many tokens in all are drawn side by side, which bounds their keys and values.
+# The most tokens in one batch of sequences, which bounds the key/value cache.
 TOKENS_AT_ONCE = 16 * 3072
-# Tokens from one look at the clock to the next.
+# Tokens between two time checks.
 TOKENS_A_LOOK = 128
-# Looks after which the growth of a token's cost can be told from noise.
+# Time checks needed to estimate the growth of the cost per token.
 LOOKS_FOR_A_LINE = 4
 WAIT_SECONDS = 3600
 
@@ -47,23 +47,23 @@ def sample_sequences(
 ) -> Tensor:
     """Up to `num_samples` sampled sequences as tokens [N, T]; every rank must call this.
 
-    Each begins as a training sample does, with as many of its tokens as the data set says; each
-    other token is drawn from the model's logits over `temperature`. The same sequences come from
-    every plan with the same weights, up to rounding. Where all would take longer than
-    `limit_seconds`, a rank gives up as many as it has to, but for one. `on_tokens` hears now and
-    then how many tokens of each sequence this rank has drawn. Where `is_stopped` comes true a rank
-    gives up what it has begun. Raises NoSamplesError where the whole model does not fit beside its
-    shards, and where it takes more of a batch than its tokens and their positions.
+    Each starts with the first tokens of a training sample, as many as the data set defines; the
+    other tokens are sampled from the model's logits divided by `temperature`. The sequences are the
+    same for every plan with the same weights, up to rounding error. If all would take longer than
+    `limit_seconds`, a rank drops as many as necessary, but keeps at least one. `on_tokens` is
+    called regularly with the number of tokens sampled so far per sequence. If `is_stopped` becomes
+    true, a rank drops its unfinished sequences. Raises NoSamplesError if the whole model does not
+    fit in memory beside the shards, or needs batch fields other than tokens and positions.
     """
     for name in job.data.fields:
         if name not in ("targets", "positions") and _is_taken(job, name):
-            raise NoSamplesError(f"the model takes `{name}`, which sampled tokens do not have")
+            raise NoSamplesError(f"the model takes `{name}`, which sampling cannot provide")
     if not _fits(job):
         raise NoSamplesError("the whole model does not fit on one rank")
-    # A rank that draws none, or is quicker, waits for the others at the end.
+    # A rank that samples nothing, or is faster, waits for the others at the end.
     job.world.set_timeout(WAIT_SECONDS, "the limit of sampling")
     model, seq_len = whole_model(job), job.resolved.seq_len
-    # A sequence and whether it is there, both zero on all ranks but the one that drew it.
+    # Each row is a sequence and a flag that it is complete; zero on all ranks except its own.
     sequences = torch.zeros(num_samples, seq_len + 1, dtype=torch.long)
     left = list(range(job.world.rank, num_samples, job.world.size))
     at_once = max(1, TOKENS_AT_ONCE // seq_len)
@@ -98,15 +98,15 @@ def sample_sequences(
 
 
 class NoSamplesError(TitanliteError):
-    """Why nothing can be sampled; the same on every rank."""
+    """Sampling is not possible for this model; raised on every rank."""
 
 
 class _StoppedError(Exception):
-    """Raised at a look, to leave sequences that are half drawn."""
+    """Raised at a time check, to drop unfinished sequences."""
 
 
 def save_samples(job: Job, sequences: Tensor, path: Path) -> None:
-    """Show sampled sequences beside as many real ones, as the data set's samples are shown."""
+    """Write sampled sequences and as many real ones, in the format of the data set."""
     job.data.save_samples(
         path,
         sequences,
@@ -117,18 +117,21 @@ def save_samples(job: Job, sequences: Tensor, path: Path) -> None:
 
 
 class Pace:
-    """Whether drawing keeps within `limit_seconds`, which run from when it is made."""
+    """Estimates whether sampling stays within `limit_seconds`, counted from its creation."""
 
     def __init__(self, limit_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._limit_seconds = limit_seconds
         self._start = self._last = clock()
         self._was_kept = True
-        # Tokens left and seconds a token, at each look since there were as many sequences as now.
+        # (tokens left, seconds per token) at each check since the number of sequences changed.
         self._looks: list[tuple[int, float]] = []
 
     def keeps(self, num_drawn: int, num_left: int) -> bool:
-        """Whether `num_left` tokens fit in, after `num_drawn` more; if not, some are given up."""
+        """Whether there is time for `num_left` more tokens; if not, the caller drops sequences.
+
+        `num_drawn` tokens have been sampled since the last call.
+        """
         now = self._clock()
         self._looks.append((num_left, (now - self._last) / num_drawn))
         self._last = now
@@ -138,9 +141,9 @@ class Pace:
         return self._was_kept
 
     def _forecast(self) -> float:
-        """The seconds that what is left will take.
+        """The estimated seconds for the tokens that are left.
 
-        A token costs more the more there are before it, which a line through the looks foresees.
+        The cost of a token grows with its position, so a line is fitted to the checks.
         """
         num_left, seconds_each = self._looks[-1]
         if len(self._looks) < LOOKS_FOR_A_LINE:
@@ -149,7 +152,7 @@ class Pace:
         return num_left * (at_end + slope * num_left / 2)
 
     def allows_another(self) -> bool:
-        """Whether to begin a batch of sequences: the first, and while at least half is left."""
+        """Whether to start another batch: if none was cut short, and half of the time is left."""
         self._last = self._clock()
         return self._was_kept and 2 * (self._last - self._start) <= self._limit_seconds
 
@@ -165,10 +168,10 @@ def generate(
     pace: Pace | None = None,
     on_tokens: Callable[[int], None] = lambda num_drawn: None,
 ) -> Tensor:
-    """Continue `tokens_BT` to `seq_len` tokens; each row has its own generator.
+    """Extend `tokens_BT` to `seq_len` tokens; each row has its own random generator.
 
-    Rows from the last on are given up where `pace` is not kept. A model without `make_cache` reads
-    all tokens so far for each new one.
+    If `pace` predicts that the time is too short, the last half of the rows is dropped, down to one
+    row. A model without `make_cache` processes all tokens so far for each new one.
     """
     model.eval()
     cache = model.make_cache(seq_len) if hasattr(model, "make_cache") else None
@@ -179,7 +182,7 @@ def generate(
         else:
             logits_BTV = model(new, cache=cache)
         logits_BV = logits_BTV[:, -1].float() / temperature
-        # Gumbel-max: the noise is drawn on the CPU, so that every device draws the same tokens.
+        # Gumbel-max: the noise is drawn on the CPU, so every device samples the same tokens.
         uniform = torch.stack([torch.rand(logits_BV.size(1), generator=g) for g in generators])
         gumbel_BV = -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
         new = (logits_BV + gumbel_BV.to(logits_BV.device)).argmax(-1, keepdim=True)
@@ -196,9 +199,9 @@ def generate(
 
 @torch.no_grad()
 def whole_model(job: Job) -> nn.Module:
-    """The plain model with the job's weights, whole on every rank; every rank must call this.
+    """The plain model with the job's weights, replicated on every rank; every rank must call this.
 
-    bfloat16 weights become float32 on CPU, where attention to one query is faster in that.
+    On CPU, bfloat16 weights become float32, in which attention with one query is faster.
     """
     spec = load_model_spec(job.config)
     dtype = DTYPES[job.config.training.dtype]
@@ -219,7 +222,7 @@ def whole_model(job: Job) -> nn.Module:
 
 
 def _is_taken(job: Job, name: str) -> bool:
-    """Whether any part of the model takes a field of that name."""
+    """Whether any part of the model, on any rank, takes the batch field `name`."""
     is_taken = any(takes(part, name) for part in job.parts)
     taken = torch.tensor(int(is_taken), device=job.world.device)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
@@ -227,7 +230,7 @@ def _is_taken(job: Job, name: str) -> bool:
 
 
 def _fits(job: Job) -> bool:
-    """Whether the whole weights take at most half of what each rank has free."""
+    """Whether the whole model takes at most half of the free memory of each rank."""
     free = free_memory_bytes(job.world.device)
     if job.world.device.type == "cpu":
         free //= job.world.local_size

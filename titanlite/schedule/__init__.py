@@ -1,13 +1,13 @@
-"""Pipeline schedules as data, torch-free: made, read and written, checked and lowered.
+"""Pipeline schedules as plain data, without torch: generate, read, write, check and lower them.
 
 actions.py      Action and Schedule, and their text form
 generators.py   make_schedule: GPipe, 1F1B, the interleaved and the zero-bubble families
 v_shaped.py     ZBV and DualPipeV
-table.py        CSV in and out, in the format of torch.distributed.pipelining
-walk.py         does a schedule run? which action of each rank is stuck, what is missing
-lower.py        sends and receives, unshard and reshard, gradient reduction put in
-timeline.py     what ran when, measured or computed; titanlite/drawing draws it
-trace.py        a timeline as a Chrome trace
+table.py        reads and writes CSV in the format of torch.distributed.pipelining
+walk.py         checks that a schedule runs; reports blocked ranks and missing work
+lower.py        adds sends and receives, unshard and reshard, and gradient reduction
+timeline.py     what ran when, measured or simulated; titanlite/drawing draws it
+trace.py        exports a timeline as a Chrome trace
 """
 
 from titanlite.schedule.actions import Action, Schedule, ScheduleError, parse_action

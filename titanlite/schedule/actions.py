@@ -1,8 +1,8 @@
-"""What one rank of a pipeline does, in order: the vocabulary every other module here speaks.
+"""The data types of a pipeline schedule, used by every other module in this folder.
 
-An `Action` is one cell of a schedule table ("stage 3, forward, microbatch 5", written `3F5`), a
-`Schedule` is the whole table with the place of each stage. The text form is that of
-`torch.distributed.pipelining`, so a table can be handed to its runtime and back.
+An `Action` is one cell of a schedule table ("stage 3, forward, microbatch 5", written `3F5`). A
+`Schedule` is the whole table and the rank of each stage. The text form is the one used by
+`torch.distributed.pipelining`, so tables can be exchanged with its runtime.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ STAGE_KINDS = frozenset({UNSHARD, RESHARD, REDUCE_GRAD})
 
 
 class ScheduleError(TitanliteError):
-    """A schedule that does not exist, cannot be read, or cannot run."""
+    """A schedule has an unknown name, cannot be read, or cannot run."""
 
 
 class Action(NamedTuple):
-    """One thing a rank does: `kind` of `stage` for `microbatch`.
+    """One step of a rank: run `kind` on `stage` for `microbatch`.
 
-    `kind` is one of the constants of this module. UNSHARD, RESHARD and REDUCE_GRAD concern a whole
-    stage and have no microbatch. OVERLAP_F_B runs its `sub_actions`, a forward and a backward,
-    as one; its own stage is -1.
+    `kind` is one of the constants of this module. UNSHARD, RESHARD and REDUCE_GRAD apply to a whole
+    stage and have no microbatch. OVERLAP_F_B runs its two `sub_actions`, a forward and a backward,
+    together; its own stage is -1.
     """
 
     stage: int
@@ -51,13 +51,13 @@ class Action(NamedTuple):
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The sub-actions of an overlapped pair, otherwise the action itself."""
+        """The sub-actions of an overlapped pair; for any other action, the action itself."""
         return self.sub_actions or (self,)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of actions, one list a rank, with `stage_to_rank[stage]` the place of each stage."""
+    """A table of actions, one list per rank; `stage_to_rank[stage]` is the rank of each stage."""
 
     name: str
     num_microbatches: int
@@ -73,7 +73,7 @@ class Schedule:
         return len(self.stage_to_rank)
 
     def compute(self, rank: int) -> list[Action]:
-        """The compute actions of `rank` in order, overlapped pairs taken apart."""
+        """The compute actions of `rank` in order, with each overlapped pair as two actions."""
         return [
             part
             for action in self.actions[rank]
@@ -83,7 +83,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward pass is cut into input and weight gradients."""
+        """Whether any backward pass is split into input and weight gradients."""
         return any(
             part.kind == BACKWARD_INPUT
             for row in self.actions
@@ -92,7 +92,7 @@ class Schedule:
         )
 
 
-# Numbers of so many digits are more than there can be, and none takes long to read.
+# Nine digits are more than any real schedule needs; the limit keeps int() fast on bad input.
 _SIMPLE = re.compile(
     r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d{0,9})", re.ASCII
 )
@@ -100,7 +100,7 @@ _OVERLAPPED = re.compile(r"\(([^()]*)\)\s*OVERLAP_F_B")
 
 
 def parse_action(text: str) -> Action | None:
-    """The action written as `text`, None for an idle (empty) cell.
+    """Parse one cell: the action written as `text`, or None for an idle (empty) cell.
 
     Raises ScheduleError when `text` is neither `[stage][kind][microbatch]` nor
     `([action];[action])OVERLAP_F_B`.
@@ -112,7 +112,7 @@ def parse_action(text: str) -> Action | None:
         parts = tuple(parse_action(part) for part in match[1].split(";"))
         if [part.kind for part in parts if part] != [FORWARD, FULL_BACKWARD]:
             raise ScheduleError(
-                f"{shown(text)!r}: an overlapped pair is a forward and a full backward"
+                f"{shown(text)!r}: an overlapped pair must be a forward and a full backward"
             )
         return Action(-1, OVERLAP_F_B, None, tuple(part for part in parts if part))
     match = _SIMPLE.fullmatch(text)

@@ -1,8 +1,8 @@
-"""The pipeline schedules by name: `make_schedule("1F1B", num_ranks=4, num_microbatches=8)`.
+"""Generate pipeline schedules by name: `make_schedule("1F1B", num_ranks=4, num_microbatches=8)`.
 
-Each generator gives the compute actions of one rank, without idle steps, in the order that
-`torch.distributed.pipelining` runs them where it has the schedule. How long anything takes is
-not decided here: that is for a real run, or for `titanlite.simulate`.
+Each generator returns the compute actions of one rank, without idle steps. Where
+`torch.distributed.pipelining` implements the same schedule, the order is the same. Durations are
+not part of a schedule; they come from a real run or from `titanlite.simulate`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def make_schedule(
 ) -> Schedule:
     """The compute actions of every rank under schedule `name` (a key of `SCHEDULES`, any case).
 
-    `num_chunks` is the number of stages a rank holds, by default the fewest the schedule allows.
-    Raises ScheduleError for a name that is not there (with the nearest ones), and for counts that
-    the schedule cannot do.
+    `num_chunks` is the number of stages per rank; the default is the smallest the schedule allows.
+    Raises ScheduleError for an unknown name (with the closest known ones), and for counts that the
+    schedule does not support.
     """
     name = schedule_name(name)
     kind = SCHEDULES[name]
@@ -50,7 +50,10 @@ def make_schedule(
 
 
 def schedule_name(name: str) -> str:
-    """The spelling in `SCHEDULES` of a schedule named in any case or by a common alias."""
+    """The key of `SCHEDULES` for `name`, which may be in any case or a common alias.
+
+    Raises ScheduleError for an unknown name.
+    """
     known = {known.lower(): known for known in SCHEDULES} | _ALIASES
     try:
         return known[name.lower()]
@@ -63,14 +66,17 @@ def schedule_name(name: str) -> str:
 
 
 class ScheduleKind(NamedTuple):
-    """What a schedule is and asks for. `rank_actions(rank, ranks, microbatches, chunks)`."""
+    """The generator of a schedule and the counts it supports.
+
+    The generator is called as `rank_actions(rank, ranks, microbatches, chunks)`.
+    """
 
     rank_actions: Callable[[int, int, int, int], list[Action]]
     min_chunks: int = 1
     max_chunks: int | None = 1
     v_shaped: bool = False
     in_rounds: bool = False  # microbatches must divide into max(1, microbatches // ranks) rounds
-    fills_pipeline: bool = False  # at least as many microbatches as stages
+    fills_pipeline: bool = False  # needs at least as many microbatches as stages
 
 
 def _check_counts(
@@ -82,14 +88,14 @@ def _check_counts(
     most = chunks if kind.max_chunks is None else kind.max_chunks
     if not kind.min_chunks <= chunks <= most:
         raise ScheduleError(
-            f"{name} takes {kind.min_chunks}{'' if kind.max_chunks else ' or more'} stages a rank, "
-            f"not {chunks}"
+            f"{name} needs {kind.min_chunks}{'' if kind.max_chunks else ' or more'} stages per "
+            f"rank, not {chunks}"
         )
     rounds = max(1, microbatches // ranks)
     if kind.in_rounds and microbatches % rounds:
         raise ScheduleError(
-            f"{name} runs {microbatches} microbatches on {ranks} ranks in {rounds} rounds, which "
-            f"must be of equal size; use {microbatches // rounds * rounds} or "
+            f"{name} runs {microbatches} microbatches on {ranks} ranks in {rounds} rounds, and all "
+            f"rounds must have the same size; use {microbatches // rounds * rounds} or "
             f"{-(-microbatches // ranks) * ranks} microbatches"
         )
     if kind.fills_pipeline and microbatches < ranks * chunks:
@@ -112,7 +118,7 @@ def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action
 
 
 def _looped_bfs(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953; backwards newest microbatch first."""
+    """Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953; backwards run in reverse order."""
     stages = range(rank, ranks * chunks, ranks)
     forwards = [Action(s, FORWARD, m) for s in stages for m in range(microbatches)]
     return forwards + [
@@ -142,7 +148,7 @@ def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[
 
 
 def _interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """Qi et al. 2023, https://arxiv.org/abs/2401.10241: ZB-H1 with several stages a rank."""
+    """Qi et al. 2023, https://arxiv.org/abs/2401.10241: ZB-H1 with several stages per rank."""
     per_round = microbatches // max(1, microbatches // ranks)
     return _alternate(
         _in_rounds(FORWARD, rank, ranks, microbatches, chunks),
@@ -159,7 +165,7 @@ def _zb_h1(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action
 
 
 def _zb_h2(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """Qi et al. 2023, https://arxiv.org/abs/2401.10241, figure 3: about twice that memory."""
+    """Qi et al. 2023, https://arxiv.org/abs/2401.10241, figure 3: about twice 1F1B's memory."""
     return _zero_bubble(rank, microbatches, warmup=2 * (ranks - rank) - 1, weights_behind=2 * rank)
 
 
@@ -167,14 +173,17 @@ def _zero_bubble(rank: int, microbatches: int, warmup: int, weights_behind: int)
     return _alternate(
         [Action(rank, FORWARD, m) for m in range(microbatches)],
         [Action(rank, BACKWARD_INPUT, m) for m in range(microbatches)],
-        warmup=warmup - 1,  # _alternate puts one more forward before the first backward
+        warmup=warmup - 1,  # _alternate runs one more forward before the first backward
         weights=[Action(rank, BACKWARD_WEIGHT, m) for m in range(microbatches)],
         weights_behind=weights_behind,
     )
 
 
 def _in_rounds(kind: str, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """Microbatches in rounds: a round goes through the rank's chunks (backwards for a backward)."""
+    """Actions of `kind` in rounds of microbatches.
+
+    Each round goes through the rank's chunks in order (in reverse order for a backward).
+    """
     per_round = microbatches // max(1, microbatches // ranks)
     order = range(chunks) if kind == FORWARD else range(chunks - 1, -1, -1)
     return [
@@ -192,10 +201,10 @@ def _alternate(
     weights: list[Action] | None = None,
     weights_behind: int = 0,
 ) -> list[Action]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards left over.
+    """`warmup` forwards, then alternating forwards and backwards, then the remaining backwards.
 
-    With `weights`, one weight gradient follows each backward from the one after the first
-    `weights_behind`, and the rest come at the end.
+    With `weights`, one weight gradient follows each backward except the first `weights_behind`
+    ones, and the remaining weight gradients run at the end.
     """
     warmup = min(warmup, len(forwards))
     row = forwards[:warmup]

@@ -1,8 +1,8 @@
-"""From compute actions to everything a rank does: the table PyTorch's pipeline runtime executes.
+"""Lower compute actions to the full table that PyTorch's pipeline runtime executes.
 
-Three passes, each equal action for action to its counterpart in `torch.distributed.pipelining`,
-but linear in the number of actions: unshard and reshard for FSDP, one gradient reduction a stage
-after its last backward, and a send and a receive for every edge between ranks.
+Three passes add unshard and reshard for FSDP, one gradient reduction per stage after its last
+backward, and a send and a receive for every edge between ranks. Each pass gives the same actions
+as its counterpart in `torch.distributed.pipelining`, in time linear in the number of actions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from titanlite.schedule.actions import (
 
 
 def add_communication(schedule: Schedule, max_active_stages: int = 3) -> Schedule:
-    """`schedule`, of compute actions alone, with all that its ranks exchange.
+    """Add all communication to `schedule`, which holds only compute actions.
 
-    A rank keeps at most `max_active_stages` of its stages unsharded, fetching those it will
-    need next. Raises ScheduleError if the compute actions wait for each other.
+    A rank keeps at most `max_active_stages` of its stages unsharded: those it needs next. Raises
+    ScheduleError if the compute actions deadlock.
     """
     rows = [
         _add_reduction(_add_unshard(row, max_active_stages), schedule.num_microbatches)
@@ -41,16 +41,16 @@ def add_communication(schedule: Schedule, max_active_stages: int = 3) -> Schedul
 
 
 def add_sends_and_receives(schedule: Schedule) -> Schedule:
-    """`schedule` with SEND and RECV for each activation and gradient that changes ranks.
+    """Add a SEND and a RECV for each activation and gradient that moves between ranks.
 
-    All ranks advance in step, one action a round and rank 0 first; a send directly follows the
-    action that makes its data, and the receive is put in the other rank's list at that moment.
-    Both ends thus see their transfers in one order, which is what keeps them from hanging.
+    All ranks advance together, one action per round, rank 0 first. A send directly follows the
+    action that produces its data, and the receive is appended to the other rank's list at the same
+    moment. Both ends therefore post their transfers in the same order, so they cannot hang.
     Raises ScheduleError if no rank can advance.
     """
     place, last = schedule.stage_to_rank, schedule.num_stages - 1
     microbatches = schedule.num_microbatches
-    # At stage * microbatches + m: whether what this pass starts from has come to the stage's rank.
+    # Index stage * microbatches + m: whether the input of this pass has reached the stage's rank.
     forward_ready = bytearray(b"\1" * microbatches + bytes(last * microbatches))
     backward_ready = bytearray(bytes(last * microbatches) + b"\1" * microbatches)
     waiting = [iter(row) for row in schedule.actions]
@@ -96,7 +96,7 @@ def add_sends_and_receives(schedule: Schedule) -> Schedule:
         if not progress:
             stuck = ", ".join(f"rank {rank} at {heads[rank]}" for rank in ranks)
             raise ScheduleError(
-                f"{schedule.name} cannot run, its ranks wait for each other: {stuck}"
+                f"{schedule.name} deadlocks, its ranks wait for each other: {stuck}"
             )
         if ended:
             ranks = [rank for rank in ranks if heads[rank] is not None]
@@ -104,7 +104,7 @@ def add_sends_and_receives(schedule: Schedule) -> Schedule:
 
 
 def _add_unshard(row: list[Action], max_active_stages: int) -> list[Action]:
-    """UNSHARD before a stage is among the next few that compute, RESHARD once it is not."""
+    """Add UNSHARD when a stage becomes one of the next to compute, RESHARD when it no longer is."""
     lowered: list[Action] = []
     active: set[int] = set()
     for action, upcoming in zip(row, _upcoming_stages(row), strict=True):
@@ -123,7 +123,7 @@ def _add_unshard(row: list[Action], max_active_stages: int) -> list[Action]:
 
 
 def _upcoming_stages(row: list[Action]) -> list[list[int]]:
-    """For each place in `row`, the stages that compute from there on, the soonest first."""
+    """For each position in `row`, the stages that compute from there on, soonest first."""
     stages: list[int] = []
     result = []
     for action in reversed(row):
@@ -135,7 +135,7 @@ def _upcoming_stages(row: list[Action]) -> list[list[int]]:
 
 
 def _add_reduction(row: list[Action], num_microbatches: int) -> list[Action]:
-    """REDUCE_GRAD of a stage straight after the backward that completes its gradient."""
+    """Add REDUCE_GRAD for each stage directly after the backward that completes its gradient."""
     lowered: list[Action] = []
     done: dict[int, int] = {}
     for action in row:

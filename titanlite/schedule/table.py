@@ -1,7 +1,7 @@
-"""Schedules as CSV, a row a rank and a cell an action: the format PyTorch's pipelining reads.
+"""Read and write schedules as CSV, in the format that PyTorch's pipelining reads.
 
-A table may hold compute actions alone or everything a rank does; empty cells are idle steps,
-which carry no information once actions wait for what they need, and are dropped.
+A row is a rank and a cell is an action. A table may hold only compute actions, or communication
+too. Empty cells are idle steps; they are dropped, because each action waits for its inputs anyway.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from titanlite.files import read_bytes
 from titanlite.schedule.actions import Action, Schedule, ScheduleError, parse_action
 
-# A schedule of a thousand ranks and ten thousand actions on each takes about as much.
+# About the size of a schedule of a thousand ranks with ten thousand actions each.
 MOST_BYTES = 128 * 2**20
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """The schedule stored at `path`; stages are placed where their actions are.
+    """Read the schedule at `path`; each stage belongs to the rank that holds its actions.
 
-    Raises ScheduleError naming the rank and cell that cannot be read, a stage that two ranks
-    claim, and one that nobody has. Whether the schedule can run is for `check` to say.
+    Raises ScheduleError, which names the rank and cell that cannot be read, a stage found on two
+    ranks, or a stage found on none. Does not check that the schedule runs; `check` does.
     """
     path = Path(path)
     try:
@@ -32,25 +32,25 @@ def read_csv(path: str | Path) -> Schedule:
     except (UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"{path}: cannot be read ({error})") from error
     if not table:
-        raise ScheduleError(f"{path}: is empty; a schedule has one row a rank")
+        raise ScheduleError(f"{path}: the file is empty; write one row per rank")
     rows = [_parse_row(path, rank, row) for rank, row in enumerate(table)]
     parts = [part for row in rows for action in row for part in action.parts]
     microbatches = [part.microbatch for part in parts if part.microbatch is not None]
     if not microbatches:
-        raise ScheduleError(f"{path}: holds no compute action")
+        raise ScheduleError(f"{path}: there is no compute action; add at least one, such as 0F0")
     num_microbatches, num_stages = 1 + max(microbatches), 1 + max(part.stage for part in parts)
-    # Each stage has two actions a microbatch at least. Where most are missing, naming them would
-    # take as long as somebody's numbers are large.
+    # A stage has at least two actions per microbatch. If most are missing, a number is probably a
+    # typo, and listing every missing action could take forever.
     if num_microbatches * num_stages > 10 * len(parts):
         raise ScheduleError(
-            f"{path}: has {len(parts)} actions for {num_stages} stages and {num_microbatches} "
-            "microbatches, which are too few; number both from 0 up"
+            f"{path}: {len(parts)} actions are too few for {num_stages} stages and "
+            f"{num_microbatches} microbatches; number stages and microbatches from 0 up"
         )
     return Schedule(path.stem, num_microbatches, _place_stages(path, rows), rows)
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
-    """Store `schedule` at `path`, so that `read_csv` and PyTorch's `_load_csv` give it back."""
+    """Write `schedule` to `path`, in a form that `read_csv` and PyTorch's `_load_csv` read."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(schedule.actions)
 
@@ -75,9 +75,9 @@ def _place_stages(path: Path, rows: list[list[Action]]) -> tuple[int, ...]:
                 if place.setdefault(part.stage, rank) != rank:
                     raise ScheduleError(
                         f"{path}: stage {part.stage} is on rank {place[part.stage]} and on rank "
-                        f"{rank}; a stage has one rank"
+                        f"{rank}; put all its actions on one rank"
                     )
     missing = sorted(set(range(1 + max(place))) - place.keys())
     if missing:
-        raise ScheduleError(f"{path}: no rank has stage {missing[0]}; stages count from 0 up")
+        raise ScheduleError(f"{path}: no rank has stage {missing[0]}; number stages from 0 up")
     return tuple(place[stage] for stage in sorted(place))

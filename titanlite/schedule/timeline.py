@@ -1,8 +1,8 @@
-"""What ran when: the one structure that every picture is drawn from.
+"""Timeline: what ran when. Every picture is drawn from this one structure.
 
-A `Timeline` is made from a schedule (`walk`), from a simulation, or from clocks read in a real
-run. titanlite/drawing draws it as text, SVG, HTML or PNG and trace.py writes it as a trace, without
-asking which.
+A `Timeline` comes from a schedule (`walk`), from a simulation, or from the measured times of a
+real run. titanlite/drawing draws it as text, SVG, HTML or PNG, and trace.py exports it as a trace;
+neither depends on where it came from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """`kind` ran on `row` from `start` to `end`, for `stage` and `microbatch` where it has them."""
+    """`kind` ran on `row` from `start` to `end`, for `stage` and `microbatch` (may be None)."""
 
     row: int
     start: float
@@ -26,7 +26,11 @@ class Span(NamedTuple):
 
 WORK = frozenset("FBIW")  # the kinds that compute; the others move data
 
-# What a cell shows for each kind of action; a kind that is not here is drawn without text.
+# What a real rank communicates beside its work, of which several go on at once: a lane each.
+SEND_TO, RECEIVE, GATHER, REDUCE, EXCHANGE = "SEND_TO", "RECEIVE", "GATHER", "REDUCE", "EXCHANGE"
+LANES = (SEND_TO, RECEIVE, GATHER, REDUCE, EXCHANGE)
+
+# The text of a cell for each kind of action; other kinds are drawn without text.
 SCHEDULE_LETTERS = {"F": "F", "B": "B", "I": "B", "W": "W"}
 
 NAMES = {
@@ -37,6 +41,11 @@ NAMES = {
     "FETCH": "weight fetch",
     "REDUCE_GRAD": "gradient reduction",
     "SEND": "transfer",
+    SEND_TO: "send posted",
+    RECEIVE: "receive, with its wait",
+    GATHER: "gather",
+    REDUCE: "reduction",
+    EXCHANGE: "exchange",
 }
 
 
@@ -45,9 +54,9 @@ class Timeline:
     """Spans on named rows, in `unit` ("steps", "s"), and curves to draw below them.
 
     `curves` maps a row's name to (time, value) corners of a step function, such as the
-    activations a rank holds; `curves_label` says what they count. `caption` is one line of
-    figures to put under the title. Pictures go on to `until` where that is later than the end, so
-    that several can have one scale.
+    activations a rank holds; `curves_label` says what is counted. `caption` is one line of
+    figures under the title. If `until` is later than the end, the time axis extends to `until`, so
+    several pictures can share one scale.
     """
 
     title: str
@@ -69,6 +78,12 @@ class Timeline:
     def end(self) -> float:
         return max((span.end for span in self.spans), default=0)
 
+    @cached_property
+    def lanes(self) -> list[str]:
+        """The kinds of LANES that there are."""
+        found = {span.kind for span in self.spans}
+        return [kind for kind in LANES if kind in found]
+
     @property
     def drawn_end(self) -> float:
         return max(self.end, self.until)
@@ -78,12 +93,12 @@ class Timeline:
         return 1 + max((span.microbatch or 0 for span in self.spans), default=0)
 
     def label(self, span: Span) -> str:
-        """The text of a cell: a letter for what runs, and the stage."""
+        """The text of a cell: a letter for the kind of work, and the stage."""
         letter = self.letters.get(span.kind)
         return "" if letter is None or span.stage is None else f"{letter}{span.stage}"
 
     def describe(self, span: Span) -> str:
-        """One line for a hover: work, row, start and end."""
+        """One line for a tooltip: row, work, start and end."""
         what = NAMES.get(span.kind, span.kind)
         if span.stage is not None:
             what += f", stage {span.stage}"
@@ -92,7 +107,7 @@ class Timeline:
         return f"{self.rows[span.row]}: {what}; {span.start:g} to {span.end:g} {self.unit}"
 
     def bubbles(self) -> list[float]:
-        """For each row, the part of the time from `start` to `end` in which no work ran on it."""
+        """The bubble fraction of each row: its idle share of the time from `start` to `end`."""
         whole = self.end - self.start
         busy = [0.0] * len(self.rows)
         reached = [self.start] * len(self.rows)
@@ -106,10 +121,10 @@ class Timeline:
 def activation_curves(
     rows: Iterable[str], spans: Iterable[Span]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Stage inputs held by each row over time, as corners of step functions.
+    """The number of stage inputs each row holds over time, as corners of step functions.
 
-    An input is held where its backward runs, from the start of its forward to the end of its
-    backward (of the weight gradient, where the backward is split).
+    The row that runs the backward holds the input, from the start of the forward to the end of
+    the backward (to the end of the weight gradient if the backward is split).
     """
     names = list(rows)
     started: dict[tuple[int | None, int | None], float] = {}

@@ -1,16 +1,17 @@
-"""A timeline as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing."""
+"""Export a timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
 import json
 
-from titanlite.schedule.timeline import NAMES, Timeline
+from titanlite.schedule.timeline import LANES, NAMES, Span, Timeline
 
 
 def make_trace(timeline: Timeline) -> str:
-    """`timeline` as trace-event JSON, a thread a row and a counter a curve.
+    """`timeline` as trace-event JSON, with one thread per row and one counter per curve.
 
-    Times there are microseconds: seconds become what they are, any other unit a millisecond.
+    Trace times are in microseconds. A timeline in seconds keeps its true times; for any other
+    unit, one unit becomes one millisecond.
     Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """
     factor = 1e6 if timeline.unit == "s" else 1e3
@@ -30,7 +31,11 @@ def make_trace(timeline: Timeline) -> str:
                 "args": {"sort_index": row},
             }
         )
-    for span in timeline.spans:
+    for number, span in enumerate(timeline.spans):
+        if span.kind in LANES:
+            # Several go on at once, which slices of a thread cannot show.
+            events += _asynchronous(number, span, factor)
+            continue
         events.append(
             {
                 "ph": "X",
@@ -55,3 +60,13 @@ def make_trace(timeline: Timeline) -> str:
                 }
             )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _asynchronous(number: int, span: Span, factor: float) -> list[dict[str, object]]:
+    """The beginning and the end of a span in a track of its own below its row."""
+    name = NAMES[span.kind].partition(",")[0]
+    common: dict[str, object] = {"name": name, "cat": name, "id": number, "pid": 0, "tid": span.row}
+    return [
+        {**common, "ph": "b", "ts": span.start * factor},
+        {**common, "ph": "e", "ts": span.end * factor},
+    ]

@@ -1,7 +1,7 @@
-"""The two V-shaped schedules: rank r holds stage r on the way down and stage 2p-1-r on the way up.
+"""The two V-shaped schedules: rank r of p holds stage r (way down) and stage 2p-1-r (way up).
 
-The last stage sits beside the first, so a microbatch's loss is known on the rank that fed it and
-its backward pass starts there. Both are written as phases, in the order a rank goes through them.
+The first and the last stage are both on rank 0, so the backward pass of a microbatch starts on the
+rank that ran its first forward. Both schedules are written as phases, in the order of execution.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from titanlite.schedule.actions import (
 
 
 def zbv(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """ZB-V: the memory of 1F1B, and no bubble if F = B = W.
+    """ZB-V: the same peak memory as 1F1B, and no bubble if F = B = W.
 
     Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 6.
     """
-    # The phases assume a full pipeline; with fewer microbatches the surplus is left out.
+    # The phases assume a full pipeline; with fewer microbatches, the surplus actions are dropped.
     full = max(2 * ranks - 1, microbatches)
     down, up = _Chunk(rank), _Chunk(2 * ranks - 1 - rank)
     row: list[Action] = []
@@ -53,7 +53,7 @@ def zbv(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
 
 
 def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """DualPipeV: forward and backward of different microbatches run as overlapped pairs.
+    """DualPipeV: a forward and a backward of different microbatches run as an overlapped pair.
 
     The V-shaped half of DeepSeek-V3's DualPipe, https://arxiv.org/abs/2412.19437 and
     https://github.com/deepseek-ai/DualPipe.
@@ -61,7 +61,7 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
     down, up = _Chunk(rank), _Chunk(2 * ranks - 1 - rank)
     after = ranks - rank - 1  # ranks behind this one in the V
     row: list[Action] = []
-    owed: list[Action] = []  # weight gradients put off, oldest first
+    owed: list[Action] = []  # deferred weight gradients, oldest first
 
     def split_backward(chunk: _Chunk) -> Action:
         action = chunk.backward_input()
@@ -83,7 +83,8 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
 
     for i in range(microbatches - 2 * ranks + rank + 1):
         if i == 0 and after == 0:
-            # At the turn of the V the pair would wait for itself: apart, the bubble is smaller.
+            # On the last rank these two run separately: the forward then need not wait for the
+            # gradient, and the bubble is smaller.
             row += (down.forward(), up.full_backward())
         else:
             row.append(_pair(down, up))
@@ -91,7 +92,7 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
     for _ in range(after):
         row += (up.full_backward(), _pair(up, down))
 
-    # In the second half of the drain weight gradients are held back to fill the bubble.
+    # In the second half of the drain, weight gradients are deferred to fill the bubble.
     drain = [up, down] * (rank + 1)
     for i, chunk in enumerate(drain):
         row.append(split_backward(chunk) if i > rank else chunk.full_backward())
@@ -108,7 +109,7 @@ def _pair(forward: _Chunk, backward: _Chunk) -> Action:
 
 
 class _Chunk:
-    """One stage of a rank, and how far it has come with each kind of work."""
+    """One stage of a rank, with the number of actions generated so far for each kind of work."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage

@@ -1,7 +1,7 @@
-"""Does a schedule run? A walk through it, every rank as far as it gets.
+"""Execute a schedule symbolically: each rank advances until it ends or is blocked.
 
-`check` says in one line what keeps a schedule from running: the first action at which each rank
-is stuck, or the work that is missing. `walk` gives the times if it runs, for drawing.
+`check` reports in one line why a schedule cannot run: the action at which each rank is blocked, or
+the work that is missing. `walk` returns the times of a schedule that runs, for drawing.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from titanlite.schedule.actions import (
 )
 from titanlite.schedule.timeline import Span, Timeline, activation_curves
 
-# Durations in steps: the convention of the pipelining papers, a full backward twice a forward.
+# Durations in steps. As in the pipelining papers, a full backward takes twice a forward.
 STEPS: Mapping[str, float] = {FORWARD: 1, FULL_BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every rank reaches its end and all work is done exactly once.
+    """Raise ScheduleError unless every rank finishes and all work is done exactly once.
 
-    The message names the first blocked action of each rank and what it waits for, or the stages
-    and microbatches whose forward or backward is missing, done twice, or done elsewhere.
+    The message names the blocked action of each rank and what it waits for, or the stages and
+    microbatches whose forward or backward is missing, repeated, or on the wrong rank.
     """
     problems = list(_find_wrong_work(schedule))
     if problems:
         shown = "; ".join(problems[:_SHOWN])
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ScheduleError(f"{schedule.name} does not do all its work: {shown}{more}")
+        raise ScheduleError(f"{schedule.name} is not a valid schedule: {shown}{more}")
     _run(schedule, STEPS)
 
 
 def walk(schedule: Schedule, durations: Mapping[str, float] = STEPS) -> Timeline:
-    """When each compute action runs if it starts as soon as its rank and its inputs allow.
+    """The times of all compute actions if each starts once its rank is free and its inputs exist.
 
-    `durations` maps kinds to steps; what it lacks takes no time. Raises ScheduleError if some
-    rank never reaches its end.
+    `durations` maps kinds to steps; a kind not in it takes no time. Raises ScheduleError if a rank
+    is blocked forever.
     """
     spans = _run(schedule, durations)
     rows = [f"rank {rank}" for rank in range(schedule.num_ranks)]
@@ -92,19 +92,19 @@ def _run(schedule: Schedule, durations: Mapping[str, float]) -> list[Span]:
         if at < len(queue):
             need = next(n for n in _needs(queue[at], schedule, sends) if n not in ended)
             what = str(need)
-            if need.kind == BACKWARD_INPUT:  # which may be part of a full backward there
+            if need.kind == BACKWARD_INPUT:  # may be part of a full backward on that stage
                 what = f"the backward of stage {need.stage} for microbatch {need.microbatch}"
             stuck.append(f"rank {rank} at {queue[at]}, which waits for {what}")
     if stuck:
-        raise ScheduleError(f"{schedule.name} cannot run; stuck are " + "; ".join(stuck))
+        raise ScheduleError(f"{schedule.name} deadlocks: " + "; ".join(stuck))
     return spans
 
 
 def _needs(action: Action, schedule: Schedule, sends: bool) -> list[Action]:
-    """The actions that must end before `action` can start, on whichever rank they are.
+    """The actions that must end before `action` can start, on any rank.
 
-    Where a backward pass is split, its input gradient is what other stages wait for, so a full
-    backward counts as an input gradient here (see `_completes`).
+    Other stages wait only for the input gradient of a backward pass, so a full backward also
+    counts as an input gradient here (see `_completes`).
     """
     stage, kind, microbatch, _ = action
     place, last = schedule.stage_to_rank, schedule.num_stages - 1
@@ -145,15 +145,15 @@ def _find_wrong_work(schedule: Schedule) -> Iterator[str]:
         for action in schedule.compute(rank):
             stage, kind, microbatch, _ = action
             if stage > last or not 0 <= (microbatch or 0) < schedule.num_microbatches:
-                yield f"{action} on rank {rank} is outside {last + 1} stages"
+                yield f"{action} on rank {rank} is outside the schedule's {last + 1} stages"
                 continue
             if schedule.stage_to_rank[stage] != rank:
                 place = schedule.stage_to_rank[stage]
-                yield f"{action} is on rank {rank}, its stage on rank {place}"
+                yield f"{action} is on rank {rank}, but its stage is on rank {place}"
             key = stage, microbatch, kind
             counts[key] = counts.get(key, 0) + 1
             if counts[key] == 2:
-                yield f"{action} is done twice"
+                yield f"{action} runs twice"
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             forward, full, inputs, weights = (
@@ -165,6 +165,6 @@ def _find_wrong_work(schedule: Schedule) -> Iterator[str]:
             if not full and not inputs:
                 yield f"the backward of stage {stage} for microbatch {microbatch} is missing"
             elif full and (inputs or weights):
-                yield f"stage {stage} goes back twice for microbatch {microbatch}"
+                yield f"the backward of stage {stage} for microbatch {microbatch} runs twice"
             elif inputs and not weights:
                 yield f"{Action(stage, BACKWARD_WEIGHT, microbatch)} is missing"

@@ -1,12 +1,12 @@
-"""Distributed training in virtual time, torch-free: any strategy, exact diagrams, no waiting.
+"""Simulate distributed training in virtual time, without torch or a GPU.
 
-work.py         Work and the two workers a strategy gives it
-simulation.py   simulate(): placement, priority or order -> Simulation
+work.py         Work, and the two workers that a strategy assigns to it
+simulation.py   simulate(): placement plus a priority or an order -> Simulation
 engine.py       greedy list scheduling, event by event
-costs.py network.py reduction.py   durations, links, sums of gradients
-result.py       when each work ran, and what it cost
-schemes.py      the strategies of the notebook and the pipeline schedules by name
-gpu.py cluster.py collectives.py ladder.py   0D to 4D on simulated GPUs that pass messages
+costs.py network.py reduction.py   durations, links, gradient reduction
+result.py       when each work item ran, and what the run cost
+schemes.py      the strategies of the notebook and the pipeline schedules, by name
+gpu.py cluster.py collectives.py ladder.py   0D to 4D on simulated GPUs that exchange messages
 """
 
 from titanlite.simulate.costs import Costs

@@ -1,7 +1,7 @@
-"""Many simulated GPUs that run one program, a thread each, and exchange messages.
+"""Simulated GPUs that run the same program and exchange messages, with one thread per GPU.
 
-Every receive names its source and messages between two ranks keep their order, so that the result
-and all clocks are the same whichever thread runs first (a Kahn process network).
+Every receive names its source, and messages between two ranks keep their order. Results and clocks
+therefore do not depend on the order in which threads run (a Kahn process network).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 
 
 class Cluster:
-    """`num_ranks` GPUs on one network, in virtual time unless `sleep`.
+    """`num_ranks` GPUs on one network, in virtual time, or in real time if `sleep`.
 
-    `memory_units` is what each has room for.
+    `memory_units` is the memory of each GPU.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Cluster:
         sleep: bool = False,
     ) -> None:
         if num_ranks < 1:
-            raise SimulationError(f"a cluster needs at least one rank, not {num_ranks}")
+            raise SimulationError(f"num_ranks is {num_ranks}; a cluster needs at least one rank")
         self.gpus = [
             GPU(rank, self, network=network, memory_units=memory_units, sleep=sleep)
             for rank in range(num_ranks)
@@ -48,14 +48,14 @@ class Cluster:
 
     @property
     def seconds(self) -> float:
-        """When the last of the GPUs was done."""
+        """The time at which the last GPU finished."""
         return max(gpu.seconds for gpu in self.gpus)
 
     def run(self, program: Callable[[GPU], Result]) -> list[Result]:
-        """Run `program(gpu)` on every rank and return what each returned.
+        """Run `program(gpu)` on every rank and return the results, by rank.
 
-        Raises what the first rank that failed raised, and SimulationError if ranks wait for
-        messages that nobody will send, naming what each waits for.
+        Re-raises the exception of the first rank that fails. If the ranks deadlock, raises
+        SimulationError, which names the message that each rank waits for.
         """
         results: list[Any] = [None] * len(self.gpus)
         self._running = set(range(len(self.gpus)))
@@ -81,7 +81,7 @@ class Cluster:
         return results
 
     def put(self, source: int, target: int, arrival_seconds: float, value: Any) -> None:
-        """Leave `value` for `target`, to be there at `arrival_seconds`."""
+        """Send `value` to `target`, where it arrives at `arrival_seconds`."""
         if not 0 <= target < len(self.gpus):
             raise SimulationError(
                 f"GPU {source} sends to rank {target}; ranks are 0 to {len(self.gpus) - 1}"
@@ -93,7 +93,7 @@ class Cluster:
                 self._arrived[target].notify()
 
     def take(self, source: int, target: int, description: str) -> tuple[float, Any]:
-        """Arrival time and value of the next message from `source`, once it has been sent."""
+        """Block until the next message from `source` is sent; return its arrival time and value."""
         if not 0 <= source < len(self.gpus):
             raise SimulationError(
                 f"GPU {target} receives from rank {source}; ranks are 0 to {len(self.gpus) - 1}"
@@ -110,7 +110,7 @@ class Cluster:
             return mail.popleft()
 
     def timeline(self, title: str) -> Timeline:
-        """What every GPU did: passes by layer and item, messages in grey."""
+        """The timeline of all GPUs: passes by layer and item, messages in grey."""
         spans = []
         for gpu in self.gpus:
             for event in gpu.events:
@@ -128,7 +128,7 @@ class Cluster:
                 f"rank {rank} waits for {description} from rank {source}"
                 for rank, (source, description) in sorted(self._waiting.items())
             )
-            self._fail(SimulationError(f"the ranks wait for each other: {told}"))
+            self._fail(SimulationError(f"the ranks deadlock: {told}"))
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
@@ -138,4 +138,4 @@ class Cluster:
 
 
 class _Stopped(Exception):
-    """Unwinds the ranks that wait when another one has failed."""
+    """Stops the blocked ranks after another rank has failed."""

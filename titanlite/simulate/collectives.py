@@ -1,7 +1,7 @@
-"""Collectives out of sends and receives, on values: each says what it moves, and in how many steps.
+"""Collectives built from sends and receives. Each states its number of steps and message sizes.
 
-Numbers stand for tensors. `share` cuts one into parts that add up to it again, as a tensor is cut
-along an axis that a sum runs over.
+Integers stand for tensors. `share` splits an integer into parts that sum to it, just as a matrix
+product splits into partial sums along its contracted axis.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from titanlite.simulate.gpu import GPU
 
 
 def share(value: int, part: int, parts: int) -> int:
-    """Part `part` of `parts`, all of which add up to `value`."""
+    """Part number `part` of `parts`; the parts sum to `value`."""
     return value * (part + 1) // parts - value * part // parts
 
 
 def ring_all_reduce(
     gpu: GPU, ranks: Sequence[int], description: str, size_units: float, value: int
 ) -> int:
-    """The sum over `ranks`, on all of them: 2 (N - 1) steps of 1/N of the data.
+    """All-reduce: every rank gets the sum over `ranks`, in 2 (N - 1) steps of 1/N of the data.
 
-    First each part collects its sum on its way round the ring, then the sums go round.
+    A reduce-scatter around the ring, then an all-gather around the ring.
     Gibiansky 2017, https://andrew.gibiansky.com/blog/machine-learning/baidu-allreduce/.
     """
     size = len(ranks)
@@ -39,10 +39,10 @@ def ring_all_reduce(
 def relay_sum(
     gpu: GPU, ranks: Sequence[int], description: str, size_units: float, value: int
 ) -> int:
-    """The whole data passed once round the ring, one rank after the other: N sends, N receives.
+    """Pass the whole data once around the ring, one rank after the other: N sends, N receives.
 
-    Only the first rank ends with the sum, the others with that of the ranks up to them: to tell
-    everyone would take another N - 1 hops.
+    Only the first rank ends with the full sum; each other rank ends with the sum of the ranks up to
+    itself. Sending the full sum to all ranks would take another N - 1 hops.
     """
     size = len(ranks)
     here = ranks.index(gpu.global_rank)
@@ -58,7 +58,7 @@ def relay_sum(
 def ring_all_gather(
     gpu: GPU, ranks: Sequence[int], description: str, size_units: float, value: Any
 ) -> list[Any]:
-    """The values of all `ranks` by rank: N - 1 steps, each passing on one rank's `size_units`."""
+    """The values of all `ranks`, in order: N - 1 steps, each sends one rank's `size_units`."""
     size = len(ranks)
     here = ranks.index(gpu.global_rank)
     after, before = ranks[(here + 1) % size], ranks[here - 1]
@@ -72,9 +72,9 @@ def ring_all_gather(
 def all_to_all(
     gpu: GPU, ranks: Sequence[int], description: str, unit_size: float, values: Sequence[list[Any]]
 ) -> list[list[Any]]:
-    """`values[i]` goes to the i-th of `ranks`: N - 1 steps, each a message to another rank.
+    """Send `values[i]` to the i-th of `ranks`: N - 1 steps, each a message to another rank.
 
-    A message takes `unit_size` an element of its list, and a latency even if that is empty.
+    A message has size `unit_size` per element of its list; an empty one still costs a latency.
     """
     size = len(ranks)
     here = ranks.index(gpu.global_rank)

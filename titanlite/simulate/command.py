@@ -1,4 +1,4 @@
-"""`titanlite simulate`: schemes from the command line, as text, pictures and tables."""
+"""`titanlite simulate`: run schemes from the command line; print and draw the results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from titanlite.simulate.work import SimulationError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; TitanliteError for what cannot be simulated."""
+    """Run the command and return its exit status.
+
+    Raises TitanliteError if the scheme cannot be simulated.
+    """
     options = _parser().parse_args(arguments)
     if options.compare and options.scheme is None:
         options.scheme = options.compare.pop(0)
     if options.scheme is None:
-        raise SimulationError("name a scheme, or `ladder`; --help lists them")
+        raise SimulationError("no scheme given; name one, or `ladder` (--help lists them)")
     if options.scheme == "ladder":
         return _ladder(options)
     simulations = [
@@ -53,7 +56,7 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
     for option, extension in (("png", ".png"), ("trace", ".json")):
         path = getattr(options, option)
         for timeline in timelines if path else ():
-            # A file holds one picture: with several, each has its scheme's name in its own.
+            # One picture per file; with several schemes, the name of each goes into its file name.
             name = "".join(c if c.isalnum() else "_" for c in timeline.title)
             stem = f"{Path(path).stem}_{name}" if len(timelines) > 1 else Path(path).stem
             target = Path(path).with_name(stem + (Path(path).suffix or extension))
@@ -73,7 +76,7 @@ HEADER = (
     "scheme",
     "stages",
     "makespan",
-    "at least",
+    "lower bound",
     "bubble",
     "batches/time",
     "peak held",
@@ -111,7 +114,7 @@ def _ladder(options: argparse.Namespace) -> int:
         )
         network = Network(between, inside, options.workers_per_node)
     runs = [run_rung(rung, network=network, sleep=options.sleep) for rung in RUNGS]
-    print("16 items, every result and gradient equal to one process's; times in virtual seconds:")
+    print("16 items; all results and gradients equal a single process's; times in virtual seconds:")
     print(ladder_table([measured for measured, _ in runs]))
     if options.svg or options.html:
         timelines = [
@@ -176,12 +179,12 @@ def _write(path: str | Path, text: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SimulationError(f"{path}: cannot be written: {error.strerror}") from error
+        raise SimulationError(f"{path}: cannot be written ({error.strerror})") from error
     print(f"wrote {path}")
 
 
 def _number(text: str) -> float:
-    """A whole number where it is one, so that whole steps stay whole."""
+    """An int if `text` is a whole number, so that times print without a fraction."""
     value = float(text)
     return int(value) if value == int(value) else value
 
@@ -193,40 +196,50 @@ def _parser() -> argparse.ArgumentParser:
         prog="titanlite simulate",
         usage="titanlite simulate SCHEME [--compare SCHEME ...] [options]\n"
         "       titanlite simulate ladder [options]",
-        description="Run a training scheme in virtual time, draw it, and say what it costs.",
+        description="Simulate a training scheme in virtual time, draw it, and report its cost.",
         epilog=f"strategies: {', '.join(STRATEGIES)}. schedules: {', '.join(SCHEDULES)}. "
         "Your own: FILE.py with strategy(work) -> ComputeAndWeightWorkers(compute, weight), "
-        "FILE.py:FUNCTION, or a schedule as FILE.csv. `ladder` climbs from 0D to 4D on simulated "
-        "GPUs.",
+        "FILE.py:FUNCTION, or a schedule as FILE.csv. `ladder` runs one workload with 0 to 4 "
+        "dimensions of parallelism on simulated GPUs.",
     )
     parser.add_argument("scheme", nargs="?", metavar="SCHEME")
-    parser.add_argument("--compare", nargs="+", default=[], metavar="SCHEME", help="and these")
+    parser.add_argument(
+        "--compare", nargs="+", default=[], metavar="SCHEME", help="more schemes to run"
+    )
 
     size = parser.add_argument_group("size")
     size.add_argument("--workers", type=int, default=4, metavar="N")
     size.add_argument("--batches", type=int, default=8, metavar="N", help="(micro)batches")
     size.add_argument(
-        "--stages", type=int, metavar="N", help="default: as few as the scheme allows"
+        "--stages", type=int, metavar="N", help="default: the fewest the scheme allows"
     )
-    size.add_argument("--group-size", type=int, metavar="N", help="workers of a looped pipeline")
+    size.add_argument(
+        "--group-size", type=int, metavar="N", help="workers per group of a looped pipeline"
+    )
 
     order = parser.add_argument_group("order of a strategy")
     order.add_argument("--priority", choices=list(PRIORITIES))
     order.add_argument(
-        "--max-in-flight", type=int, nargs="+", metavar="N", help="one value, or one a worker"
+        "--max-in-flight", type=int, nargs="+", metavar="N", help="one value, or one per worker"
     )
     order.add_argument(
-        "--split-backward", action="store_true", help="weight gradients as works of their own"
+        "--split-backward",
+        action="store_true",
+        help="schedule weight gradients separately from input gradients",
     )
 
-    costs = parser.add_argument_group("costs (one value, or one a stage)")
+    costs = parser.add_argument_group("costs (one value, or one per stage)")
     costs.add_argument("--forward", type=_number, nargs="+", default=[1], metavar="TIME")
     costs.add_argument("--backward", type=_number, nargs="+", default=[2], metavar="TIME")
     costs.add_argument(
-        "--weight-gradient", type=_number, nargs="+", metavar="TIME", help="of the backward pass"
+        "--weight-gradient",
+        type=_number,
+        nargs="+",
+        metavar="TIME",
+        help="part of the backward time (default: half)",
     )
     costs.add_argument("--activation-units", type=_number, default=0, metavar="SIZE")
-    costs.add_argument("--weight-units", type=_number, default=0, metavar="SIZE", help="of a stage")
+    costs.add_argument("--weight-units", type=_number, default=0, metavar="SIZE", help="per stage")
 
     network = parser.add_argument_group("network")
     network.add_argument("--latency", type=_number, default=0, metavar="TIME")
@@ -235,24 +248,30 @@ def _parser() -> argparse.ArgumentParser:
     network.add_argument("--inside-latency", type=_number, metavar="TIME", help="inside a node")
     network.add_argument("--inside-time-per-unit", type=_number, metavar="TIME")
     network.add_argument(
-        "--inside-speedup", type=_number, default=10, metavar="FACTOR", help="for the ladder"
+        "--inside-speedup",
+        type=_number,
+        default=10,
+        metavar="FACTOR",
+        help="ladder: how much faster links inside a node are",
     )
     network.add_argument(
         "--no-overlap",
         dest="overlap",
         action="store_false",
-        help="a worker that sends does nothing else",
+        help="a worker cannot compute while it sends",
     )
-    network.add_argument("--prefetch", type=int, default=1, metavar="N", help="works ahead")
+    network.add_argument(
+        "--prefetch", type=int, default=1, metavar="N", help="fetch weights N work items ahead"
+    )
     network.add_argument("--reduce-gradients", action="store_true")
 
     output = parser.add_argument_group("output")
     output.add_argument("--svg", metavar="FILE")
-    output.add_argument("--html", metavar="FILE", help="a page with hover and zoom")
+    output.add_argument("--html", metavar="FILE", help="a page with tooltips and zoom")
     output.add_argument("--png", metavar="FILE", help="needs matplotlib")
     output.add_argument("--trace", metavar="FILE", help="for https://ui.perfetto.dev")
     output.add_argument("--width", type=int, metavar="CHARACTERS")
     output.add_argument("--color", action=argparse.BooleanOptionalAction, default=None)
-    output.add_argument("--quiet", action="store_true", help="the table alone")
-    output.add_argument("--sleep", action="store_true", help="the ladder in real time")
+    output.add_argument("--quiet", action="store_true", help="print only the table")
+    output.add_argument("--sleep", action="store_true", help="ladder: run in real time")
     return parser

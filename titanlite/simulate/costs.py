@@ -1,4 +1,4 @@
-"""How long things take in a simulation, in any one unit of time; the default is the notebook's."""
+"""The costs of a simulation, in any one unit of time; the defaults are the notebook's."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ PerStage: TypeAlias = "float | Sequence[float] | Callable[[int], float]"
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations and sizes of one stage's work on one batch: a number, a list, or a function of it.
+    """Durations and sizes of one stage's work on one batch.
 
-    `backward` is the whole backward pass and `weight_gradient` the part of it that no other stage
-    waits for (half of it unless given): where a schedule splits the pass, that part is a work of
-    its own. Without a `network` nothing is sent. With one, an `activation_units` message crosses
-    every edge between workers; it delays only the receiver, but that a worker sends one message
-    after the other, unless `overlap_transfers` is off: then the sender can do nothing else
-    meanwhile. A work whose weights are kept elsewhere fetches `weight_units` first, at the
-    earliest when the `prefetch`-th work before it started, and with 0 when the worker has nothing
-    else to do. `reduce_gradients` adds the sum of each stage's gradient over the workers that
-    hold it: a ring all-reduce to all of them, or a reduction to the only one; beside the compute,
-    or after all of it where transfers don't overlap.
+    A `PerStage` value is a number, a list with one value per stage, or a function of the stage.
+
+    `backward` is the whole backward pass. `weight_gradient` is the part of it that no other stage
+    waits for (default: half); a schedule that splits the pass runs that part separately.
+
+    Without a `network`, communication is free. With one, a message of `activation_units` crosses
+    every edge between workers. A worker sends one message at a time; with `overlap_transfers`, it
+    can compute while it sends.
+
+    A work item whose weights are stored on another worker first fetches `weight_units`. The fetch
+    may start together with the `prefetch`-th work item before it; with `prefetch=0`, the worker
+    must be idle first. `reduce_gradients` reduces each stage's gradient over the workers that hold
+    it, with a ring all-reduce, or to one owner if only one worker stores the weights. The reduction
+    overlaps compute, or runs after it if transfers do not overlap.
     """
 
     forward: PerStage = 1
@@ -40,12 +44,12 @@ class Costs:
 
     def __post_init__(self) -> None:
         if self.activation_units < 0 or self.prefetch < 0:
-            raise SimulationError("costs: activation_units and prefetch cannot be negative")
+            raise SimulationError("costs: activation_units and prefetch must not be negative")
         if self.reduce_gradients and self.network is None:
-            raise SimulationError("costs: reduce_gradients needs a network to reduce over")
+            raise SimulationError("costs: reduce_gradients needs a network; give one")
 
     def per_stage(self, name: str, num_stages: int) -> list[float]:
-        """The durations or sizes called `name`, one a stage; SimulationError if any is negative."""
+        """The values of field `name`, one per stage. Raises SimulationError if one is negative."""
         given = getattr(self, name)
         if given is None:
             return [full / 2 for full in self.per_stage("backward", num_stages)]
@@ -55,13 +59,14 @@ class Costs:
             values = list(given)
             if len(values) != num_stages:
                 raise SimulationError(
-                    f"costs: {name} has {len(values)} values for {num_stages} stages"
+                    f"costs: {name} has {len(values)} values for {num_stages} stages; "
+                    "give one value, or one per stage"
                 )
         else:
             values = [given] * num_stages
         for stage, value in enumerate(values):
             if not value >= 0:
                 raise SimulationError(
-                    f"costs: {name} of stage {stage} is {value}; it cannot be negative"
+                    f"costs: {name} of stage {stage} is {value}; it must not be negative"
                 )
         return values

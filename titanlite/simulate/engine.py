@@ -1,9 +1,10 @@
 """Greedy list scheduling in virtual time, event by event.
 
-Time jumps from one event to the next: a work ends, its data arrives, a worker is free again. At
-each, every free worker with works that could start takes the one its priority puts first, or the
-next one of its order. One heap holds the distinct times, a bucket each time's events, and a heap a
-worker the works that are ready: n works take about n log(n) steps, whatever the strategy.
+Time jumps from one event to the next: a work item ends, its data arrives, or a worker becomes free.
+At each event, every free worker starts the ready work item with the smallest priority key, or the
+next one of its fixed order. A heap holds the distinct times, a bucket holds the events of each
+time, and a heap per worker holds its ready work: n work items take about n log(n) steps under any
+strategy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from titanlite.simulate.work import SimulationError
 
 
 class Extra(NamedTuple):
-    """Time a worker spent on moving data for a work: `kind` is "FETCH" or "SEND"."""
+    """Time a worker spent moving data for a work item; `kind` is "FETCH" or "SEND"."""
 
     worker: int
     start: float
@@ -30,13 +31,12 @@ class Extra(NamedTuple):
 
 @dataclass
 class Plan:
-    """All that the engine needs to know, works by number (see placement.py).
+    """The input of the engine. Work items are numbered as in placement.py.
 
-    Number `num_chained + batch * num_stages + stage` is the weight gradient of a backward pass
-    that is split; `is_split` says which are, by the number of the weight gradient from
-    `num_chained` on. `priority_key(work)` orders works that are ready at once, `orders` (by
-    worker) fixes them, `max_in_flight` (by worker) holds back forwards while as many are on their
-    way.
+    The weight gradient of a split backward has number `num_chained + batch * num_stages + stage`.
+    `is_split[number - num_chained]` says whether that backward is split. A worker picks the ready
+    work item with the smallest `priority_key(number)`, or follows its list in `orders`.
+    `max_in_flight` (by worker) limits the forwards whose backward has not ended.
     """
 
     num_workers: int
@@ -63,8 +63,8 @@ class Plan:
         for stage, (part, whole) in enumerate(zip(self.weight_durations, backward, strict=True)):
             if part > whole:
                 raise SimulationError(
-                    f"costs: weight_gradient of stage {stage} is {part}, more than the whole "
-                    f"backward pass, {whole}"
+                    f"costs: weight_gradient of stage {stage} is {part}; it must not exceed the "
+                    f"backward time, {whole}"
                 )
 
     def weight_gradient(self, backward: int) -> int:
@@ -73,7 +73,7 @@ class Plan:
         return self.num_chained + batch * self.num_stages + 2 * self.num_stages - 1 - k
 
     def backward_of(self, number: int) -> int:
-        """The backward that a weight gradient or a forward belongs to."""
+        """The number of the backward that matches a weight gradient or a forward."""
         if number >= self.num_chained:
             batch, stage = divmod(number - self.num_chained, self.num_stages)
         else:
@@ -84,7 +84,7 @@ class Plan:
         return self.compute[number if number < self.num_chained else self.backward_of(number)]
 
     def duration(self, number: int) -> float:
-        """Compute time of a work; a split backward's is without its weight gradient."""
+        """The compute time of a work item; a split backward excludes its weight gradient."""
         if number >= self.num_chained:
             return self.weight_durations[(number - self.num_chained) % self.num_stages]
         k = number % (2 * self.num_stages)
@@ -94,9 +94,9 @@ class Plan:
 
 
 def run(plan: Plan) -> tuple[list[float | None], list[Extra]]:
-    """Start of every work by number (None for one that never starts), and the extra time.
+    """The start of every work item by number (None if it never starts), and all transfers.
 
-    Weight gradients follow the other works, and have a place there even if none is split.
+    The starts of weight gradients come after all others, if any backward is split.
     """
     engine = _Engine(plan)
     engine.run()
@@ -104,7 +104,7 @@ def run(plan: Plan) -> tuple[list[float | None], list[Extra]]:
 
 
 class _Ordered:
-    """The works that are ready, where each worker has an order: it takes the next one, or waits."""
+    """The ready work when each worker has a fixed order: it takes the next item, or waits."""
 
     def __init__(self, orders: Sequence[Sequence[int]], total: int) -> None:
         self.orders = orders
@@ -123,13 +123,13 @@ class _Ordered:
 
 
 class _ByPriority:
-    """The works that are ready, a heap a worker: it takes the one that its priority puts first."""
+    """The ready work in one heap per worker, which takes the item with the smallest key."""
 
     def __init__(self, plan: Plan, total: int) -> None:
         assert plan.priority_key is not None
         self.key_of = plan.priority_key
         self.num_chained, self.total = plan.num_chained, total
-        # Weight gradients come after all others: they fill what is left.
+        # Weight gradients have the lowest priority: they fill the bubbles.
         self.last_key = (1 << 62) * total
         self.heaps: list[list[int]] = [[] for _ in range(plan.num_workers)]
 
@@ -145,7 +145,7 @@ class _ByPriority:
 
 
 class _Capped(_ByPriority):
-    """The same, but forwards have a heap of their own, closed while a worker has no `room`."""
+    """Like _ByPriority, but forwards have their own heap; a worker needs `room` to take one."""
 
     def __init__(self, plan: Plan, room: list[float], total: int) -> None:
         super().__init__(plan, total)
@@ -169,10 +169,10 @@ class _Capped(_ByPriority):
 
 
 class _Engine:
-    """One run of a plan: the time, what is to happen when, and which workers are idle.
+    """One run of a plan: the current time, the pending events, and the idle workers.
 
-    An event is a work that ends (its number), data that arrives (~number) or a worker that is
-    free after a transfer (total + worker). `touched` are the workers for whom it changed something.
+    An event is the end of a work item (its number), the arrival of its input (~number), or a worker
+    that becomes free after a transfer (total + worker). `touched` lists the affected workers.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -184,7 +184,7 @@ class _Engine:
         self.starts: list[float | None] = [None] * self.total
         self.extras: list[Extra] = []
 
-        # How many more batches each worker may start, where that is limited.
+        # How many more forwards each worker may start; None if unlimited.
         self.room = None if plan.max_in_flight is None else list(plan.max_in_flight)
         self.ready: _Ordered | _ByPriority
         if plan.orders is not None:
@@ -211,7 +211,7 @@ class _Engine:
         self.recent_starts: list[deque[float]] = [deque(maxlen=costs.prefetch) for _ in self.idle]
 
     def run(self) -> None:
-        """What happens to every work is here, for speed; what happens to some is in methods."""
+        """Process all events. The common path is inline for speed; rare cases are in methods."""
         times, events, compute, starts = self.times, self.events, self.compute, self.starts
         put, take, post = self.ready.put, self.ready.take, self._post
         idle, touched, durations = self.idle, self.touched, self.plan.durations
@@ -225,7 +225,7 @@ class _Engine:
                     put(~event, compute[~event])
                     touched.append(compute[~event])
                 elif event < num_chained:
-                    # A work ends: its worker is free, and its successor or successors can start.
+                    # A work item ends: its worker is free, and its successors can start.
                     worker = compute[event]
                     idle[worker] = 1
                     touched.append(worker)
@@ -265,7 +265,7 @@ class _Engine:
             bucket.append(event)
 
     def _end_backward(self, number: int, k: int, worker: int) -> None:
-        """Its weight gradient can start, where that is a work; otherwise its batch is through."""
+        """Make the weight gradient ready if the backward is split; otherwise, end the batch."""
         place = number // self.chain * self.stages + self.chain - 1 - k
         if self.plan.is_split[place]:
             self.ready.put(self.num_chained + place, worker)
@@ -280,13 +280,16 @@ class _Engine:
         self._end_batch(self.compute[batch * self.chain + stage])
 
     def _end_batch(self, opener: int) -> None:
-        """A batch is through whose first forward `opener` started: it may start another one."""
+        """The backward of a forward on `opener` has ended: `opener` may start another forward."""
         if self.room is not None:
             self.room[opener] += 1
         self.touched.append(opener)
 
     def _send(self, number: int, worker: int, target: int) -> None:
-        """Send what `number` made: the next work is ready, or the sender free, once it is there."""
+        """Send the output of `number`. The next work item is ready when it arrives.
+
+        Without overlap, the sender is blocked until then.
+        """
         assert self.network is not None
         costs, link = self.costs, self.network.link(worker, target)
         if costs.overlap_transfers:
@@ -307,7 +310,7 @@ class _Engine:
             self.touched.append(target)
 
     def _fetch(self, number: int, worker: int) -> float:
-        """When `number` can compute: once its weights, if they are kept elsewhere, have come."""
+        """The time at which `number` can compute; if its weights are remote, fetch them first."""
         before = self.recent_starts[worker]
         k = number % self.chain
         units = self.weight_units[min(k, self.chain - 1 - k)]

@@ -1,8 +1,7 @@
-"""A simulated GPU: it computes, sends and receives in virtual time, and remembers what it did.
+"""A simulated GPU: it computes, sends and receives in virtual time, and records its events.
 
-A `GPU(global_rank)` alone charges time, as a paper calculation would. As part of a `Cluster` its
-messages carry values and arrive when the network lets them, so that what is computed can be
-compared with one process, not only how long it took.
+A `GPU(global_rank)` on its own only adds up time. In a `Cluster`, its messages also carry values
+and arrive with the delay of the network, so the results can be compared with a single process.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ETHERNET = Network(Link(NETWORK_BASE_LATENCY_SECONDS, SECONDS_PER_DATA_UNIT))
 
 
 class Event(NamedTuple):
-    """`kind` is compute, send, receive, wait or barrier; `work` is (pass, layer, item), if any."""
+    """`kind` is compute, send, receive, wait or barrier; `work` is (pass, layer, item) or None."""
 
     kind: str
     description: str
@@ -33,7 +32,7 @@ class Event(NamedTuple):
 
 
 class Messages(Protocol):
-    """What a GPU needs of its Cluster: to leave a message for a rank, and to take the next one."""
+    """The part of Cluster that a GPU uses: send a message, and receive the next one."""
 
     def put(self, source: int, target: int, arrival_seconds: float, value: Any) -> None: ...
 
@@ -41,7 +40,7 @@ class Messages(Protocol):
 
 
 class GPU:
-    """One device. `seconds` is its clock, `events` its past, `peak_memory_units` its high water."""
+    """One device: `seconds` is its clock, `events` its history, `peak_memory_units` its peak."""
 
     def __init__(
         self,
@@ -70,10 +69,10 @@ class GPU:
         memory_units: float = 0,
         work: tuple[str, int, int] | None = None,
     ) -> None:
-        """Compute for as long as the arithmetic or the memory traffic takes, whichever is longer.
+        """Compute for the time of the arithmetic or of the memory traffic, whichever is longer.
 
-        `memory_units` are read and written meanwhile: the roofline model, Williams et al. 2009,
-        https://doi.org/10.1145/1498765.1498785.
+        `memory_units` is the amount read and written. This is the roofline model, Williams et al.
+        2009, https://doi.org/10.1145/1498765.1498785.
         """
         arithmetic = compute_units * SECONDS_PER_COMPUTE_UNIT
         traffic = memory_units * SECONDS_PER_MEMORY_UNIT
@@ -82,16 +81,16 @@ class GPU:
     def send(
         self, target_rank: int, description: str, data_size_units: float, value: Any = None
     ) -> None:
-        """Send `value` and be busy for the link's latency and the data's way through it."""
+        """Send `value`; the GPU is busy for the link's latency plus the transfer time."""
         link = self._network.link(self.global_rank, target_rank)
         self._spend("send", description, link.seconds(data_size_units))
         if self._cluster is not None:
             self._cluster.put(self.global_rank, target_rank, self.seconds, value)
 
     def receive(self, source_rank: int, description: str, data_size_units: float = 0) -> Any:
-        """Wait for the next message of `source_rank`, acknowledge it (one latency), return it.
+        """Wait for the next message from `source_rank`, acknowledge it (one latency), return it.
 
-        Its data came while its sender was sending, so that `data_size_units` costs nothing here.
+        The sender pays for the transfer, so `data_size_units` costs nothing here.
         """
         value = self._take(source_rank, description)
         link = self._network.link(source_rank, self.global_rank)
@@ -106,12 +105,12 @@ class GPU:
         data_size_units: float,
         value: Any,
     ) -> Any:
-        """Send to one rank while receiving from another: the receive is hidden by the send."""
+        """Send to one rank while receiving from another: the receive overlaps the send."""
         self.send(target_rank, description, data_size_units, value)
         return self._take(source_rank, description)
 
     def barrier(self, ranks: Sequence[int], description: str = "barrier") -> None:
-        """Go on only when all `ranks` have come here, one latency after the last of them."""
+        """Wait until all `ranks` reach the barrier, plus one latency."""
         first = ranks[0]
         if self._cluster is None or len(ranks) == 1:
             return
@@ -128,20 +127,22 @@ class GPU:
         self._spend("barrier", description, leave - begin)
 
     def allocate(self, description: str, memory_units: float) -> None:
-        """Hold memory until `free`. Raises SimulationError if the device has no room for it."""
+        """Allocate memory until `free`. Raises SimulationError if the device runs out of memory."""
         self._held[description] = self._held.get(description, 0) + memory_units
         held = sum(self._held.values())
         if held > self.memory_units:
             raise SimulationError(
-                f"GPU {self.global_rank} is out of memory: {description} makes it hold {held:g} of "
+                f"GPU {self.global_rank} is out of memory: with {description} it needs {held:g} of "
                 f"{self.memory_units:g} units"
             )
         self.peak_memory_units = max(self.peak_memory_units, held)
 
     def free(self, description: str) -> None:
-        """Give back all that was allocated under `description`."""
+        """Free all memory allocated under `description`."""
         if description not in self._held:
-            raise SimulationError(f"GPU {self.global_rank} holds no {description} to free")
+            raise SimulationError(
+                f"GPU {self.global_rank} cannot free {description}: it is not allocated"
+            )
         del self._held[description]
 
     def seconds_in(self, *kinds: str) -> float:
@@ -164,9 +165,12 @@ class GPU:
         work: tuple[str, int, int] | None = None,
     ) -> None:
         if seconds < 0:
-            raise SimulationError(f"GPU {self.global_rank}: {description} takes {seconds:g} s")
+            raise SimulationError(
+                f"GPU {self.global_rank}: {description} takes {seconds:g} s; times must not be "
+                "negative"
+            )
         start, self.seconds = self.seconds, self.seconds + seconds
         self.events.append(Event(kind, description, start, self.seconds, work))
-        # With real sleeping, waiting is already done by the thread itself.
+        # In real time, waits need no sleep: the thread itself has waited for the message.
         if self._sleep and kind not in ("wait", "barrier"):
             time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Ranks as points of a grid of parallel dimensions, the last one varying fastest."""
+"""A grid of ranks with one axis per parallel dimension; the last axis varies fastest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from titanlite.simulate.work import SimulationError
 
 
 class Grid:
-    """A world of ranks with named axes, outermost first: `Grid(pp=2, dp=2, tp=2)`."""
+    """All ranks, arranged along named axes, outermost first: `Grid(pp=2, dp=2, tp=2)`."""
 
     def __init__(self, **degrees: int) -> None:
         for axis, degree in degrees.items():
@@ -18,7 +18,7 @@ class Grid:
         self.num_ranks = prod(degrees.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` is along each axis."""
+        """The coordinate of `rank` on each axis."""
         if not 0 <= rank < self.num_ranks:
             raise SimulationError(f"there is no rank {rank}; ranks are 0 to {self.num_ranks - 1}")
         coordinates = {}
@@ -27,20 +27,20 @@ class Grid:
         return {axis: coordinates[axis] for axis in self.degrees}
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at `coordinates`, one for each axis."""
+        """The rank at `coordinates`, which has one entry per axis."""
         if coordinates.keys() != self.degrees.keys():
-            raise SimulationError(f"coordinates are needed for {', '.join(self.degrees)}")
+            raise SimulationError(f"give one coordinate for each of {', '.join(self.degrees)}")
         rank = 0
         for axis, degree in self.degrees.items():
             if not 0 <= coordinates[axis] < degree:
                 raise SimulationError(
-                    f"{axis} is {coordinates[axis]}; it goes from 0 to {degree - 1}"
+                    f"{axis} is {coordinates[axis]}; it must be between 0 and {degree - 1}"
                 )
             rank = rank * degree + coordinates[axis]
         return rank
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from `rank` along `axes` at most, in order."""
+        """The ranks that equal `rank` on every axis except `axes`, in order."""
         here = self.coordinates(rank)
         kept = {axis: at for axis, at in here.items() if axis not in axes}
         return [

@@ -1,7 +1,7 @@
-"""The ladder from 0D to 4D: one workload, a dimension more a rung, what it bought and paid.
+"""The ladder from 0D to 4D: one workload; each rung adds a dimension and shows its gain and cost.
 
-Each rung runs the whole training step on simulated GPUs and checks that it computed what one
-process computes, before its times and its memory go into the table.
+Each rung runs the whole training step on simulated GPUs. Its times and memory go into the table
+only after a check that its results equal those of a single process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titanlite.simulate.work import SimulationError
 
 @dataclass(frozen=True)
 class Rung:
-    """A step of the ladder: `degrees` of the axes above one, and the rung it is compared with."""
+    """One rung: the `degrees` of its axes (default 1), and `below`, the rung to compare with."""
 
     name: str
     degrees: dict[str, int]
@@ -47,7 +47,7 @@ RUNGS = [
 
 @dataclass(frozen=True)
 class Measured:
-    """A rung as it ran. Times are of the slowest rank, their parts means over ranks."""
+    """The result of a rung. `seconds` is the time of the slowest rank; its parts are means."""
 
     rung: Rung
     num_ranks: int
@@ -61,7 +61,7 @@ class Measured:
 def run_rung(
     rung: Rung, workload: Workload | None = None, network: Network = ETHERNET, sleep: bool = False
 ) -> tuple[Measured, Cluster]:
-    """Run one rung. Raises SimulationError if any number differs from one process's."""
+    """Run one rung. Raises SimulationError if a result differs from that of a single process."""
     workload = workload or Workload()
     grid = rung.grid
     cluster = Cluster(grid.num_ranks, network, sleep=sleep)
@@ -86,9 +86,9 @@ def run_rung(
 
 
 def check_outcomes(rung: Rung, workload: Workload, outcomes: Sequence[Outcome]) -> None:
-    """Raise SimulationError unless results and gradients are those of one process.
+    """Raise SimulationError unless results and gradients equal those of a single process.
 
-    A relay leaves the sum of the gradients on the first rank only.
+    With relay_sum, only the first rank has the summed gradient, so only that rank is checked.
     """
     grid = rung.grid
     expected = {item: item * item for item in range(workload.items)}
@@ -122,7 +122,7 @@ def run_ladder(
     rungs: Sequence[Rung] = RUNGS,
     sleep: bool = False,
 ) -> list[Measured]:
-    """Run all rungs, the lowest first."""
+    """Run `rungs` in order."""
     return [run_rung(rung, workload, network, sleep)[0] for rung in rungs]
 
 
@@ -135,13 +135,13 @@ HEADER = (
     "network",
     "waiting",
     "memory",
-    "bought",
-    "paid",
+    "gain",
+    "cost",
 )
 
 
 def ladder_table(measured: Sequence[Measured]) -> str:
-    """One row a rung: its times and memory, and what it bought and paid against the one below."""
+    """A table of times and memory per rung, and the gain and cost compared with the rung below."""
     by_name = {row.rung.name: row for row in measured}
     rows = []
     for row in measured:
@@ -160,7 +160,7 @@ def ladder_table(measured: Sequence[Measured]) -> str:
                 _paid(row, below) if below else "",
             ]
         )
-    return format_table(HEADER, rows, left=("dimensions", "bought", "paid"))
+    return format_table(HEADER, rows, left=("dimensions", "gain", "cost"))
 
 
 def _bought(row: Measured, below: Measured) -> str:

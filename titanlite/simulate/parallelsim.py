@@ -1,9 +1,9 @@
-"""The names the parallelsim notebook imports, so that its cells run as they stand.
+"""The names that the parallelsim notebook imports, so its cells run unchanged.
 
     from titanlite.simulate import parallelsim
     from titanlite.simulate.parallelsim import ComputeAndWeightWorkers, Work
 
-It defines nothing itself: reloading it, as the notebook does, leaves every class what it was.
+This module only re-exports: the notebook reloads it, which must not create new classes.
 """
 
 from titanlite.simulate.priority import BackwardFirst, OldestBatchFirst, OldestStageFirst

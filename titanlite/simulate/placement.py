@@ -1,8 +1,8 @@
-"""Asks a strategy once for every work where it runs, and checks what it answers.
+"""Call the strategy once per work item and check the workers that it returns.
 
-Works are numbered along the way of a batch: work `batch * 2S + k` is the forward of stage k for
-k < S and the backward of stage 2S-1-k from there on. The weight gradient of a split backward
-runs where that backward runs and has no number here.
+Work items are numbered in the order in which a batch passes through S stages: number
+`batch * 2S + k` is the forward of stage k for k < S, and the backward of stage 2S-1-k for k >= S.
+The weight gradient of a split backward runs on the worker of that backward and has no number here.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Strategy = Callable[[Work], ComputeAndWeightWorkers]
 def place(
     num_workers: int, num_stages: int, num_batches: int, strategy: Strategy, name: str
 ) -> tuple[list[int], list[int]]:
-    """Compute and weight worker of every work, by its number.
+    """The compute worker and the weight worker of every work item, by its number.
 
-    Raises SimulationError, naming the work, if the strategy (called `name` there) raises, returns
-    anything but two integers, or names a worker that does not exist.
+    Raises SimulationError, which names the work item and the strategy (`name`), if the strategy
+    raises, does not return two integers, or returns a worker that does not exist.
     """
     chain = way_of_a_batch(num_stages)
     compute: list[int] = []
     weight: list[int] = []
-    make = tuple.__new__  # a third of the time of Work(...), which matters for millions of works
+    make = tuple.__new__  # three times as fast as Work(...), which matters for millions of calls
     work = Work(0, 0, Direction.FORWARD)
     try:
         for batch in range(num_batches):
@@ -50,7 +50,7 @@ def place(
 
 
 def way_of_a_batch(num_stages: int) -> list[tuple[int, Direction]]:
-    """Stage and direction of each work of a batch: forward through all stages, and back."""
+    """The stage and direction of each work item of a batch: all forwards, then all backwards."""
     forward = [(stage, Direction.FORWARD) for stage in range(num_stages)]
     return forward + [(stage, Direction.BACKWARD) for stage in reversed(range(num_stages))]
 
@@ -58,7 +58,7 @@ def way_of_a_batch(num_stages: int) -> list[tuple[int, Direction]]:
 def _out_of_range(work: Work, strategy: Strategy, num_workers: int, name: str) -> str:
     compute, weight = strategy(work)
     role, worker = ("compute", compute) if not 0 <= compute < num_workers else ("weight", weight)
-    return f"{name} gives {work} {role} worker {worker}; workers are 0 to {num_workers - 1}"
+    return f"{name} puts {work} on {role} worker {worker}; workers are 0 to {num_workers - 1}"
 
 
 def _what_went_wrong(work: Work, strategy: Strategy, name: str) -> str:

@@ -1,8 +1,8 @@
-"""Which of several works that could start at once a worker takes: the smallest key.
+"""Priorities: of several ready work items, a worker takes the one with the smallest key.
 
-A priority is a function of a frontier work, the one that has just ended and whose successor is
-waiting. Any callable from Work to something comparable will do; the three below know a formula
-for theirs, so that they cost nothing.
+The key is computed from the frontier, the work item that has just ended and whose successor is
+ready. Any callable from Work to a comparable value is a priority. The three below have a closed
+formula, so the engine need not call them once per work item.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from titanlite.simulate.work import Direction, Work
 
 
 class Lexicographic:
-    """Keys as integers: `key_at_batch_zero(stage, direction) + per_batch * batch`."""
+    """A priority with integer keys: `key_at_batch_zero(stage, direction) + per_batch * batch`."""
 
     per_batch: int
 
     def __init__(self, num_stages: int, num_batches: int) -> None:
-        # Stage -1 is the frontier of a batch that has not begun: num_stages + 1 stages in all.
+        # A batch that has not started has its frontier at stage -1: one more value than stages.
         self.stages = num_stages + 1
         self.batches = num_batches
 
@@ -28,7 +28,7 @@ class Lexicographic:
 
 
 class OldestBatchFirst(Lexicographic):
-    """By batch, then forward before backward, then stage."""
+    """Order by batch, then forward before backward, then stage."""
 
     @property
     def per_batch(self) -> int:  # type: ignore[override]
@@ -39,7 +39,7 @@ class OldestBatchFirst(Lexicographic):
 
 
 class OldestStageFirst(Lexicographic):
-    """By stage, then forward before backward, then batch."""
+    """Order by stage, then forward before backward, then batch."""
 
     per_batch = 1
 
@@ -48,7 +48,7 @@ class OldestStageFirst(Lexicographic):
 
 
 class BackwardFirst(Lexicographic):
-    """Backward before forward, then by batch, then by stage."""
+    """Order backward before forward, then by batch, then by stage."""
 
     @property
     def per_batch(self) -> int:  # type: ignore[override]

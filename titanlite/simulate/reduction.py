@@ -1,4 +1,4 @@
-"""The sum of each stage's gradient over the workers that computed or keep a part of it."""
+"""Gradient reduction: sum each stage's gradient over the workers that computed or store it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from titanlite.simulate.network import ring_all_reduce_seconds, ring_reduce_seco
 
 
 class Reduction(NamedTuple):
-    """The gradient of `stage` summed over `workers` from `start` to `end`."""
+    """The reduction of the gradient of `stage` over `workers`, from `start` to `end`."""
 
     stage: int
     workers: list[int]
@@ -18,10 +18,10 @@ class Reduction(NamedTuple):
 
 
 def reduce_gradients(plan: Plan, starts: list[float | None]) -> list[Reduction]:
-    """When each stage's gradient is summed, the stages that are complete first going first.
+    """Schedule the reduction of each stage's gradient, in the order in which gradients complete.
 
-    A worker takes part in one reduction at a time. Beside the compute they start as soon as the
-    stage's last gradient is there; without overlap, when all its workers have ended their works.
+    A worker takes part in one reduction at a time. A reduction that overlaps compute starts once
+    the stage's gradient is complete; without overlap, once its workers have finished all work.
     """
     network = plan.costs.network
     assert network is not None

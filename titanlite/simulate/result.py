@@ -1,4 +1,4 @@
-"""What a simulation found: when every work ran, what that cost, and how far from the best it is."""
+"""The result of a simulation: when each work item ran, what it cost, and a lower bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LETTERS = {"F": "f", "B": "b", "I": "b", "W": "w"}
 
 
 class Cell(NamedTuple):
-    """One work as it ran: a cell of the diagram."""
+    """One work item with its times: a cell of the diagram."""
 
     worker: int
     start: float
@@ -28,10 +28,10 @@ class Cell(NamedTuple):
 
 
 class Simulation:
-    """The outcome of `simulate`. Lists have one value a worker, worker 0 first.
+    """The result of `simulate`. Lists have one value per worker, worker 0 first.
 
-    Times are in the unit of the costs (1 and 2 steps for a forward and a backward by default).
-    Everything beyond `makespan` is computed when it is asked for.
+    Times are in the unit of the costs (by default 1 step per forward and 2 per backward). All
+    figures are computed on first access.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """When all works, and the reduction of their gradients, have ended."""
+        """The time at which all work and all gradient reductions have ended."""
         return max(
             *(cell_end for _, cell_end in self.span),
             *(reduction.end for reduction in self.reductions),
@@ -62,7 +62,7 @@ class Simulation:
 
     @cached_property
     def cells(self) -> list[Cell]:
-        """Every work as (worker, start, end, stage, batch, direction), by worker and time."""
+        """All work items as (worker, start, end, stage, batch, direction), by worker and time."""
         plan = self._plan
         way = way_of_a_batch(plan.num_stages)
         cells = []
@@ -84,41 +84,41 @@ class Simulation:
 
     @cached_property
     def busy(self) -> list[float]:
-        """Time in which a worker computed."""
+        """The compute time of each worker."""
         return self._totals[0]
 
     @property
     def span(self) -> list[tuple[float, float]]:
-        """Start of a worker's first and end of its last work, (0, 0) for one without any."""
+        """The start of each worker's first work item and the end of its last, (0, 0) if none."""
         return self._totals[1]
 
     @property
     def longest_span(self) -> float:
-        """The longest time from a worker's first start to its last end."""
+        """The longest of the workers' spans, from first start to last end."""
         return max(end - start for start, end in self.span)
 
     @property
     def span_bubble_fraction(self) -> float:
-        """1 - busy / longest span: the bubble rate of the zero-bubble papers."""
+        """1 - max(busy) / longest_span: the bubble rate of the zero-bubble papers."""
         return 1 - max(self.busy) / self.longest_span
 
     @cached_property
     def bubble_fraction(self) -> float:
-        """The part of all workers' time, up to the makespan, in which they did not compute."""
+        """The fraction of all workers' time, up to the makespan, in which they do not compute."""
         whole = self.num_workers * self.makespan
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @property
     def throughput(self) -> float:
-        """Batches per unit of time."""
+        """The number of batches per unit of time."""
         return self.num_batches / self.makespan if self.makespan else float("inf")
 
     @cached_property
     def lower_bound(self) -> float:
-        """No order of these works on these workers can have a smaller makespan.
+        """A lower bound on the makespan of any order of the same work on the same workers.
 
-        The largest, over workers, of the least time before any of its works can start, all its
-        works one after the other, and the least time that any of them leaves to be done.
+        The maximum over workers of: the least time before any of its work items can start, plus
+        its total compute time, plus the least time that must follow any of its work items.
         """
         plan = self._plan
         stages, network = plan.num_stages, plan.costs.network
@@ -155,10 +155,10 @@ class Simulation:
 
     @cached_property
     def peak_activations(self) -> list[int]:
-        """Most stage inputs held at once.
+        """The most stage inputs that each worker holds at once.
 
-        An input is held where its backward runs, from the start of its forward to the end of its
-        backward (of its weight gradient, where the backward is split).
+        The worker that runs the backward holds the input, from the start of the forward to the end
+        of the backward (to the end of the weight gradient if the backward is split).
         """
         plan, starts = self._plan, self._starts
         chain, any_split = 2 * plan.num_stages, any(plan.is_split)
@@ -185,10 +185,10 @@ class Simulation:
 
     @cached_property
     def activation_transmissions(self) -> list[int]:
-        """Stage inputs sent to a worker or kept for another one.
+        """The number of stage inputs sent to each worker or stored for another worker.
 
-        The works whose predecessor ran elsewhere, the forwards whose backward runs elsewhere, and
-        the first-stage forwards of batches that more than one worker has a part in.
+        Counts work items whose predecessor ran on another worker, forwards whose backward runs on
+        another worker, and the first forwards of batches that use more than one worker.
         """
         count = [0] * self.num_workers
         for (route, _), batches in self._routes.items():
@@ -204,7 +204,7 @@ class Simulation:
 
     @cached_property
     def weight_transmissions(self) -> list[int]:
-        """Works computed where the weights of their stage are not kept."""
+        """The number of work items for which a worker does not store the weights."""
         count = [0] * self.num_workers
         for compute, weight in zip(self._plan.compute, self._plan.weight, strict=True):
             if compute != weight:
@@ -213,7 +213,7 @@ class Simulation:
 
     @cached_property
     def weight_storage(self) -> list[int]:
-        """Stages whose weights are kept on a worker."""
+        """The number of stages whose weights each worker stores."""
         way = way_of_a_batch(self.num_stages)
         kept: set[tuple[int, int]] = set()
         for k, (stage, _) in enumerate(way):
@@ -225,9 +225,9 @@ class Simulation:
 
     @cached_property
     def _routes(self) -> Counter[tuple[tuple[int, ...], bytes]]:
-        """The compute workers along the way of a batch, and which backwards are split, counted.
+        """The distinct routes (workers of a batch in order, split backwards), with their counts.
 
-        Most strategies send batches along few routes, whatever their number.
+        Most strategies use few routes, however many batches there are.
         """
         plan, chain = self._plan, 2 * self.num_stages
         return Counter(
@@ -269,7 +269,7 @@ class Simulation:
         return busy, [(begin or 0, end) for begin, end in zip(first, last, strict=True)]
 
     def timeline(self) -> Timeline:
-        """The diagram's data: a row a worker, works, transfers and reductions, and memory below."""
+        """The diagram: one row per worker with work, transfers and reductions; memory below."""
         plan = self._plan
         rows = [f"worker {worker}" for worker in range(self.num_workers)]
         split = plan.is_split
@@ -278,7 +278,7 @@ class Simulation:
             kind = "FBW"[direction]
             if kind == "B" and split[batch * plan.num_stages + stage]:
                 kind = "I"
-            # As floats, which everything can format: the costs may have been fractions.
+            # Convert to float for formatting, since costs may be Fractions.
             spans.append(Span(worker, float(start), float(end), kind, stage, batch))
         curves = activation_curves(rows, spans)
         spans += [Span(e.worker, float(e.start), float(e.end), e.kind) for e in self._extras]
@@ -301,10 +301,10 @@ class Simulation:
         )
 
     def summary(self) -> str:
-        """One line of figures."""
+        """The main figures, in one line."""
         return (
             f"{self.num_workers} workers, {self.num_stages} stages, {self.num_batches} batches; "
-            f"makespan {float(self.makespan):g} (at least {float(self.lower_bound):g}), "
+            f"makespan {float(self.makespan):g} (lower bound {float(self.lower_bound):g}), "
             f"bubble {float(self.bubble_fraction):.1%}, "
             f"peak activations {max(self.peak_activations)}"
         )
@@ -324,7 +324,7 @@ class Simulation:
 
 
 def _most_at_once(starts: list[float], ends: list[float]) -> int:
-    """Most intervals open at any time; one that ends as another starts is not counted with it."""
+    """The most intervals open at once; an interval that ends when another starts is closed."""
     starts.sort()
     ends.sort()
     most = ended = 0

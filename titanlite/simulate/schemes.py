@@ -1,8 +1,8 @@
-"""Training schemes by name: the notebook's strategies, every pipeline schedule, your own file.
+"""Training schemes by name: the notebook's strategies, all pipeline schedules, or your own file.
 
-`run_scheme("1F1B", Workload(workers=4, batches=8))` is what the command line does. A scheme is a
-name of `STRATEGIES` or of `titanlite.schedule.SCHEDULES`, a schedule in a CSV file, or `file.py`
-with a function `strategy(work)` (or `file.py:another_name`).
+The command line calls `run_scheme("1F1B", Workload(workers=4, batches=8))`. A scheme is a name
+from `STRATEGIES` or `titanlite.schedule.SCHEDULES`, a schedule in a CSV file, or `file.py` with a
+function `strategy(work)` (or `file.py:another_name`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, Simulati
 
 @dataclass(frozen=True)
 class Workload:
-    """What to run a scheme on. Without `stages` there are as few as the scheme allows.
+    """The workload of a scheme. The default for `stages` is the fewest that the scheme allows.
 
-    The model is the same whatever the scheme: where a worker has several stages by default, each
-    takes its part of `costs`. `group_size` is the number of workers a batch loops over.
+    All schemes get the same model: if a scheme has several stages per worker by default, `costs`
+    is divided among them. `group_size` is the number of workers per group of a looped pipeline.
     """
 
     workers: int = 4
@@ -43,7 +43,7 @@ class Workload:
 
 
 def run_scheme(scheme: str, workload: Workload) -> Simulation:
-    """Simulate `scheme`. Raises SimulationError or ScheduleError for what cannot be."""
+    """Simulate `scheme`. Raises SimulationError or ScheduleError if it cannot run."""
     if scheme.endswith(".csv"):
         schedule = read_csv(scheme)
         check_schedule(schedule)
@@ -58,28 +58,28 @@ def run_scheme(scheme: str, workload: Workload) -> Simulation:
 
 
 def distributed_data_parallelism(workload: Workload) -> Strategy:
-    """Every worker has the whole model and takes whole batches."""
+    """DDP: every worker stores the whole model and runs whole batches."""
     return lambda work: ComputeAndWeightWorkers(
         work.batch % workload.workers, work.batch % workload.workers
     )
 
 
 def fully_sharded_data_parallelism(workload: Workload) -> Strategy:
-    """The same, with each stage's weights kept on one worker and fetched by all."""
+    """FSDP: like DDP, but each stage's weights are stored on one worker and fetched by all."""
     return lambda work: ComputeAndWeightWorkers(
         work.batch % workload.workers, work.stage % workload.workers
     )
 
 
 def pipeline_parallelism(workload: Workload) -> Strategy:
-    """A stage a worker; every batch passes through all of them."""
+    """A pipeline: one stage per worker; every batch passes through all workers."""
     return lambda work: ComputeAndWeightWorkers(
         work.stage % workload.workers, work.stage % workload.workers
     )
 
 
 def cuckoo_parallelism(workload: Workload) -> Strategy:
-    """A pipeline in which the first batches go back through the other end's idle workers."""
+    """A pipeline that runs the first batches' backwards on the idle workers at its other end."""
     stages = workload.stages or workload.workers
 
     def strategy(work: Work) -> ComputeAndWeightWorkers:
@@ -92,7 +92,7 @@ def cuckoo_parallelism(workload: Workload) -> Strategy:
 
 
 def looped_pipeline_parallelism(workload: Workload) -> Strategy:
-    """Batches go round groups of fewer workers than there are stages."""
+    """Each batch loops over a group of workers that is smaller than the number of stages."""
     group = _group_size(workload)
 
     def strategy(work: Work) -> ComputeAndWeightWorkers:
@@ -103,7 +103,7 @@ def looped_pipeline_parallelism(workload: Workload) -> Strategy:
 
 
 def fully_sharded_looped_pipeline_parallelism(workload: Workload) -> Strategy:
-    """The same, with each stage's weights kept on one worker and fetched by the other groups."""
+    """The same, but each stage's weights are stored on one worker and fetched by other groups."""
     group = _group_size(workload)
 
     def worker(stage: int, index: int) -> int:
@@ -128,8 +128,8 @@ def _group_size(workload: Workload) -> int:
     group = max(1, workload.workers // 2) if workload.group_size is None else workload.group_size
     if group < 1 or workload.workers % group:
         raise SimulationError(
-            f"a group of {group} workers does not divide {workload.workers} workers; "
-            "choose a group size that does"
+            f"the group size {group} does not divide {workload.workers} workers; "
+            "choose one that does"
         )
     return group
 
@@ -159,8 +159,8 @@ def _run_strategy(strategy: Strategy, workload: Workload, title: str) -> Simulat
 def _run_schedule(schedule: Schedule, workload: Workload) -> Simulation:
     if workload.priority or workload.max_in_flight is not None or workload.split_backward:
         raise SimulationError(
-            f"{schedule.name} says what runs when: a priority, a cap on works in flight and a "
-            f"split of the backward pass are for strategies ({', '.join(STRATEGIES)})"
+            f"{schedule.name} has a fixed order; leave out priority, max_in_flight and "
+            f"split_backward, which apply only to strategies ({', '.join(STRATEGIES)})"
         )
     chunks = schedule.num_stages // schedule.num_ranks
     costs = workload.costs if workload.stages is not None else _cut_finer(workload.costs, chunks)
@@ -182,8 +182,8 @@ def _make_schedule(scheme: str, workload: Workload) -> Schedule:
         return make_schedule(name, workload.workers, workload.batches)
     if workload.stages % workload.workers:
         raise SimulationError(
-            f"{name} gives every worker as many stages; {workload.stages} do not divide over "
-            f"{workload.workers} workers"
+            f"{name} needs the same number of stages on every worker; {workload.stages} stages "
+            f"do not divide evenly over {workload.workers} workers"
         )
     return make_schedule(
         name, workload.workers, workload.batches, workload.stages // workload.workers
@@ -191,13 +191,13 @@ def _make_schedule(scheme: str, workload: Workload) -> Schedule:
 
 
 def _cut_finer(costs: Costs, pieces: int) -> Costs:
-    """The costs of stages that are each one of `pieces` of what a worker has."""
+    """The costs of each stage after every stage is split into `pieces` equal stages."""
     if pieces == 1:
         return costs
     names = ("forward", "backward", "weight_gradient", "weight_units")
     values = {name: getattr(costs, name) for name in names}
     if not all(value is None or isinstance(value, int | float) for value in values.values()):
-        raise SimulationError("costs that differ by stage need the number of stages; give it")
+        raise SimulationError("costs that differ by stage need the number of stages; set stages")
     finer = {name: value and value / pieces for name, value in values.items()}
     return replace(costs, **finer)
 
@@ -212,7 +212,7 @@ def _load_strategy(path: str, function: str) -> Strategy:
     strategy = names.get(function)
     if not callable(strategy):
         raise SimulationError(
-            f"{path}: has no function {function!r}; define {function}(work) -> "
-            "ComputeAndWeightWorkers, or name another one as file.py:name"
+            f"{path}: there is no function {function!r}; define {function}(work) -> "
+            "ComputeAndWeightWorkers, or name another function as file.py:name"
         )
     return strategy

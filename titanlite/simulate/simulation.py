@@ -1,8 +1,8 @@
-"""`simulate`: any training strategy as two placement functions and an order, in virtual time.
+"""`simulate`: run any training strategy, given as a placement and an order, in virtual time.
 
-A strategy maps each work to the worker that computes it and the one that keeps its weights; who
-goes first is decided by a priority, by a cap on works in flight, or by a fixed order. Data
-parallelism, FSDP, pipelines, looped pipelines and new schemes differ in nothing else.
+A strategy maps each work item to the worker that computes it and the worker that stores its
+weights. A priority, a limit on work in flight, or a fixed order decides what runs first. Data
+parallelism, FSDP, pipelines, looped pipelines and new schemes differ only in these.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ def simulate(
     costs: Costs | None = None,
     title: str | None = None,
 ) -> Simulation:
-    """Run `num_batches` through `num_stages` and back on `num_workers`, as soon as can be.
+    """Run the forward and backward of `num_batches` batches, each work item as early as possible.
 
-    `strategy(work)` gives ComputeAndWeightWorkers. Of all works whose predecessor has ended, the
-    one that can start first is taken, on a tie the one whose frontier work, the one just ended,
-    `priority_order` puts first (default `OldestBatchFirst`). A batch that has not begun has no
-    frontier work: your own priority is then asked about its first work, which goes first on a tie.
-    `max_in_flight` (of a worker) caps the batches whose forward it has started and whose backward
-    has not ended. `split_backward` makes the weight gradients works of their own, that run when
-    nothing else can. `order(worker)` replaces all three: the works of that worker, as Work or as
-    schedule `Action`, in the order to run; a backward is split where its weight gradient is listed.
+    `strategy(work)` returns ComputeAndWeightWorkers. Of all work items whose predecessor has ended,
+    the one that can start earliest runs first. Ties go to the smallest key of `priority_order`
+    (default `OldestBatchFirst`), which is called with the frontier: the predecessor that has just
+    ended. A batch that has not started has no frontier; your own priority is then called with its
+    first work item, which wins a tie between equal keys.
 
-    Raises SimulationError for counts below one, a strategy, order or priority that gives something
-    else, and an order or cap under which workers wait for each other for ever.
-    Scheme after "Unifying Distributed Training Strategies Under one Scheme" (parallelsim notebook).
+    `max_in_flight` limits, per worker, the batches whose forward it has started and whose backward
+    has not ended. `split_backward` runs weight gradients separately, when nothing else can run.
+    `order(worker)` replaces these three: it lists the work items of that worker, as Work or as
+    schedule `Action`, in execution order. A backward is split if its weight gradient is listed.
+
+    Raises SimulationError for counts below one, for an invalid result of a strategy, order or
+    priority, and for an order or limit that deadlocks.
+    After "Unifying Distributed Training Strategies Under one Scheme" (parallelsim notebook).
     """
     for name, count in (
         ("num_workers", num_workers),
@@ -58,10 +60,10 @@ def simulate(
         ("num_batches", num_batches),
     ):
         if not isinstance(count, int) or count < 1:
-            raise SimulationError(f"{name} is {count!r}; it must be a whole number, at least 1")
+            raise SimulationError(f"{name} is {count!r}; it must be an integer of at least 1")
     if order is not None and (priority_order or max_in_flight is not None or split_backward):
         raise SimulationError(
-            "an order already says what runs when; leave out priority_order, max_in_flight and "
+            "order fixes the whole schedule; leave out priority_order, max_in_flight and "
             "split_backward"
         )
     title = title or str(getattr(strategy, "__name__", type(strategy).__name__))
@@ -93,9 +95,9 @@ def simulate(
 
 
 def simulate_schedule(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Run a pipeline schedule: its stages are the strategy, its actions the order.
+    """Simulate a pipeline schedule: its placement is the strategy, its actions are the order.
 
-    An overlapped forward and backward run one after the other, as PyTorch's runtime does it.
+    An overlapped forward and backward run one after the other, as in PyTorch's runtime.
     """
     place = schedule.stage_to_rank
 
@@ -127,7 +129,7 @@ def _check_all_ran(plan: Plan, starts: list[float | None]) -> None:
         for number in range(plan.num_chained):
             if starts[number] is None:
                 blocked.setdefault(plan.worker(number), number)
-        why = "max_in_flight is too low for this strategy, it deadlocks"
+        why = "max_in_flight is too low for this strategy, which deadlocks"
     told = "; ".join(
         f"worker {worker} is blocked at {work_at(plan, number)}"
         for worker, number in sorted(blocked.items())
@@ -136,7 +138,7 @@ def _check_all_ran(plan: Plan, starts: list[float | None]) -> None:
 
 
 def _priority_key(plan: Plan, priority: Priority | None) -> Callable[[int], int]:
-    """The priority of each work's frontier as an integer, from the number of the work."""
+    """A function from the number of a work item to the priority of its frontier, an integer."""
     stages, chain = plan.num_stages, 2 * plan.num_stages
     way = way_of_a_batch(stages)
     if priority is None:
@@ -161,7 +163,7 @@ def _priority_key(plan: Plan, priority: Priority | None) -> Callable[[int], int]
     try:
         in_order = sorted(range(len(keys)), key=keys.__getitem__)
     except TypeError as error:
-        raise SimulationError(f"the priority's keys cannot be compared: {error}") from error
+        raise SimulationError(f"the keys of the priority cannot be compared: {error}") from error
     ranks = [0] * len(keys)
     for rank, number in enumerate(in_order):
         ranks[number] = rank
@@ -178,17 +180,20 @@ def _read_caps(num_workers: int, cap: MaxInFlight | None) -> list[int] | None:
     else:
         caps = [cap] * num_workers
     if len(caps) != num_workers:
-        raise SimulationError(f"max_in_flight has {len(caps)} values for {num_workers} workers")
+        raise SimulationError(
+            f"max_in_flight has {len(caps)} values for {num_workers} workers; give one value, or "
+            "one per worker"
+        )
     for worker, value in enumerate(caps):
         if not value >= 1:
             raise SimulationError(
-                f"max_in_flight of worker {worker} is {value}; with less than 1 it never starts"
+                f"max_in_flight of worker {worker} is {value}; it must be at least 1"
             )
     return caps
 
 
 def _read_orders(plan: Plan, order: Order) -> list[list[int]]:
-    """The orders as numbers; marks in the plan which backward passes they split."""
+    """The orders as lists of numbers; sets `plan.is_split` for the backwards that they split."""
     orders: list[list[int]] = []
     seen = bytearray(plan.num_chained + len(plan.is_split))
     for worker in range(plan.num_workers):
@@ -204,11 +209,11 @@ def _read_orders(plan: Plan, order: Order) -> list[list[int]]:
             number = _number(plan, work, worker)
             if plan.worker(number) != worker:
                 raise SimulationError(
-                    f"the order puts {work} on worker {worker}, the strategy on worker "
+                    f"the order puts {work} on worker {worker}, but the strategy puts it on worker "
                     f"{plan.worker(number)}"
                 )
             if seen[number]:
-                raise SimulationError(f"the order of worker {worker} has {work} twice")
+                raise SimulationError(f"the order of worker {worker} lists {work} twice")
             seen[number] = 1
             if work.direction == Direction.WEIGHT:
                 plan.is_split[number - plan.num_chained] = 1
@@ -217,7 +222,7 @@ def _read_orders(plan: Plan, order: Order) -> list[list[int]]:
     missing = seen.find(0, 0, plan.num_chained)
     if missing >= 0:
         raise SimulationError(
-            f"the orders leave out {work_at(plan, missing)}, which the strategy gives worker "
+            f"the order leaves out {work_at(plan, missing)}, which the strategy puts on worker "
             f"{plan.worker(missing)}"
         )
     return orders
@@ -233,7 +238,7 @@ def _as_work(item: Work | Action, worker: int) -> Work:
             direction = Direction.WEIGHT if item.kind == BACKWARD_WEIGHT else Direction.BACKWARD
         return Work(item.stage, item.microbatch, direction)
     raise SimulationError(
-        f"the order of worker {worker} has {item!r}; it must list Work(stage, batch, direction)"
+        f"the order of worker {worker} lists {item!r}; it must list Work(stage, batch, direction)"
     )
 
 
@@ -241,7 +246,7 @@ def _number(plan: Plan, work: Work, worker: int) -> int:
     stage, batch, direction = work
     if not (0 <= stage < plan.num_stages and 0 <= batch < plan.num_batches):
         raise SimulationError(
-            f"the order of worker {worker} has {work}; stages are 0 to {plan.num_stages - 1}, "
+            f"the order of worker {worker} lists {work}; stages are 0 to {plan.num_stages - 1}, "
             f"batches 0 to {plan.num_batches - 1}"
         )
     if direction == Direction.WEIGHT:
@@ -251,7 +256,7 @@ def _number(plan: Plan, work: Work, worker: int) -> int:
 
 
 def work_at(plan: Plan, number: int) -> Work:
-    """The work that has `number` in `plan`."""
+    """The work item with `number` in `plan`."""
     if number >= plan.num_chained:
         batch, stage = divmod(number - plan.num_chained, plan.num_stages)
         return Work(stage, batch, Direction.WEIGHT)

@@ -1,4 +1,4 @@
-"""Tables for a terminal and for a page."""
+"""Format tables as text and as HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 def format_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()
 ) -> str:
-    """Columns as wide as they must be, numbers to the right, those named in `left` to the left."""
+    """A text table; columns are right-aligned, those named in `left` left-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in (header, *rows):
@@ -23,7 +23,7 @@ def format_table(
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as an HTML table."""
+    """The same table as HTML."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows

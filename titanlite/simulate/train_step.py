@@ -1,8 +1,8 @@
-"""One training step of a small workload on simulated GPUs, under any mix of parallel dimensions.
+"""One training step of a small workload on simulated GPUs, with any mix of parallel dimensions.
 
-Every rank runs the same program; its coordinates say which items, layers and parts of a layer are
-its own. Layers compute the identity and an item's result is its square, which also stands for its
-gradient, so that every arrangement has to come to the same numbers.
+Every rank runs the same program; its coordinates determine its items, layers and shards of a layer.
+Layers compute the identity, and the result of an item is its square, which also serves as its
+gradient. The numbers are therefore the same for every plan.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from titanlite.simulate.work import SimulationError
 
 ATTENTION = 1 / 3  # of a layer's compute and parameters; the rest is the feed-forward
 FORWARD = 1 / 3  # of a layer's compute; the rest is the backward pass
-STATES = 4  # weights, gradients and two moments of Adam, in units of the weights
+STATES = 4  # weights, gradients and Adam's two moments, each the size of the weights
 
 GRID_AXES = ("pp", "dp", "ep", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step has to do, in units of compute and of data."""
+    """The work of one step, in units of compute and of data."""
 
     items: int = 16
     layers: int = 4
     compute_units_per_item: float = 20
     gradient_units: float = 500
-    activation_units: float = 8  # of an item at a layer boundary
-    key_value_units: float = 4  # of an item in a layer
-    experts: int = 4  # in place of the feed-forward of a layer, where ep > 1
+    activation_units: float = 8  # per item, at a layer boundary
+    key_value_units: float = 4  # per item and layer
+    experts: int = 4  # per layer, replacing the feed-forward if ep > 1
 
 
 @dataclass
 class Outcome:
-    """What a rank knows after a step.
+    """The outcome of a step on one rank.
 
-    `results[item]` is its part of an item's result (all parts add up to the result), and
-    `gradient` the sum of all items' gradients in the parameters that every rank has a copy of;
-    `expert_gradients[expert]` those of the experts that are kept here.
+    `results[item]` is this rank's part of the result of an item; the parts sum to the result.
+    `gradient` is the summed gradient of the replicated parameters, and `expert_gradients[expert]`
+    that of each expert stored on this rank.
     """
 
     results: dict[int, int] = field(default_factory=dict)
@@ -58,11 +58,11 @@ class Outcome:
 def make_train_step(
     grid: Grid, workload: Workload, sum_gradients: Callable[..., int] = ring_all_reduce
 ) -> Callable[[GPU], Outcome]:
-    """The program of a rank, for `Cluster.run`.
+    """The program of one rank, to pass to `Cluster.run`.
 
     `grid` has the axes of GRID_AXES. An item is a microbatch; the pipeline runs 1F1B. The experts
-    of a layer are shared out over ep, which otherwise is data parallel. Raises SimulationError if
-    the workload does not divide.
+    of a layer are sharded over ep; for everything else, ep is a data-parallel axis. Raises
+    SimulationError if the workload does not divide evenly.
     """
     degrees = grid.degrees
     for count, name, axes in (
@@ -74,7 +74,9 @@ def make_train_step(
         for axis in axes:
             over *= degrees[axis]
         if count % over:
-            raise SimulationError(f"{count} {name} do not divide over {' x '.join(axes)} = {over}")
+            raise SimulationError(
+                f"{count} {name} do not divide evenly over {' x '.join(axes)} = {over}"
+            )
 
     def step(gpu: GPU) -> Outcome:
         return _Rank(gpu, grid, workload).step(sum_gradients)
@@ -83,7 +85,7 @@ def make_train_step(
 
 
 class _Rank:
-    """One rank's part of the step: forward and backward of an item through its layers."""
+    """The step on one rank: forward and backward of its items through its layers."""
 
     def __init__(self, gpu: GPU, grid: Grid, workload: Workload) -> None:
         self.gpu, self.workload, self.degrees = gpu, workload, grid.degrees
@@ -109,9 +111,9 @@ class _Rank:
         return self.outcome
 
     def _items(self) -> list[int]:
-        """This rank's share of the batch, beginning with the items that its own experts take.
+        """This rank's items, starting with those routed to its own experts.
 
-        The ranks of an ep group thus work on different experts' items at any time.
+        At any time, the ranks of an ep group therefore work on items of different experts.
         """
         parts = self.degrees["dp"] * self.degrees["ep"]
         part = self.at["dp"] * self.degrees["ep"] + self.at["ep"]
@@ -147,7 +149,7 @@ class _Rank:
             self.gpu.send(self._stage_rank(step), f"{action} output", self._boundary(), value)
 
     def _layer(self, kind: str, layer: int, item: int, value: int) -> int:
-        """Attention and feed-forward of one layer, or their backward passes in reverse order."""
+        """Run attention and feed-forward of one layer, or their backwards in reverse order."""
         total = self.workload.compute_units_per_item / self.workload.layers
         compute = total * (FORWARD if kind == "F" else 1 - FORWARD)
         parts = [
@@ -159,7 +161,7 @@ class _Rank:
         return value
 
     def _attention(self, work: tuple[str, int, int], units: float, value: int) -> int:
-        """Under context parallelism a rank sees the keys and values of the others as they go by."""
+        """With context parallelism, keys and values are all-gathered around the ring."""
         around = self.group["cp"]
         size = self.workload.key_value_units / len(around)
         seen = ring_all_gather(self.gpu, around, f"keys and values {work}", size, value)
@@ -169,7 +171,7 @@ class _Rank:
         return self._tensor_parallel(work, units, value)
 
     def _experts(self, work: tuple[str, int, int], units: float, value: int) -> int:
-        """The item travels to the rank of its expert, is computed there, and travels back."""
+        """Send the item to the rank of its expert, compute it there, and send it back."""
         kind, layer, item = work
         ranks = self.group["ep"]
         outgoing: list[list[tuple[int, int]]] = [[] for _ in ranks]
@@ -190,7 +192,7 @@ class _Rank:
         return next(x for visitors in back for visitor, x in visitors if visitor == item)
 
     def _tensor_parallel(self, work: tuple[str, int, int], units: float, value: int) -> int:
-        """A rank computes its part of the sum that a matrix product is, then all add up."""
+        """Compute this rank's partial sum of the matrix product, then all-reduce it."""
         ranks = self.group["tp"]
         here = units / (len(ranks) * self.degrees["cp"])
         memory = self._weight_units() / len(self.layers)
@@ -199,7 +201,7 @@ class _Rank:
         return ring_all_reduce(self.gpu, ranks, f"all-reduce {work}", self._boundary(), part)
 
     def _result(self, item: int, value: int) -> int:
-        """The square of the item, of which each cp rank keeps its part."""
+        """The square of the item, split over the cp ranks."""
         whole = ring_all_reduce(self.gpu, self.group["cp"], f"result of item {item}", 1, value)
         part = share(whole * whole, self.at["cp"], self.degrees["cp"])
         self.outcome.results[item] = self.values[item] = part
@@ -229,7 +231,7 @@ class _Rank:
         return self.workload.activation_units / self.degrees["cp"]
 
     def _gradient_units(self) -> tuple[float, float]:
-        """Of the layers here: the part that all replicas share, and that of one expert."""
+        """Gradient sizes of this rank's layers: the shared parameters, and one expert."""
         units = self.workload.gradient_units / self.workload.layers * len(self.layers)
         units /= self.degrees["tp"]
         return (ATTENTION * units, (1 - ATTENTION) * units) if self.uses_experts else (units, 0)

@@ -1,4 +1,4 @@
-"""The words of the scheme: a piece of work, and the two workers a strategy gives it."""
+"""The data types of a strategy: a work item, and the two workers assigned to it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from titanlite.errors import TitanliteError
 
 
 class SimulationError(TitanliteError):
-    """A simulation was asked for something that cannot be; the message says what and where."""
+    """The input of a simulation is invalid, or the simulated ranks deadlock."""
 
 
 class Direction(IntEnum):
-    """WEIGHT is the weight-gradient part of a backward pass that is split in two."""
+    """The pass of a work item; WEIGHT is the weight-gradient part of a split backward."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
 
 class ComputeAndWeightWorkers(NamedTuple):
-    """Where a work runs, and where the weights (and the gradient) of its stage are kept."""
+    """The worker that runs a work item, and the one that stores its stage's weights."""
 
     compute: int
     weight: int

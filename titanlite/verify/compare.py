@@ -132,13 +132,12 @@ def differences(
 
 def _add_reloaded(runs: Sequence[RankRun], last: dict[Key, float]) -> None:
     """Add the differences after a reload, less those that were there before the save."""
-    for run in runs:
-        if run.reloaded is None:
-            continue
+    loaded = [loaded for run in runs for loaded in (run.reloaded, run.reloaded_alone) if loaded]
+    for of_job in loaded:
         for kind, of_kind in (
-            ("weight", run.reloaded.weights),
-            ("state", run.reloaded.state),
-            ("buffer", run.reloaded.buffers),
+            ("weight", of_job.weights),
+            ("state", of_job.state),
+            ("buffer", of_job.buffers),
         ):
             for name, agreement in of_kind.items():
                 more = max(0.0, agreement.difference - last.get((kind, name), 0.0))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.names import canonical_name
+from titanlite.parallelize.styles import RingStyle
 
 
 @contextlib.contextmanager
@@ -63,6 +64,7 @@ def styles_of(job: Job) -> dict[str, str]:
         return {}
     styles = {}
     entries = dict(job.plan.tensor_parallel)
+    rings = job.config.parallelism.overlap_backend(job.world.device.type) == "ring"
     if not job.config.parallelism.disable_loss_parallel:
         entries.update(job.plan.loss_parallel)
     for part in job.parts:
@@ -74,6 +76,8 @@ def styles_of(job: Job) -> dict[str, str]:
                 if (value := getattr(style, key, None)) is not None
             ]
             text = f'"{pattern}": {type(style).__name__}({", ".join(shown)})'
+            if rings and isinstance(style, RingStyle):
+                text += " as a ring"
             for name in names:
                 if _matches(name, pattern):
                     styles[name] = text

@@ -51,6 +51,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     "layout": (("cp",), ("headtail", "striped", "none")),
     "rotation": (("cp",), ("alltoall", "allgather")),
     "loss parallel": (("tp",), ("on", "off")),
+    "async tp": (("tp",), ("on", "off")),
     "reshard": (axes_where(weights="sharded"), ("default", "always", "never")),
     "offload": (axes_where(weights="sharded"), ("on", "off")),
 }
@@ -176,6 +177,8 @@ def _sections_of(
         parallelism["fsdp_reshard_after_forward"] = choice["reshard"]
     if choice["loss parallel"] == "off":
         parallelism["disable_loss_parallel"] = True
+    if choice["async tp"] == "on":
+        parallelism["enable_async_tensor_parallel"] = True
     return {
         # Uneven shards; of 17 values the last of 8 ranks would have none.
         "model": {

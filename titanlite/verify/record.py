@@ -70,6 +70,8 @@ class RankRun:
     """Sentences about what is wrong with a run that resumes from this run's checkpoint."""
     reloaded: RankStep | None = None
     """Weights, optimizer state and buffers of a new job that has loaded this one's checkpoint."""
+    reloaded_alone: RankStep | None = None
+    """The same for one process that has loaded the plan's checkpoint; only in rank 0's run."""
 
 
 @dataclass

@@ -341,7 +341,11 @@ def _save_and_load(job: Job, step: int, record: Any, problems: list[str]) -> Ran
     from titanlite.checkpoint.run import Checkpoints
 
     with Checkpoints(job) as checkpoints:
-        checkpoints.save(step)
+        checkpoints.save(step, in_background=True)
+        schedule, position = _schedule_of(job), job.sampler.state
+        if job.config.checkpoint.async_mode != "disabled":
+            # Train on while the checkpoint is written: this must not change what is saved.
+            job.trainer.step(job.draw())
     again = build_job(job.resolved, job.world)
     with Checkpoints(again) as checkpoints:
         if checkpoints.first_step != step + 1:
@@ -349,25 +353,52 @@ def _save_and_load(job: Job, step: int, record: Any, problems: list[str]) -> Ran
                 f"a run resumed from the checkpoint of step {step} continues at step "
                 f"{checkpoints.first_step}, not {step + 1}"
             )
-    if again.sampler.state != job.sampler.state:
+    if again.sampler.state != position:
         problems.append(
-            f"a run resumed from a checkpoint reads sample {again.sampler.state} next, not "
-            f"{job.sampler.state}"
+            f"a run resumed from the checkpoint reads sample {again.sampler.state} next, not "
+            f"{position}"
         )
-    rates = [j.trainer.optimizer.param_groups[0]["lr"] for j in (job, again)]
-    if rates[0] != rates[1]:
-        problems.append(
-            f"a run resumed from a checkpoint has a learning rate of {rates[1]:.6g}, not "
-            f"{rates[0]:.6g}"
-        )
+    after = _schedule_of(again)
+    for what, value in schedule.items():
+        if value != after[what]:
+            problems.append(
+                f"a run resumed from the checkpoint has {what} {after[what]}, not {value}"
+            )
+    return _loaded(again, record)
+
+
+def resume_alone(world: World, resolved: ResolvedJob, step: int, folder: str) -> RankStep:
+    """Load a plan's checkpoint on one process and compare it with the reference's `step`.
+
+    If ranks store shards in each other's place, they load them back correctly; one process does
+    not.
+    """
+    from titanlite.checkpoint.run import Checkpoints
+
+    with open_job(world, resolved) as job:
+        with Checkpoints(job):
+            pass
+        return _loaded(job, load(folder, step))
+
+
+def _loaded(job: Job, record: Any) -> RankStep:
     return RankStep(
-        weights=_agreements(again.parameters, record["weights"], lambda p: p),
-        state=_state_agreements(again, record),
+        weights=_agreements(job.parameters, record["weights"], lambda p: p),
+        state=_state_agreements(job, record),
         buffers={
             name: agreement_of(buffer, buffer, record["buffers"].get(name))
-            for name, buffer in again.buffers.items()
+            for name, buffer in job.buffers.items()
         },
     )
+
+
+def _schedule_of(job: Job) -> dict[str, Any]:
+    trainer = job.trainer
+    return {
+        "the learning rates": [group["lr"] for group in trainer.optimizer.param_groups],
+        "the schedule's step": trainer.scheduler.last_epoch,
+        "the dtypes of its state": sorted({str(t.dtype) for t, _ in _state(job).values()}),
+    }
 
 
 def _state_agreements(job: Job, record: Any) -> dict[str, Agreement]:

@@ -42,7 +42,7 @@ from titanlite.verify.jobs import (
     saving_job,
 )
 from titanlite.verify.pool import RankPool
-from titanlite.verify.record import RankRun, ReferenceStep
+from titanlite.verify.record import RankRun, RankStep, ReferenceStep
 from titanlite.verify.words import name_ranks
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -194,6 +194,8 @@ class Verifier:
         try:
             with self._saving(plan, reloads) as job_that_saves:
                 runs = self._run(job_that_saves, reference, steps, patch, reloads=reloads)
+                if reloads and all(run.reloaded for run in runs):
+                    runs[0].reloaded_alone = self._resume_alone(job_that_saves, reference, steps)
         except RankError as error:
             found.error = error
             found.findings = [found.error_finding]
@@ -246,6 +248,14 @@ class Verifier:
             "titanlite.verify.run:run_and_reload" if reloads else "titanlite.verify.run:run_plan"
         )
         return self.pool(job.dims.world_size).call(function, job, steps, reference.folder, patch)
+
+    def _resume_alone(self, saved: ResolvedJob, reference: Reference, step: int) -> RankStep:
+        """What one process loads of the checkpoint of `saved`."""
+        job = saving_job(reference.job, saved.config.job.dump_folder)
+        (found,) = self.pool(1).call(
+            "titanlite.verify.run:resume_alone", job, step, reference.folder
+        )
+        return found
 
     @contextlib.contextmanager
     def _saving(self, plan: ResolvedJob, reloads: bool) -> Iterator[ResolvedJob]:

@@ -1,1 +1,1 @@
-"""Images as sequences of tokens: the data sets, and how an image becomes a sequence and back."""
+"""Image data sets, and the conversion between images and sequences of tokens."""

@@ -1,7 +1,7 @@
-"""Where an image data set comes by its name: `build_dataset("digits", ...)`.
+"""Build an image data set by name: `build_dataset("digits", ...)`.
 
-Every data set is a function from a global sample index to a sequence of tokens. It has no place
-to be at and no process to belong to, which is what lets every plan read the same data.
+Every data set is a function from a global sample index to a sequence of tokens. It has no read
+position and does not depend on the rank, so all plans read the same data.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def build_dataset(
     """The data set `name`, as images of height x width x channels.
 
     `split` is "train" or "validation"; the two share no image, and validation is finite and does
-    not depend on `seed`. Raises ConfigError for a shape that the data set cannot
-    give and, naming `path_key`, for missing or damaged files.
+    not depend on `seed`. Raises ConfigError for a shape that the data set does not have, and for
+    missing or damaged files, with the name of `path_key`.
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split is {split!r}, not 'train' or 'validation'")
-    # Each data set's module is imported only where it is asked for: what they read with is heavy.
+    # Import each module only when it is needed: they depend on slow imports.
     if name == "digits":
         from titanlite.data.images import digits
 
@@ -65,7 +65,7 @@ def build_dataset(
             channels=channels,
             vocab_size=vocab_size,
         )
-    raise ValueError(f"no image data set is called {name!r}")
+    raise ValueError(f"there is no image data set {name!r}")
 
 
 def _check_size(name: str, height: int, width: int, own_height: int, own_width: int) -> None:

@@ -1,7 +1,7 @@
-"""CIFAR-10 from a local folder: the python batches or the binary ones, as they are distributed.
+"""CIFAR-10 from a local folder with the original python or binary batches.
 
-The python batches are pickles, and a pickle can run any code when it is read. Here none can: the
-reader admits only the names that stand for an array's bytes and shape.
+The python batches are pickles, which can run any code when they are loaded. The reader here
+prevents this: it accepts only the names needed for an array's bytes and shape.
 Source of the formats: A. Krizhevsky, https://www.cs.toronto.edu/~kriz/cifar.html
 """
 
@@ -35,10 +35,10 @@ def build_cifar10(
     vocab_size: int,
     path_key: str = "training.dataset_path",
 ) -> StoredSequences:
-    """CIFAR-10 as tokens: the five training batches, or the test batch to validate on.
+    """CIFAR-10 as tokens: the five training batches, or the test batch for validation.
 
-    `path` is the folder of the batches or the one that holds it. Raises ConfigError, naming
-    `path_key` and the files looked for, where they are missing, damaged or not plain arrays.
+    `path` is the folder of the batches or its parent. Raises ConfigError, which names `path_key`
+    and the files, if they are missing, damaged or not plain arrays.
     """
     planes = np.concatenate(
         [_read_batch(file, path_key) for file in _find_batches(path, split, path_key)]
@@ -52,7 +52,7 @@ def _find_batches(path: str, split: str, path_key: str) -> list[Path]:
     names = _TRAIN_NAMES if split == "train" else _VALIDATION_NAMES
     if not path:
         raise ConfigError(
-            f"{path_key}: cifar10 needs a local folder; give the one that holds "
+            f"{path_key}: cifar10 needs a local folder; give the folder that contains "
             f"{_FORMATS[0][0]} or {_FORMATS[1][0]}"
         )
     root = Path(path).expanduser()
@@ -63,13 +63,13 @@ def _find_batches(path: str, split: str, path_key: str) -> list[Path]:
                 return files
     wanted = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rsplit('_', 1)[-1]}"
     raise ConfigError(
-        f"{path_key}: no CIFAR-10 in {root}; looked there, in {_FORMATS[0][0]} and in "
-        f"{_FORMATS[1][0]} for {wanted} (python) or the same with .bin (binary)"
+        f"{path_key}: there is no CIFAR-10 in {root}; put {wanted} (python) or the same files "
+        f"with .bin (binary) there, in {_FORMATS[0][0]} or in {_FORMATS[1][0]}"
     )
 
 
 def _read_batch(file: Path, path_key: str) -> np.ndarray:
-    """One file's images [N, 3072] uint8, each planar: red, green, blue."""
+    """The images of one file, [N, 3072] uint8, each planar: red, green, blue."""
     if file.suffix == ".bin":
         records = np.fromfile(file, dtype=np.uint8)
         if len(records) == 0 or len(records) % (1 + _IMAGE_BYTES):
@@ -84,7 +84,7 @@ def _read_batch(file: Path, path_key: str) -> np.ndarray:
         data = batch[b"data"] if b"data" in batch else batch["data"]
         if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != _IMAGE_BYTES:
             raise ValueError(f"data is {data.dtype}{list(data.shape)}, not uint8[N, 3072]")
-    # Damaged pickles raise nearly any exception, and to the user they are all the same mistake.
+    # A damaged pickle can raise almost any exception; for the user the cause is the same.
     except Exception as error:
         raise ConfigError(
             f"{path_key}: {file} is not a CIFAR-10 batch ({error}); download it again"
@@ -93,10 +93,10 @@ def _read_batch(file: Path, path_key: str) -> np.ndarray:
 
 
 def load_plain_pickle(stream: BinaryIO) -> Any:
-    """Read a pickle of numbers, strings, lists, dicts and NumPy arrays; no code it names is run.
+    """Read a pickle of numbers, strings, lists, dicts and NumPy arrays without running any code.
 
-    NumPy's own unpickling code is not used either: an array comes back through its shape, its
-    dtype's name and its bytes. Raises pickle.UnpicklingError for any other content.
+    NumPy's own unpickling code is not used either: arrays are rebuilt from their shape, dtype name
+    and bytes. Raises pickle.UnpicklingError for any other content.
     """
     return _rebuild_arrays(_PlainUnpickler(stream, encoding="bytes").load())
 
@@ -106,7 +106,7 @@ class _PlainUnpickler(pickle.Unpickler):
         for private in (".core.multiarray", "._core.multiarray", ".core.numeric", "._core.numeric"):
             module = module.removesuffix(private)
         if (module, name) == ("_codecs", "encode"):
-            # How Python 3 writes bytes at protocol 2.
+            # Python 3 writes bytes this way at protocol 2.
             return _codecs.encode
         allowed = {
             ("numpy", "_reconstruct"): _PickledArray,
@@ -115,7 +115,7 @@ class _PlainUnpickler(pickle.Unpickler):
             ("numpy", "dtype"): _PickledDtype,
         }
         if (module, name) not in allowed:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not plain data")
+            raise pickle.UnpicklingError(f"it uses {module}.{name}, which is not plain data")
         return allowed[module, name]
 
 
@@ -139,16 +139,16 @@ class _PickledArray:
         _version, shape, dtype, is_fortran, raw = self.state
         numeric = np.dtype(dtype.byte_order + dtype.code)
         if numeric.kind not in "biuf" or not isinstance(raw, bytes):
-            raise pickle.UnpicklingError("an array in it is not of numbers")
+            raise pickle.UnpicklingError("it has an array that does not hold numbers")
         return np.frombuffer(raw, numeric).reshape(shape, order="F" if is_fortran else "C")
 
 
 class _PickledBuffer(_PickledArray):
-    """The form of protocol 5."""
+    """An array as written by protocol 5."""
 
     def __init__(self, raw: bytes, dtype: _PickledDtype, shape: tuple, order: str) -> None:
         if order not in ("C", "F"):
-            raise pickle.UnpicklingError(f"an array in it has its axes in order {order!r}")
+            raise pickle.UnpicklingError(f"it has an array with the unknown memory order {order!r}")
         self.state = (1, shape, dtype, order == "F", bytes(raw))
 
 

@@ -1,6 +1,6 @@
-"""The 1,797 handwritten digits that scikit-learn brings along: 8x8, one channel, values 0..16.
+"""The 1,797 handwritten digits bundled with scikit-learn: 8x8, one channel, values 0..16.
 
-Every sixth image is held out for validation, so both splits are spread over the whole file.
+Every sixth image is held out for validation, so both splits cover the whole file evenly.
 Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI repository, 1998.
 """
 
@@ -20,8 +20,8 @@ _HOLD_OUT_EVERY = 6
 
 
 def load_digit_images(split: str) -> np.ndarray:
-    """The split's images [N, 8, 8, 1] uint8, values 0..16: 1,498 to train on, 299 to validate."""
-    # A row an image: its 64 pixels, and the digit it shows.
+    """The images of a split, [N, 8, 8, 1] uint8, values 0..16: 1,498 train, 299 validation."""
+    # One row per image: its 64 pixels, then the digit that it shows.
     with gzip.open(packaged_file("data/digits.csv.gz"), "rt", encoding="ascii") as file:
         rows = np.loadtxt(file, dtype=np.uint8, delimiter=",")
     pixels = rows[:, :-1].reshape(-1, HEIGHT, WIDTH, 1)
@@ -30,7 +30,7 @@ def load_digit_images(split: str) -> np.ndarray:
 
 
 def build_digits(split: str, *, seed: int, channels: int, vocab_size: int) -> StoredSequences:
-    """The digits as tokens; training epochs are shuffled by (seed, epoch)."""
+    """The digits as tokens; each training epoch is shuffled by (seed, epoch)."""
     tokens = pixels_to_tokens(
         load_digit_images(split), levels=LEVELS, channels=channels, vocab_size=vocab_size
     )

@@ -1,7 +1,7 @@
-"""Crops of the two photographs that scikit-learn brings along (427 x 640, RGB).
+"""Crops of the two photographs bundled with scikit-learn (427 x 640, RGB).
 
-Validation reads the tiles that fill the left fifth of each half of each picture, training random
-crops of the rest: no pixel is in both, and two strips a picture are near enough like the rest.
+Validation reads fixed tiles of the left fifth of each half of each picture; training reads random
+crops of the rest. No pixel is in both, and two strips per picture resemble the rest well enough.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LEVELS = 256
 
 
 class RandomCrops:
-    """Endless crops of `height` x `width` at positions drawn by (seed, index).
+    """Endless crops of `height` x `width` at random positions keyed by (seed, index).
 
-    `regions`: [channels, rows, columns] uint8 tokens, each at least as large as a crop;
-    a crop's region is drawn first, then its place in it.
+    Each of `regions` is [channels, rows, columns] uint8 tokens, at least as large as a crop. The
+    region of a crop is drawn first, then its position in the region.
     """
 
     num_samples = None
@@ -51,7 +51,7 @@ def load_photos() -> list[np.ndarray]:
 
 
 def load_photo_regions(split: str) -> list[np.ndarray]:
-    """The split's regions [rows, columns, 3] uint8, two a picture; 64 columns wide to validate."""
+    """The regions of a split, [rows, columns, 3] uint8, two per picture; validation: 64 columns."""
     regions = []
     for picture in load_photos():
         for half in np.array_split(picture, 2, axis=1):
@@ -63,9 +63,9 @@ def load_photo_regions(split: str) -> list[np.ndarray]:
 def build_photos(
     split: str, *, seed: int, height: int, width: int, channels: int, vocab_size: int
 ) -> RandomCrops | StoredSequences:
-    """Random crops to train on, or the fixed tiles to validate on, in one mixed order.
+    """Random crops for training, or the fixed tiles for validation, in a fixed shuffled order.
 
-    Raises ConfigError where a crop of `height` x `width` does not fit into the split's region.
+    Raises ConfigError if a crop of `height` x `width` does not fit into the split's regions.
     """
     regions = load_photo_regions(split)
     max_height = min(region.shape[0] for region in regions)
@@ -85,12 +85,12 @@ def build_photos(
     if split == "train":
         return RandomCrops(planes, height=height, width=width, seed=seed)
     tiles = np.concatenate([_tiles(plane, height, width) for plane in planes])
-    # Mixed once and for all, so that the first few are not all sky.
+    # Shuffled with a fixed seed, so that the first few are not all sky.
     return StoredSequences(tiles[permutation(0, 0, len(tiles))])
 
 
 def _tiles(plane: np.ndarray, height: int, width: int) -> np.ndarray:
-    """[channels, rows, columns] cut into whole tiles [N, channels, height, width]."""
+    """Cut [channels, rows, columns] into whole tiles [N, channels, height, width]."""
     channels, rows, columns = plane.shape
     down, across = rows // height, columns // width
     whole = plane[:, : down * height, : across * width]

@@ -1,6 +1,6 @@
-"""Sampled images beside real ones, as a PNG.
+"""Draw sampled images next to real ones, as a PNG.
 
-Drawn through matplotlib's objects alone: pyplot would keep global state and look for a screen.
+Uses matplotlib without pyplot, which would keep global state and look for a display.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from matplotlib.figure import Figure
 
 from titanlite.data.images.spec import shape_of
 
-# In pixels: the longer side of an image about this, white around and between.
+# In pixels: the approximate longer side of an image, the outer margin, the gap between panels.
 _IMAGE_PIXELS, _MARGIN, _PANEL_GAP = 96, 28, 40
 
 
 def save_samples(
     path: Path, sampled: torch.Tensor, real: torch.Tensor, *, model: Any, title: str
 ) -> None:
-    """Draw sampled images beside real ones, for a model of the sizes `model`."""
+    """Draw sampled images next to real ones, for a model with the configuration `model`."""
     height, width, channels = shape_of(model) or (1, sampled.size(1), 1)
     save_image_grid(
         path,
@@ -48,11 +48,11 @@ def save_image_grid(
     vocab_size: int,
     title: str = "",
 ) -> None:
-    """Draw sampled images beside real ones as a PNG, each pixel a square block.
+    """Draw sampled images next to real ones as a PNG, each pixel as a square block.
 
     `sampled` [N, T] and `real` [M, T] are int64 tokens, planar, T = channels * height * width.
-    One channel is drawn gray and three as RGB; of any other number the planes stand side by side.
-    Raises ValueError for another T or for no images.
+    One channel is drawn in gray and three as RGB; for any other number, the planes are drawn side
+    by side. Raises ValueError for another T or for no images.
     """
     panels = [
         (name, _to_pixels(tokens, height, width, channels, vocab_size))
@@ -78,7 +78,7 @@ def save_image_grid(
     heading.set_position((_MARGIN / width_px, 1 - 44 / height_px))
     left, top = _MARGIN, height_px - head
     for mosaic, text, panel_width in zip(mosaics, headings, widths, strict=True):
-        # figimage puts array pixels on picture pixels, so no block is blurred or uneven.
+        # figimage maps array pixels to picture pixels exactly, so no block is blurred or uneven.
         figure.figimage(mosaic, xo=left, yo=top - mosaic.shape[0], origin="upper")
         text.set_position((left / width_px, (top + 12) / height_px))
         left += panel_width + _PANEL_GAP
@@ -103,7 +103,7 @@ def _to_pixels(
 
 
 def _mosaic(images: np.ndarray, columns: int, scale: int, gap: int = 6) -> np.ndarray:
-    """Images [N, H, W, 3] on a white sheet, `columns` a row, each pixel scale x scale."""
+    """Images [N, H, W, 3] on a white sheet, `columns` per row, each pixel scale x scale."""
     images = images.repeat(scale, axis=1).repeat(scale, axis=2)
     count, height, width, _ = images.shape
     rows = math.ceil(count / columns)

@@ -1,6 +1,6 @@
-"""From pixels to tokens: channels, quantisation, and the planar order.
+"""Convert pixels to tokens: channels, quantization, and planar order.
 
-A token is a pixel value of one channel; a sequence runs channel -> row -> column, so that an RGB
+A token is a pixel value of one channel. A sequence is ordered channel -> row -> column, so an RGB
 image is its whole red plane, then green, then blue (the order of the CIFAR-10 files).
 """
 
@@ -16,14 +16,14 @@ def pixels_to_tokens(
 ) -> np.ndarray:
     """Images [..., height, width, source channels] as tokens [..., channels, height, width].
 
-    Both are uint8. `levels` is the number of values that a source pixel can take, 256 for
-    photographs. Three channels become one by luma (ITU-R BT.601: 0.299 R + 0.587 G + 0.114 B,
-    rounded); one becomes three by repetition. A vocabulary below `levels` quantises evenly,
-    token = pixel * vocab_size // levels; a larger one leaves its upper tokens unused.
-    Raises ConfigError for any other number of channels.
+    Both are uint8. `levels` is the number of values of a source pixel, 256 for photographs. Three
+    channels become one by luma (ITU-R BT.601: 0.299 R + 0.587 G + 0.114 B, rounded); one becomes
+    three by repetition. A vocabulary smaller than `levels` quantizes evenly,
+    token = pixel * vocab_size // levels; a larger one leaves its upper tokens unused. Raises
+    ConfigError for any other number of channels.
     """
     source_channels = pixels.shape[-1]
-    # CIFAR-10 is 154 MB of bytes, so nothing here makes wider numbers of a whole RGB set.
+    # CIFAR-10 is 154 MB of bytes, so never convert a whole RGB set to a wider dtype.
     if (source_channels, channels) == (3, 1):
         luma = np.full(pixels.shape[:-1], 500, dtype=np.uint32)
         for channel, weight in enumerate((299, 587, 114)):

@@ -1,9 +1,9 @@
-"""The image data sets, and what a model must look like to read them; torch-free.
+"""The specs of the image data sets, and which models can read them. No torch.
 
-A pixel is a token: an image of height x width x channels is a sequence of that many tokens,
-planar (channel -> row -> column), each in [0, vocab_size). A model that says which images it takes
-has `image_height`, `image_width` and `image_channels` in its configuration; any other model reads
-the pixels as a sequence.
+A pixel value is a token: an image is a sequence of height x width x channels tokens, planar
+(channel -> row -> column), each in [0, vocab_size). An image model has `image_height`,
+`image_width` and `image_channels` in its configuration; any other model reads the pixels as a
+plain sequence.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SIDES = ("image_height", "image_width", "image_channels")
 
 @dataclass(frozen=True)
 class ImageSpec(DatasetSpec):
-    """An image data set: the shape of its images, None where it takes any (synthetic).
+    """An image data set with the shape of its images; None means any size (synthetic).
 
-    A set of crops takes any height and width up to `max_height` and `max_width`.
+    A data set of crops supports any height and width up to `max_height` and `max_width`.
     """
 
     height: int | None = None
@@ -39,9 +39,9 @@ class ImageSpec(DatasetSpec):
     )
 
     def shape(self, model: Any, seq_len: int | None = None) -> tuple[int, int, int] | None:
-        """Height, width and channels: the model's where it has them, else the data set's own.
+        """Height, width and channels of the model, or else of the data set.
 
-        Where neither says, one row of `seq_len` pixels; None where that is not known either.
+        If neither has a shape, one row of `seq_len` pixels; None if `seq_len` is None too.
         """
         row = None if seq_len is None else (1, seq_len, 1)
         return shape_of(model) or self._own_shape or row
@@ -67,7 +67,7 @@ class ImageSpec(DatasetSpec):
         )
 
     def _changes(self, model: Any, seq_len: int) -> list[str]:
-        """What would have to change for the model to take these images."""
+        """What must change for the model to read these images."""
         shape = self.shape(model, seq_len)
         assert shape is not None
         needed = (self.height, self.width, self.channels)
@@ -85,7 +85,7 @@ class ImageSpec(DatasetSpec):
         ]
         if shape_of(model) is None and math.prod(shape) != seq_len:
             is_given = getattr(model, "seq_len", None) is None
-            what = "training.seq_len" if is_given else "the length that the model takes"
+            what = "training.seq_len" if is_given else "the sequence length of the model"
             changes.append(f"{what} to {math.prod(shape)}")
         if self.vocab_size is not None and model.vocab_size < self.vocab_size:
             changes.append(f"model.vocab_size to {self.vocab_size}")
@@ -93,7 +93,7 @@ class ImageSpec(DatasetSpec):
 
     @property
     def _own_shape(self) -> tuple[int, int, int] | None:
-        """The one shape of its images; None for crops and what is made to measure."""
+        """The fixed shape of the images; None for crops and generated images."""
         if self.height is None or self.width is None or self.channels is None:
             return None
         return self.height, self.width, self.channels
@@ -113,14 +113,14 @@ class ImageSpec(DatasetSpec):
 
     @property
     def size(self) -> str:
-        """The shape of the images in words: height x width x channels."""
+        """The shape of the images as text: height x width x channels."""
         height = self.height or f"at most {self.max_height}"
         width = self.width or f"at most {self.max_width}"
         return f"{height} x {width} x {self.channels}"
 
 
 def shape_of(model: Any) -> tuple[int, int, int] | None:
-    """Height, width and channels of the images that a model takes; None where it takes none."""
+    """Height, width and channels in a model's configuration; None if it is not an image model."""
     height, width, channels = (getattr(model, side, None) for side in SIDES)
     if height is None or width is None or channels is None:
         return None
@@ -145,7 +145,7 @@ PHOTOS = ImageSpec(
     channels=3,
     vocab_size=256,
     max_height=427,
-    # What is held out for validation is no wider.
+    # The validation regions are this wide.
     max_width=64,
 )
 CIFAR10 = ImageSpec(

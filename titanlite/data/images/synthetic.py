@@ -1,7 +1,7 @@
-"""Stripes of random slope and phase, at any shape and vocabulary: data that needs no data.
+"""Generated stripes of random slope and phase, for any image shape and vocabulary.
 
-Each image is a triangle wave along a random direction, one phase a channel. After a few pixels the
-next one follows from those before it, so a model's loss falls far below ln(vocab_size).
+Each image is a triangle wave along a random direction, with one phase per channel. A few pixels
+determine the following ones, so a model's loss falls far below ln(vocab_size).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from titanlite.data.keyed_random import PATTERN, random_words
 
-# Phases are whole numbers of 1/65,536 of a period: integers give the same tokens on any machine.
+# Phases are integers, in units of 1/65,536 of a period, so tokens are the same on any machine.
 _PERIOD = 1 << 16
 _FASTEST = _PERIOD // 6
 
@@ -19,9 +19,9 @@ NUM_VALIDATION_SAMPLES = 256
 
 
 class SyntheticImages:
-    """Endless patterns, sample `index` drawn by (seed, index).
+    """Endless patterns; sample `index` is keyed by (seed, index).
 
-    With `num_samples` given, sample `i` is pattern `i mod num_samples`.
+    With `num_samples`, sample `i` is pattern `i mod num_samples`.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class SyntheticImages:
 def build_synthetic(
     split: str, *, seed: int, height: int, width: int, channels: int, vocab_size: int
 ) -> SyntheticImages:
-    """Endless patterns to train on, or 256 fixed ones to validate on."""
+    """Endless patterns for training, or 256 fixed ones for validation."""
     validation = split == "validation"
     return SyntheticImages(
         height=height,
         width=width,
         channels=channels,
         vocab_size=vocab_size,
-        # -1 as a key is 2**64 - 1, which no seed of a run reaches: no pattern is in both splits.
+        # The key of seed -1 is 2**64 - 1, which no run uses as a seed, so the splits are disjoint.
         seed=-1 if validation else seed,
         num_samples=NUM_VALIDATION_SAMPLES if validation else None,
     )

@@ -1,0 +1,129 @@
+"""The command `titanlite`: what it lists, how it ends, and what it does when nobody reads on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite.cli import COMMANDS, main, usage
+
+TITANLITE = (sys.executable, "-m", "titanlite")
+TRAIN = (sys.executable, "train.py")
+SMALL = (
+    "--model.flavor=debug",
+    "--training.steps=2",
+    "--validation.enable=false",
+    "--sampling.num_samples=0",
+)
+
+
+def test_alone_it_lists_each_command_with_a_line_and_an_example() -> None:
+    code = (
+        "import sys; from titanlite.cli import main; status = main([]);"
+        "print(status, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    *lines, last = done.stdout.splitlines()
+    assert last == "0 False"
+    assert lines == usage().splitlines()
+    for name, command in COMMANDS.items():
+        at = lines.index(f"  {name:<10}{command.purpose}")
+        assert lines[at + 1].strip() == f"$ {command.example}"
+        assert shlex.split(command.example)[:2] == ["titanlite", name]
+    assert max(map(len, lines)) <= 80
+    assert set(COMMANDS) == {"train", "sample", "convert", "verify", "simulate", "lab"}
+
+
+def test_the_examples_name_files_and_options_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(shlex.split(COMMANDS["simulate"].example)[1:]) == 0
+    for name in ("train", "verify"):
+        assert Path(shlex.split(COMMANDS[name].example)[2]).is_file()
+    capsys.readouterr()
+    for name in ("sample", "convert"):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        taken = capsys.readouterr().out
+        for word in shlex.split(COMMANDS[name].example)[2:]:
+            assert not word.startswith("--") or word in taken
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "titanlite: no command 'trian'; choose from train, "),
+        (["train"], "job.config_file: no file is given; type titanlite train "),
+        (["train", "nowhere.toml"], 'job.config_file: "nowhere.toml" does not exist; '),
+        (["verify"], "titanlite verify: job.config_file: no file is given; type "),
+        (["lab", "hyperloop"], "experiment: there is no 'hyperloop'; "),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_status_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(said)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        TITANLITE,
+        *((*TITANLITE, name, "--help") for name in COMMANDS),
+        (*TITANLITE, "simulate", "1F1B"),
+        (*TITANLITE, "lab"),
+        (sys.executable, "-m", "titanlite.lab"),
+        (*TRAIN, "--help"),
+        # The first rank prints, which is a process of its own here.
+        (*TITANLITE, "train", "configs/fsdp4.toml", "--parallelism.data_parallel_shard_degree=2"),
+    ],
+    ids=lambda command: " ".join(command[1:]).removeprefix("-m "),
+)
+def test_a_reader_that_leaves_ends_a_command_without_a_word(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    if "train" in command and "--help" not in command:
+        command = (*command, *SMALL, f"--job.dump_folder={tmp_path}")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read().decode()
+        # argparse prints its help to nobody as if it were read.
+        assert (process.wait() in (0, 141), said) == (True, "")
+        if "--help" not in command:
+            assert process.returncode == 141
+
+
+def test_train_does_what_train_py_does_under_torchrun_too(tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+    commands = {
+        "script": (*TRAIN, "--job.config_file=configs/single.toml"),
+        "command": (*TITANLITE, "train", "configs/single.toml"),
+        "torchrun": (*torchrun, "-m", "titanlite", "train", "configs/single.toml"),
+    }
+    losses = {}
+    for name, command in commands.items():
+        folder = tmp_path / name
+        plan = "--parallelism.data_parallel_shard_degree=-1"
+        batch = ("--training.global_batch_size=8", "--training.local_batch_size=4")
+        subprocess.run(
+            [*command, *SMALL, *batch, plan, f"--job.dump_folder={folder}"],
+            check=True,
+            capture_output=True,
+            timeout=300,
+        )
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in lines]
+    assert losses["script"] == losses["command"]
+    assert losses["torchrun"] == pytest.approx(losses["script"], rel=1e-5)

@@ -1,0 +1,65 @@
+"""Says when torch.compile is at work: a run stands still meanwhile, for seconds or minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch._dynamo.callback import callback_handler
+
+
+class CompileReport:
+    """`with CompileReport("4 blocks with inductor", say): ...`, and `end_step` after each step.
+
+    Says so as soon as Dynamo begins, which is in the first forward pass, and again for a later
+    step that needs new graphs, as the first validation does. `what` is the text for a person. The
+    time is that of this process; every rank compiles its own graphs at the same time.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._what, self._say, self._clock = what, say, clock
+        self._num_graphs = 0
+        self._seconds = 0.0
+        self._started: float | None = None
+        self._has_compiled = False
+
+    def __enter__(self) -> CompileReport:
+        callback_handler.register_start_callback(self._start)
+        callback_handler.register_end_callback(self._end)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        callback_handler.remove_start_callback(self._start)
+        callback_handler.remove_end_callback(self._end)
+
+    def end_step(self) -> None:
+        """Say how long it took, where anything was compiled since the last call."""
+        if not self._num_graphs:
+            return
+        graphs = "1 graph" if self._num_graphs == 1 else f"{self._num_graphs} graphs"
+        self._say(f"compiled: {graphs} in {self._seconds:.1f} s")
+        self._num_graphs, self._seconds, self._has_compiled = 0, 0.0, True
+
+    def _start(self, _: Any) -> None:
+        if not self._num_graphs:
+            again = " again" if self._has_compiled else ""
+            self._say(f"compiling {self._what}{again} ...")
+        self._started = self._clock()
+
+    def _end(self, _: Any) -> None:
+        if self._started is not None:
+            self._seconds += self._clock() - self._started
+            self._num_graphs += 1
+            self._started = None

@@ -1,0 +1,168 @@
+"""The first screen of a run: what it trains, on what, and how it is cut, before the first step.
+
+    facts          one line each: device, model, data, batch, steps, output
+    plan           each parallel feature as requested and as active
+    mesh           which rank is where
+
+All of it is given as plain values; run_facts.py makes the facts from a job.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from titanlite.observe.terminal import is_terminal, terminal_width
+from titanlite.plan_row import PlanRow
+
+PLAIN_WIDTH = 80
+MOST_WIDTH = 110
+_HEADINGS = ("feature", "requested", "active", "note")
+_BETWEEN = "  "
+_LEAST_NOTE = 24
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line about the run; `differs` where it is not what the job asks for."""
+
+    name: str
+    text: str
+    differs: bool = False
+
+
+@dataclass(frozen=True)
+class _Line:
+    """`text`, whose first `num_bold` characters are a name."""
+
+    text: str
+    num_bold: int = 0
+    is_marked: bool = False
+
+
+def render_screen(
+    title: str,
+    facts: Sequence[Fact],
+    rows: Sequence[PlanRow],
+    mesh: str,
+    *,
+    stream: TextIO | None = None,
+    color: bool = True,
+) -> str:
+    """The screen as text to print to `stream`: with colors for a terminal, else plain ASCII.
+
+    It is as wide as the terminal, up to 110 columns, and 80 columns elsewhere; longer texts go on
+    below themselves. What is not as requested is marked "!", in yellow on a terminal. `mesh` is a
+    drawing as draw_mesh makes it.
+    """
+    on_terminal = stream is not None and is_terminal(stream)
+    width = PLAIN_WIDTH
+    if stream is not None and on_terminal:
+        width = min(MOST_WIDTH, terminal_width(stream))
+    lines = [_Line(line, len(line)) for line in textwrap.wrap(title, width)]
+    lines.append(_Line(""))
+    lines += _fact_lines(facts, width)
+    lines += [_Line(""), *_plan_lines(rows, width), _Line("")]
+    lines += [_Line(line) for line in beside(mesh, width)]
+    if on_terminal:
+        return _colored(lines, color=color, width=width)
+    return "\n".join(line.text.rstrip() for line in lines)
+
+
+def beside(mesh: str, width: int) -> list[str]:
+    """The lines of a mesh drawing, with what stands below its grid beside it where there is room.
+
+    `mesh` is a title, a grid and a list of groups, with an empty line between each two.
+    """
+    title, *blocks = mesh.split("\n\n")
+    if not blocks:
+        return [title]
+    grid = blocks[0].splitlines()
+    groups = [line for block in blocks[1:] for line in block.splitlines()]
+    left = max(map(len, grid)) + 4
+    fits = len(groups) <= len(grid) and left + max(map(len, groups), default=0) <= width
+    if not fits:
+        return [title, *grid, *groups]
+    groups += [""] * (len(grid) - len(groups))
+    both = (f"{line:<{left}}{group}".rstrip() for line, group in zip(grid, groups, strict=True))
+    return [title, *both]
+
+
+def _fact_lines(facts: Iterable[Fact], width: int) -> list[_Line]:
+    facts = list(facts)
+    indent = 2 + max(len(fact.name) for fact in facts) + len(_BETWEEN)
+    lines = []
+    for fact in facts:
+        head = f"{_mark(fact.differs)}{fact.name}".ljust(indent)
+        lines += _hanging(head, fact.text, width, fact.differs)
+    return lines
+
+
+def _plan_lines(rows: Sequence[PlanRow], width: int) -> list[_Line]:
+    """The rows of what is on, or was asked for; those of what is off share the last one."""
+    shown = [row for row in rows if row.differs or row.active != "off"]
+    off = [row.feature for row in rows if row not in shown]
+    cells = [(row.feature, row.requested, row.active) for row in shown]
+    widths = [max(map(len, column)) for column in zip(_HEADINGS[:3], *cells, strict=True)]
+    if shown:
+        head = "  " + _BETWEEN.join(map(str.ljust, _HEADINGS, widths)) + _BETWEEN + _HEADINGS[3]
+        lines = [_Line(head, len(head))]
+    else:
+        lines = []
+    for row, of_row in zip(shown, cells, strict=True):
+        head = _mark(row.differs) + _BETWEEN.join(map(str.ljust, of_row, widths)) + _BETWEEN
+        lines += _hanging(head, row.note, width, row.differs, len(row.feature) + 2)
+    if off:
+        head = f"  {'off':<{widths[0]}}{_BETWEEN}"
+        lines += _hanging(head, ", ".join(off), width, False)
+    return lines
+
+
+def _mark(differs: bool) -> str:
+    return "! " if differs else "  "
+
+
+def _hanging(
+    head: str, text: str, width: int, is_marked: bool, num_bold: int | None = None
+) -> list[_Line]:
+    """`text` behind `head`, going on below itself where it is too long for one line.
+
+    On a narrow terminal it goes on further left, so that a word still fits.
+    """
+    indent = len(head) if width - len(head) >= _LEAST_NOTE else 4
+    wrapped = textwrap.wrap(
+        head + text,
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+        replace_whitespace=False,
+    ) or [head]
+    first, *others = wrapped
+    bold = len(head) if num_bold is None else num_bold
+    return [_Line(first, bold, is_marked), *(_Line(line, 0, is_marked) for line in others)]
+
+
+def _colored(lines: Iterable[_Line], *, color: bool, width: int) -> str:
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        force_terminal=True,
+        color_system="auto" if color else None,
+        width=width,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
+    for line in lines:
+        text = Text(line.text.rstrip(), style="yellow" if line.is_marked else "")
+        text.stylize("bold", 0, line.num_bold)
+        console.print(text, soft_wrap=True)
+    return out.getvalue().rstrip()

@@ -1,0 +1,221 @@
+"""The facts of the first screen, from plain values: device, model, data, batch, steps, output.
+
+What the parallel features do is said by the steps that applied them (titanlite/parallelize).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.keys import job_keys
+from titanlite.config.resolve import ResolvedJob
+from titanlite.config.schema import JobConfig
+from titanlite.observe.first_screen import Fact
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run runs on: `device_type` "cpu" or "cuda", and the counts of this machine."""
+
+    device_type: str
+    backend: str
+    num_local_ranks: int
+    num_gpus: int
+    torch_version: str
+    device_name: str = ""
+    num_threads: int = 1
+
+
+@dataclass(frozen=True)
+class Data:
+    """Sequences of an epoch, None where they are endless; None too where nothing is validated."""
+
+    num_training: int | None
+    num_validation: int | None = None
+
+
+def run_facts(
+    resolved: ResolvedJob,
+    machine: Machine,
+    data: Data,
+    *,
+    num_parameters: int,
+    folder: Path,
+    first_step: int = 1,
+    starts_from: Path | None = None,
+) -> list[Fact]:
+    """What a person looks for first about a run, a line each.
+
+    `num_parameters` are those of the whole model, `folder` is where the run writes, `starts_from`
+    the checkpoint or weights that it has loaded.
+    """
+    config = resolved.config
+    return [
+        _device(config, machine, resolved.dims.world_size),
+        Fact("torch", machine.torch_version),
+        _model(resolved, num_parameters),
+        _sequence(resolved),
+        _data(config, data),
+        _dtype(config),
+        _batch(resolved),
+        _steps(resolved, data, first_step),
+        _optimizer(config),
+        _learning_rate(config),
+        Fact("output", str(folder)),
+        _start(config, starts_from),
+        _saving(config, folder),
+    ]
+
+
+def name_idle_keys(config: JobConfig) -> str:
+    """One line about the keys that the job sets and that have no effect; "" without any."""
+    idle = []
+    for key in job_keys().values():
+        if key.inert:
+            section: Any = config
+            for name in key.section.split("."):
+                section = getattr(section, name)
+            if getattr(section, key.leaf) != key.default:
+                idle.append(key.name)
+    if not idle:
+        return ""
+    return f"no effect here, as the TorchTitan feature is not on: {', '.join(idle)}"
+
+
+def _device(config: JobConfig, machine: Machine, num_ranks: int) -> Fact:
+    asked, active = config.job.device, machine.device_type
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    text = f"{active}, {ranks} with {machine.backend}"
+    if machine.device_name:
+        text += f", {machine.device_name}"
+    elif machine.num_threads > 1:
+        text += f", {machine.num_threads} threads each"
+    if asked != "auto" or active == "cuda":
+        return Fact("device", text)
+    if machine.num_gpus == 0:
+        return Fact("device", f"{text}; this machine has no GPU")
+    gpus = f"{machine.num_gpus} GPU{'s' * (machine.num_gpus > 1)}"
+    why = f"not cuda: {machine.num_local_ranks} ranks need more than {gpus}"
+    return Fact("device", f"{text}; {why}", differs=True)
+
+
+def _model(resolved: ResolvedJob, num_parameters: int) -> Fact:
+    section = resolved.config.model
+    text = f"{section.name}, flavor {section.flavor}: {num_parameters:,} parameters"
+    if section.overrides:
+        text += f"; with {', '.join(f'{key} {value}' for key, value in section.overrides.items())}"
+    return Fact("model", text)
+
+
+def _sequence(resolved: ResolvedJob) -> Fact:
+    vocabulary = resolved.model.vocab_size
+    return Fact("sequence", f"{resolved.seq_len:,} tokens of a vocabulary of {vocabulary:,}")
+
+
+def _data(config: JobConfig, data: Data) -> Fact:
+    size = "endless" if data.num_training is None else f"{data.num_training:,} sequences"
+    text = f"{config.training.dataset}: {size}"
+    if config.validation.enable:
+        kept = "" if data.num_validation is None else f"{data.num_validation:,} "
+        other = config.validation_dataset
+        where = "" if other == config.training.dataset else f" of {other}"
+        text += f", {kept}for validation{where} every {config.validation.freq} steps"
+    return Fact("data", text)
+
+
+def _dtype(config: JobConfig) -> Fact:
+    training = config.training
+    kinds = {
+        "parameters": training.dtype,
+        "compute": training.param_dtype,
+        "reductions": training.reduce_dtype,
+    }
+    if len(set(kinds.values())) == 1:
+        return Fact("dtype", f"{training.dtype} for {', '.join(kinds)}")
+    return Fact("dtype", ", ".join(f"{kind} {dtype}" for kind, dtype in kinds.items()))
+
+
+def _batch(resolved: ResolvedJob) -> Fact:
+    training, dims = resolved.config.training, resolved.dims
+    local, size = training.local_batch_size, resolved.global_batch_size
+    ranks = f"{dims.dp} data rank{'s' * (dims.dp > 1)}"
+    count = size // (local * dims.dp)
+    text = f"global {size} = {ranks} x {local} x {count} accumulation"
+    if training.global_batch_size == -1:
+        text += "; it depends on the plan: give training.global_batch_size to fix it"
+        return Fact("batch", text, differs=True)
+    return Fact("batch", text)
+
+
+def _steps(resolved: ResolvedJob, data: Data, first_step: int) -> Fact:
+    last = resolved.config.training.steps
+    count = max(0, last - first_step + 1)
+    if not count:
+        return Fact("steps", f"none: {last} of {last} are done")
+    tokens = resolved.global_batch_size * resolved.seq_len
+    text = f"{first_step} to {last} of {tokens:,} tokens"
+    if data.num_training:
+        epochs = count * resolved.global_batch_size / data.num_training
+        text += f", {_significant(epochs)} epochs"
+    return Fact("steps", text)
+
+
+def _optimizer(config: JobConfig) -> Fact:
+    section, norm = config.optimizer, config.training.max_norm
+    clipped = f"gradients clipped to norm {norm:g}" if math.isfinite(norm) else "not clipped"
+    return Fact("optimizer", f"{section.name}, weight decay {section.weight_decay:g}, {clipped}")
+
+
+def _learning_rate(config: JobConfig) -> Fact:
+    section, total = config.lr_scheduler, config.schedule_steps
+    warmup, decay, peak = config.warmup_steps, config.decay_steps, config.optimizer.lr
+    parts = []
+    if warmup:
+        parts.append(f"{warmup} step{'s' * (warmup > 1)} of warm-up")
+    if hold := total - warmup - decay:
+        parts.append(f"{hold} at the peak")
+    if decay:
+        end = peak * section.min_lr_factor
+        parts.append(f"{decay} of {section.decay_type} decay to {end:g}")
+    text = f"peak {peak:g}: {', '.join(parts)}"
+    if section.total_steps is not None and total != config.training.steps:
+        text += f", a schedule of {total} steps"
+    # A default that gives way is not a request.
+    is_set = "warmup_steps" in section.model_fields_set
+    asked_warmup = section.warmup_steps if is_set else warmup
+    asked_decay = decay if section.decay_ratio is None else round(total * section.decay_ratio)
+    cut = [
+        f"{name} cut from {asked}"
+        for name, asked, active in (
+            ("warm-up", asked_warmup, warmup),
+            ("decay", asked_decay, decay),
+        )
+        if asked > active
+    ]
+    if cut:
+        of = "run" if section.total_steps is None else "schedule"
+        text += f"; {' and '.join(cut)} to fit the {total} steps of the {of}"
+    return Fact("learning rate", text, differs=bool(cut))
+
+
+def _start(config: JobConfig, starts_from: Path | None) -> Fact:
+    if starts_from is None:
+        return Fact("starts from", f"random weights of seed {config.debug.seed}")
+    return Fact("starts from", str(starts_from))
+
+
+def _saving(config: JobConfig, folder: Path) -> Fact:
+    section = config.checkpoint
+    if not config.checkpoint.saves:
+        return Fact("checkpoints", "none are saved")
+    text = f"every {section.interval} steps and at the end, in {folder / section.folder}"
+    if section.async_mode != "disabled":
+        text += ", while training goes on"
+    return Fact("checkpoints", text)
+
+
+def _significant(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,113 @@
+"""What the apply_* are given, checked: a mistake is one line that says what to give instead.
+
+By hand there is no configuration that has checked it before.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from titanlite.errors import TitanliteError
+from titanlite.parallelize.plan import ParallelPlan, find_plan
+
+Plan: TypeAlias = ParallelPlan | Mapping[str, ParallelStyle]
+
+
+def as_plan(step: str, model: nn.Module, plan: Plan | None) -> ParallelPlan:
+    """The plan registered for the model's class, or the one given.
+
+    A dictionary of module name to style is a plan with that tensor parallelism, whose blocks are
+    in `layers`. Raises TitanliteError for what is neither.
+    """
+    check_model(step, model)
+    if plan is None:
+        return find_plan(model)
+    if isinstance(plan, ParallelPlan):
+        return plan
+    if not isinstance(plan, Mapping):
+        raise TitanliteError(
+            f"{step}: plan is {_a(plan)}; give a ParallelPlan, or a dictionary of module name to "
+            "style"
+        )
+    for name, style in plan.items():
+        if not isinstance(name, str) or not isinstance(style, ParallelStyle):
+            raise TitanliteError(
+                f"{step}: plan[{name!r}] is {_a(style)}, not a style; give a ParallelStyle, such "
+                "as ColwiseParallel()"
+            )
+    return ParallelPlan(tensor_parallel=plan)
+
+
+def check_model(step: str, model: object) -> None:
+    """Raises TitanliteError where it is no module."""
+    if not isinstance(model, nn.Module):
+        raise TitanliteError(f"{step}: model is {_a(model)}; give an nn.Module")
+
+
+def check_mesh(step: str, name: str, mesh: object, most_axes: int = 1) -> None:
+    """Raises TitanliteError where it is no device mesh, or one of too many axes."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TitanliteError(
+            f'{step}: {name} is {_a(mesh)}; give an axis of a DeviceMesh, as in mesh["tp"]'
+        )
+    if mesh.ndim > most_axes:
+        axes = mesh.mesh_dim_names or ()
+        example = f'mesh["{axes[0]}"]' if axes else "a mesh of its own"
+        takes = "one" if most_axes == 1 else f"at most {most_axes}"
+        raise TitanliteError(
+            f"{step}: {name} has {mesh.ndim} axes and takes {takes}; give one of them, as in "
+            f"{example}"
+        )
+
+
+def check_choice(step: str, name: str, value: object, legal: Sequence[str]) -> None:
+    """Raises TitanliteError where `value` is none of the `legal` ones."""
+    if value in legal:
+        return
+    near = difflib.get_close_matches(value, legal, n=1) if isinstance(value, str) else []
+    *first, last = (_quoted(choice) for choice in legal)
+    advice = f"did you mean {_quoted(near[0])}?" if near else f"give {', '.join(first)} or {last}"
+    raise TitanliteError(f"{step}: {name} {_quoted(value)} is not one of its values; {advice}")
+
+
+def check_flags(step: str, **flags: object) -> None:
+    """Raises TitanliteError for one that is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TitanliteError(f"{step}: {name} is {_quoted(value)}; give True or False")
+
+
+def check_dtypes(step: str, **dtypes: object) -> None:
+    """Raises TitanliteError for one that is neither a dtype of floating point nor None."""
+    for name, value in dtypes.items():
+        is_dtype = isinstance(value, torch.dtype) and value.is_floating_point
+        if value is not None and not is_dtype:
+            raise TitanliteError(
+                f"{step}: {name} is {_quoted(value)}; give a floating-point dtype, such as "
+                "torch.bfloat16, or None"
+            )
+
+
+def check_names(step: str, name: str, value: object) -> None:
+    """Raises TitanliteError where it is no collection of strings, as a string alone is none."""
+    is_names = isinstance(value, Collection) and not isinstance(value, (str, Mapping))
+    if not is_names or not all(isinstance(item, str) for item in value):  # type: ignore[attr-defined]
+        raise TitanliteError(f"{step}: {name} is {_quoted(value)}; give a tuple of names")
+
+
+def _quoted(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _a(value: object) -> str:
+    name = "None" if value is None else type(value).__name__
+    if value is None:
+        return name
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
