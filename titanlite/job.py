@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from titanlite.parallelize import (
     ParallelPlan,
     PipelineRunner,
     find_plan,
+    gather_in_float8,
+    precompute_scales,
     split_and_parallelize,
     uses_loss_parallel,
 )
@@ -222,6 +225,9 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     storage_device = torch.device("cpu") if config.training.enable_cpu_offload else world.device
     for part in made.parts:
         initialize(part, config.debug.seed, storage_device)
+    trainer = _build_trainer(resolved, world, meshes, made, data, axes)
+    if config.converts_to_float8:
+        _gather_in_float8(config, made.parts, trainer)
     return Job(
         resolved=resolved,
         world=world,
@@ -230,7 +236,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         plan=plan,
         pipeline=made.pipeline,
         model_bytes=model_bytes,
-        trainer=_build_trainer(resolved, world, meshes, made, data, axes),
+        trainer=trainer,
         data=data,
         sampler=GlobalBatchSampler(
             dataset,
@@ -268,6 +274,22 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
     except TitanliteError as error:
         raise ConfigError(f"model.name: {error}") from None
     return model, plans.get(model_class) or find_plan(model)
+
+
+def _gather_in_float8(config: JobConfig, parts: list[nn.Module], trainer: Trainer) -> None:
+    """FSDP2's communication in float8, as far as the job asks for it."""
+    section = config.quantize.linear.float8
+    if not section.enable_fsdp_float8_all_gather:
+        return
+    for part in parts:
+        gather_in_float8(part)
+    if section.precompute_float8_dynamic_scale_for_fsdp:
+
+        def precompute(*_: Any) -> None:
+            for part in parts:
+                precompute_scales(part)
+
+        trainer.optimizer.register_step_post_hook(precompute)
 
 
 def _example(resolved: ResolvedJob, data: DatasetSpec, dataset: Dataset, layout: Layout) -> Batch:

@@ -7,6 +7,7 @@ adds up to a tenth of a small model's step. Either kind may stand in a plan, and
 
 A linear layer whose class has a method `product(x, weight)`, on plain tensors, is multiplied by
 that: a layer of low precision stays one when it is cut. Its forward is that product and the bias.
+Where the class has `products(layers, x, weights)` too, layers that share an input share that.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class GatherColwise(ParallelStyle):
     nothing else. That argument: the local shard along `dim`, all-gathered in the forward pass; its
     gradient is reduce-scattered in the backward pass, once for all layers. Output of each layer:
     the local shard of its last dimension. The layers are one matrix product, because cutting them
-    leaves each too narrow to be a fast one; layers with a `product` of their own are one each. The
-    module's other arguments pass unchanged.
+    leaves each too narrow to be a fast one; layers with a `product` of their own are multiplied by
+    that. The module's other arguments pass unchanged.
     """
 
     def __init__(self, dim: int, *layers: str) -> None:
@@ -56,15 +57,7 @@ class GatherColwise(ParallelStyle):
             shard = DTensor.from_local(inputs[0], device_mesh, [Shard(self.dim)], run_check=False)
             whole = shard.redistribute(placements=[Replicate()])
             x = whole.to_local(grad_placements=[Partial()])
-            weights = [_local(layer.weight) for layer in layers.values()]
-            if any(_has_product(layer) for layer in layers.values()):
-                products = [
-                    _product(layer, x, weight)
-                    for layer, weight in zip(layers.values(), weights, strict=True)
-                ]
-            else:
-                joined = F.linear(x, torch.cat(weights))
-                products = list(joined.split([w.size(0) for w in weights], dim=-1))
+            products = _products(layers, x)
             outputs = {
                 name: product if layer.bias is None else product + _local(layer.bias)
                 for (name, layer), product in zip(layers.items(), products, strict=True)
@@ -157,6 +150,28 @@ def _has_product(layer: nn.Module) -> bool:
 def _product(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
     """A linear layer's input times a shard of its weight, as the layer's class multiplies."""
     return layer.product(x, weight) if _has_product(layer) else F.linear(x, weight)
+
+
+def _products(layers: Mapping[str, Any], x: Tensor) -> list[Tensor]:
+    """The input times the local weight of each layer, those of one class by its `products`."""
+    found: dict[str, Tensor] = {}
+    joined: dict[Any, list[str]] = {}
+    for name, layer in layers.items():
+        together = getattr(type(layer), "products", None)
+        if _has_product(layer) and together is None:
+            found[name] = _product(layer, x, _local(layer.weight))
+        else:
+            joined.setdefault(together, []).append(name)
+    for together, names in joined.items():
+        members = [layers[name] for name in names]
+        weights = [_local(layer.weight) for layer in members]
+        if together is not None:
+            products = together(members, x, weights)
+        else:
+            whole = F.linear(x, torch.cat(weights))
+            products = whole.split([w.size(0) for w in weights], dim=-1)
+        found.update(zip(names, products, strict=True))
+    return [found[name] for name in layers]
 
 
 def _local(parameter: Tensor | None, grad_placement: Placement | None = None) -> Any:
