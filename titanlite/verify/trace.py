@@ -27,6 +27,7 @@ from titanlite.ranks.world import World
 from titanlite.training.shards import local_part, shard_of
 from titanlite.verify.cells import cells_file, cells_of, cut_cells, shares_of
 from titanlite.verify.failing import styles_of
+from titanlite.verify.jobs import Microbatches, microbatches_of
 from titanlite.verify.parts import ExpectedPart, label_dimensions
 from titanlite.verify.record import (
     Agreement,
@@ -39,6 +40,7 @@ from titanlite.verify.record import (
 from titanlite.verify.run import (
     Patch,
     agreement,
+    cut_again,
     draw_zero_matrices,
     leave_out_targets,
     load,
@@ -62,7 +64,8 @@ def trace_reference(
 
     `names` are the parameters whose gradients are wanted cell by cell.
     """
-    with _at_step(world, resolved, step, folder) as (job, batches):
+    microbatches = microbatches_of(plan)
+    with _at_step(world, resolved, step, folder, microbatches) as (job, batches):
         model = job.parts[0]
         labels = label_dimensions(model, batches[0])
         with _outputs_of(job) as kept:
@@ -76,16 +79,19 @@ def trace_reference(
                 num_left_out += 1
                 continue
             batch_dim, _ = labels.get(module_of(name), (None, None))
-            outputs[name] = calls[0] if batch_dim is None else torch.cat(calls, batch_dim)
+            outputs[name] = _whole(calls, batch_dim, microbatches)
             of_outputs = kept.gradients_of(name)
             if of_outputs is not None and (batch_dim is not None or len(of_outputs) == 1):
-                gradients_of[name] = (
-                    of_outputs[0] if batch_dim is None else torch.cat(of_outputs, batch_dim)
-                )
+                gradients_of[name] = _whole(of_outputs, batch_dim, microbatches)
         record = {"outputs": outputs, "gradients": gradients_of, "labels": labels}
         torch.save(record, _trace_file(folder))
 
         batch = join(batches)
+        # Cells are whole sequences of the batch in order.
+        if microbatches is not None:
+            order = [number for rows in microbatches for r in rows for number in r]
+            places = torch.tensor(order).argsort().tolist()
+            batch = join([batch.rows(place, place + 1) for place in places])
         cells, losses, targets, gradients = cells_of(plan), [], [], defaultdict(list)
         names = _small_enough(job, names, len(cells))
         num_targets = max(1, int(batch.count_targets()))
@@ -171,15 +177,34 @@ def _trace_file(folder: str) -> Path:
 
 @contextlib.contextmanager
 def _at_step(
-    world: World, resolved: ResolvedJob, step: int, folder: str
+    world: World,
+    resolved: ResolvedJob,
+    step: int,
+    folder: str,
+    microbatches: Microbatches | None = None,
 ) -> Iterator[tuple[Job, list[Batch]]]:
     """The job as it is just before it computes `step`, and what it is given there."""
+
+    def draw(number: int) -> list[Batch]:
+        batches = leave_out_targets(job, job.draw(), load(folder, number)["fields"])
+        return cut_again(batches, microbatches)
+
     with open_job(world, resolved) as job:
         draw_zero_matrices(job, load(folder, 0)["drawn"])
         for number in range(1, step):
-            known = load(folder, number)["fields"]
-            job.trainer.step(leave_out_targets(job, job.draw(), known))
-        yield job, leave_out_targets(job, job.draw(), load(folder, step)["fields"])
+            job.trainer.step(draw(number))
+        yield job, draw(step)
+
+
+def _whole(calls: list[Tensor], batch_dim: int | None, microbatches: Microbatches | None) -> Tensor:
+    """A module's outputs for all microbatches as one, in the order of the batch's sequences."""
+    if batch_dim is None:
+        return calls[0]
+    whole = torch.cat(calls, batch_dim)
+    order = [number for rows in microbatches or () for r in rows for number in r]
+    if whole.size(batch_dim) != len(order):
+        return whole
+    return whole.index_select(batch_dim, torch.tensor(order).argsort())
 
 
 class _Kept:
