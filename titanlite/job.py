@@ -42,6 +42,7 @@ from titanlite.parallelize import (
 )
 from titanlite.parallelize.activation_checkpoint import RecomputationReport
 from titanlite.parallelize.compile import keep_caches_apart
+from titanlite.parallelize.float8 import choose_layers, none_left, refused_shapes
 from titanlite.parallelize.plan import refuse_tied_weights
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
@@ -254,6 +255,27 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         recomputation=made.recomputation,
         layout=layout,
     )
+
+
+def check_float8(resolved: ResolvedJob) -> None:
+    """Raises ConfigError where float8 has no layer to convert, or none of a shape it can have.
+
+    By the model without storage, so that it is known before ranks start.
+    """
+    config, tp = resolved.config, resolved.dims.tp
+    section = config.quantize.linear.float8
+    model, plan = _build_model(resolved, DATASETS[config.training.dataset])
+    chosen, skipped = choose_layers(model, section.recipe, section.filter_fqns)
+    if not chosen:
+        raise ConfigError(
+            f"model.converters: {none_left(type(model).__name__, skipped)}; change "
+            "quantize.linear.float8.filter_fqns or the model's sizes, or leave the converter out"
+        )
+    if tp > 1 and not section.emulate and (refused := refused_shapes(model, plan, chosen, tp)):
+        raise ConfigError(
+            f"parallelism.tensor_parallel_degree: {refused}; give a smaller degree, name the layer "
+            "in quantize.linear.float8.filter_fqns, or set quantize.linear.float8.emulate = true"
+        )
 
 
 def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, ParallelPlan]:

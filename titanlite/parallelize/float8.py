@@ -178,7 +178,9 @@ def _require_products(model: nn.Module) -> None:
     def check(model: nn.Module, inputs: object, output: object) -> None:
         hook.remove()
         compiled = tuple(
-            f"{name}." for name, module in model.named_modules() if type(module) is OptimizedModule
+            f"{name}."
+            for name, module in model.named_modules()
+            if isinstance(module, OptimizedModule)
         )
         for name, layer in model.named_modules():
             if (
