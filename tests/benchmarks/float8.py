@@ -1,11 +1,11 @@
 """What float8 does to a run on digits, and what its emulation costs on a CPU.
 
-    python tests/benchmarks/float8.py [--steps 200] [--seeds 3] [--picture FILE.png]
+    python tests/benchmarks/float8.py [--steps 150] [--seeds 0 1 2] [--picture FILE.png]
 
 One process trains the digits model in float32 and in float8, every linear layer of every block, by
 each recipe asked for, from equal weights on equal batches. The jobs take turns step by step, so
 that what else the machine does falls on all alike. Printed are the held-out losses and the
-CPU-seconds of a step.
+CPU-seconds of a step. Seeds can be run apart, each with --json FILE, and joined by --join FILE ...
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Curve = list[tuple[int, float]]
 """(steps trained, held-out loss in nats a pixel), in order."""
 
 
-def job_of(name: str, seed: int, steps: int) -> Any:
-    """The job of configs/single.toml, shorter, in a format of FORMATS."""
+def job_of(name: str, seed: int, steps: int, batch: int) -> Any:
+    """The job of configs/single.toml, shorter and of smaller batches, in a format of FORMATS."""
     is_float8 = name != "float32"
     return make_config(
         {
@@ -44,8 +44,8 @@ def job_of(name: str, seed: int, steps: int) -> Any:
             "quantize": {"linear": {"float8": {"recipe_name": name} if is_float8 else {}}},
             "training": {
                 "dataset": "digits",
-                "global_batch_size": 64,
-                "local_batch_size": 64,
+                "global_batch_size": batch,
+                "local_batch_size": batch,
                 "steps": steps,
             },
             "optimizer": {"lr": 3e-3, "beta2": 0.99},
@@ -59,7 +59,7 @@ def job_of(name: str, seed: int, steps: int) -> Any:
 
 
 def train(
-    formats: list[str], seed: int, steps: int, every: int
+    formats: list[str], seed: int, steps: int, every: int, batch: int
 ) -> dict[str, tuple[Curve, list[float]]]:
     """Each format's held-out losses, and the CPU-seconds of its steps but the first."""
     from titanlite.job import build_job
@@ -67,7 +67,7 @@ def train(
 
     found: dict[str, tuple[Curve, list[float]]] = {name: ([], []) for name in formats}
     with open_world(ALONE) as world:
-        jobs = {n: build_job(resolve_job(job_of(n, seed, steps), 1), world) for n in formats}
+        jobs = {n: build_job(resolve_job(job_of(n, seed, steps, batch), 1), world) for n in formats}
         for step in range(1, steps + 1):
             for name, job in jobs.items():
                 start = time.process_time()
@@ -110,32 +110,39 @@ def draw(path: Path, curves: Mapping[str, list[Curve]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--every", type=int, default=20, help="steps between validations")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--every", type=int, default=15, help="steps between validations")
+    parser.add_argument("--recipes", nargs="*", default=["tensorwise", "rowwise"])
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", type=Path, help="where the losses are kept")
-    parser.add_argument("recipes", nargs="*", default=["tensorwise", "rowwise"])
+    parser.add_argument("--json", type=Path, help="where what was measured is kept")
+    parser.add_argument("--join", type=Path, nargs="*", help="such files, in place of a run")
     arguments = parser.parse_args()
-    formats = ["float32", *arguments.recipes]
-    curves: dict[str, list[Curve]] = {name: [] for name in formats}
-    seconds: dict[str, list[float]] = {name: [] for name in formats}
-    for seed in range(arguments.seeds):
-        found = train(formats, seed, arguments.steps, arguments.every)
-        for name, (curve, of_steps) in found.items():
-            curves[name].append(curve)
-            seconds[name] += of_steps
-        if arguments.json:
-            arguments.json.write_text(json.dumps(curves))
-        if arguments.picture:
-            draw(arguments.picture, curves)
+    if arguments.join:
+        kept = [json.loads(path.read_text()) for path in arguments.join]
+        formats = list(kept[0]["curves"])
+        curves = {name: [c for one in kept for c in one["curves"][name]] for name in formats}
+        seconds = {name: [s for one in kept for s in one["seconds"][name]] for name in formats}
+    else:
+        formats = ["float32", *arguments.recipes]
+        curves, seconds = {name: [] for name in formats}, {name: [] for name in formats}
+        for seed in arguments.seeds:
+            found = train(formats, seed, arguments.steps, arguments.every, arguments.batch)
+            for name, (curve, of_steps) in found.items():
+                curves[name].append(curve)
+                seconds[name] += of_steps
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"curves": curves, "seconds": seconds}))
+    if arguments.picture:
+        draw(arguments.picture, curves)
     base = statistics.median(seconds["float32"])
     for name in formats:
         cost = statistics.median(seconds[name])
         print(f"{name}: {cost:.3f} CPU-seconds a step, {cost / base:.2f} times float32's")
-        for seed, (curve, plain) in enumerate(zip(curves[name], curves["float32"], strict=True)):
+        for place, (curve, plain) in enumerate(zip(curves[name], curves["float32"], strict=True)):
             loss, of_float32 = curve[-1][1], plain[-1][1]
-            print(f"  seed {seed}: {loss:.4f} at step {curve[-1][0]}, {loss / of_float32 - 1:+.2%}")
+            print(f"  run {place}: {loss:.4f} at step {curve[-1][0]}, {loss / of_float32 - 1:+.2%}")
 
 
 if __name__ == "__main__":

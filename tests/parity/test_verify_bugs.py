@@ -18,6 +18,15 @@ FSDP = {"data_parallel_shard_degree": 2}
 CP = {"context_parallel_degree": 2}
 TP = {"tensor_parallel_degree": 2}
 PP = {"pipeline_parallel_degree": 2}
+
+
+def float8(recipe: str) -> Sections:
+    return {
+        "model": {"converters": ["quantize.linear.float8"]},
+        "quantize": {"linear": {"float8": {"recipe_name": recipe, "emulate": True}}},
+    }
+
+
 OWN: Sections = {
     "model": {"name": "plain", "flavor": "small"},
     "experimental": {"custom_import": "plain_model"},
@@ -181,6 +190,27 @@ CASES = [
         r"before it in the forward pass, are wrong in turn: what reads the output of layers.1.norm "
         r"hands back a gradient of its input that is a sum over tp still to be made",
         OWN,
+    ),
+    Case(
+        bugs.amax_of_own_tokens,
+        FSDP,
+        r"layers.\d.\S+ is the first float8 layer whose scales differ, on rank \d alone .*: its "
+        "amax there is that of the rank's own part alone",
+        float8("tensorwise"),
+    ),
+    Case(
+        bugs.rowwise_cast_tensorwise,
+        TP,
+        "layers.0.attention.wo scales its input by one scale, and its recipe rowwise has a scale a "
+        "row, on every rank",
+        float8("rowwise"),
+    ),
+    Case(
+        bugs.style_without_float8,
+        TP,
+        "the plan does not run: .*layers.0.attention.wo is a float8 layer, and the forward pass "
+        "did not call its product",
+        float8("rowwise"),
     ),
     Case(
         bugs.replicas_drift,

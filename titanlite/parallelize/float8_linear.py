@@ -151,6 +151,9 @@ class Float8Linear(nn.Linear):
         self.weight, self.bias = layer.weight, layer.bias
         self.recipe, self.groups, self.emulate = recipe, groups, emulate
         self.was_multiplied = False
+        self.observed: list[tuple[bool, float]] | None = None
+        """Where it is a list, joined by what each product scales its input by: whether by rows, and
+        the largest amax."""
         self.precomputed: tuple[Tensor, tuple[int, int]] | None = None
         """Of a weight that is gathered in float8: its amax, and at which version of the weight."""
 
@@ -172,11 +175,15 @@ class Float8Linear(nn.Linear):
         layers: Sequence[Float8Linear], x: Tensor, weights: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """The products of layers that have one input and are cut alike; its cast is shared."""
-        first = layers[0]
+        scaling = layers[0].scaling_of(x, weights[0])
         if not torch.compiler.is_compiling():
             for layer in layers:
                 layer.was_multiplied = True
-        return _Products.apply(first.scaling_of(x, weights[0]), x, *weights)
+                if layer.observed is not None:
+                    rows = x.detach().reshape(-1, x.size(-1))
+                    (amax,) = reduce_max([_of_input(scaling, rows)])
+                    layer.observed.append((scaling.recipe.rowwise, amax.max().item()))
+        return _Products.apply(scaling, x, *weights)
 
     def scaling_of(self, x: Tensor, weight: Tensor) -> Scaling:
         """How the product of this layer's weight, or of a shard of it, is scaled."""
@@ -243,11 +250,9 @@ class _Products(torch.autograd.Function):
         rows = x.reshape(-1, x.size(-1))
         dim = 1 if recipe.rowwise else None
         own = [w for w in weights if not isinstance(w, Float8Weight)]
-        over_features = scaling.over_features("in")
-        over_x = over_features if recipe.rowwise else scaling.over_all("in")
-        over_weight = over_features if recipe.rowwise else scaling.over_weight()
+        over_weight = scaling.over_features("in") if recipe.rowwise else scaling.over_weight()
         amax, *amaxes = reduce_max(
-            [(amax_of(rows, dim), over_x), *((amax_of(w, dim), over_weight) for w in own)]
+            [_of_input(scaling, rows), *((amax_of(w, dim), over_weight) for w in own)]
         )
         x_cast = cast(rows, scale_of(amax, recipe.dtype, recipe), recipe.dtype)
         scales = iter([scale_of(a, recipe.dtype, recipe) for a in amaxes])
@@ -367,6 +372,13 @@ def _rowwise_gradients(
         joined = torch.cat(list(gs), dim=1).t() @ x
         weight_gradients = joined.to(weights[0].dtype).split([g.size(1) for g in gs])
     return x_gradient, weight_gradients
+
+
+def _of_input(scaling: Scaling, rows: Tensor) -> tuple[Tensor, Groups]:
+    """The amax of the input in the forward product, as this rank has it, and over which groups."""
+    if scaling.recipe.rowwise:
+        return amax_of(rows, 1), scaling.over_features("in")
+    return amax_of(rows, None), scaling.over_all("in")
 
 
 def amax_of(x: Tensor, dim: int | None) -> Tensor:

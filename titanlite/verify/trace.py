@@ -23,6 +23,7 @@ from titanlite.batch import Batch, join, takes
 from titanlite.config import ResolvedJob
 from titanlite.job import Job
 from titanlite.names import canonical_name
+from titanlite.parallelize.float8_linear import Float8Linear
 from titanlite.ranks.world import World
 from titanlite.training.shards import local_part, shard_of
 from titanlite.verify.cells import cells_file, cells_of, cut_cells, shares_of
@@ -68,7 +69,7 @@ def trace_reference(
     with _at_step(world, resolved, step, folder, microbatches) as (job, batches):
         model = job.parts[0]
         labels = label_dimensions(model, batches[0])
-        with _outputs_of(job) as kept:
+        with _outputs_of(job) as kept, _scales_of(job) as scaled:
             job.trainer.compute_gradients(batches)
         job.trainer.optimizer.zero_grad(set_to_none=True)
         outputs, num_bytes, num_left_out = {}, 0, 0
@@ -106,7 +107,9 @@ def trace_reference(
                     gradients[name].append(gradient.cpu() * (count / num_targets))
             job.trainer.optimizer.zero_grad(set_to_none=True)
         torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
-        return ReferenceTrace(tuple(outputs), cells, tuple(losses), tuple(targets), num_left_out)
+        return ReferenceTrace(
+            tuple(outputs), cells, tuple(losses), tuple(targets), num_left_out, scaled
+        )
 
 
 def trace_plan(
@@ -127,7 +130,7 @@ def trace_plan(
         (patch or contextlib.nullcontext)(),
         _at_step(world, resolved, step, folder) as (job, batches),
     ):
-        with _outputs_of(job) as kept:
+        with _outputs_of(job) as kept, _scales_of(job) as scaled:
             job.trainer.compute_gradients(batches)
         known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
         record = load(folder, step)["gradients"]
@@ -157,6 +160,7 @@ def trace_plan(
             pending_inputs=tuple(kept.pending_inputs),
             blind_stages=_blind_stages(job, kept, batches),
             styles=styles_of(job),
+            scaled=scaled,
         )
 
 
@@ -301,6 +305,28 @@ def _outputs_of(job: Job) -> Iterator[_Kept]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, float]]]:
+    """What each float8 layer has scaled its inputs by inside, known once it is left."""
+    layers = {
+        canonical_name(name): module
+        for part in job.parts
+        for name, module in part.named_modules()
+        if isinstance(module, Float8Linear)
+    }
+    found: dict[str, tuple[bool, float]] = {}
+    for layer in layers.values():
+        layer.observed = []
+    try:
+        yield found
+    finally:
+        for name, layer in layers.items():
+            if layer.observed:
+                is_rowwise, _ = layer.observed[0]
+                found[name] = is_rowwise, max(amax for _, amax in layer.observed)
+            layer.observed = None
 
 
 def _argument(
