@@ -1,6 +1,6 @@
 """What float8 does to a run on digits, and what its emulation costs on a CPU.
 
-    python tests/benchmarks/float8.py [--steps 150] [--seeds 0 1 2] [--picture FILE.png]
+    python tests/benchmarks/float8.py [--steps 100] [--seeds 0 1 2] [--picture FILE.png]
 
 One process trains the digits model in float32 and in float8, every linear layer of every block, by
 each recipe asked for, from equal weights on equal batches. The jobs take turns step by step, so
@@ -62,11 +62,15 @@ def train(
     formats: list[str], seed: int, steps: int, every: int, batch: int
 ) -> dict[str, tuple[Curve, list[float]]]:
     """Each format's held-out losses, and the CPU-seconds of its steps but the first."""
+    import torch
+
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
 
     found: dict[str, tuple[Curve, list[float]]] = {name: ([], []) for name in formats}
     with open_world(ALONE) as world:
+        # Threads that wait for each other on a busy machine take CPU-seconds too.
+        torch.set_num_threads(1)
         jobs = {n: build_job(resolve_job(job_of(n, seed, steps, batch), 1), world) for n in formats}
         for step in range(1, steps + 1):
             for name, job in jobs.items():
@@ -110,10 +114,10 @@ def draw(path: Path, curves: Mapping[str, list[Curve]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--every", type=int, default=15, help="steps between validations")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--every", type=int, default=25, help="steps between validations")
     parser.add_argument("--recipes", nargs="*", default=["tensorwise", "rowwise"])
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", type=Path, help="where what was measured is kept")

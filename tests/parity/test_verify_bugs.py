@@ -11,6 +11,7 @@ import recorded_bugs as bugs
 from training import DEBUG_JOB, Sections, merged
 
 from titanlite.config import JobConfig, make_config
+from titanlite.errors import TitanliteError
 from titanlite.verify.verify import Patch, Verifier
 
 DDP = {"data_parallel_replicate_degree": 2}
@@ -206,13 +207,6 @@ CASES = [
         float8("rowwise"),
     ),
     Case(
-        bugs.style_without_float8,
-        TP,
-        "the plan does not run: .*layers.0.attention.wo is a float8 layer, and the forward pass "
-        "did not call its product",
-        float8("rowwise"),
-    ),
-    Case(
         bugs.replicas_drift,
         DDP,
         r"the learning rate of step 2 is .* on rank 1 alone",
@@ -246,6 +240,13 @@ def test_the_bug_is_caught_and_its_cause_named(verifier: Verifier, case: Case) -
     assert not found.agrees
     assert found.job.dims.world_size <= 4
     assert re.search(case.cause, found.cause), "\n".join(found.findings)
+
+
+def test_a_style_that_skips_float8_is_named(verifier: Verifier) -> None:
+    """By the plan itself, verified or not, at its first forward pass."""
+    case = Case(bugs.style_without_float8, TP, "", float8("rowwise"))
+    with pytest.raises(TitanliteError, match=r"layers\.0\.attention\.wo is a float8 layer"):
+        verifier.verify(config_of(case), steps=1, patch=case.patch)
 
 
 @pytest.mark.slow

@@ -315,13 +315,11 @@ class Float8Linear(Section):
     )
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(
         None,
-        "a scale a tensor, or a row; gw_hp: weight gradients in full precision. "
-        "tensorwise if not set",
+        "a scale a tensor (if not set) or a row; gw_hp: weight gradients in full precision",
     )
     filter_fqns: Values[Name] = key(
         (),
-        "layers left as they are, by any part of their names; auto_filter_small_kn: "
-        "those too small to gain on an H100",
+        "layers left as they are, by part of a name; auto_filter_small_kn: those too small",
     )
     emulate: bool = key(False, "use no float8 units, whatever the device has")
 
