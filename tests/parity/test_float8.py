@@ -91,6 +91,19 @@ def test_a_plan_is_one_process_that_takes_the_same_microbatches(
     assert found.margin > 100, found.worst
 
 
+def test_pytorchs_own_styles_multiply_by_the_layers_product(verifier: Verifier) -> None:
+    sections = merged(DEBUG_JOB, float8("rowwise"), plan(4, **{TP: 2}))
+    sections["model"] = {
+        "name": "plain",
+        "flavor": "small",
+        "converters": ["quantize.linear.float8"],
+    }
+    sections["training"]["dataset"] = "digits"
+    sections["experimental"] = {"custom_import": "plain_model"}
+    found = verifier.verify(make_config(sections), steps=2)
+    assert found.agrees, found.findings
+
+
 @pytest.mark.slow
 def test_in_float32_the_losses_agree(verifier: Verifier) -> None:
     config = make_config(merged(DEBUG_JOB, float8(), plan(2, **{SHARD: 2})))
