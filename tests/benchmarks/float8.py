@@ -1,6 +1,6 @@
 """What float8 does to a run on digits, and what its emulation costs on a CPU.
 
-    python tests/benchmarks/float8.py [--steps 100] [--seeds 0 1 2] [--picture FILE.png]
+    python tests/benchmarks/float8.py [--steps 400] [--seeds 0 1 2] [--picture FILE.png]
 
 One process trains the digits model in float32 and in float8, every linear layer of every block, by
 each recipe asked for, from equal weights on equal batches. The jobs take turns step by step, so
@@ -33,7 +33,7 @@ Curve = list[tuple[int, float]]
 
 
 def job_of(name: str, seed: int, steps: int, batch: int) -> Any:
-    """The job of configs/single.toml, shorter and of smaller batches, in a format of FORMATS."""
+    """The job of configs/single.toml, at a length and batch, in a format of FORMATS."""
     is_float8 = name != "float32"
     return make_config(
         {
@@ -114,9 +114,9 @@ def draw(path: Path, curves: Mapping[str, list[Curve]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--every", type=int, default=25, help="steps between validations")
     parser.add_argument("--recipes", nargs="*", default=["tensorwise", "rowwise"])
     parser.add_argument("--picture", type=Path)
@@ -146,7 +146,9 @@ def main() -> None:
         print(f"{name}: {cost:.3f} CPU-seconds a step, {cost / base:.2f} times float32's")
         for place, (curve, plain) in enumerate(zip(curves[name], curves["float32"], strict=True)):
             loss, of_float32 = curve[-1][1], plain[-1][1]
-            print(f"  run {place}: {loss:.4f} at step {curve[-1][0]}, {loss / of_float32 - 1:+.2%}")
+            print(
+                f"  seed {place} of those run: {loss:.4f} at step {curve[-1][0]}, {loss / of_float32 - 1:+.2%}"
+            )
 
 
 if __name__ == "__main__":
