@@ -146,9 +146,7 @@ def main() -> None:
         print(f"{name}: {cost:.3f} CPU-seconds a step, {cost / base:.2f} times float32's")
         for place, (curve, plain) in enumerate(zip(curves[name], curves["float32"], strict=True)):
             loss, of_float32 = curve[-1][1], plain[-1][1]
-            print(
-                f"  seed {place} of those run: {loss:.4f} at step {curve[-1][0]}, {loss / of_float32 - 1:+.2%}"
-            )
+            print(f"  run {place}: {loss:.4f} at step {curve[-1][0]}, {loss / of_float32 - 1:+.2%}")
 
 
 if __name__ == "__main__":
