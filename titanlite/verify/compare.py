@@ -33,6 +33,9 @@ NOISE = 1e-13
 # How many times the reference's own rounding a plan may differ from it: sums over ranks, rings and
 # stages are taken in orders that the samples of rounding do not have.
 MARGIN = 10.0
+# What a float8 job's losses may differ in any dtype but float64. A value at the edge of two float8
+# values is cast to the other where it differs in its last place, and a gradient by up to a percent.
+FLOAT8_LOSS = 1e-4
 
 Key = tuple[str, str]
 """(kind, name of the tensor; "" for loss and norm)."""
@@ -56,12 +59,14 @@ class Tolerance:
     `rounding` holds differences of the same job on one process with its sums taken in another
     order, and from the job in float64 where that is not its dtype: step -> key -> difference. In
     float64 it raises what is allowed to at most MOST_ROUNDING; to more where `is_narrow`, since
-    some module computes in a narrower dtype.
+    some module computes in a narrower dtype. Where `is_float8`, any dtype but float64 has its
+    losses judged alone.
     """
 
     dtype: str
     rounding: Sequence[Mapping[Key, float]] = ()
     is_narrow: bool = False
+    is_float8: bool = False
     _found: dict[tuple[int, Key], float] = field(default_factory=dict)
 
     def of(self, step: int, key: Key) -> float:
@@ -82,6 +87,10 @@ class Tolerance:
             own = max(own, of_step.get(key, 0.0))
             values = [value for (kind, _), value in of_step.items() if kind == key[0]]
             all_of_kind.append(median(values) if values else 0.0)
+        if self.is_float8 and self.dtype != "float64":
+            if key[0] not in ("loss", "validation"):
+                return math.inf
+            return max(FLOAT8_LOSS, 0.0 if self.dtype == "float32" else MARGIN * own)
         if self.dtype != "float64":
             return max(MARGIN * max(all_of_kind), MARGIN * own)
         if self.is_narrow:

@@ -116,6 +116,8 @@ class ReferenceTrace:
     targets: tuple[int, ...]
     num_left_out: int = 0
     """Outputs that were too large to keep."""
+    scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
+    """Float8 layer -> whether it scales its input by rows, and the largest amax of it."""
 
 
 def name_call(module: str, number: int) -> str:
@@ -164,3 +166,5 @@ class RankTrace:
     """Module -> the entry of the tensor-parallel plan that it is cut by."""
     blind_stages: dict[int, str] = field(default_factory=dict)
     """Stages whose forward takes positions, and that have wrong ones or none: stage -> which."""
+    scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
+    """As the reference's, of the layers that this rank has."""

@@ -36,8 +36,10 @@ from titanlite.verify.diagnose import diagnose
 from titanlite.verify.evidence import Evidence
 from titanlite.verify.jobs import (
     PARTS,
+    Microbatches,
     accumulation_pair,
     features_off,
+    microbatches_of,
     plan_job,
     reference_job,
     saving_job,
@@ -147,7 +149,7 @@ class Verifier:
         self.max_ranks = max_ranks
         self.timeout_seconds = timeout_seconds
         self._pools: dict[int, RankPool] = {}
-        self._references: dict[tuple[str, int], Reference] = {}
+        self._references: dict[tuple[str, int, Microbatches | None], Reference] = {}
         # What is wrong with the sums over parts of a batch, by the job and the steps.
         self._sums: dict[tuple[str, int], str] = {}
         self._exits = contextlib.ExitStack()
@@ -186,7 +188,7 @@ class Verifier:
         parts = plan.global_batch_size // alone.config.training.local_batch_size
         found = Verification(plan, dtype, steps, parts)
         on_start(found)
-        reference = self._reference(alone, steps)
+        reference = self._reference(alone, steps, microbatches_of(plan))
         found.narrowed = reference.narrowed
         if parts > 1:
             # Both take the batch in parts, and what is wrong with that would be wrong alike.
@@ -240,6 +242,7 @@ class Verifier:
         reference: Reference,
         steps: int,
         patch: Patch | None = None,
+        microbatches: Microbatches | None = None,
         *,
         reloads: bool = False,
     ) -> list[RankRun]:
@@ -247,7 +250,9 @@ class Verifier:
         function = (
             "titanlite.verify.run:run_and_reload" if reloads else "titanlite.verify.run:run_plan"
         )
-        return self.pool(job.dims.world_size).call(function, job, steps, reference.folder, patch)
+        return self.pool(job.dims.world_size).call(
+            function, job, steps, reference.folder, patch, microbatches
+        )
 
     def _resume_alone(self, saved: ResolvedJob, reference: Reference, step: int) -> RankStep:
         """What one process loads of the checkpoint of `saved`."""
@@ -269,13 +274,14 @@ class Verifier:
     def _judge(self, found: Verification, runs: list[RankRun], reference: Reference) -> None:
         found.differences = differences(runs, reference.steps)
         is_narrow = bool(reference.narrowed)
-        found.tolerance = Tolerance(found.dtype, is_narrow=is_narrow)
+        is_float8 = found.job.config.converts_to_float8
+        found.tolerance = Tolerance(found.dtype, is_narrow=is_narrow, is_float8=is_float8)
         if found.dtype != "float64":
             found.tolerance = self._measure_rounding(found, reference)
         found.failures = failures(found.differences, found.tolerance)
         if found.failures and found.dtype == "float64":
             self._check_accumulation(found)
-            if not found.wrong_sums:
+            if not found.wrong_sums and not is_float8:
                 # A tensor may round more than others: looked at where something seems wrong alone.
                 found.tolerance = self._measure_rounding(found, reference)
                 found.failures = failures(found.differences, found.tolerance)
@@ -350,13 +356,15 @@ class Verifier:
                 cures += [f"{key} = {json.dumps(value)}" for key, value in changes.items()]
         return cures
 
-    def _reference(self, alone: ResolvedJob, steps: int) -> Reference:
-        key = alone.config.model_dump_json(exclude_unset=True), steps
+    def _reference(
+        self, alone: ResolvedJob, steps: int, microbatches: Microbatches | None = None
+    ) -> Reference:
+        key = alone.config.model_dump_json(exclude_unset=True), steps, microbatches
         if key not in self._references:
             folder = tempfile.mkdtemp(dir=self._folder)
             try:
                 (run,) = self.pool(1).call(
-                    "titanlite.verify.run:run_reference", alone, steps, folder
+                    "titanlite.verify.run:run_reference", alone, steps, folder, microbatches
                 )
             except RankError as error:
                 raise TitanliteError(
@@ -368,18 +376,24 @@ class Verifier:
         return self._references[key]
 
     def _measure_rounding(self, found: Verification, reference: Reference) -> Tolerance:
-        """The reference beside itself in parts, and beside float64 where that is not its dtype."""
-        others = [reference_job(found.job, num_parts=PARTS)]
+        """The reference beside itself in parts, and beside float64 where that is not its dtype.
+
+        In float8 another cut of the batch gives other numbers.
+        """
+        microbatches = microbatches_of(found.job)
+        others = [] if microbatches else [reference_job(found.job, num_parts=PARTS)]
         if found.dtype != "float64":
             self._check_accumulation(found)
             others.append(reference_job(plan_job(found.job, "float64")))
         rounding: list[dict[Key, float]] = [{} for _ in reference.steps]
         for other in others:
-            runs = self._run(other, reference, found.num_steps)
+            runs = self._run(other, reference, found.num_steps, None, microbatches)
             for total, of_step in zip(rounding, differences(runs, reference.steps), strict=True):
                 for key, value in of_step.items():
                     total[key] = max(total.get(key, 0.0), value)
-        return Tolerance(found.dtype, rounding, bool(reference.narrowed))
+        return Tolerance(
+            found.dtype, rounding, bool(reference.narrowed), found.job.config.converts_to_float8
+        )
 
     def _check_accumulation(self, found: Verification) -> None:
         """Whether the job, on one process, has one answer however its batch is cut, in float64.
@@ -388,7 +402,10 @@ class Verifier:
         parts. What is not alike the second time is random. What is, and has modules whose output
         for a sequence depends on the others, has batch statistics or the like. Both are the
         model's, and ConfigError says so. What is left is the sum over the parts: `wrong_sums`.
+        In float8 a job has no one answer: scales are of microbatches.
         """
+        if found.job.config.converts_to_float8:
+            return
         pair = accumulation_pair(plan_job(found.job, "float64"))
         if pair is None or found.wrong_sums:
             return
