@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ from titanlite.parallelize import (
     PipelineRunner,
     find_blocks,
     find_plan,
+    gather_in_float8,
+    precompute_scales,
     split_and_parallelize,
     uses_loss_parallel,
 )
@@ -45,6 +48,7 @@ from titanlite.parallelize.async_tensor_parallel import (
     warn_of_small_chunks,
 )
 from titanlite.parallelize.compile import keep_caches_apart
+from titanlite.parallelize.float8 import choose_layers, none_left, refused_shapes
 from titanlite.parallelize.plan import refuse_tied_weights
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
@@ -237,6 +241,9 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     storage_device = torch.device("cpu") if config.training.enable_cpu_offload else world.device
     for part in made.parts:
         initialize(part, config.debug.seed, storage_device)
+    trainer = _build_trainer(resolved, world, meshes, made, data, axes)
+    if config.converts_to_float8:
+        _gather_in_float8(config, made.parts, trainer)
     return Job(
         resolved=resolved,
         world=world,
@@ -245,7 +252,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         plan=plan,
         pipeline=made.pipeline,
         model_bytes=model_bytes,
-        trainer=_build_trainer(resolved, world, meshes, made, data, axes),
+        trainer=trainer,
         data=data,
         sampler=GlobalBatchSampler(
             dataset,
@@ -291,6 +298,27 @@ def _watch_fusions(
     return Fusions() if backend == "symmetric_memory" and has_blocks else None
 
 
+def check_float8(resolved: ResolvedJob) -> None:
+    """Raises ConfigError where float8 has no layer to convert, or none of a shape it can have.
+
+    By the model without storage, so that it is known before ranks start.
+    """
+    config, tp = resolved.config, resolved.dims.tp
+    section = config.quantize.linear.float8
+    model, plan = _build_model(resolved, DATASETS[config.training.dataset])
+    chosen, skipped = choose_layers(model, section.recipe, section.filter_fqns)
+    if not chosen:
+        raise ConfigError(
+            f"model.converters: {none_left(type(model).__name__, skipped)}; change "
+            "quantize.linear.float8.filter_fqns or the model's sizes, or leave the converter out"
+        )
+    if tp > 1 and not section.emulate and (refused := refused_shapes(model, plan, chosen, tp)):
+        raise ConfigError(
+            f"parallelism.tensor_parallel_degree: {refused}; give a smaller degree, name the layer "
+            "in quantize.linear.float8.filter_fqns, or set quantize.linear.float8.emulate = true"
+        )
+
+
 def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, ParallelPlan]:
     """The plain model on the "meta" device, and how it is cut."""
     spec = load_model_spec(resolved.config)
@@ -309,6 +337,22 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
     except TitanliteError as error:
         raise ConfigError(f"model.name: {error}") from None
     return model, plans.get(model_class) or find_plan(model)
+
+
+def _gather_in_float8(config: JobConfig, parts: list[nn.Module], trainer: Trainer) -> None:
+    """FSDP2's communication in float8, as far as the job asks for it."""
+    section = config.quantize.linear.float8
+    if not section.enable_fsdp_float8_all_gather:
+        return
+    for part in parts:
+        gather_in_float8(part)
+    if section.precompute_float8_dynamic_scale_for_fsdp:
+
+        def precompute(*_: Any) -> None:
+            for part in parts:
+                precompute_scales(part)
+
+        trainer.optimizer.register_step_post_hook(precompute)
 
 
 def _example(resolved: ResolvedJob, data: DatasetSpec, dataset: Dataset, layout: Layout) -> Batch:

@@ -77,7 +77,13 @@ def check_start(read: Reading | JobConfig, place: Place | None = None, *, key: s
         if config.compile.enable:
             check_backend(config.compile.backend)
     reading.require()
-    return Start(finish(draft), device_type)
+    job = finish(draft)
+    if config.converts_to_float8:
+        # Which layers there are, the model alone knows.
+        from titanlite.job import check_float8
+
+        check_float8(job)
+    return Start(job, device_type)
 
 
 def run_job(

@@ -911,8 +911,9 @@ REFACTORINGS: list[Mutant] = [
         "",
         STYLES,
         (
-            "            elif any(_has_product(layer) for layer in layers.values()):",
-            "            elif True:",
+            "            whole = F.linear(x, torch.cat(weights))\n"
+            "            products = whole.split([w.size(0) for w in weights], dim=-1)",
+            "            products = [F.linear(x, weight) for weight in weights]",
         ),
     ),
     mutant(

@@ -366,3 +366,36 @@ def ring_leaves_out_a_product() -> AbstractContextManager[Any]:
             add(total, product)
 
     return patch.object(ring_product, "add", but_on_one_rank)
+
+
+def amax_of_own_tokens() -> AbstractContextManager[Any]:
+    """Each rank scales what it casts to float8 by its own largest magnitude."""
+    from titanlite.parallelize import float8_linear
+
+    def local(amaxes):
+        return [amax for amax, _ in amaxes]
+
+    return patch.object(float8_linear, "reduce_max", local)
+
+
+def rowwise_cast_tensorwise() -> AbstractContextManager[Any]:
+    """A tensor-parallel style multiplies every float8 layer by the tensorwise recipe."""
+    from titanlite.parallelize import styles
+    from titanlite.parallelize.torchao import find_recipe
+
+    product = styles._product
+
+    def tensorwise(layer, x, weight):
+        layer.recipe = find_recipe("tensorwise")
+        return product(layer, x, weight)
+
+    return patch.object(styles, "_product", tensorwise)
+
+
+def style_without_float8() -> AbstractContextManager[Any]:
+    """A tensor-parallel style multiplies by itself, in full precision."""
+    import torch.nn.functional as F
+
+    from titanlite.parallelize import styles
+
+    return patch.object(styles, "_product", lambda layer, x, weight: F.linear(x, weight))

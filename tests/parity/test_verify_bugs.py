@@ -11,6 +11,7 @@ import recorded_bugs as bugs
 from training import DEBUG_JOB, Sections, merged
 
 from titanlite.config import JobConfig, make_config
+from titanlite.errors import TitanliteError
 from titanlite.verify.verify import Patch, Verifier
 
 DDP = {"data_parallel_replicate_degree": 2}
@@ -18,6 +19,15 @@ FSDP = {"data_parallel_shard_degree": 2}
 CP = {"context_parallel_degree": 2}
 TP = {"tensor_parallel_degree": 2}
 PP = {"pipeline_parallel_degree": 2}
+
+
+def float8(recipe: str) -> Sections:
+    return {
+        "model": {"converters": ["quantize.linear.float8"]},
+        "quantize": {"linear": {"float8": {"recipe_name": recipe, "emulate": True}}},
+    }
+
+
 OWN: Sections = {
     "model": {"name": "plain", "flavor": "small"},
     "experimental": {"custom_import": "plain_model"},
@@ -202,6 +212,20 @@ CASES = [
         {"model": {"dropout": 0.3}},
     ),
     Case(
+        bugs.amax_of_own_tokens,
+        FSDP,
+        r"layers.\d.\S+ is the first float8 layer whose scales differ, on rank \d only .*: there "
+        "its amax is that of the rank's own part, while the largest amax of all ranks is correct",
+        float8("tensorwise"),
+    ),
+    Case(
+        bugs.rowwise_cast_tensorwise,
+        TP,
+        "layers.0.attention.wo scales its input with one scale, but its recipe rowwise needs one "
+        "scale per row, on every rank",
+        float8("rowwise"),
+    ),
+    Case(
         bugs.replicas_drift,
         DDP,
         r"the learning rate of step 2 is .* on rank 1 only",
@@ -235,6 +259,13 @@ def test_the_bug_is_caught_and_its_cause_named(verifier: Verifier, case: Case) -
     assert not found.agrees
     assert found.job.dims.world_size <= 4
     assert re.search(case.cause, found.cause), "\n".join(found.findings)
+
+
+def test_a_style_that_skips_float8_is_named(verifier: Verifier) -> None:
+    """By the plan itself, verified or not, at its first forward pass."""
+    case = Case(bugs.style_without_float8, TP, "", float8("rowwise"))
+    with pytest.raises(TitanliteError, match=r"layers\.0\.attention\.wo is a float8 layer"):
+        verifier.verify(config_of(case), steps=1, patch=case.patch)
 
 
 @pytest.mark.slow

@@ -192,14 +192,17 @@ def test_torchtitan_file_carries_over(tmp_path: Path) -> None:
 
 def test_what_a_torchtitan_file_asks_beyond_titanlite_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
-    file.write_text(TORCHTITAN_FILE.replace("converters = []", 'converters = ["float8"]'))
+    file.write_text(
+        TORCHTITAN_FILE.replace("converters = []", 'converters = ["quantize.linear.mx"]')
+    )
     argv = ["--checkpoint.initial_load_in_hf_quantized", "--parallelism.expert_parallel_degree=4"]
     with pytest.raises(ConfigError) as caught:
         load_config([f"--job.config_file={file}", *argv])
     lack = "asks for a TorchTitan feature that titanlite does not have; write"
     assert sorted(caught.value.problems) == [
         f"checkpoint.initial_load_in_hf_quantized: true {lack} false, or remove this option",
-        f'model.converters: ["float8"] {lack} [], or remove this line',
+        'model.converters: "quantize.linear.mx" asks for a TorchTitan feature that titanlite does '
+        'not have; give a list of "quantize.linear.float8"',
         f"parallelism.expert_parallel_degree: 4 {lack} 1, or remove this option",
     ]
 
@@ -209,9 +212,9 @@ IDLE_KEYS = """
 hf_assets_path = "./assets/hf/Llama-3.1-8B"
 [parallelism]
 expert_tensor_parallel_degree = 2
-[quantize.linear.float8]
-filter_fqns = ["output"]
-recipe_name = "rowwise"
+[quantize.linear.mx]
+filter_fqns = ["wo"]
+recipe_name = "mxfp8_emulated"
 [quantize.grouped_mm.float8]
 fqns = ["experts"]
 [fault_tolerance]
@@ -225,14 +228,14 @@ def test_keys_of_features_that_are_off_are_accepted_and_named(tmp_path: Path) ->
     config = load_config([f"--job.config_file={file}"])
     assert name_idle_keys(config) == (
         "no effect here, as the TorchTitan feature is not on: model.hf_assets_path, "
-        "parallelism.expert_tensor_parallel_degree, quantize.linear.float8.recipe_name, "
-        "quantize.linear.float8.filter_fqns, quantize.grouped_mm.float8.fqns, "
+        "parallelism.expert_tensor_parallel_degree, quantize.linear.mx.recipe_name, "
+        "quantize.linear.mx.filter_fqns, quantize.grouped_mm.float8.fqns, "
         "fault_tolerance.group_size"
     )
     assert name_idle_keys(load_config([])) == ""
     # The key that turns a feature on is refused, and they need no line of their own.
     with pytest.raises(ConfigError) as caught:
-        load_config([f"--job.config_file={file}", "--model.converters=float8"])
+        load_config([f"--job.config_file={file}", "--model.converters=quantize.linear.mx"])
     assert [line.partition(":")[0] for line in caught.value.problems] == ["model.converters"]
 
 

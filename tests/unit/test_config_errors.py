@@ -139,7 +139,9 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ('[validation]\nsave_img_folder = "img"', ["validation.save_img_folder: belongs to TorchTitan's model flux, which titanlite does not have; remove this line"]),
     ('[encoder]\nt5_encoder = "google/t5-v1_1-xxl"', ["encoder: belongs to TorchTitan's model flux, which titanlite does not have; remove this section"]),
     ('[quantize.moe.float8]\nfqns = ["experts"]', ["quantize.moe: there is no such section; did you mean [quantize.grouped_mm]?"]),
-    ('[model]\nconverters = ["float8"]', ['model.converters: ["float8"] asks for a TorchTitan feature that titanlite does not have; write [], or remove this line']),
+    ('[model]\nconverters = ["quantize.grouped_mm.mx"]', ['model.converters: "quantize.grouped_mm.mx" asks for a TorchTitan feature that titanlite does not have; give a list of "quantize.linear.float8"']),
+    ('[model]\nconverters = ["quantize.linear.float8"]\n[parallelism]\ntensor_parallel_degree = 2\nenable_async_tensor_parallel = true', ['parallelism.enable_async_tensor_parallel: its products do not scale as float8 layers do; set it to false, or take "quantize.linear.float8" out of model.converters']),
+    ('[model]\nconverters = ["float8"]', ['model.converters: "float8" is not one of its values; give a list of "quantize.linear.float8"']),
     ("[checkpoint]\ninitial_load_in_hf_quantized = true", ["checkpoint.initial_load_in_hf_quantized: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),
     ("[checkpoint]\ncreate_seed_checkpoint = true", ["checkpoint.create_seed_checkpoint: nothing would be saved; set checkpoint.enable to true and checkpoint.load_only to false, or leave it out"]),
     ("[checkpoint]\nenable = true\nlast_save_in_hf = true\nlast_save_model_only = false", ["checkpoint.last_save_in_hf: a .safetensors file holds weights alone; set checkpoint.last_save_model_only = true"]),
@@ -462,7 +464,7 @@ def test_a_table_that_cannot_run_is_named_by_its_file(tmp_path: Path) -> None:
             ]
         )
     assert caught.value.problems == (
-        f"parallelism.pipeline_parallel_schedule_csv: {table} cannot run; stuck are rank 0 at 0B0, "
+        f"parallelism.pipeline_parallel_schedule_csv: {table} deadlocks: rank 0 at 0B0, "
         "which waits for the backward of stage 1 for microbatch 0; rank 1 at 1F1, which waits for "
         "0F1; give a file that runs",
     )

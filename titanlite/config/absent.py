@@ -6,23 +6,9 @@ only say more about it have no effect without it, in TorchTitan either, and are 
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import NonNegativeInt, PositiveInt
 
 from titanlite.config.fields import Inert, NotYet, Section, Values, key
-
-
-class Float8Linear(Section):
-    """Linear layers in float8"""
-
-    enable_fsdp_float8_all_gather: Inert[bool] = key(False, "FSDP gathers weights in float8")
-    precompute_float8_dynamic_scale_for_fsdp: Inert[bool] = key(False, "scales of those at once")
-    recipe_name: Inert[Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None] = key(
-        None, "how values are scaled"
-    )
-    filter_fqns: Inert[Values[str]] = key((), "layers left as they are, by name")
-    emulate: Inert[bool] = key(False, "compute on hardware without float8")
 
 
 class MXLinear(Section):
@@ -31,13 +17,6 @@ class MXLinear(Section):
     mxfp8_dim1_cast_kernel_choice: Inert[str] = key("triton", "which kernel casts")
     recipe_name: Inert[str] = key("mxfp8_cublas", "which format")
     filter_fqns: Inert[Values[str]] = key(("output",), "layers left as they are, by name")
-
-
-class QuantizedLinear(Section):
-    """Linear layers"""
-
-    float8: Float8Linear = Float8Linear()
-    mx: MXLinear = MXLinear()
 
 
 class GroupedMMFloat8(Section):
@@ -58,13 +37,6 @@ class QuantizedGroupedMM(Section):
 
     float8: GroupedMMFloat8 = GroupedMMFloat8()
     mx: GroupedMMMX = GroupedMMMX()
-
-
-class Quantize(Section):
-    """Low-precision formats"""
-
-    linear: QuantizedLinear = QuantizedLinear()
-    grouped_mm: QuantizedGroupedMM = QuantizedGroupedMM()
 
 
 class FaultTolerance(Section):

@@ -396,6 +396,46 @@ def _recomputation(job: Draft) -> Iterator[str]:
         )
 
 
+FLOAT8 = "quantize.linear.float8"
+
+
+@reads("model.converters", FLOAT8, ASYNC_TP)
+def _float8(job: Draft) -> Iterator[str]:
+    """What float8 needs is installed; its communication goes with one scale a tensor."""
+    section = job.config.quantize.linear.float8
+    if not job.config.converts_to_float8:
+        return
+    if importlib.util.find_spec("torchao") is None:
+        yield (
+            "model.converters: float8 needs the package torchao, which is not installed; "
+            'pip install "titanlite[float8]"'
+        )
+    if job.config.parallelism.enable_async_tensor_parallel:
+        yield (
+            f"{ASYNC_TP}: its products do not scale as float8 layers do; set it to false, or take "
+            f'"{FLOAT8}" out of model.converters'
+        )
+    if section.enable_fsdp_float8_all_gather and section.recipe != "tensorwise":
+        yield (
+            f"{FLOAT8}.enable_fsdp_float8_all_gather: {quote(section.recipe)} has scales of rows "
+            "and of columns, and a weight is gathered with one scale; set it to false, or "
+            'recipe_name to "tensorwise"'
+        )
+    if (
+        section.precompute_float8_dynamic_scale_for_fsdp
+        and not section.enable_fsdp_float8_all_gather
+    ):
+        yield (
+            f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp: is of weights that are gathered "
+            "in float8; set enable_fsdp_float8_all_gather = true, or leave this out"
+        )
+    if section.recipe == "rowwise_with_gw_hp" and "auto_filter_small_kn" in section.filter_fqns:
+        yield (
+            f'{FLOAT8}.filter_fqns: torchao has no "auto_filter_small_kn" for '
+            '"rowwise_with_gw_hp"; leave it out, or set recipe_name to "rowwise"'
+        )
+
+
 @reads("compile")
 def _compilation(job: Draft) -> Iterator[str]:
     """What is enabled compiles something."""

@@ -26,8 +26,9 @@ def explain(key: Key, error: Mapping[str, Any], value: Any, depth: int = 0) -> s
         if key.instead:
             advice = f"{key.instead} {REMOVE}"
         return f"{key.name}: {show(value)} {LACKS}; {advice}"
-    if value in key.lacking:
-        return f"{key.name}: {show(value)} {LACKS}; give {key.describe()}"
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if one in key.lacking:
+            return f"{key.name}: {show(one)} {LACKS}; give {key.describe()}"
     target, item = key, value
     if depth:
         item = error["input"]

@@ -13,7 +13,12 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from titanlite.config.absent import FaultTolerance, MemoryEstimation, Quantize
+from titanlite.config.absent import (
+    FaultTolerance,
+    MemoryEstimation,
+    MXLinear,
+    QuantizedGroupedMM,
+)
 from titanlite.config.fields import (
     OWN,
     BlockIntervalOrOp,
@@ -100,7 +105,11 @@ class Model(Section):
         "./tests/assets/tokenizer", "folder of Hugging Face assets, such as a tokenizer of text"
     )
     tokenizer_path: NotYet[str | None] = key(None, "tokenizer of text; later hf_assets_path")
-    converters: NotYet[Values[str]] = key((), "conversions of the model, such as float8")
+    converters: Values[Literal["quantize.linear.float8"]] = key(
+        (),
+        "conversions of the model: linear layers to float8, by its section",
+        lacking=("quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx"),
+    )
     print_after_conversion: NotYet[bool] = key(False, "print the model once converted")
 
     @property
@@ -308,6 +317,45 @@ class Compile(Section):
     backend: Name = key("inductor", "which compiler")
 
 
+class Float8Linear(Section):
+    """Linear layers in float8: how, where model.converters names this section"""
+
+    enable_fsdp_float8_all_gather: bool = key(
+        False, "tensorwise: FSDP gathers the layers' weights in float8"
+    )
+    precompute_float8_dynamic_scale_for_fsdp: bool = key(
+        False, "find the scales of those at once, after each optimizer step"
+    )
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(
+        None,
+        "a scale a tensor (if not set) or a row; gw_hp: weight gradients in full precision",
+    )
+    filter_fqns: Values[Name] = key(
+        (),
+        "layers left as they are, by part of a name; auto_filter_small_kn: those too small",
+    )
+    emulate: bool = key(False, "use no float8 units, whatever the device has")
+
+    @property
+    def recipe(self) -> Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]:
+        """The recipe's name, or what stands for none."""
+        return self.recipe_name or "tensorwise"
+
+
+class QuantizedLinear(Section):
+    """Linear layers"""
+
+    float8: Float8Linear = Float8Linear()
+    mx: MXLinear = MXLinear()
+
+
+class Quantize(Section):
+    """Low-precision formats"""
+
+    linear: QuantizedLinear = QuantizedLinear()
+    grouped_mm: QuantizedGroupedMM = QuantizedGroupedMM()
+
+
 class Checkpoint(Section):
     """Saving training state, and going on from it"""
 
@@ -445,6 +493,11 @@ class JobConfig(Section):
     quantize: Quantize = Quantize()
     memory_estimation: MemoryEstimation = MemoryEstimation()
     fault_tolerance: FaultTolerance = FaultTolerance()
+
+    @property
+    def converts_to_float8(self) -> bool:
+        """Whether linear layers multiply in float8."""
+        return "quantize.linear.float8" in self.model.converters
 
     @property
     def num_recorded_collectives(self) -> int:

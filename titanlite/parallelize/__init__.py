@@ -24,6 +24,8 @@ from titanlite.parallelize.activation_checkpoint import RecomputationReport, app
 from titanlite.parallelize.compile import apply_compile
 from titanlite.parallelize.context_parallel import apply_cp
 from titanlite.parallelize.ddp import apply_ddp
+from titanlite.parallelize.float8 import apply_float8
+from titanlite.parallelize.float8_gather import gather_in_float8, precompute_scales
 from titanlite.parallelize.fsdp import apply_fsdp
 from titanlite.parallelize.pipeline_parallel import PipelineRunner, split_model
 from titanlite.parallelize.plan import ParallelPlan, find_blocks, find_plan
@@ -48,11 +50,14 @@ __all__ = [
     "apply_compile",
     "apply_cp",
     "apply_ddp",
+    "apply_float8",
     "apply_fsdp",
     "apply_tp",
     "find_blocks",
     "find_plan",
+    "gather_in_float8",
     "parallelize",
+    "precompute_scales",
     "split_and_parallelize",
     "split_model",
 ]
@@ -67,6 +72,7 @@ class Step:
 
 
 STEPS = (
+    Step(steps.float8, "it changes what a linear layer is, which all others then work on"),
     Step(
         steps.tensor_parallel, "its plan names the model's own modules, before wrappers rename them"
     ),

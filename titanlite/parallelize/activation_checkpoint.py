@@ -31,7 +31,8 @@ from titanlite.parallelize.ring_product import PRODUCT_SCATTER
 aten = torch.ops.aten
 
 # The outputs of these are saved: matrix multiplications and attention cost the most to repeat, a
-# collective would be sent twice, and max is the absolute maximum that scales low-precision casts.
+# collective would be sent twice, and the largest magnitudes, max of a tensor and amax of rows, are
+# what low-precision casts are scaled by, sent over ranks by all_reduce.
 SAVED_OPERATORS = (
     aten.mm.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -44,7 +45,9 @@ SAVED_OPERATORS = (
     torch.ops.titanlite.ring_attention.default,
     PRODUCT_SCATTER,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
     aten.max.default,
+    aten.amax.default,
 )
 MODES = ("none", "full", "selective", "memory_budget")
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -25,6 +25,8 @@ from titanlite.parallelize.async_tensor_parallel import (
 from titanlite.parallelize.compile import apply_compile
 from titanlite.parallelize.context_parallel import apply_cp
 from titanlite.parallelize.ddp import apply_ddp
+from titanlite.parallelize.float8 import apply_float8, compact, describe_skipped
+from titanlite.parallelize.float8_linear import has_hardware
 from titanlite.parallelize.fsdp import apply_fsdp
 from titanlite.parallelize.plan import ParallelPlan, find_blocks, match_modules
 from titanlite.parallelize.tensor_parallel import apply_tp
@@ -49,6 +51,49 @@ class Part:
     whole: nn.Module | None
     recomputation: RecomputationReport = field(default_factory=lambda: RecomputationReport(()))
     rings: Mapping[str, str] = field(default_factory=dict)
+
+
+def float8(part: Part) -> PlanRow:
+    """Let linear layers multiply in float8."""
+    config, dims, meshes = part.config, part.dims, part.meshes
+    section = config.quantize.linear.float8
+    if not config.converts_to_float8:
+        return PlanRow("float8", "off", "off")
+    recipe = section.recipe
+    report = apply_float8(
+        part.model,
+        recipe,
+        filter_fqns=section.filter_fqns,
+        emulate=section.emulate,
+        token_mesh=meshes.dp,
+        tp_mesh=meshes.tp,
+        whole=part.whole,
+    )
+    total = len(report.converted) + len(report.skipped)
+    notes = [f"{len(report.converted)} of {total} linear layers"]
+    if report.converted:
+        notes[0] += f": {', '.join(compact(report.converted))}"
+    if report.skipped:
+        notes.append(f"not {describe_skipped(report.skipped)}")
+    dtype, device = config.training.param_dtype, meshes.world.device_type
+    if section.emulate:
+        notes.append("products emulated")
+    elif has_hardware(device, DTYPES[dtype], recipe):
+        notes.append("products by torch._scaled_mm")
+    else:
+        notes.append(f"products emulated, as {device} has none for {recipe} in {dtype}")
+    if section.enable_fsdp_float8_all_gather:
+        notes.append(
+            "weights gathered in float8"
+            + (", scales at once" if section.precompute_float8_dynamic_scale_for_fsdp else "")
+            if dims.fsdp_enabled
+            else "no weight is sharded, so none is gathered in float8"
+        )
+    together = config.training.local_batch_size
+    if dims.pp_enabled:
+        together = config.parallelism.pipeline_parallel_microbatch_size
+    notes.append(f"scales over the {together * dims.dp} sequences of a microbatch of all ranks")
+    return PlanRow("float8", recipe, recipe if report.converted else "off", "; ".join(notes))
 
 
 def tensor_parallel(part: Part) -> PlanRow:

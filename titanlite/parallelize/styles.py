@@ -7,6 +7,7 @@ adds up to a tenth of a small model's step. Either kind may stand in a plan, and
 
 A linear layer whose class has a method `product(x, weight)`, on plain tensors, is multiplied by
 that: a layer of low precision stays one when it is cut. Its forward is that product and the bias.
+Where the class has `products(layers, x, weights)` too, layers that share an input share that.
 
 GatherColwise and RowwiseLocal have a ring form, in which collective and product are one operator
 that overlaps them (ring_product.py).
@@ -62,8 +63,8 @@ class GatherColwise(RingStyle):
     nothing else. That argument: the local shard along `dim`, all-gathered in the forward pass; its
     gradient is reduce-scattered in the backward pass, once for all layers. Output of each layer:
     the local shard of its last dimension. The layers are one matrix product, because cutting them
-    leaves each too narrow to be a fast one; layers with a `product` of their own are one each. The
-    module's other arguments pass unchanged.
+    leaves each too narrow to be a fast one; layers with a `product` of their own are multiplied by
+    that. The module's other arguments pass unchanged.
     """
 
     def __init__(self, dim: int, *layers: str) -> None:
@@ -89,19 +90,12 @@ class GatherColwise(RingStyle):
             return whole.to_local(grad_placements=[Partial()])
 
         def gather_and_multiply(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            weights = [_local(layer.weight) for layer in layers.values()]
             if self.is_ring:
+                weights = [_local(layer.weight) for layer in layers.values()]
                 joined = gather_product(inputs[0], torch.cat(weights), self.dim, group)
                 products = list(joined.split([w.size(0) for w in weights], dim=-1))
-            elif any(_has_product(layer) for layer in layers.values()):
-                x = gather(inputs[0])
-                products = [
-                    _product(layer, x, weight)
-                    for layer, weight in zip(layers.values(), weights, strict=True)
-                ]
             else:
-                joined = F.linear(gather(inputs[0]), torch.cat(weights))
-                products = list(joined.split([w.size(0) for w in weights], dim=-1))
+                products = _products(layers, gather(inputs[0]))
             outputs = {
                 name: product if layer.bias is None else product + _local(layer.bias)
                 for (name, layer), product in zip(layers.items(), products, strict=True)
@@ -226,6 +220,28 @@ def _has_product(layer: nn.Module) -> bool:
 def _product(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
     """A linear layer's input times a shard of its weight, as the layer's class multiplies."""
     return layer.product(x, weight) if _has_product(layer) else F.linear(x, weight)
+
+
+def _products(layers: Mapping[str, Any], x: Tensor) -> list[Tensor]:
+    """The input times the local weight of each layer, those of one class by its `products`."""
+    found: dict[str, Tensor] = {}
+    joined: dict[Any, list[str]] = {}
+    for name, layer in layers.items():
+        together = getattr(type(layer), "products", None)
+        if _has_product(layer) and together is None:
+            found[name] = _product(layer, x, _local(layer.weight))
+        else:
+            joined.setdefault(together, []).append(name)
+    for together, names in joined.items():
+        members = [layers[name] for name in names]
+        weights = [_local(layer.weight) for layer in members]
+        if together is not None:
+            products = together(members, x, weights)
+        else:
+            whole = F.linear(x, torch.cat(weights))
+            products = whole.split([w.size(0) for w in weights], dim=-1)
+        found.update(zip(names, products, strict=True))
+    return [found[name] for name in layers]
 
 
 def _local(parameter: Tensor | None, grad_placement: Placement | None = None) -> Any:

@@ -20,6 +20,7 @@ from titanlite.verify.inputs import (
 )
 from titanlite.verify.passes import (
     explain_cures,
+    explain_float8,
     explain_forward,
     explain_loss,
     explain_recomputation,
@@ -79,6 +80,7 @@ QUESTIONS = (
     explain_count,
     explain_cures,
     explain_recomputation,
+    explain_float8,
     explain_forward,
     explain_shares,
     explain_loss,

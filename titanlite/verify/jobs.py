@@ -61,10 +61,40 @@ def saving_job(plan: ResolvedJob, folder: str) -> ResolvedJob:
     return resolve_job(config, plan.dims.world_size)
 
 
-def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
-    """The job of `plan` on one process, with nothing parallel, recomputed, compiled or offloaded.
+Microbatches = tuple[tuple[range, ...], ...]
+"""For each microbatch its sequences in the global batch, one range per data-parallel rank."""
 
-    The batch is taken at once, as far as memory should allow, or in at least `num_parts`.
+
+def microbatches_of(plan: ResolvedJob) -> Microbatches | None:
+    """The microbatches that the reference must use, if the numbers depend on them; else None.
+
+    In float8 they do, since a scale covers all sequences of a microbatch. The i-th microbatch of
+    the reference joins the i-th microbatches of all data-parallel ranks.
+    """
+    if not plan.config.converts_to_float8:
+        return None
+    size, dp = microbatch_size(plan), plan.dims.dp
+    per_rank = plan.global_batch_size // dp
+    return tuple(
+        tuple(
+            range(first, first + size) for first in range(start, plan.global_batch_size, per_rank)
+        )
+        for start in range(0, per_rank, size)
+    )
+
+
+def microbatch_size(plan: ResolvedJob) -> int:
+    """The number of sequences that a data-parallel rank processes at once."""
+    if plan.pipeline is not None:
+        return plan.pipeline.microbatch_size
+    return plan.config.training.local_batch_size
+
+
+def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
+    """The job of `plan` on one process, without checkpointing, compile and offload.
+
+    The batch is processed in as few parts as MOST_TOKENS allows, but in at least `num_parts`. If
+    the numbers depend on the microbatches (see microbatches_of), these are as large as the plan's.
     """
     values: dict[str, Any] = plan.config.model_dump(exclude_unset=True)
     values["parallelism"] = {"data_parallel_shard_degree": 1}
@@ -78,6 +108,10 @@ def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
         for size in divisors(batch)
         if size == 1 or (size * plan.seq_len <= MOST_TOKENS and size * num_parts <= batch)
     )
+    if plan.config.converts_to_float8:
+        training["local_batch_size"] = microbatch_size(plan) * plan.dims.dp
+        size = plan.config.validation.local_batch_size * plan.dims.dp
+        values["validation"] = {**values.get("validation", {}), "local_batch_size": size}
     return resolve_job(make_config(values), 1)
 
 

@@ -56,6 +56,19 @@ NEEDS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     "offload": (axes_where(weights="sharded"), ("on", "off")),
 }
 
+FLOAT8: dict[str, dict[str, Any]] = {
+    "off": {},
+    "tensorwise": {},
+    "gathered": {"enable_fsdp_float8_all_gather": True},
+    "precomputed": {
+        "enable_fsdp_float8_all_gather": True,
+        "precompute_float8_dynamic_scale_for_fsdp": True,
+    },
+    "rowwise": {"recipe_name": "rowwise"},
+    "rowwise_with_gw_hp": {"recipe_name": "rowwise_with_gw_hp"},
+}
+"""The values of the feature "float8", and the keys that each sets in its section."""
+
 
 def features_of(num_ranks: int, *, with_compile: bool = False) -> dict[str, list[Any]]:
     """Each feature and its values, for plans over `num_ranks` ranks."""
@@ -66,6 +79,8 @@ def features_of(num_ranks: int, *, with_compile: bool = False) -> dict[str, list
         "checkpoint": ["none", "full", "every 2nd", "by operator"],
         "accumulation": ["off", "on"],
         "clipping": ["on", "off"],
+        "dropout": ["off", "on"],
+        "float8": list(FLOAT8),
         **({"compile": ["off", "on"]} if with_compile else {}),
     }
 
@@ -115,7 +130,9 @@ def plans_of(
         return choice | start
 
     def is_legal(choice: Choice) -> bool:
-        if not choice:
+        gathers = choice.get("float8") in ("gathered", "precomputed")
+        shards = math.prod(choice.get(axis, 1) for axis in axes_where(weights="sharded"))
+        if not choice or (gathers and shards == 1):
             return False
         key = repr(sorted(choice.items()))
         if key not in known:
@@ -179,13 +196,18 @@ def _sections_of(
         parallelism["disable_loss_parallel"] = True
     if choice["async tp"] == "on":
         parallelism["enable_async_tensor_parallel"] = True
+    is_float8 = choice["float8"] != "off"
     return {
-        # Uneven shards; of 17 values the last of 8 ranks would have none.
+        # Uneven shards; of 17 values the last of 8 ranks would have none. 32 in float8, so that the
+        # output layer, which has one of PyTorch's styles, is converted too.
         "model": {
             "flavor": "debug",
             "num_layers": num_blocks,
-            "vocab_size": 23 if choice["tp"] == 8 else 17,
+            "vocab_size": 32 if is_float8 else 23 if choice["tp"] == 8 else 17,
+            "converters": ["quantize.linear.float8"] if is_float8 else [],
+            "dropout": 0.1 if choice["dropout"] == "on" else 0.0,
         },
+        "quantize": {"linear": {"float8": {"emulate": True, **FLOAT8[choice["float8"]]}}},
         "training": {
             "dataset": "synthetic",
             "local_batch_size": local_batch_size,

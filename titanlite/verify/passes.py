@@ -55,6 +55,36 @@ def explain_recomputation(e: Evidence) -> Iterator[str]:
         yield from _recomputed(e)
 
 
+def explain_float8(e: Evidence) -> Iterator[str]:
+    """The first float8 layer whose input scales differ from those on one process."""
+    known = {} if e.reference_trace is None else e.reference_trace.scaled
+    for name in filter(known.__contains__, e.forward_order):
+        is_rowwise, amax = known[name]
+        seen = {t.rank: t.scaled[name] for t in e.traces if name in t.scaled}
+        if others := [rank for rank, (rowwise, _) in seen.items() if rowwise != is_rowwise]:
+            ways = ("one scale per row", "one scale")
+            own, right = ways if not is_rowwise else ways[::-1]
+            yield (
+                f"{name} scales its input with {own}, but its recipe "
+                f"{e.job.config.quantize.linear.float8.recipe} needs {right}, "
+                f"{name_ranks(others, e.runs, seen)}: another module computes its product with "
+                "another recipe. Call the layer's own product there"
+            )
+            return
+        largest = max((value for _, value in seen.values()), default=amax)
+        wrong = [rank for rank, (_, value) in seen.items() if not is_near(value, amax)]
+        if wrong and is_near(largest, amax):
+            yield (
+                f"{name} is the first float8 layer whose scales differ, "
+                f"{name_ranks(wrong, e.runs, seen)}: there its amax is that of the rank's own "
+                "part, while the largest amax of all ranks is correct. Reduce the amax (MAX) over "
+                "every axis that splits the tensor: tokens over data and context parallelism, "
+                "features over tp"
+            )
+        if wrong:
+            return
+
+
 def explain_forward(e: Evidence) -> Iterator[str]:
     wrong: dict[str, dict[int, ModuleOutput]] = defaultdict(dict)
     holders: dict[str, list[int]] = defaultdict(list)

@@ -116,6 +116,8 @@ class ReferenceTrace:
     targets: tuple[int, ...]
     num_left_out: int = 0
     """The number of outputs that were too large to keep."""
+    scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
+    """Float8 layer -> (whether its input has one scale per row, the largest amax of its input)."""
 
 
 def name_call(module: str, number: int) -> str:
@@ -164,3 +166,5 @@ class RankTrace:
     """Module -> its entry in the tensor-parallel plan."""
     blind_stages: dict[int, str] = field(default_factory=dict)
     """Stages that take positions and do not receive the right ones -> "missing" or "wrong"."""
+    scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
+    """The same as in ReferenceTrace, for the layers of this rank."""

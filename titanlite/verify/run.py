@@ -43,7 +43,7 @@ from titanlite.verify.formulas import (
     wrong_reductions,
     wrong_validation,
 )
-from titanlite.verify.jobs import scheduled_lr
+from titanlite.verify.jobs import Microbatches, scheduled_lr
 from titanlite.verify.narrow import find_narrowed
 from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceRun, ReferenceStep
 from titanlite.verify.recurrence import Recurrence, one_seed_for_all
@@ -57,8 +57,17 @@ def step_file(folder: str, step: int) -> Path:
     return Path(folder) / f"step{step}.pt"
 
 
-def run_reference(world: World, resolved: ResolvedJob, steps: int, folder: str) -> ReferenceRun:
-    """Train the job for `steps` steps on one process and write a record of each into `folder`."""
+def run_reference(
+    world: World,
+    resolved: ResolvedJob,
+    steps: int,
+    folder: str,
+    microbatches: Microbatches | None = None,
+) -> ReferenceRun:
+    """Train the job for `steps` steps on one process and write a record of each into `folder`.
+
+    With `microbatches`, a step's batch is split into these instead of the job's own.
+    """
     with open_job(world, resolved) as job:
         drawn = draw_zero_matrices(job, None)
         torch.save(
@@ -77,7 +86,7 @@ def run_reference(world: World, resolved: ResolvedJob, steps: int, folder: str) 
             def keep(gradients: dict[str, Tensor] = gradients) -> None:
                 gradients.update(_whole(job.whole_gradients()))
 
-            batches = leave_out_targets(job, batches)
+            batches = cut_again(leave_out_targets(job, batches), microbatches)
             if step == 1 and resolved.config.training.param_dtype == "float64":
                 run.narrowed = find_narrowed(job, batches)
             done = job.trainer.step(batches, on_gradients=keep)
@@ -117,13 +126,15 @@ def run_plan(
     steps: int,
     folder: str,
     patch: Patch | None = None,
+    microbatches: Microbatches | None = None,
     *,
     reloads: bool = False,
 ) -> RankRun:
     """Train the job for `steps` steps and measure this rank's part against the record in `folder`.
 
-    With `reloads`, the job, which must have [checkpoint] enabled, is saved at its end and loaded
-    into a new job, which is measured too. Every rank of the world must call this.
+    With `microbatches`, which need one process, the batch is split into these instead of the job's
+    own. With `reloads`, the job, which must have [checkpoint] enabled, is saved at its end and
+    loaded into a new job, which is measured too. Every rank of the world must call this.
     """
     calls_before = {call.group: call.number for call in recorded_calls()}
     with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
@@ -153,6 +164,7 @@ def run_plan(
                 )
 
             batches = leave_out_targets(job, batches, record["fields"])
+            batches = cut_again(batches, microbatches)
             with naming_failures(job) if step == 1 else contextlib.nullcontext():
                 done = job.trainer.step(batches, on_gradients=look)
             if step == 1:
@@ -194,10 +206,15 @@ def run_plan(
 
 
 def run_and_reload(
-    world: World, resolved: ResolvedJob, steps: int, folder: str, patch: Patch | None = None
+    world: World,
+    resolved: ResolvedJob,
+    steps: int,
+    folder: str,
+    patch: Patch | None = None,
+    microbatches: Microbatches | None = None,
 ) -> RankRun:
     """`run_plan` with `reloads`."""
-    return run_plan(world, resolved, steps, folder, patch, reloads=True)
+    return run_plan(world, resolved, steps, folder, patch, microbatches, reloads=True)
 
 
 def check_formats(world: World, resolved: ResolvedJob, patch: Patch | None) -> tuple[str, ...]:
@@ -269,6 +286,14 @@ def leave_out_targets(
         left.append(batch.leave_out(is_out))
         first += batch.num_sequences
     return left
+
+
+def cut_again(batches: list[Batch], microbatches: Microbatches | None) -> list[Batch]:
+    """The batch of one process, split into `microbatches` if they are given."""
+    if microbatches is None:
+        return batches
+    whole = join(batches)
+    return [join([whole.rows(r.start, r.stop) for r in rows]) for rows in microbatches]
 
 
 def _sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int) -> list[int]:

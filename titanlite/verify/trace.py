@@ -23,10 +23,12 @@ from titanlite.batch import Batch, join, takes
 from titanlite.config import ResolvedJob
 from titanlite.job import Job
 from titanlite.names import canonical_name
+from titanlite.parallelize.float8_linear import Float8Linear
 from titanlite.ranks.world import World
 from titanlite.training.shards import local_part, shard_of
 from titanlite.verify.cells import cells_file, cells_of, cut_cells, shares_of
 from titanlite.verify.failing import styles_of
+from titanlite.verify.jobs import Microbatches, microbatches_of
 from titanlite.verify.parts import ExpectedPart, label_dimensions
 from titanlite.verify.record import (
     Agreement,
@@ -39,6 +41,7 @@ from titanlite.verify.record import (
 from titanlite.verify.run import (
     Patch,
     agreement,
+    cut_again,
     draw_zero_matrices,
     leave_out_targets,
     load,
@@ -62,10 +65,11 @@ def trace_reference(
 
     `names` are the parameters whose gradients are recorded for each cell.
     """
-    with _at_step(world, resolved, step, folder) as (job, batches):
+    microbatches = microbatches_of(plan)
+    with _at_step(world, resolved, step, folder, microbatches) as (job, batches):
         model = job.parts[0]
         labels = label_dimensions(model, batches[0])
-        with _outputs_of(job) as kept:
+        with _outputs_of(job) as kept, _scales_of(job) as scaled:
             job.trainer.compute_gradients(batches)
         job.trainer.optimizer.zero_grad(set_to_none=True)
         outputs, num_bytes, num_left_out = {}, 0, 0
@@ -76,15 +80,20 @@ def trace_reference(
                 num_left_out += 1
                 continue
             batch_dim, _ = labels.get(module_of(name), (None, None))
-            outputs[name] = calls[0] if batch_dim is None else torch.cat(calls, batch_dim)
+            outputs[name] = _whole(calls, batch_dim, microbatches)
             of_outputs = kept.gradients_of(name)
             # Without a dimension of sequences each rank or microbatch has only a share of it.
             if of_outputs is not None and batch_dim is not None:
-                gradients_of[name] = torch.cat(of_outputs, batch_dim)
+                gradients_of[name] = _whole(of_outputs, batch_dim, microbatches)
         record = {"outputs": outputs, "gradients": gradients_of, "labels": labels}
         torch.save(record, _trace_file(folder))
 
         batch = join(batches)
+        # Cells need the sequences in the order of the global batch.
+        if microbatches is not None:
+            order = [number for rows in microbatches for r in rows for number in r]
+            places = torch.tensor(order).argsort().tolist()
+            batch = join([batch.rows(place, place + 1) for place in places])
         cells, losses, targets, gradients = cells_of(plan), [], [], defaultdict(list)
         names = _small_enough(job, names, len(cells))
         num_targets = max(1, int(batch.count_targets()))
@@ -99,7 +108,9 @@ def trace_reference(
                     gradients[name].append(gradient.cpu() * (count / num_targets))
             job.trainer.optimizer.zero_grad(set_to_none=True)
         torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
-        return ReferenceTrace(tuple(outputs), cells, tuple(losses), tuple(targets), num_left_out)
+        return ReferenceTrace(
+            tuple(outputs), cells, tuple(losses), tuple(targets), num_left_out, scaled
+        )
 
 
 def trace_plan(
@@ -120,7 +131,7 @@ def trace_plan(
         (patch or contextlib.nullcontext)(),
         _at_step(world, resolved, step, folder) as (job, batches),
     ):
-        with _outputs_of(job) as kept:
+        with _outputs_of(job) as kept, _scales_of(job) as scaled:
             job.trainer.compute_gradients(batches)
         known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
         record = load(folder, step)["gradients"]
@@ -150,6 +161,7 @@ def trace_plan(
             pending_inputs=tuple(kept.pending_inputs),
             blind_stages=_blind_stages(job, kept, batches),
             styles=styles_of(job),
+            scaled=scaled,
         )
 
 
@@ -170,15 +182,34 @@ def _trace_file(folder: str) -> Path:
 
 @contextlib.contextmanager
 def _at_step(
-    world: World, resolved: ResolvedJob, step: int, folder: str
+    world: World,
+    resolved: ResolvedJob,
+    step: int,
+    folder: str,
+    microbatches: Microbatches | None = None,
 ) -> Iterator[tuple[Job, list[Batch]]]:
     """The job just before `step`, and the batches of that step."""
+
+    def draw(number: int) -> list[Batch]:
+        batches = leave_out_targets(job, job.draw(), load(folder, number)["fields"])
+        return cut_again(batches, microbatches)
+
     with open_job(world, resolved) as job:
         draw_zero_matrices(job, load(folder, 0)["drawn"])
         for number in range(1, step):
-            known = load(folder, number)["fields"]
-            job.trainer.step(leave_out_targets(job, job.draw(), known))
-        yield job, leave_out_targets(job, job.draw(), load(folder, step)["fields"])
+            job.trainer.step(draw(number))
+        yield job, draw(step)
+
+
+def _whole(calls: list[Tensor], batch_dim: int | None, microbatches: Microbatches | None) -> Tensor:
+    """Join a module's outputs for all microbatches, in the order of the batch's sequences."""
+    if batch_dim is None:
+        return calls[0]
+    whole = torch.cat(calls, batch_dim)
+    order = [number for rows in microbatches or () for r in rows for number in r]
+    if whole.size(batch_dim) != len(order):
+        return whole
+    return whole.index_select(batch_dim, torch.tensor(order).argsort())
 
 
 class _Kept:
@@ -275,6 +306,28 @@ def _outputs_of(job: Job) -> Iterator[_Kept]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, float]]]:
+    """Inside, record the input scales of each float8 layer; the dict is filled on exit."""
+    layers = {
+        canonical_name(name): module
+        for part in job.parts
+        for name, module in part.named_modules()
+        if isinstance(module, Float8Linear)
+    }
+    found: dict[str, tuple[bool, float]] = {}
+    for layer in layers.values():
+        layer.observed = []
+    try:
+        yield found
+    finally:
+        for name, layer in layers.items():
+            if layer.observed:
+                is_rowwise, _ = layer.observed[0]
+                found[name] = is_rowwise, max(amax for _, amax in layer.observed)
+            layer.observed = None
 
 
 def _argument(

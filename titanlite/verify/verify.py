@@ -35,8 +35,10 @@ from titanlite.verify.diagnose import diagnose
 from titanlite.verify.evidence import Evidence
 from titanlite.verify.jobs import (
     PARTS,
+    Microbatches,
     accumulation_pair,
     features_off,
+    microbatches_of,
     plan_job,
     reference_job,
     saving_job,
@@ -146,7 +148,7 @@ class Verifier:
         self.max_ranks = max_ranks
         self.timeout_seconds = timeout_seconds
         self._pools: dict[int, RankPool] = {}
-        self._references: dict[tuple[str, int], Reference] = {}
+        self._references: dict[tuple[str, int, Microbatches | None], Reference] = {}
         # (job, steps) -> what is wrong with accumulation on one process; "" for nothing.
         self._sums: dict[tuple[str, int], str] = {}
         self._exits = contextlib.ExitStack()
@@ -186,7 +188,7 @@ class Verifier:
         parts = plan.global_batch_size // alone.config.training.local_batch_size
         found = Verification(plan, dtype, steps, parts)
         on_start(found)
-        reference = self._reference(alone, steps)
+        reference = self._reference(alone, steps, microbatches_of(plan))
         found.narrowed = reference.narrowed
         if parts > 1:
             # Plan and reference both accumulate, so a bug in that would be in both.
@@ -240,6 +242,7 @@ class Verifier:
         reference: Reference,
         steps: int,
         patch: Patch | None = None,
+        microbatches: Microbatches | None = None,
         *,
         reloads: bool = False,
     ) -> list[RankRun]:
@@ -247,7 +250,9 @@ class Verifier:
         function = (
             "titanlite.verify.run:run_and_reload" if reloads else "titanlite.verify.run:run_plan"
         )
-        return self.pool(job.dims.world_size).call(function, job, steps, reference.folder, patch)
+        return self.pool(job.dims.world_size).call(
+            function, job, steps, reference.folder, patch, microbatches
+        )
 
     def _resume_alone(self, saved: ResolvedJob, reference: Reference, step: int) -> RankStep:
         """What one process loads of the checkpoint of `saved`."""
@@ -269,13 +274,14 @@ class Verifier:
     def _judge(self, found: Verification, runs: list[RankRun], reference: Reference) -> None:
         found.differences = differences(runs, reference.steps)
         is_narrow = bool(reference.narrowed)
-        found.tolerance = Tolerance(found.dtype, is_narrow=is_narrow)
+        is_float8 = found.job.config.converts_to_float8
+        found.tolerance = Tolerance(found.dtype, is_narrow=is_narrow, is_float8=is_float8)
         if found.dtype != "float64":
             found.tolerance = self._measure_rounding(found, reference)
         found.failures = failures(found.differences, found.tolerance)
         if found.failures and found.dtype == "float64":
             self._check_accumulation(found)
-            if not found.wrong_sums:
+            if not found.wrong_sums and not is_float8:
                 # Some tensors have larger rounding errors. Measuring them costs runs, so it is done
                 # only if something is above the default tolerance.
                 found.tolerance = self._measure_rounding(found, reference)
@@ -351,13 +357,15 @@ class Verifier:
                 cures += [f"{key} = {json.dumps(value)}" for key, value in changes.items()]
         return cures
 
-    def _reference(self, alone: ResolvedJob, steps: int) -> Reference:
-        key = alone.config.model_dump_json(exclude_unset=True), steps
+    def _reference(
+        self, alone: ResolvedJob, steps: int, microbatches: Microbatches | None = None
+    ) -> Reference:
+        key = alone.config.model_dump_json(exclude_unset=True), steps, microbatches
         if key not in self._references:
             folder = tempfile.mkdtemp(dir=self._folder)
             try:
                 (run,) = self.pool(1).call(
-                    "titanlite.verify.run:run_reference", alone, steps, folder
+                    "titanlite.verify.run:run_reference", alone, steps, folder, microbatches
                 )
             except RankError as error:
                 raise TitanliteError(
@@ -369,18 +377,24 @@ class Verifier:
         return self._references[key]
 
     def _measure_rounding(self, found: Verification, reference: Reference) -> Tolerance:
-        """Measure the reference's rounding error against its batch in parts and against float64."""
-        others = [reference_job(found.job, num_parts=PARTS)]
+        """Measure the reference's rounding error against its batch in parts and against float64.
+
+        In float8 the numbers depend on how the batch is split, so parts are not compared.
+        """
+        microbatches = microbatches_of(found.job)
+        others = [] if microbatches else [reference_job(found.job, num_parts=PARTS)]
         if found.dtype != "float64":
             self._check_accumulation(found)
             others.append(reference_job(plan_job(found.job, "float64")))
         rounding: list[dict[Key, float]] = [{} for _ in reference.steps]
         for other in others:
-            runs = self._run(other, reference, found.num_steps)
+            runs = self._run(other, reference, found.num_steps, None, microbatches)
             for total, of_step in zip(rounding, differences(runs, reference.steps), strict=True):
                 for key, value in of_step.items():
                     total[key] = max(total.get(key, 0.0), value)
-        return Tolerance(found.dtype, rounding, bool(reference.narrowed))
+        return Tolerance(
+            found.dtype, rounding, bool(reference.narrowed), found.job.config.converts_to_float8
+        )
 
     def _check_accumulation(self, found: Verification) -> None:
         """Check that on one process, in float64, the result does not depend on splitting the batch.
@@ -389,7 +403,10 @@ class Verifier:
         a second time. If that differs too, the job is random. If it does not, but a module's output
         for a sequence depends on the rest of the batch, the model has batch statistics. Both raise
         ConfigError. Otherwise the sum over the parts is wrong, which goes into `wrong_sums`.
+        A float8 job is not checked, since its scales depend on the microbatches.
         """
+        if found.job.config.converts_to_float8:
+            return
         pair = accumulation_pair(plan_job(found.job, "float64"))
         if pair is None or found.wrong_sums:
             return

@@ -1,0 +1,153 @@
+"""What float8 does to a run on digits, and what its emulation costs on a CPU.
+
+    python tests/benchmarks/float8.py [--steps 400] [--seeds 0 1 2] [--picture FILE.png]
+
+One process trains the digits model in float32 and in float8, every linear layer of every block, by
+each recipe asked for, from equal weights on equal batches. The jobs take turns step by step, so
+that what else the machine does falls on all alike. Printed are the held-out losses and the
+CPU-seconds of a step. Seeds can be run apart, each with --json FILE, and joined by --join FILE ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titanlite.config import make_config, resolve_job
+from titanlite.ranks.launch import ALONE
+
+FORMATS = ("float32", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+COLOURS = {
+    "float32": "#111827",
+    "tensorwise": "#d1495b",
+    "rowwise": "#1f5fa8",
+    "rowwise_with_gw_hp": "#2a9d8f",
+}
+Curve = list[tuple[int, float]]
+"""(steps trained, held-out loss in nats a pixel), in order."""
+
+
+def job_of(name: str, seed: int, steps: int, batch: int) -> Any:
+    """The job of configs/single.toml, at a length and batch, in a format of FORMATS."""
+    is_float8 = name != "float32"
+    return make_config(
+        {
+            "model": {
+                "flavor": "digits",
+                "converters": ["quantize.linear.float8"] if is_float8 else [],
+            },
+            "quantize": {"linear": {"float8": {"recipe_name": name} if is_float8 else {}}},
+            "training": {
+                "dataset": "digits",
+                "global_batch_size": batch,
+                "local_batch_size": batch,
+                "steps": steps,
+            },
+            "optimizer": {"lr": 3e-3, "beta2": 0.99},
+            "lr_scheduler": {"warmup_steps": 30, "decay_type": "cosine"},
+            "parallelism": {"data_parallel_shard_degree": 1},
+            "activation_checkpoint": {"mode": "none"},
+            "validation": {"enable": True, "local_batch_size": 64},
+            "debug": {"seed": seed},
+        }
+    )
+
+
+def train(
+    formats: list[str], seed: int, steps: int, every: int, batch: int
+) -> dict[str, tuple[Curve, list[float]]]:
+    """Each format's held-out losses, and the CPU-seconds of its steps but the first."""
+    import torch
+
+    from titanlite.job import build_job
+    from titanlite.ranks.world import open_world
+
+    found: dict[str, tuple[Curve, list[float]]] = {name: ([], []) for name in formats}
+    with open_world(ALONE) as world:
+        # Threads that wait for each other on a busy machine take CPU-seconds too.
+        torch.set_num_threads(1)
+        jobs = {n: build_job(resolve_job(job_of(n, seed, steps, batch), 1), world) for n in formats}
+        for step in range(1, steps + 1):
+            for name, job in jobs.items():
+                start = time.process_time()
+                job.step()
+                found[name][1].append(time.process_time() - start)
+                if step % every == 0 or step == steps:
+                    found[name][0].append((step, job.evaluate()))
+            if step % every == 0:
+                losses = ", ".join(f"{n} {found[n][0][-1][1]:.4f}" for n in formats)
+                print(f"seed {seed}, step {step}: {losses}", flush=True)
+    return {name: (curve, seconds[1:]) for name, (curve, seconds) in found.items()}
+
+
+def draw(path: Path, curves: Mapping[str, list[Curve]]) -> None:
+    """The held-out loss by step: a line a seed, a colour a format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, of_seeds in curves.items():
+        for index, curve in enumerate(of_seeds):
+            axes.plot(
+                [step for step, _ in curve],
+                [loss for _, loss in curve],
+                color=COLOURS[name],
+                linewidth=1.2,
+                alpha=0.8,
+                label=None if index else name,
+            )
+    axes.set_xlabel("step")
+    axes.set_ylabel("held-out loss (nats a pixel)")
+    axes.set_title("digits, every linear layer of every block in float8; a line a seed")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--every", type=int, default=25, help="steps between validations")
+    parser.add_argument("--recipes", nargs="*", default=["tensorwise", "rowwise"])
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--json", type=Path, help="where what was measured is kept")
+    parser.add_argument("--join", type=Path, nargs="*", help="such files, in place of a run")
+    arguments = parser.parse_args()
+    if arguments.join:
+        kept = [json.loads(path.read_text()) for path in arguments.join]
+        formats = list(kept[0]["curves"])
+        curves = {name: [c for one in kept for c in one["curves"][name]] for name in formats}
+        seconds = {name: [s for one in kept for s in one["seconds"][name]] for name in formats}
+    else:
+        formats = ["float32", *arguments.recipes]
+        curves, seconds = {name: [] for name in formats}, {name: [] for name in formats}
+        for seed in arguments.seeds:
+            found = train(formats, seed, arguments.steps, arguments.every, arguments.batch)
+            for name, (curve, of_steps) in found.items():
+                curves[name].append(curve)
+                seconds[name] += of_steps
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"curves": curves, "seconds": seconds}))
+    if arguments.picture:
+        draw(arguments.picture, curves)
+    base = statistics.median(seconds["float32"])
+    for name in formats:
+        cost = statistics.median(seconds[name])
+        print(f"{name}: {cost:.3f} CPU-seconds a step, {cost / base:.2f} times float32's")
+        for place, (curve, plain) in enumerate(zip(curves[name], curves["float32"], strict=True)):
+            loss, of_float32 = curve[-1][1], plain[-1][1]
+            print(f"  run {place}: {loss:.4f} at step {curve[-1][0]}, {loss / of_float32 - 1:+.2%}")
+
+
+if __name__ == "__main__":
+    main()
