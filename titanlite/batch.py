@@ -1,8 +1,8 @@
-"""A batch: sequences as named fields, and which dimensions of each count sequences and tokens.
+"""A batch: named fields, and the batch and sequence dimension of each.
 
-One place knows how a field is cut: over the ranks of the cp axis where a batch enters, and into
-microbatches where a pipeline runs it. A model, or a stage of one, is given the fields that its
-forward asks for by name; the loss is given the whole batch.
+All slicing of fields is here: over the ranks of the cp axis, and into the microbatches of a
+pipeline. A model or stage receives the fields that its forward takes by name; the loss receives the
+whole batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from titanlite.errors import TitanliteError
 if TYPE_CHECKING:
     from titanlite.attention import Layout
 
-# The target that torch.nn.functional.cross_entropy leaves out by default.
+# The target that torch.nn.functional.cross_entropy ignores by default.
 IGNORE_INDEX = -100
 
 
 class FieldDims(NamedTuple):
-    """Which dimension of a field counts the sequences of a batch and which their tokens."""
+    """The batch dimension and the sequence dimension of a field; None if it has none."""
 
     batch: int | None
     sequence: int | None
@@ -35,10 +35,10 @@ class FieldDims(NamedTuple):
 class Batch:
     """Sequences of T tokens, or one rank's part of them.
 
-    Every batch has "tokens" [B, T], what the model is given first; "targets" [B, T], of which
-    those that are IGNORE_INDEX do not count; and "positions", the places of the tokens in their
-    sequences, [T] or, where they differ from sequence to sequence, [B, T]. One of a data set has
-    "token_numbers" [B, T] too: a token's number among all of a run (see dropout.py).
+    Every batch has "tokens" [B, T], the model's first argument; "targets" [B, T], where
+    IGNORE_INDEX masks a target; and "positions", the index of each token in its sequence, [T], or
+    [B, T] if it differs between sequences. Batches of a data set also have "token_numbers" [B, T],
+    the number of each token among all tokens of a run (see dropout.py).
     """
 
     fields: Mapping[str, Tensor]
@@ -69,7 +69,7 @@ class Batch:
         return Batch(moved, self.dims)
 
     def replace(self, **fields: Tensor) -> Batch:
-        """The batch with other values for some fields, which lie as those before did."""
+        """The batch with new values for some fields, whose dimensions stay the same."""
         return Batch({**self.fields, **fields}, self.dims)
 
     def rows(self, start: int, stop: int) -> Batch:
@@ -89,7 +89,7 @@ class Batch:
         return Batch(cut, self.dims)
 
     def shard(self, layout: Layout, rank: int) -> Batch:
-        """The part that `rank` of the cp axis holds: its tokens of every sequence."""
+        """The shard of `rank` on the cp axis: its tokens of every sequence."""
         cut = {
             name: field
             if (dim := self.dims[name].sequence) is None
@@ -99,12 +99,12 @@ class Batch:
         return Batch(cut, self.dims)
 
     def leave_out(self, is_out: Tensor) -> Batch:
-        """The batch without the targets where `is_out`, bool [B, T] or what spreads to it."""
+        """The batch with targets masked where `is_out`, a bool tensor that broadcasts to [B, T]."""
         is_out = is_out.to(self.targets.device)
         return self.replace(targets=self.targets.masked_fill(is_out, IGNORE_INDEX))
 
     def count_targets(self) -> Tensor:
-        """How many targets count: an int64 scalar."""
+        """The number of targets that are not masked, an int64 scalar."""
         return (self.targets != IGNORE_INDEX).sum()
 
 
@@ -115,9 +115,9 @@ def make_batch(
     *,
     more: Mapping[str, tuple[Tensor, FieldDims]] | None = None,
 ) -> Batch:
-    """A batch of `tokens` [B, T], whose targets are the next tokens unless given.
+    """A batch of `tokens` [B, T]; by default targets are the next tokens, positions 0 to T - 1.
 
-    Positions are 0 to T - 1 unless given, as [T] or [B, T]. `more` are other fields.
+    `targets` is [B, T], `positions` [T] or [B, T]. `more` are other fields and their dimensions.
     """
     if targets is None:
         targets = make_targets(tokens)
@@ -137,8 +137,8 @@ def make_batch(
 def make_targets(tokens: Tensor) -> Tensor:
     """The next token of each position: tokens [B, T] -> targets [B, T], int64.
 
-    The last position has none and gets IGNORE_INDEX. T - 1 targets a row count, and losses in
-    bits per dimension are over those.
+    The last position has no next token and gets IGNORE_INDEX. So a row has T - 1 targets, and
+    losses in bits per dimension are means over these.
     """
     targets = torch.full_like(tokens, IGNORE_INDEX)
     targets[:, :-1] = tokens[:, 1:]
@@ -146,7 +146,7 @@ def make_targets(tokens: Tensor) -> Tensor:
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """Several batches as one, in order; fields without a batch dimension are the first's."""
+    """Concatenate batches; fields without a batch dimension are taken from the first."""
     first = batches[0]
     fields = {
         name: field
@@ -158,12 +158,12 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 
 def asked_for(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Those fields of the batch that the module's forward takes by name, beside its first one."""
+    """The fields of the batch that the module's forward takes by name after its first argument."""
     return {name: batch[name] for name in _names_taken(module, batch.fields)}
 
 
 def takes(module: nn.Module, name: str) -> bool:
-    """Whether the module's forward takes a field of that name."""
+    """Whether the module's forward takes a field with that name."""
     return name in _names_taken(module, (name,))
 
 
@@ -176,9 +176,9 @@ def _names_taken(module: nn.Module, names: Collection[str]) -> list[str]:
 
 
 def check_forward(module: nn.Module, fields: Collection[str]) -> None:
-    """Raises TitanliteError where the module's forward needs an argument that no batch has.
+    """Raises TitanliteError if the module's forward needs an argument that no batch has.
 
-    `fields` are those that a batch has beside its tokens.
+    `fields` are the names of a batch's fields except its tokens.
     """
     _, *others = inspect.signature(module.forward).parameters.values()
     for parameter in others:
@@ -189,13 +189,14 @@ def check_forward(module: nn.Module, fields: Collection[str]) -> None:
         )
         if is_needed and parameter.name not in fields:
             raise TitanliteError(
-                f"forward of {type(module).__name__} needs `{parameter.name}`, and beside the "
-                f"tokens a batch has {' and '.join(f'`{name}`' for name in fields)}, by that name"
+                f"forward of {type(module).__name__} needs `{parameter.name}`, but besides tokens "
+                f"a batch has only {' and '.join(f'`{name}`' for name in fields)}; rename or "
+                "remove the argument"
             )
 
 
 def call_model(module: nn.Module, batch: Batch, x: Tensor | None = None) -> Any:
-    """What a model puts out for the tokens of a batch; or a stage, for `x` from the one before."""
+    """The output of a model for a batch, or of a stage for `x`, the previous stage's output."""
     return module(batch.tokens if x is None else x, **asked_for(module, batch))
 
 

@@ -1,9 +1,9 @@
 """Dropout whose masks do not depend on the plan.
 
-torch.nn.Dropout draws from the state of a rank's generator: another split of the batch, the
-sequence or the features draws other masks, and a plan cannot be compared with one process. Here
-whether an element is dropped is a hash of (seed, module, token, feature), so that each rank finds
-the masks of its own part, and a recomputation those of the forward pass, without communication.
+torch.nn.Dropout draws masks from the rank's generator, so they change with the split of the batch,
+the sequence or the features, and a plan cannot be compared with one process. Here a hash of (seed,
+module, token, feature) decides whether an element is dropped. Each rank computes the masks of its
+own part without communication, and recomputation gives the masks of the forward pass.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MASK = 2**32 - 1
 class TokenDropout(nn.Module):
     """In training, zeroes features with probability `p` and scales the others by 1 / (1 - p).
 
-    Input [..., D] and `token_numbers` [...], int64, the numbers of its tokens in the run, which a
-    model is given under that name where its forward takes it. The job's seed and the module's name
-    are hashed into the masks by `set_key`, which the trainer calls. Raises TitanliteError for
-    training without numbers, whose masks would be those of another part.
+    Takes x [..., D] and `token_numbers` [...], int64, the number of each token in the run. A model
+    receives them if its forward takes an argument `token_numbers`. The trainer calls `set_key`,
+    which makes the masks depend on the job's seed and the module's name. Raises TitanliteError in
+    training without `token_numbers`.
     """
 
     key: Tensor
@@ -32,26 +32,26 @@ class TokenDropout(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
-            raise TitanliteError(f"a dropout probability is at least 0 and below 1, not {p}")
+            raise TitanliteError(f"dropout probability must be at least 0 and below 1, not {p}")
         self.p = p
-        # A tensor, so that blocks which differ in it alone share one compiled graph.
+        # A tensor, so that blocks that differ only in their key share one compiled graph.
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def set_key(self, seed: int, name: str) -> None:
-        """Make the masks those of the module called `name` in a job with this seed."""
+        """Set the masks for the module called `name` in a job with this seed."""
         digest = hashlib.sha256(f"{seed}:{name}:dropout".encode()).digest()
         self.key.fill_(int.from_bytes(digest[:4], "little"))
 
     def forward(
         self, x: Tensor, token_numbers: Tensor | None = None, first_feature: int = 0
     ) -> Tensor:
-        """`x` with features dropped; its last dimension begins with feature `first_feature`."""
+        """Drop features of `x`, whose last dimension begins with feature `first_feature`."""
         if not self.training or self.p == 0.0:
             return x
         if token_numbers is None:
             raise TitanliteError(
-                "TokenDropout needs token_numbers in training; let the model's forward take them "
-                "and hand them on"
+                "TokenDropout needs token_numbers in training; add the argument to the model's "
+                "forward and pass it on"
             )
         is_kept = self._hashes(token_numbers, x.size(-1), first_feature) >= int(self.p * 2**32)
         return torch.where(is_kept, x / (1.0 - self.p), 0.0)
@@ -67,9 +67,9 @@ class TokenDropout(nn.Module):
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A permutation of [0, 2**32) in which each bit of the result depends on each of `x`.
+    """A permutation of [0, 2**32) in which each bit of the result depends on each bit of `x`.
 
-    In int64, of which no product overflows. Constants: https://github.com/skeeto/hash-prospector.
+    No product overflows int64. Constants: https://github.com/skeeto/hash-prospector.
     """
     x = (x >> 16 ^ x) * 0x45D9F3B & _MASK
     x = (x >> 16 ^ x) * 0x45D9F3B & _MASK

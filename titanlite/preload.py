@@ -1,7 +1,7 @@
-"""What the fork server imports once for all local ranks; nothing else imports this module.
+"""The modules that the fork server imports once for all local ranks; only it imports this file.
 
-Garbage collection is off meanwhile, which makes the imports a third cheaper. What they leave is
-then frozen: no rank scans it for garbage, nor copies the pages it shares with the fork server.
+Garbage collection is off during the imports, which makes them a third cheaper. The imported objects
+are then frozen: no rank scans them for garbage, or copies the pages shared with the fork server.
 """
 
 import gc
@@ -14,9 +14,9 @@ MODULES = (
     "torch.distributed._composable.replicate",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "torch.optim",
-    "torch._dynamo",  # which optimizers and dispatch modes import at their first call
+    "torch._dynamo",  # imported by optimizers and dispatch modes at their first call
     "titanlite.job",
-    # What a training run imports on its ranks.
+    # The modules that a training run imports on its ranks.
     "titanlite.train",
     "titanlite.checkpoint.run",
     "titanlite.reporter",

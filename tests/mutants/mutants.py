@@ -133,7 +133,7 @@ MUTANTS = [
         "gradients are exchanged with every part, and with those before once more",
         "accumulation",
         also(DDP, **ACCUMULATE),
-        r"wrong weights|times as large|made of the right parts",
+        r"wrong weights|times as large",
         STEP,
         (
             "                self._set_replica_sync(enabled=is_last)\n",
@@ -243,7 +243,7 @@ MUTANTS = [
         "pending sums are never made",
         "TP",
         TP,
-        r"sums over ranks that were never made|tp",
+        r"still Partial|Partial.*tp",
         NORM,
         (
             "            if now == Partial() and wanted == Replicate():\n",
@@ -814,7 +814,7 @@ MUTANTS = [
         "the job's own reductions are in the dtype of computation",
         "mixed precision",
         MIXED,
-        r"gradients are reduced in another dtype than float32.*bfloat16",
+        r"gradients are not reduced in the job's dtype float32: .* is in bfloat16",
         STEPS_FILE,
         (
             "        reduce_dtype=DTYPES[reduce] if is_mixed else None,",
@@ -825,7 +825,7 @@ MUTANTS = [
         "weights are kept in the dtype of computation",
         "mixed precision",
         MIXED,
-        r"weights are kept in another dtype than training.dtype float32",
+        r"weights are not in training\.dtype float32: .* is in bfloat16",
         JOB,
         (
             "        model = model_class(resolved.model).to("
@@ -838,7 +838,7 @@ MUTANTS = [
         "gradients are never cleared",
         "optimizer",
         FSDP,
-        r"step 1 leaves the gradients of .* behind",
+        r"step 1 does not clear the gradients of .*, so the next step adds to them",
         STEP,
         (
             "        self.scheduler.step()\n        self.optimizer.zero_grad(set_to_none=True)\n"

@@ -42,10 +42,11 @@ SLOW: dict[str, Case] = {
     "backward_pp2": ("gradient", {"parallelism": PP, **FULL}, "rank 2 (pp 1, dp_shard 0)"),
 }
 WORDS = {
-    "output": f"first not finite: the output of {MODULE} on ",
-    "gradient": f"first not finite: in the backward pass, the gradient of the output of {MODULE}",
-    "weight": f"first not finite: the output of {MODULE}.w2 on ",
-    "parameter": f"first not finite: parameter {PARAMETER} itself on ",
+    "output": f"first non-finite tensor: the output of {MODULE} on ",
+    "gradient": "first non-finite tensor: in the backward pass, the gradient of the output of "
+    f"{MODULE}",
+    "weight": f"first non-finite tensor: the output of {MODULE}.w2 on ",
+    "parameter": f"first non-finite tensor: parameter {PARAMETER} itself on ",
 }
 
 
@@ -142,18 +143,18 @@ def test_a_run_that_blows_up_ends_with_one_line(tmp_path):
     done = run(command(tmp_path / "stop", training__steps=6, **wild))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("step 2: loss nan, gradient norm nan; first not finite: the output of ")
+    assert line.startswith(
+        "step 2: loss nan, gradient norm nan; first non-finite tensor: the output of "
+    )
     assert "stopped with the weights of step 1" in line
     assert [row["step"] for row in metrics(tmp_path / "stop")] == [1]
 
 
 def test_what_is_said_where_no_value_is_found():
     clean = [Findings(), Findings()]
-    assert describe(clean, math.nan) == (
-        "the output of every module is finite, the loss of the last one is not"
-    )
+    assert describe(clean, math.nan) == "every module output is finite, but the loss is not"
     assert describe(clean, 2.0).startswith(
-        "run once more, the step has no value that is not finite"
+        "a second run of the step is finite, and so are all gradients of the first"
     )
 
 
@@ -161,6 +162,6 @@ def test_the_earliest_of_all_ranks_is_named():
     late = Findings(output=Sighting("layers.3", 2, 8, (1, 0, 9), 1), num_microbatches=2)
     early = Findings(output=Sighting("layers.1", 1, 8, (1, 0, 4), 1), num_microbatches=2)
     assert describe([late, Findings(), early], math.nan, ["tp 0", "tp 1", "tp 2"]) == (
-        "first not finite: the output of layers.1 on rank 2 (tp 2), microbatch 1 of 2, "
+        "first non-finite tensor: the output of layers.1 on rank 2 (tp 2), microbatch 1 of 2, "
         "1 of 8 values"
     )

@@ -1,4 +1,4 @@
-"""`titanlite verify` finds each recorded bug, on at most four ranks, and names its cause."""
+"""`titanlite verify` finds every recorded bug, on at most four ranks, and names its cause."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROTARY: Sections = {
 
 @dataclass(frozen=True)
 class Case:
-    """A bug, the plan that it is put into, and what the diagnosis has to say."""
+    """A bug, the plan to which it is applied, and a pattern for the diagnosis."""
 
     patch: Patch
     plan: dict[str, Any]
@@ -48,49 +48,49 @@ class Case:
     more: Sections | None = None
     steps: int = 1
     is_slow: bool = False
-    """Takes long, or is like another: not part of `make test`."""
+    """Slow, or similar to another case: not part of `make test`."""
 
 
 CASES = [
     Case(
         bugs.reduced_twice,
         DDP,
-        "all 24 gradients are 2 times as large, which is the degree of dp_replicate: they are "
-        "reduced, or multiplied, by it once too often; the loss is right",
+        "all 24 gradients are 2 times as large as on one process, and 2 is the degree of "
+        "dp_replicate: they are summed or multiplied by it once too often. The loss agrees",
     ),
     Case(
         bugs.larger_by_the_token_count,
         PP,
-        r"all 24 gradients are \d+ times .* the number of targets in the step",
+        r"all 24 gradients are \d+ times .*, and \d+ is the number of targets in the step",
         {"training": {"local_batch_size": 8}},
     ),
     Case(
         bugs.shown_loss_divided_by_cp,
         CP,
-        "the loss is 0.5 times as large, which is 1 over the degree of cp: divided by it once too "
-        "often. Gradients agree, so it is the shown loss alone",
+        "the loss is 0.5 times as large as on one process, and 0.5 is 1 over the degree of cp: it "
+        "is divided once too often. Gradients agree, so only the reported loss is wrong",
         {"training": {"local_batch_size": 8}},
     ),
     Case(
         bugs.mean_of_means,
         FSDP,
-        "a mean of means: the mean of each data-parallel rank is taken first",
+        "a mean of means. The mean is taken over each data-parallel rank, and then over these",
     ),
     Case(
         bugs.mean_of_means,
         CP,
-        "a mean of means: the mean of each rank's part of the sequence is taken first",
+        "a mean of means. The mean is taken over each rank's part of the sequence, and then over",
         is_slow=True,
     ),
     Case(
         bugs.shards_start_alike,
         FSDP,
-        "shards start alike: .* draw each parameter at its full shape",
+        "different shards have the same starting values: .* Draw each parameter at its full shape",
     ),
     Case(
         bugs.pending_input_to_a_compiled_block,
         {**TP, **FSDP},
-        "with compile.enable = false the plan agrees: the compiled module layers.0 is given the "
+        "the plan agrees with compile.enable = false: the compiled module layers.0 receives the "
         "result of a collective that is still running",
         {**OWN, "compile": {"enable": True, "backend": "aot_eager"}},
         is_slow=True,
@@ -98,75 +98,76 @@ CASES = [
     Case(
         bugs.waiting_cuts_the_way_back,
         TP,
-        "with compile.enable = false the plan agrees: gradients are missing when the optimizer is "
-        "to use them: the gradient of tok_emb.weight",
+        "the plan agrees with compile.enable = false: the gradient of tok_emb.weight is missing at "
+        "the optimizer step",
         {**OWN, "compile": {"enable": True, "backend": "aot_eager"}},
         is_slow=True,
     ),
     Case(
         bugs.one_counter_for_both_passes,
         DDP,
-        'with activation_checkpoint.mode = "none" the plan agrees: activation checkpointing '
-        "recomputes other values than the forward pass had, first in layers.0.attention.wk",
+        'the plan agrees with activation_checkpoint.mode = "none": activation checkpointing '
+        "recomputes values that differ from the forward pass, first in layers.0.attention.wk",
         {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
     ),
     Case(
         bugs.norms_not_reduced,
         TP,
-        "9 of 24 gradients .* exactly those replicated over tp are right only when summed over "
-        "tp: the all-reduce over tp is missing",
+        r"9 of 24 gradients .*; exactly those replicated over tp\) are correct only after a sum "
+        "over tp: each rank has the gradient of its own tokens only. Add the missing all-reduce",
     ),
     Case(
         bugs.wrong_output_layout,
         TP,
-        r"layers.0.w2 is the first module .* Summed over tp it is right.*Its output layout must "
-        r'reduce it .*"layers.\*.w2": RowwiseParallel',
+        r"layers.0.w2 is the first module .* Summed over tp, the output is correct: it is a "
+        r'Partial .*output layout that reduces it over tp .*"layers.\*.w2": RowwiseParallel',
         OWN,
     ),
     Case(bugs.positions_from_zero, CP, "positions are wrong under context parallelism"),
     Case(
         bugs.positions_for_the_first_stage_alone,
         {**PP, **CP},
-        "stage 1 of the pipeline takes `positions` and is given none, on the ranks with pp 1: "
-        "without them a stage counts its tokens from 0",
+        "the `positions` argument of stage 1 of the pipeline is missing, on the ranks with pp 1: "
+        "each rank then counts its tokens from 0",
         {**ROTARY, "training": {"local_batch_size": 8}},
     ),
     Case(
         bugs.positions_from_zero_in_the_model,
         CP,
-        "embeddings.row_emb is the first module .* positions 0 to 31: the position or offset",
+        "embeddings.row_emb is the first module .* The output is correct for positions 0 to 31: "
+        "the module is given, or computes, the wrong positions or offset",
         is_slow=True,
     ),
     Case(
         bugs.norm_counts_replicas,
         TP,
-        "the gradient norm is .* though every gradient agrees: gradients that are replicated over "
-        "tp are counted 2 times",
+        "the gradient norm is .*, but every gradient agrees: gradients replicated over tp are "
+        "counted 2 times",
     ),
     Case(
         bugs.norm_counts_replicas,
         DDP,
-        "gradients that are replicated over dp_replicate are counted 2 times",
+        "gradients replicated over dp_replicate are counted 2 times",
         is_slow=True,
     ),
     Case(
         bugs.norm_misses_strided_shards,
         {**TP, **FSDP},
-        "sharded twice along one dimension, the second time over dp_shard only the first rank's "
+        "sharded twice along one dimension, the second time over dp_shard, only the first rank's "
         "shard is counted",
         is_slow=True,
     ),
     Case(
         bugs.data_by_rank,
         FSDP,
-        "the data depend on the plan: at step 1 rank 1 read sequences 1, 2, 3 and 4 of it, in "
-        "place of sequences 4 to 7",
+        "the data depend on the plan: at step 1 rank 1 reads sequences 1, 2, 3 and 4 of the batch "
+        "instead of sequences 4 to 7",
     ),
     Case(
         bugs.last_microbatch_dropped,
         PP,
-        r"those of the stages on pp 0 are made of the right parts .* nothing of microbatch 3 of 4 "
-        r"\(counted from 0, the last\)",
+        r"; exactly those on pp 0\) sum correct contributions with wrong weights, .* the "
+        r"contribution of microbatch 3 of 4 \(counted from 0, the last\) is missing",
         {
             "training": {"local_batch_size": 8},
             "parallelism": {"pipeline_parallel_microbatch_size": 2},
@@ -175,8 +176,8 @@ CASES = [
     Case(
         bugs.ring_skips_a_block,
         CP,
-        r"layers.0.attention.inner is the first module .* on rank 1 alone \(cp 1\).*does not see "
-        "all keys and values",
+        r"layers.0.attention.inner is the first module .* on rank 1 only \(cp 1\).*misses some of "
+        "their keys and values",
     ),
     Case(
         bugs.ring_counts_up,
@@ -187,21 +188,21 @@ CASES = [
     Case(
         bugs.ring_leaves_out_a_product,
         {**TP, "enable_async_tensor_parallel": True},
-        r"layers.0.attention.wo is the first module .* on rank 1 alone \(tp 1\).*"
+        r"layers.0.attention.wo is the first module .* on rank 1 only \(tp 1\).*"
         r"RowwiseLocal\(scatter_dim=0\) as a ring",
     ),
     Case(
         bugs.halved_on_one_rank,
         DDP,
-        r"all 24 gradients are 0.5 times as large, .* on rank 1 alone \(dp_replicate 1\), and "
-        "right on the others",
+        r"all 24 gradients are 0.5 times as large as on one process, on rank 1 only "
+        r"\(dp_replicate 1\), but correct on the other ranks; 0.5 is 1 over the degree of",
     ),
     Case(
         bugs.input_gradient_not_reduced,
         TP,
-        r"the gradient of layers.1.norm.weight is right only when summed over tp, and .* from "
-        r"before it in the forward pass, are wrong in turn: what reads the output of layers.1.norm "
-        r"hands back a gradient of its input that is a sum over tp still to be made",
+        r"the gradient of layers.1.norm.weight is correct only after a sum over tp, and .*, of "
+        r"earlier modules, are wrong as a result: the module that reads the output of "
+        r"layers.1.norm returns a gradient of its input that is still Partial over tp",
         OWN,
     ),
     Case(
@@ -213,21 +214,21 @@ CASES = [
     Case(
         bugs.amax_of_own_tokens,
         FSDP,
-        r"layers.\d.\S+ is the first float8 layer whose scales differ, on rank \d alone .*: its "
-        "amax there is that of the rank's own part alone",
+        r"layers.\d.\S+ is the first float8 layer whose scales differ, on rank \d only .*: there "
+        "its amax is that of the rank's own part, while the largest amax of all ranks is correct",
         float8("tensorwise"),
     ),
     Case(
         bugs.rowwise_cast_tensorwise,
         TP,
-        "layers.0.attention.wo scales its input by one scale, and its recipe rowwise has a scale a "
-        "row, on every rank",
+        "layers.0.attention.wo scales its input with one scale, but its recipe rowwise needs one "
+        "scale per row, on every rank",
         float8("rowwise"),
     ),
     Case(
         bugs.replicas_drift,
         DDP,
-        r"the learning rate of step 2 is .* on rank 1 alone",
+        r"the learning rate of step 2 is .* on rank 1 only",
         steps=3,
         is_slow=True,
     ),

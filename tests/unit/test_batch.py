@@ -104,8 +104,8 @@ def test_a_forward_that_needs_something_else_is_refused():
     for module in (Blind(), Seeing(), Open()):
         check_forward(module, ["positions"])
     message = (
-        "forward of Odd needs `positions_T`, and beside the tokens a batch has `positions` and "
-        "`mask`, by that name"
+        "forward of Odd needs `positions_T`, but besides tokens a batch has only `positions` and "
+        "`mask`; rename or remove the argument"
     )
     with pytest.raises(TitanliteError, match=message):
         check_forward(Odd(), ["positions", "mask"])

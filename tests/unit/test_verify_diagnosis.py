@@ -1,4 +1,4 @@
-"""What the patterns in a plan's numbers are called; no ranks."""
+"""The sentences for patterns in a plan's numbers; no ranks."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def test_norms_are_explained_by_how_they_count():
     norm, wq = 1 + 11, 2 * (2 + 12 + 12 + 22)
     assert true_norm(runs, 1) == math.sqrt(norm + wq)
     assert explain_norm(runs, 1, math.sqrt(norm + wq)) == ""
-    assert "replicated over tp are counted 2 times" in explain_norm(
+    assert "gradients replicated over tp are counted 2 times" in explain_norm(
         runs, 1, math.sqrt(2 * norm + wq)
     )
     only_first = 2 * (2 + 12)
     words = explain_norm(runs, 1, math.sqrt(norm + only_first))
-    assert "along one dimension, the second time over dp_shard only the first rank's" in words
+    assert "along one dimension, the second time over dp_shard, only the first rank's" in words
     assert explain_norm(runs, 1, 12345.0) == ""
 
 
@@ -92,14 +92,14 @@ def test_parameters_and_ranks_are_named_by_what_they_have_in_common():
     runs = runs_on(ParallelDims(dp_shard=2, tp=2), PLACED)
     assert name_parameters(["norm", "wq"], runs, "gradient") == "all 2 gradients"
     assert name_ranks([1, 3], runs, range(4)) == "on the ranks with tp 1"
-    assert name_ranks([2], runs, range(4)) == "on rank 2 alone (dp_shard 1, tp 0)"
+    assert name_ranks([2], runs, range(4)) == "on rank 2 only (dp_shard 1, tp 0)"
     assert name_ranks([0, 3], runs, range(4)) == "on ranks 0 and 3"
     assert name_ranks(range(4), runs, range(4)) == "on every rank"
     assert listed([1, 2, 3]) == "1, 2 and 3"
     replicated, sharded = {"tp": "replicated"}, {"tp": "sharded"}
     runs = runs_on(ParallelDims(tp=2), {"norm": replicated, "scale": replicated, "wq": sharded})
     shown = name_parameters(["norm", "scale"], runs, "gradient")
-    assert shown == "2 of 3 gradients (norm and scale), exactly those replicated over tp"
+    assert shown == "2 of 3 gradients (norm and scale; exactly those replicated over tp)"
 
 
 def shares_of(weights: list[float], targets: list[int], cells: list) -> str:
@@ -117,21 +117,26 @@ def test_shares_of_the_batch_are_told_from_each_other():
     targets = [10, 20, 30, 40]
     assert shares_of([1.0, 1.0, 1.0, 1.0], targets, cells) == ""
     per_rank = [100 / (2 * 30)] * 2 + [100 / (2 * 70)] * 2
-    assert "a mean of means: the mean of each data-parallel rank" in shares_of(
+    assert "a mean of means. The mean is taken over each data-parallel rank" in shares_of(
         per_rank, targets, cells
     )
     each = [100 / (4 * count) for count in targets]
-    assert "a mean of means: the mean of each microbatch is taken" in shares_of(
+    assert "a mean of means. The mean is taken over each microbatch" in shares_of(
         each, targets, cells
     )
-    assert "nothing of microbatch 1 of 2 (counted from 0, the last)" in shares_of(
-        [1.0, 0.0, 1.0, 0.0], targets, cells
+    assert (
+        "the contribution of microbatch 1 of 2 (counted from 0, the last) is missing"
+        in shares_of([1.0, 0.0, 1.0, 0.0], targets, cells)
     )
-    assert "nothing of data-parallel rank 0 of 2" in shares_of([0, 0, 1, 1], targets, cells)
-    assert "data-parallel rank 1 of 2 (counted from 0, the last) count 3 times" in shares_of(
+    assert "the contribution of data-parallel rank 0 of 2 (counted from 0) is missing" in shares_of(
+        [0, 0, 1, 1], targets, cells
+    )
+    assert "data-parallel rank 1 of 2 (counted from 0, the last) counts 3 times" in shares_of(
         [1, 1, 3, 3], targets, cells
     )
-    assert "weights other than 1" in shares_of([0.5, 0.7, 0.2, 3.0], targets, cells)
+    assert "the weights are 0.5 for (dp 0, microbatch 0, cp 0)" in shares_of(
+        [0.5, 0.7, 0.2, 3.0], targets, cells
+    )
 
 
 def test_the_overview_shows_every_plan_and_what_differs():

@@ -1,1 +1,1 @@
-"""Starting values, loss, gradient norm, optimizer and step: the same numbers under every plan."""
+"""Initialization, loss, gradient norm, optimizer and step; their numbers are plan-invariant."""

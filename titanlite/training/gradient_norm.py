@@ -1,8 +1,8 @@
-"""The norm of all gradients of a job, and clipping by it, right under every plan.
+"""The norm of all gradients of a job, and clipping by that norm, under any plan.
 
-Each element of each gradient counts once, whatever its replication: a rank counts its part of a
-parameter only where it stands first on every axis over which that parameter is replicated. One sum
-over the world then covers every mesh and every pipeline stage.
+Each gradient element counts once, even if it is replicated: a rank counts its shard of a parameter
+only if it is rank 0 on every axis over which the parameter is replicated. One all-reduce over the
+world then covers every mesh and every pipeline stage.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from titanlite.training.shards import is_sharded, local_part
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients that are still sums to be made over a mesh axis: one all-reduce for all.
+    """Reduce all Partial gradients, with one all-reduce for each mesh axis and dtype.
 
-    DTensor leaves the gradient of a weight that is replicated over the tensor axis, and was used
-    on sharded activations, as a pending sum; FSDP2 makes it, plain tensor parallelism does not.
-    They are many and small (norms, tables), so they travel as one tensor.
+    A weight that is replicated over the tensor axis and used on sharded activations has a Partial
+    gradient in DTensor. FSDP2 reduces it; plain tensor parallelism does not. These gradients are
+    many and small (norms, tables), so they are joined into one tensor.
     """
     pending: dict[tuple[DeviceMesh, int, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = {}
     for parameter in parameters:
@@ -52,7 +52,7 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _like(parameter: Any, local: Tensor) -> DTensor:
-    """A tensor placed as `parameter` is, of which `local` is this rank's part."""
+    """A DTensor with the placements of `parameter` and the local tensor `local`."""
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -65,10 +65,10 @@ def _like(parameter: Any, local: Tensor) -> DTensor:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], world_mesh: DeviceMesh) -> Tensor:
-    """The 2-norm of all gradients of the job as a scalar; the same on every rank.
+    """The 2-norm of all gradients of the job, as a scalar that is the same on every rank.
 
-    `parameters` are those of this rank's part of the model, `world_mesh` the mesh of all ranks
-    with its axes named. Gradients of low precision are squared and summed in float32.
+    `parameters` are those of this rank's part of the model; `world_mesh` is the mesh of all ranks,
+    with named axes. Low-precision gradients are squared and summed in float32.
     """
     counted = [
         local_part(parameter.grad)
@@ -82,7 +82,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], world_mesh: DeviceMesh) ->
         dtype = torch.promote_types(dtype, counted[0].dtype)
         norms = torch._foreach_norm(counted, 2, dtype=dtype)
         squares = torch.stack(norms).square().sum().to(device)
-    # float64 so that ranks that count nothing need not know the dtype of the others.
+    # Always float64, since ranks that count nothing do not know the dtype of the others.
     squares = squares.double()
     dist.all_reduce(squares)
     return squares.sqrt()
@@ -90,7 +90,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], world_mesh: DeviceMesh) ->
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their norm, given as `norm`, is at most `max_norm`."""
+    """Scale all gradients, whose norm is `norm`, so that their norm is at most `max_norm`."""
     gradients = [
         local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]
@@ -101,7 +101,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
 
 
 def _is_counted_here(parameter: nn.Parameter, world_mesh: DeviceMesh) -> bool:
-    """Whether this rank stands first on every axis over which `parameter` is replicated."""
+    """Whether this rank has coordinate 0 on every axis over which `parameter` is replicated."""
     sharded_axes = set(axes_where(weights="stages"))
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()

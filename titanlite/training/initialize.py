@@ -1,8 +1,8 @@
-"""Starting weights that do not depend on the plan.
+"""Initial weights that do not depend on the plan.
 
-Each parameter is drawn at its full shape from a generator of its own, seeded by the job's seed and
-the parameter's canonical name, and then cut to this rank's shard. DTensor's own random operators
-would give every shard the same numbers on CPU.
+Each parameter is drawn at its full shape from its own generator, seeded by the job's seed and the
+parameter's canonical name. The rank then keeps its shard. DTensor's own random operators would give
+every shard the same numbers on CPU.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from titanlite.training.shards import local_part, shard_of
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, device: torch.device) -> None:
-    """Give a model built on "meta" its storage on `device` and its starting values.
+    """Allocate a model built on "meta" on `device` and give it its initial values.
 
-    A value depends on `seed` and the parameter's name alone, neither on the plan nor the device:
-    it is drawn on the CPU in float32. One parameter's full shape is in memory at a time. The model
-    says how by `init_parameter(name, parameter, generator)`; without that, matrices are normal with
-    standard deviation 0.02, and vectors are one where they are called weight, else zero. A model
-    with buffers gives them their values in `init_buffers()`; a TokenDropout gets its key here.
+    Values depend only on `seed` and the parameter's name, not on the plan or the device: they are
+    drawn on the CPU in float32, with one full parameter in memory at a time. The model can define
+    `init_parameter(name, parameter, generator)`. By default matrices are normal with standard
+    deviation 0.02; vectors are one if they are called weight, else zero. A model with buffers sets
+    them in `init_buffers()`; every TokenDropout gets its key here.
     """
     plain: Any = _plain_model(model)
     draw = getattr(plain, "init_parameter", _init_parameter)
@@ -41,9 +41,9 @@ def initialize(model: nn.Module, seed: int, device: torch.device) -> None:
 
 
 def init_buffers(model: nn.Module, seed: int) -> None:
-    """Give the buffers of a model, or of a part of one, their starting values.
+    """Give the buffers of a model, or of a part of one, their initial values.
 
-    Those of TokenDropout are known here. Raises TitanliteError where the model has others, and no
+    Raises TitanliteError if the model has buffers other than TokenDropout's and no
     `init_buffers()`.
     """
     dropouts = {

@@ -1,7 +1,7 @@
-"""The loss: summed over targets, and divided by the number of targets of the whole step.
+"""The loss: a sum over targets, divided by the number of targets in the whole step.
 
-A Loss is two functions, so that the number is known before the backward pass: what a task adds up,
-and what it divides by. A data set's spec names the loss that it is trained with.
+A Loss is a pair of functions, the sum and the count, so that the count is known before the backward
+pass. The spec of a data set names its loss.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from titanlite.batch import IGNORE_INDEX, Batch
 
 @dataclass(frozen=True)
 class Loss:
-    """What a task is trained to make small.
+    """A training objective.
 
-    `total(outputs, batch)` is the sum of the losses (nats), a scalar, of what the model puts out
-    for a batch or for some of its sequences; `count(batch)` is how many losses that sum has, an
-    integer scalar, known without the outputs.
+    `total(outputs, batch)` is the sum of the losses (nats), a scalar, for the model's outputs on a
+    batch or on some of its sequences. `count(batch)` is the number of terms of that sum, an integer
+    scalar that does not need the outputs.
     """
 
     total: Callable[[Any, Batch], Tensor]
     count: Callable[[Batch], Tensor]
 
     def compiled(self, backend: str) -> Loss:
-        """The same, its sum compiled."""
+        """The same loss with `total` compiled."""
         return replace(self, total=torch.compile(self.total, backend=backend))
 
 
@@ -46,8 +46,8 @@ def next_token_loss(logits_BTV: Tensor, batch: Batch) -> Tensor:
 def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The sum of the cross-entropies (nats) at the positions whose target is not IGNORE_INDEX.
 
-    At least float32, whatever the logits' dtype. Logits that are sharded over the vocabulary must
-    be inside `loss_context(True)`, the backward pass too.
+    Computed in at least float32. With logits that are sharded over the vocabulary, the call and its
+    backward pass must be inside `loss_context(True)`.
     """
     dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
     loss = F.cross_entropy(
@@ -64,5 +64,5 @@ NEXT_TOKEN = Loss(next_token_loss, Batch.count_targets)
 
 
 def loss_context(logits_are_sharded: bool) -> AbstractContextManager[None]:
-    """What a forward and backward pass has to be inside, depending on the logits."""
+    """The context that the loss and its backward pass need if the logits are sharded."""
     return loss_parallel() if logits_are_sharded else contextlib.nullcontext()

@@ -1,8 +1,8 @@
-"""Where a loss or gradient norm that is not finite came from: the first module, parameter, rank.
+"""Finds the origin of a non-finite loss or gradient norm: the first module or parameter, and rank.
 
-Nothing is watched while all is well. When a step has failed, every rank runs it once more with a
-hook on each module, uncompiled so that hooks see inside compiled blocks, and the ranks put
-together what each saw first.
+There are no hooks while values are finite. After a failed step every rank runs the step again with
+a hook on each module, uncompiled so that the hooks see inside compiled blocks. The ranks then
+combine what each saw first.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from titanlite.training.shards import local_part
 
 @dataclass(frozen=True)
 class Sighting:
-    """Values that are not finite: whose, how many of how many, and when in the step.
+    """A tensor with non-finite values: its name, `count` of `total` values, and when in the step.
 
-    `order` sorts the sightings of all ranks by when they come in a step. Microbatches count from 1.
+    `order` sorts the sightings of all ranks by time in the step. Microbatches count from 1.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Sighting:
 
 @dataclass
 class Findings:
-    """What one rank saw, the first of each kind; None where everything was finite."""
+    """The first sighting of each kind on one rank; None if everything was finite."""
 
     parameter: Sighting | None = None
     gradient: Sighting | None = None
-    """Of a parameter, in backward order, as the failed step left it."""
+    """The gradient of a parameter after the failed step, first in backward order."""
     output: Sighting | None = None
     output_gradient: Sighting | None = None
     num_microbatches: int = 0
@@ -53,9 +53,9 @@ def explain_non_finite(
     run_again: Callable[[], float],
     world_mesh: DeviceMesh,
 ) -> str:
-    """What was the first not to be finite, in words; every rank must call this, and gets the same.
+    """What was non-finite first, as a sentence that is the same on every rank; all must call this.
 
-    `parts` are this rank's stages of the model by number, their gradients those of the failed step.
+    `parts` are this rank's stages of the model by number, with the gradients of the failed step.
     `run_again` runs that step's forward and backward passes and returns its loss.
     """
     mine = Findings(
@@ -74,7 +74,7 @@ def explain_non_finite(
 def describe(everyone: Sequence[Findings], loss: float, places: Sequence[str] = ()) -> str:
     """The findings of all ranks in words; `loss` is that of the second run.
 
-    `places` are what to call each rank's place in the mesh, such as "tp 1".
+    `places` are the mesh coordinates of each rank, such as "tp 1".
     """
     for kind, words in (
         ("parameter", "parameter {} itself"),
@@ -91,7 +91,7 @@ def describe(everyone: Sequence[Findings], loss: float, places: Sequence[str] = 
             continue
         first = min(seen.values(), key=lambda sighting: sighting.order)
         ranks = [rank for rank, sighting in seen.items() if sighting.order == first.order]
-        text = f"first not finite: {words.format(first.name or 'the whole model')} on "
+        text = f"first non-finite tensor: {words.format(first.name or 'the whole model')} on "
         text += _name_ranks(ranks, places)
         if first.microbatch and everyone[ranks[0]].num_microbatches > 1:
             text += f", microbatch {first.microbatch} of {everyone[ranks[0]].num_microbatches}"
@@ -99,16 +99,16 @@ def describe(everyone: Sequence[Findings], loss: float, places: Sequence[str] = 
         total = sum(seen[rank].total for rank in ranks)
         return f"{text}, {count:,} of {total:,} values"
     if not math.isfinite(loss):
-        return "the output of every module is finite, the loss of the last one is not"
+        return "every module output is finite, but the loss is not"
     return (
-        "run once more, the step has no value that is not finite, nor has any gradient of the "
-        "first time: their norm is too large, or the machine computes wrongly"
+        "a second run of the step is finite, and so are all gradients of the first: their norm "
+        "overflows, or the machine computes wrongly"
     )
 
 
 @contextlib.contextmanager
 def watching(parts: Mapping[int, nn.Module], findings: Findings) -> Iterator[None]:
-    """Inside, each forward and backward pass of `parts` notes in `findings` what it sees first."""
+    """Inside, `findings` collects the first sightings in the passes of `parts`."""
     handles: list[Any] = []
     for stage, part in parts.items():
         watch = _Watch(stage, findings)
@@ -155,7 +155,7 @@ class _Watch:
         def make_gradient_hook(microbatch: int) -> Callable[[Tensor], None]:
             def note_gradient(gradient: Tensor) -> None:
                 self.gradients += 1
-                # The last stage is the first of the backward pass.
+                # The backward pass begins at the last stage.
                 order = (-self.stage, self.gradients)
                 seen = self.findings.output_gradient
                 if seen is None or order < seen.order:
@@ -170,7 +170,7 @@ class _Watch:
 def _first_of(
     parts: Mapping[int, nn.Module], tensor_of: Callable[[Tensor], Tensor | None], direction: int
 ) -> Sighting | None:
-    """The first parameter, in forward (1) or backward (-1) order, with a value not finite."""
+    """The first tensor with non-finite values, in forward (1) or backward (-1) order."""
     found = []
     for stage, part in parts.items():
         for index, (name, parameter) in enumerate(part.named_parameters()):
@@ -203,7 +203,7 @@ def _floating(output: Any) -> Iterator[Tensor]:
 
 
 def _places(world_mesh: DeviceMesh) -> list[str]:
-    """What to call each rank's place: its coordinates on the axes that have more than one rank."""
+    """Each rank's coordinates on the axes with more than one rank, in words."""
     names = world_mesh.mesh_dim_names or ()
     places = [""] * world_mesh.size()
     for coordinates in torch.cartesian_prod(

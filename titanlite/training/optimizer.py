@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule, from TorchTitan's keys."""
+"""The optimizer and its learning-rate schedule, with TorchTitan's keys."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def build_optimizer(
 ) -> Optimizer:
     """AdamW, Adam or SGD over `parameters`.
 
-    The fused and foreach implementations take all tensors of a group in one call, which DTensor
-    allows for one mesh at a time: each mesh has a parameter group of its own.
+    The fused and foreach implementations process all tensors of a group in one call. DTensor allows
+    only one mesh per call, so each mesh gets its own parameter group.
     """
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -52,11 +52,11 @@ def build_optimizer(
 
 
 class _UpdatesLocalShards:
-    """For Adam and AdamW, which update each element by itself: no DTensor enters their kernels.
+    """Passes local shards to the kernels of Adam and AdamW, which update each element on its own.
 
-    DTensor would propagate the placements of all tensors together, which costs a rank 0.1 s of CPU
-    time in the first step and as much as the update itself in each later one. The optimizer's
-    state stays DTensors, as checkpoints need it.
+    With DTensors the placements of all tensors would be propagated together. That costs a rank
+    0.1 s of CPU time in the first step, and as much as the update itself in each later step. The
+    optimizer state stays in DTensors, as checkpoints need it.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
@@ -65,13 +65,16 @@ class _UpdatesLocalShards:
         parameters, gradients, *_ = lists
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-                assert gradient.placements == parameter.placements
+                assert gradient.placements == parameter.placements, (
+                    f"a gradient is {gradient.placements} on {gradient.device_mesh.mesh_dim_names} "
+                    f"and its parameter {parameter.placements}; reduce it before the optimizer step"
+                )
         for tensors in lists:
             tensors[:] = [local_part(tensor) for tensor in tensors]
         return has_complex
 
 
-# Named as PyTorch's, since a checkpoint names the optimizer whose state it holds.
+# These have PyTorch's names, since a checkpoint stores the name of its optimizer.
 class Adam(_UpdatesLocalShards, torch.optim.Adam):
     """torch.optim.Adam on the local shards of DTensors."""
 
@@ -89,7 +92,7 @@ def build_scheduler(
     decay_type: str = "linear",
     min_lr_factor: float = 0.0,
 ) -> LambdaLR:
-    """Warm up linearly, hold, decay to `min_lr_factor` times the rate (arXiv 2404.06395)."""
+    """Linear warm-up, constant, decay to `min_lr_factor` times the rate (arXiv 2404.06395)."""
     return LambdaLR(
         optimizer,
         lambda step: lr_factor(
@@ -112,9 +115,9 @@ def lr_factor(
     decay_type: str = "linear",
     min_lr_factor: float = 0.0,
 ) -> float:
-    """The factor on the learning rate at `step`, counted from 0, as TorchTitan has it.
+    """The factor on the learning rate at `step`, counted from 0, as in TorchTitan.
 
-    The decay is laid out for one step more than there are, so that the last one still learns.
+    The decay would reach its end one step after the last, so that the last step still learns.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps

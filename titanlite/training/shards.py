@@ -1,4 +1,4 @@
-"""Between a whole tensor and the shards of it that ranks hold."""
+"""Conversion between a whole tensor and the shards that ranks hold."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`: the local shard of a DTensor, or a plain tensor itself."""
+    """The local shard of a DTensor, or a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def shard_of(full: Tensor, like: Tensor) -> Tensor:
-    """The part of `full` that this rank holds of `like`, a DTensor or plain tensor of its shape.
+    """This rank's shard of `full`, sharded like `like`, a DTensor or plain tensor of its shape.
 
-    No communication. Where FSDP2 shards a dimension that TP has already cut, the outer mesh axis
-    cuts last (its placement is strided), so such axes are applied after the others.
+    Without communication. If FSDP2 shards a dimension that TP has already sharded, the outer mesh
+    axis cuts last (its placement is strided), so strided axes are applied after the others.
     """
     if not isinstance(like, DTensor):
         return full
@@ -34,9 +34,9 @@ def shard_of(full: Tensor, like: Tensor) -> Tensor:
 
 
 def offsets_of(tensor: Tensor) -> tuple[int, ...]:
-    """Where in the whole tensor the part begins that this rank holds, along each dimension.
+    """The offset of this rank's shard in the whole tensor, along each dimension.
 
-    DTensor's own answer is another one where strided cuts do not divide evenly.
+    DTensor's own function gives other offsets if strided shards do not divide evenly.
     """
     offsets = [0] * tensor.ndim
     if isinstance(tensor, DTensor):
@@ -56,19 +56,19 @@ def offsets_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def is_sharded(placement: Placement) -> bool:
-    """Whether a placement cuts a dimension, FSDP2's cut of what TP has cut already included.
+    """Whether a placement shards a dimension, including FSDP2's strided shards of TP shards.
 
-    `Placement.is_shard()` is false for that one.
+    `Placement.is_shard()` is false for strided shards.
     """
     return isinstance(placement, Shard | _StridedShard)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, or a plain tensor itself; every rank of its mesh must call this."""
+    """Gather a DTensor, or return a plain tensor itself; every rank of its mesh must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = list(tensor.placements)
-    # The last cut is undone first, one axis at a time: the other order moves more, with a warning.
+    # One axis at a time, the last cut first: the other order sends more, and torch warns about it.
     for axis in reversed(_cutting_order(tensor)):
         if not placements[axis].is_replicate():
             placements[axis] = Replicate()
@@ -77,7 +77,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def _cutting_order(tensor: DTensor) -> list[int]:
-    """The mesh axes in the order in which they cut: those that cut what others have cut, last."""
+    """The mesh axes in the order in which they cut: strided ones last."""
     return sorted(
         range(tensor.device_mesh.ndim),
         key=lambda axis: isinstance(tensor.placements[axis], _StridedShard),

@@ -1,4 +1,4 @@
-"""One training step and one evaluation, over any plan's model."""
+"""One training step and one evaluation, for the model of any plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from titanlite.training.non_finite import explain_non_finite
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: mean loss (nats a target), gradient norm before clipping, learning rate."""
+    """The result of a step: mean loss (nats per target), gradient norm before clipping, rate."""
 
     loss: float
     grad_norm: float
@@ -36,37 +36,38 @@ class StepResult:
     num_targets: int
     seconds: float
     note: str = ""
-    """Why the weights are as before the step, where they are."""
+    """Why the step was skipped; "" if the weights were updated."""
 
 
 class Stages(Protocol):
-    """What runs the parts of a split model: a pipeline's schedule."""
+    """Runs the parts of a model that is split into stages: a pipeline schedule."""
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Which of the model's stages the parts are."""
+        """The stage numbers of the parts."""
 
     def step(
         self, batch: Batch, loss_function: Callable[[Any, Batch], Tensor], *, is_last: bool
     ) -> None:
-        """Forward and backward; the loss function is called where the last stage is.
+        """Run forward and backward; the rank of the last stage calls the loss function.
 
-        `is_last` says that no batch of the same training step follows.
+        `is_last` says that this is the last batch of the training step.
         """
 
     def forward(self, batch: Batch) -> Any:
-        """What the model puts out, where the last stage is; None elsewhere."""
+        """The model's output on the rank of the last stage; None on the others."""
 
 
 @dataclass
 class Trainer:
-    """A model with its optimizer: what a step works on.
+    """A model with its optimizer and schedule, and the training step.
 
-    `parts` are the model, or this rank's parts of one that is split into stages, which `stages`
-    then runs. `is_counted` says whether this rank's loss and targets enter the sums over the world:
-    of the ranks that see the same tokens, one, which has the loss. `logits_are_sharded` is true
-    under loss parallelism. `non_finite` says what becomes of a step whose loss or gradient norm is
-    not finite: "stop" raises NonFiniteError, "skip" leaves it out, "ignore" takes it.
+    `parts` is the whole model, or this rank's stages of a split model, which `stages` then runs.
+    `is_counted` says whether this rank's loss and targets enter the sums over the world: of the
+    ranks with the same tokens, only the one that computes the loss is counted.
+    `logits_are_sharded` is true under loss parallelism. `non_finite` decides about a step with a
+    non-finite loss or gradient norm: "stop" raises NonFiniteError, "skip" skips the update,
+    "ignore" makes it.
     """
 
     parts: list[nn.Module]
@@ -80,7 +81,7 @@ class Trainer:
     stages: Stages | None = None
     non_finite: str = "stop"
     before_update: Callable[[], None] | None = None
-    """Called by `step` when the gradients are there, before any weight changes."""
+    """Called by `step` after the gradients are computed and before any weight changes."""
 
     @property
     def _device(self) -> torch.device:
@@ -97,10 +98,10 @@ class Trainer:
         *,
         on_gradients: Callable[[], None] | None = None,
     ) -> StepResult:
-        """Train on this rank's part of one global batch, in one or several batches.
+        """Train on this rank's part of one global batch, given as one or several batches.
 
-        `number` is what a message calls this step; the schedule's, where none is given.
-        `on_gradients` is called when the gradients are on the parameters, neither clipped nor used.
+        `number` is the step's number in messages; by default that of the schedule. `on_gradients`
+        is called when the gradients are complete, before they are clipped and used.
         """
         start = time.perf_counter()
         loss, num_targets = self.compute_gradients(batches)
@@ -119,7 +120,7 @@ class Trainer:
         return StepResult(loss, float(norm), lr, num_targets, time.perf_counter() - start, note)
 
     def compute_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """The part of a step that leaves gradients on the parameters; mean loss and targets."""
+        """Run the forward and backward passes of a step; returns (mean loss, number of targets)."""
         num_targets = self._count_targets(batches)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(batches):
@@ -131,7 +132,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """The mean loss (nats a target) over the batches of all ranks; all have as many."""
+        """The mean loss (nats per target) over all ranks' batches; all must have equally many."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         for part in self.parts:
             part.eval()
@@ -146,8 +147,8 @@ class Trainer:
             totals[1] += self.loss.count(batch)
         for part in self.parts:
             part.train()
-            # What stays gathered after a forward pass waits for a backward pass to be freed: until
-            # then the model has other parameters than the optimizer.
+            # Weights that stay gathered after the forward pass would be freed only by a backward
+            # pass. Until then the model's parameters are not those of the optimizer.
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
@@ -155,7 +156,7 @@ class Trainer:
         return loss_sum / num_targets
 
     def _update(self, norm: Tensor) -> float:
-        """Clip by the norm, update the weights and clear; the learning rate."""
+        """Clip, update the weights and clear the gradients; returns the learning rate."""
         clip_gradients(self.parameters, norm, self.max_norm)
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
@@ -164,19 +165,19 @@ class Trainer:
         return lr
 
     def _skip(self) -> float:
-        """Clear, and let the learning rate go on; the learning rate that was not used."""
+        """Clear the gradients and advance the schedule; returns the unused learning rate."""
         lr = self.optimizer.param_groups[0]["lr"]
         with warnings.catch_warnings():
-            # torch warns where the first update of all is left out.
+            # torch warns if the schedule is advanced before the first update.
             warnings.simplefilter("ignore", UserWarning)
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         return lr
 
     def _refuse(self, batches: Sequence[Batch], step: int, loss: float, norm: float) -> str:
-        """Say where a step's values stopped being finite; raise it unless such steps are skipped.
+        """Describe the origin of non-finite values; raise NonFiniteError unless `non_finite` skips.
 
-        Every rank comes here, since loss and norm are the same on all.
+        All ranks call this together, since loss and norm are the same on all.
         """
         numbers = (0,) if self.stages is None else self.stages.numbers
         cause = explain_non_finite(
@@ -189,15 +190,15 @@ class Trainer:
             return f"{text}; the step is skipped"
         raise NonFiniteError(
             f"{text}; stopped with the weights of step {step - 1} "
-            '(debug.non_finite = "skip" leaves such a step out and goes on)'
+            '(debug.non_finite = "skip" skips such steps and continues)'
         )
 
     def _forward_backward(self, batch: Batch, num_targets: int, *, is_last: bool) -> list[Tensor]:
-        """Add the batch's gradients to the parameters'; the loss sums that this rank has seen.
+        """Add the batch's gradients to the parameters'; returns the loss sums of this rank.
 
-        They are one; one a microbatch where the last stage of a pipeline is, and none elsewhere.
-        Replicas exchange gradients with the last batch of a step; FSDP2's shards do so with each,
-        since keeping gradients whole would undo the sharding.
+        There is one loss sum; in a pipeline the last stage has one per microbatch, other stages
+        none. Replicas reduce gradients only in the last batch of a step. FSDP2's shards reduce them
+        in every batch, since unsharded gradients would undo the sharding.
         """
         sums = []
 
@@ -206,7 +207,7 @@ class Trainer:
             sums.append(loss.detach())
             return loss / num_targets
 
-        # Around the backward pass too, as sharded logits need it.
+        # Sharded logits need the context in the backward pass too.
         with loss_context(self.logits_are_sharded):
             if self.stages is not None:
                 self.stages.step(batch, loss_function, is_last=is_last)
@@ -217,7 +218,7 @@ class Trainer:
 
     def _count_targets(self, batches: Sequence[Batch]) -> int:
         counts = [self.loss.count(batch) for batch in batches]
-        # At least one: a step without any target has a loss of zero, not one of 0 / 0.
+        # At least one, so that a step without targets has a loss of zero instead of 0 / 0.
         return max(1, int(self._world_sum(torch.stack(counts).sum().double())))
 
     def _set_replica_sync(self, *, enabled: bool) -> None:

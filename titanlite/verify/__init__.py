@@ -1,18 +1,20 @@
-"""A plan against one process: the same weights and data, step by step, and what is wrong where.
+"""Compares a plan with one process on the same weights and data, and finds the cause of an error.
 
-    verify.py     one job verified, on ranks that later ones use too
+    verify.py     verifies one job
     jobs.py       the job under its plan, and the same job on one process
-    shrink.py     the same plan at small sizes
-    pool.py       ranks that are started once and run one function after the other
-    run.py        on a rank: the reference's record, and a plan measured against it
-    record.py     what ranks write down, as plain numbers
-    compare.py    what the ranks measured, put together and judged by what rounding can do
-    trace.py      on a rank, once something differs: every module's output (parts.py), and gradients
-                  as sums of the batch's parts (cells.py)
-    diagnose.py   from the evidence to the likeliest cause, with evidence.py, factors.py, norms.py
-                  and weights.py
-    matrix.py     plans that have every pair of features (covering.py), drawn by overview.py
+    shrink.py     the same plan with a small model
+    pool.py       a pool of ranks that is reused from job to job
+    run.py        on a rank: records the reference, and measures a plan against the record
+    record.py     the measurements, as plain numbers
+    compare.py    combines the ranks' measurements and compares them with the tolerances
+    trace.py      on a rank, if something differs: every module's output (parts.py), and gradients
+                  as weighted sums over parts of the batch (cells.py)
+    diagnose.py   from the measurements (evidence.py) to the likely cause: inputs.py, passes.py,
+                  gradients.py, shares.py, norms.py and updates.py, in the sentences of words.py
+    formulas.py recurrence.py    on a rank: checks of the run against formulas and settings
+    matrix.py     plans that contain every pair of features (covering.py), drawn by overview.py
     command.py report.py    `titanlite verify`
 
-All but run.py, trace.py, parts.py and cells.py is torch-free.
+Only the modules that run on ranks import torch: run.py, trace.py, parts.py, cells.py, formulas.py,
+recurrence.py, narrow.py and failing.py.
 """

@@ -1,8 +1,8 @@
-"""On a rank: gradients as sums of the gradients of the batch's cells.
+"""On a rank: writes gradients as weighted sums of the gradients of the batch's cells.
 
-A cell is what one loss is taken of: the targets of one microbatch on one data- and
-context-parallel rank. That a gradient is a sum of cells' gradients, with other factors than one,
-says that what is computed is right and how it is summed is not.
+A cell is the targets of one microbatch on one data- and context-parallel rank. If a gradient is a
+sum of cells' gradients with weights other than one, the cells were computed correctly and summed
+incorrectly.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from titanlite.job import Job
 from titanlite.training.shards import local_part, shard_of
 from titanlite.verify.record import Cell
 
-# More are not told apart: each is a backward pass, and a copy of the gradients.
+# With more cells, microbatches are merged: each cell costs a backward pass and a gradient copy.
 MOST_CELLS = 48
 
 
 def cells_file(folder: str) -> Path:
-    """Where the gradients of each cell are, stacked by parameter."""
+    """The file of the cells' gradients, stacked by parameter."""
     return Path(folder) / "cells.pt"
 
 
 def shares_of(
     job: Job, names: list[str], record: Mapping[str, Tensor], folder: str
 ) -> dict[str, tuple[tuple[float, ...], float]]:
-    """This rank's wrong gradients as sums of the cells' gradients, by least squares."""
+    """Gradient -> (weight of each cell, relative residual), by least squares, on this rank."""
     by_cell = torch.load(cells_file(folder), mmap=True, weights_only=True)
     parameters = job.parameters
     shares = {}
@@ -53,7 +53,7 @@ def shares_of(
 
 
 def cells_of(plan: ResolvedJob) -> tuple[Cell, ...]:
-    """The cells of a plan's batch; microbatches are not told apart where there are too many."""
+    """The cells of a plan's batch; microbatches are merged if there are too many cells."""
     dims, size = plan.dims, plan.config.training.local_batch_size
     if plan.pipeline is not None:
         size = plan.pipeline.microbatch_size
@@ -69,7 +69,7 @@ def cells_of(plan: ResolvedJob) -> tuple[Cell, ...]:
 
 
 def cut_cells(batch: Batch, cells: tuple[Cell, ...], plan: ResolvedJob) -> Iterator[Batch]:
-    """The batch with the targets of one cell alone, for each cell."""
+    """For each cell, its sequences with all targets of other cells masked."""
     dims, seq_len = plan.dims, batch.tokens.size(1)
     layout = make_layout(plan.config.parallelism.context_parallel_load_balancer, dims.cp)
     count = 1 + max(microbatch for _, microbatch, _ in cells)

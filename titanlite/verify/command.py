@@ -1,4 +1,4 @@
-"""`titanlite verify`: whether a plan computes what one process computes, from the command line."""
+"""The command `titanlite verify`: does a plan compute what one process computes?"""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...
        titanlite verify --matrix [--ranks N] [--output FOLDER] [options]
 
 Run a job under its plan and on one process, from the same weights and data, and compare loss,
-gradient norm, every gradient and every weight, step by step. Where they differ, say why.
+gradient norm, every gradient and every weight, step by step. Print the cause if they differ.
 
-  --steps N           optimizer steps to compare (default 5; of the matrix 2)
-  --until-stable      as many as it takes for warm-up to end, decay and garbage collection to
-                      begin (at most 200), so that what they change is compared too
-  --dtype DTYPE       float64 (default), float32, or bfloat16: computed in it, weights kept
-                      in float32
+  --steps N           optimizer steps to compare (default 5; with --matrix 2)
+  --until-stable      run until warm-up has ended and decay and garbage collection have begun
+                      (at most 200 steps), so that these are compared too
+  --dtype DTYPE       float64 (default), float32, or bfloat16, which computes in bfloat16 and
+                      keeps weights in float32
   --shrink            make layers, widths, sequence and batch as small as the plan allows
-  --json FILE         write all that was found
+  --json FILE         write every difference of every step, and the diagnosis
   --section.key=value any key of the job, as for train.py
 
-  --matrix            all pairs of features and degrees, over the legal plans of a small model
-  --ranks N           of the matrix: as many ranks as every plan uses (default 8)
-  --output FOLDER     of the matrix: results and overview.html; what agrees there is not run
-                      again (default outputs/verify)
-  --compile           of the matrix: with torch.compile (aot_eager) as one of the features
-  --limit N           of the matrix: only the first N plans, which show the most pairs
+  --matrix            verify plans of a small model that contain every legal pair of features
+  --ranks N           with --matrix: the number of ranks of every plan (default 8)
+  --output FOLDER     with --matrix: the folder of results and overview.html; plans that agree
+                      there are not run again (default outputs/verify)
+  --compile           with --matrix: add torch.compile (aot_eager) to the features
+  --limit N           with --matrix: only the first N plans, which contain the most pairs
 
 exit status: 0 all agree, 1 something differs or does not run, 2 bad input"""
 
@@ -45,7 +45,7 @@ EXAMPLE = "titanlite verify configs/tp2_fsdp2.toml"
 
 @dataclass
 class Options:
-    """What the command line asks for; `job` are the words about the job itself."""
+    """The parsed command line; `job` are the arguments for the job's own keys."""
 
     job: list[str]
     steps: int | None = None
@@ -61,7 +61,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit status. Raises ConfigError for bad input."""
+    """Run the command and return the exit status. Raises ConfigError for bad input."""
     if "--help" in arguments or "-h" in arguments:
         print(HELP)
         return 0
@@ -81,7 +81,7 @@ def verify_one(options: Options) -> int:
     if options.shrink:
         from titanlite.verify.shrink import generated, shrink
 
-        # What the file trains on need not be here.
+        # The data set of the file need not exist on this machine.
         changes = [
             f"--{key}={'none' if value is None else value}"
             for key, value in generated(reading.config).items()
@@ -130,7 +130,7 @@ def verify_matrix(options: Options) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """The options; raises ConfigError for one that is wrong."""
+    """Parse the options; raises ConfigError for a wrong one."""
     options = Options([])
     given = []
     rest = list(arguments)
@@ -141,7 +141,7 @@ def parse(arguments: Sequence[str]) -> Options:
         if name in VALUES:
             if not equals:
                 if not rest or rest[0].startswith("--"):
-                    raise ConfigError(f"{name}: has no value; write {name}=value")
+                    raise ConfigError(f"{name}: needs a value; write {name}=value")
                 text = rest.pop(0)
             setattr(options, name.removeprefix("--"), VALUES[name](name, text))
         elif word in FLAGS:
@@ -150,31 +150,31 @@ def parse(arguments: Sequence[str]) -> Options:
             options.job.append(f"--job.config_file={word}")
         else:
             options.job.append(word)
-            # "--section.key value": the value is no file of its own.
+            # In "--section.key value" the value is not a config file.
             if not equals and rest and not rest[0].startswith("--") and "." in name:
                 options.job.append(rest.pop(0))
     if options.matrix and options.job:
-        raise ConfigError(f"{quote(options.job[0])}: --matrix makes its own jobs; leave it out")
+        raise ConfigError(f"{quote(options.job[0])}: --matrix makes its own jobs; remove it")
     if options.until_stable and options.steps is not None:
-        raise ConfigError("--until-stable: chooses the steps itself; leave it or --steps out")
+        raise ConfigError("--until-stable: chooses the steps itself; remove it or --steps")
     for name in given:
         if options.matrix and name in OF_ONE_JOB:
-            raise ConfigError(f"{name}: is for one job, and --matrix has its own; leave it out")
+            raise ConfigError(f"{name}: is for a single job, not for --matrix; remove it")
         if not options.matrix and name in OF_THE_MATRIX:
             instead = ", or give --compile.enable=true" if name == "--compile" else ""
-            raise ConfigError(f"{name}: is for --matrix alone; leave it out{instead}")
+            raise ConfigError(f"{name}: works only with --matrix; remove it{instead}")
     return options
 
 
 def _count(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise ConfigError(f"{name}: {quote(text)} is not a number of at least 1; give one")
+        raise ConfigError(f"{name}: {quote(text)} is not a positive integer; give one")
     return int(text)
 
 
 def _dtype(name: str, text: str) -> str:
     if text not in DTYPES:
-        raise ConfigError(f"{name}: there is no {quote(text)} here; give {', '.join(DTYPES)}")
+        raise ConfigError(f"{name}: {quote(text)} is not supported; give {', '.join(DTYPES)}")
     return text
 
 
@@ -198,7 +198,7 @@ OF_THE_MATRIX = ("--ranks", "--output", "--compile", "--limit")
 
 
 def _require_writable(path: str) -> None:
-    """Before anything runs, not after."""
+    """Check before the run, so that no result is lost after it."""
     folder = Path(path).absolute().parent
     while not folder.exists():
         folder = folder.parent

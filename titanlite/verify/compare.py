@@ -1,4 +1,4 @@
-"""What all ranks measured, put together, and judged by what rounding can do; torch-free."""
+"""Combines the measurements of all ranks and compares them with the tolerances; torch-free."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ KINDS = (
 )
 """What is compared, in the order in which a step computes it.
 
-"start" are the first weights, "state" is what the optimizer keeps of each parameter, and "reloaded"
-are weights, state and buffers once more, in a job that has loaded them from a checkpoint.
+"start" is the weights before the first step, "state" the optimizer state, and "reloaded" the
+weights, state and buffers of a new job that has loaded this one's checkpoint.
 """
 NUMBERS = ("loss", "norm", "lr", "validation")
-"""The kinds that are one number a step; the others are of tensors."""
+"""The kinds that are one number per step; the others are tensors."""
 
 FLOAT64_TOLERANCE = 1e-11
-# In float64 no difference above this is rounding, however much the job differs from itself.
+# In float64 the measured rounding error of the reference raises a tolerance to at most this.
 MOST_ROUNDING = 1e-9
-# Where part of the model computes in float32 inside a float64 run, what that may do.
+# The least tolerance if part of the model computes in float32 inside a float64 run.
 NARROW_TOLERANCE = 1e-6
-# A gradient below this share of the whole gradient's norm holds nothing but rounding, as that of a
-# key's bias does: attention does not depend on it.
+# A gradient below this share of the whole gradient's norm is only rounding error. The gradient of a
+# key bias is an example: attention does not depend on it.
 NOISE = 1e-13
-# How many times the reference's own rounding a plan may differ from it: sums over ranks, rings and
-# stages are taken in orders that the samples of rounding do not have.
+# The tolerance is this many times the measured rounding error of the reference, since plans sum in
+# orders (over ranks, rings, stages) that the measurement does not cover.
 MARGIN = 10.0
-# What a float8 job's losses may differ in any dtype but float64. A value at the edge of two float8
-# values is cast to the other where it differs in its last place, and a gradient by up to a percent.
+# The least tolerance of a float8 job's losses in any dtype but float64. A value at the edge between
+# two float8 values may be cast to either, which changes a gradient by up to a percent.
 FLOAT8_LOSS = 1e-4
 
 Key = tuple[str, str]
-"""(kind, name of the tensor; "" for loss and norm)."""
+"""(kind, name of the tensor); the name is "" for the kinds in NUMBERS."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Failure:
 
 @dataclass
 class Tolerance:
-    """How much a plan may differ: 1e-11 in float64, else a multiple of the reference's rounding.
+    """How much a plan may differ: 1e-11 in float64, else ten times the reference's rounding error.
 
-    `rounding` holds differences of the same job on one process with its sums taken in another
-    order, and from the job in float64 where that is not its dtype: step -> key -> difference. In
-    float64 it raises what is allowed to at most MOST_ROUNDING; to more where `is_narrow`, since
-    some module computes in a narrower dtype. Where `is_float8`, any dtype but float64 has its
-    losses judged alone.
+    `rounding` is that error, as step -> key -> difference: how far the reference is from the same
+    job with its sums in another order and, if its dtype is not float64, from the job in float64. In
+    float64 it raises a tolerance to at most MOST_ROUNDING. With `is_narrow` (some module computes
+    in a narrower dtype) there is no such limit, and a tolerance is at least NARROW_TOLERANCE.
+    With `is_float8`, in any dtype but float64, only losses are compared.
     """
 
     dtype: str
@@ -70,7 +70,7 @@ class Tolerance:
     _found: dict[tuple[int, Key], float] = field(default_factory=dict)
 
     def of(self, step: int, key: Key) -> float:
-        """The largest difference that is still agreement."""
+        """The largest difference that counts as agreement."""
         if (step, key) not in self._found:
             self._found[step, key] = self._make(step, key)
         return self._found[step, key]
@@ -80,7 +80,8 @@ class Tolerance:
             return 0.0
         if key[0] == "lr":
             return FLOAT64_TOLERANCE
-        # Rounding of tensors grows with the steps; two numbers agree in some by chance.
+        # Rounding error of tensors grows with the steps, so later steps are not used. A number can
+        # agree by chance in one step, so all steps are used.
         own, all_of_kind = 0.0, [0.0]
         last = None if key[0] in NUMBERS else step + 1
         for of_step in self.rounding[:last]:
@@ -101,10 +102,10 @@ class Tolerance:
 def differences(
     runs: Sequence[RankRun], reference: Sequence[ReferenceStep]
 ) -> list[dict[Key, float]]:
-    """For each step, from the start, the largest difference of any rank in all that is compared.
+    """For each step (0 is the start) and each key, the largest difference on any rank.
 
-    A gradient that holds nothing but rounding counts as equal. What an optimizer makes of it is
-    compared with the largest weight or state of the model, not with itself.
+    A gradient that is only rounding error counts as equal. The weight and the optimizer state that
+    follow from it are compared relative to the largest weight or state of the model.
     """
     found = []
     noise: set[str] | None = None
@@ -139,7 +140,7 @@ def differences(
 
 
 def _add_reloaded(runs: Sequence[RankRun], last: dict[Key, float]) -> None:
-    """Beyond what differed before it was saved: that is no fault of the checkpoint."""
+    """Add the differences after a reload, less those that were there before the save."""
     loaded = [loaded for run in runs for loaded in (run.reloaded, run.reloaded_alone) if loaded]
     for of_job in loaded:
         for kind, of_kind in (
@@ -153,7 +154,7 @@ def _add_reloaded(runs: Sequence[RankRun], last: dict[Key, float]) -> None:
 
 
 def _noise(gradients: Sequence[Mapping[str, Agreement]], most: float) -> set[str]:
-    """The gradients that are at most so large, on every rank and in the reference."""
+    """The gradients of at most the size `most`, on every rank and in the reference."""
     largest: dict[str, float] = {}
     for name, agreement in _items(gradients):
         size = agreement.scale + agreement.error
@@ -162,14 +163,14 @@ def _noise(gradients: Sequence[Mapping[str, Agreement]], most: float) -> set[str
 
 
 def badness(difference: float, tolerance: float) -> float:
-    """How many times as large as allowed a difference is."""
+    """A difference divided by its tolerance."""
     if tolerance == 0.0:
         return 0.0 if difference == 0.0 else math.inf
     return difference / tolerance
 
 
 def failures(found: Sequence[Mapping[Key, float]], tolerance: Tolerance) -> list[Failure]:
-    """All differences above tolerance, in the order in which a run computes what they are of."""
+    """All differences above tolerance, in the order of the computation."""
     failed = [
         Failure(step, *key, difference, tolerance.of(step, key))
         for step, of_step in enumerate(found)
@@ -181,7 +182,7 @@ def failures(found: Sequence[Mapping[Key, float]], tolerance: Tolerance) -> list
 
 @dataclass(frozen=True)
 class Split:
-    """Ranks that hold different values of what is replicated: {digest's ranks} of one parameter."""
+    """A parameter whose replicas differ; `groups` are the ranks that hold equal bits."""
 
     step: int
     name: str
@@ -189,7 +190,7 @@ class Split:
 
 
 def split_replicas(runs: Sequence[RankRun]) -> list[Split]:
-    """Parameters of which ranks that hold the same part hold different bits, at the first step."""
+    """Parameters whose replicas hold different bits, at the first step that has any."""
     for step in range(len(runs[0].steps)):
         found = []
         for name, holders in holders_of(runs).items():
@@ -205,7 +206,7 @@ def split_replicas(runs: Sequence[RankRun]) -> list[Split]:
 
 
 def holders_of(runs: Sequence[RankRun]) -> dict[str, dict[tuple[int, ...], list[int]]]:
-    """Parameter -> its place on the axes over which it is sharded -> the ranks that hold that."""
+    """Parameter -> coordinates on the axes that shard it -> the ranks that hold that shard."""
     holders: dict[str, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         for name, axes in run.placements.items():
@@ -217,7 +218,7 @@ def holders_of(runs: Sequence[RankRun]) -> dict[str, dict[tuple[int, ...], list[
 
 
 def same_shards(runs: Sequence[RankRun]) -> list[str]:
-    """Parameters whose shards start equal to each other where the reference's slices do not."""
+    """Parameters whose shards start with equal values though the reference's slices differ."""
     found = []
     for name, holders in holders_of(runs).items():
         ranks = [ranks[0] for ranks in holders.values()]

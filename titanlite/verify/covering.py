@@ -1,4 +1,4 @@
-"""Plans that together show every pair of features: a covering array, made greedily; torch-free."""
+"""A greedy covering array: choices that together contain every pair of values; torch-free."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def cover_pairs(
     num_legal: int = 40,
     start: Sequence[Choice] = (),
 ) -> list[Choice]:
-    """Choices of one value a feature, all legal, that contain every pair some legal choice has.
+    """Legal choices, one value per feature, that contain every pair that a legal choice can have.
 
-    Each new choice holds the first pair not shown yet, and is the one of many drawn at random that
-    shows the most others. A pair that no draw completes legally is taken to be illegal. `draw`
-    completes a choice of two features at random: evenly over all values unless given. The best is
-    chosen of `num_legal` among `num_draws` drawn. The choices of `start` come first.
+    Each new choice contains the first missing pair. Of at most `num_legal` legal choices among
+    `num_draws` random ones, it is the one with the most missing pairs. A pair without any legal
+    draw counts as illegal. `draw` completes a choice of two features at random; by default it draws
+    uniformly. The choices of `start` come first.
     """
     random_ = random.Random(seed)
 

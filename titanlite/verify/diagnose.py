@@ -1,10 +1,9 @@
-"""From the pattern of differences to the likeliest cause, in sentences; torch-free.
+"""From the pattern of differences to the likely cause, in sentences; torch-free.
 
-Each of QUESTIONS asks one thing of what the ranks measured, and says what it sees, if anything.
-They are asked in the order in which a step computes (inputs.py, passes.py, gradients.py,
-updates.py): what is wrong first is likeliest the cause of what is wrong later. None knows of any
-one bug; they compare the numbers at hand with what each way of going wrong (a sum too many, a share
-missing, a rank left out) makes.
+Each of QUESTIONS tests the ranks' measurements for one kind of error and yields what it finds. They
+run in the order of the computation in a step (inputs.py, passes.py, gradients.py, updates.py): the
+first error most likely causes the later ones. No question knows a particular bug. Each compares the
+numbers with the pattern of one kind of error: an extra sum, a missing part, a skipped rank.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from titanlite.verify.updates import (
 
 
 def diagnose(evidence: Evidence) -> list[str]:
-    """What is wrong, the likeliest cause first."""
+    """What is wrong, the most likely cause first."""
     found: list[str] = []
     for ask in QUESTIONS:
         found += [sentence for sentence in ask(evidence) if sentence not in found]
@@ -51,25 +50,26 @@ def diagnose(evidence: Evidence) -> list[str]:
 
 
 def _growth(e: Evidence) -> list[str]:
-    """Whether it came at once or grew, where it did not come with the first step."""
+    """Whether the difference grew or jumped, if it begins after the first step."""
     if e.step <= 1 or not e.failures:
         return []
     first = min((f for f in e.failures if f.step == e.step), key=lambda f: KINDS.index(f.kind))
     if first.kind in ("validation", "reloaded"):
-        # Looked at in few steps, or after the last.
+        # Compared in few steps only, or after the last.
         return []
     key = first.kind, first.name
     series = [of_step.get(key, 0.0) for of_step in e.differences[: e.step + 1]]
     before = [value for value in series[1:-1] if value > 0.0]
     if before and first.difference < 1e3 * before[-1] and before[-1] > 3 * before[0]:
         return [
-            f"it grows, from {before[0]:.1e} at step 1 to {first.difference:.1e} at step {e.step}: "
-            "rounding that is amplified, more than a wrong sum"
+            f"the difference grows from {before[0]:.1e} at step 1 to {first.difference:.1e} at "
+            f"step {e.step}: amplified rounding error is more likely than a wrong sum"
         ]
     last = before[-1] if before else 0.0
     return [
-        f"it begins at step {e.step}, with a jump from {last:.1e} to {first.difference:.1e}: "
-        "steps before it agree, so look at what is done only from then on"
+        f"the difference begins at step {e.step}, with a jump from {last:.1e} to "
+        f"{first.difference:.1e}: earlier steps agree, so look at what happens only from this step "
+        "on"
     ]
 
 

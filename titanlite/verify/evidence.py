@@ -1,4 +1,4 @@
-"""All that was measured of a plan that differs, and the questions' common ways of reading it."""
+"""The measurements of a plan that differs, and helpers that the questions of diagnose.py share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from titanlite.verify.compare import Failure, Key, Split
 from titanlite.verify.record import Agreement, RankRun, RankTrace, ReferenceStep, ReferenceTrace
 from titanlite.verify.words import name_factor
 
-# A factor's leftover: what is not explained by it, relative to the whole.
+# A factor explains a difference if the residual is below this share of the whole.
 EXPLAINED = 1e-6
 
 
 @dataclass
 class Evidence:
-    """All that is known of a plan that differs; what follows from it is found by `diagnose`."""
+    """All measurements of a plan that differs, for `diagnose`."""
 
     job: ResolvedJob
     reference: Sequence[ReferenceStep]
@@ -38,29 +38,29 @@ class Evidence:
     @property
     def step(self) -> int:
         """The first step in which something differs."""
-        # Replicas that differ from the start do so in a failure as well, or are none.
+        # Replicas that differ from each other also differ from the reference, which is a failure.
         steps = [f.step for f in self.failures] or [s.step for s in self.splits]
         return min(steps, default=1)
 
     def failed(self, kind: str) -> list[str]:
-        """The names of what of this kind differs at that step."""
+        """The names of the tensors of this kind that differ at that step ("" for a number)."""
         return [f.name for f in self.failures if f.step == self.step and f.kind == kind]
 
     @property
     def forward_order(self) -> Sequence[str]:
-        """The reference's modules in the order in which the forward pass leaves them."""
+        """The reference's modules, in the order in which their forward calls end."""
         return () if self.reference_trace is None else self.reference_trace.modules
 
     @property
     def parameter_order(self) -> dict[str, int]:
-        """Parameter -> where its module is in forward order, for those whose modules are known."""
+        """Parameter -> index of its module in forward order, for the modules in that order."""
         place = {module: index for index, module in enumerate(self.forward_order)}
         names = {name for run in self.runs for name in run.placements}
         return {name: place[m] for name in names if (m := holder_of(name)) in place}
 
     @property
     def num_microbatches(self) -> int:
-        """On a rank and in a step."""
+        """Microbatches per rank and step."""
         job = self.job
         size = job.config.training.local_batch_size
         if job.pipeline is not None:
@@ -68,6 +68,7 @@ class Evidence:
         return job.global_batch_size // job.dims.dp // size
 
     def factor(self, value: float) -> str:
+        """The degree or count of the plan that `value` equals, in words; "" for none."""
         return name_factor(
             value,
             self.dims,
@@ -83,10 +84,7 @@ def holder_of(parameter: str) -> str:
 
 
 def pooled(parts: Sequence[Agreement]) -> tuple[float, float]:
-    """The factor that fits all parts best, and what it leaves unexplained, relative to the whole.
-
-    A factor is one only where it fits every part by itself.
-    """
+    """The factor that fits all parts best, and the largest relative residual of any part."""
     bb, ab = sum(p.bb for p in parts), sum(p.ab for p in parts)
     if bb == 0.0 or not math.isfinite(bb + ab + sum(p.aa for p in parts)):
         return 0.0, math.inf
@@ -95,18 +93,19 @@ def pooled(parts: Sequence[Agreement]) -> tuple[float, float]:
     for part in parts:
         residual = part.aa - 2 * factor * part.ab + factor * factor * part.bb
         size = max(part.aa, factor * factor * part.bb, part.bb)
-        # The difference of nearly equal sums of squares: rounding is of the order of its root.
+        # A rounding error of 1e-16 in the residual becomes 1e-8 under the root.
         left = max(left, (max(0.0, residual) / size) ** 0.5 if size else 0.0)
     return factor, 0.0 if left < 3e-7 else left
 
 
 def worst(run: RankRun, tensors: str, step: int, names: Sequence[str]) -> float:
+    """One rank's largest difference in the named tensors ("gradients", "weights") of a step."""
     found = getattr(run.steps[step], tensors)
     return max((found[name].difference for name in names if name in found), default=0.0)
 
 
 def ranks_of(e: Evidence, difference: Callable[[RankRun], float]) -> list[int]:
-    """The ranks whose difference is not far below the others'."""
+    """The ranks whose difference is within a factor of 1e4 of the largest."""
     values = {run.rank: difference(run) for run in e.runs}
     largest = max(values.values())
     return [rank for rank, value in values.items() if value > 0 and value >= 1e-4 * largest]

@@ -1,4 +1,4 @@
-"""On a rank: which module a run fails in, what it was given, and how the plan cuts it."""
+"""On a rank: adds to an exception the module that raised it, its inputs and its plan entry."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from titanlite.parallelize.styles import RingStyle
 
 @contextlib.contextmanager
 def naming_failures(job: Job) -> Iterator[None]:
-    """What a module raises inside is raised with its name, its plan entry and what it was given.
+    """Inside, an exception raised in a module gets the module's name, plan entry and inputs.
 
-    Read from the traceback, so that nothing is hooked into what is verified.
+    They are read from the traceback, so that the verified model needs no hooks.
     """
     try:
         yield
@@ -42,11 +42,11 @@ def naming_failures(job: Job) -> Iterator[None]:
             raise
         name, inputs = calls[-1]
         style = styles_of(job).get(name)
-        entry = f", whose entry in the tensor-parallel plan is {style}," if style else ""
+        entry = f" (tensor-parallel plan: {style})" if style else ""
         given = ", ".join(map(_shape_of, inputs)) or "nothing"
         kind = TitanliteError if isinstance(error, TitanliteError) else RuntimeError
         raise kind(
-            f"{name or 'the model'}{entry} is given {given} and fails with "
+            f"{name or 'the model'}{entry} receives {given} and fails with "
             f"{type(error).__name__}: {error}"
         ) from error
 

@@ -1,7 +1,7 @@
-"""On a rank: what a job does, held against what it asks for and against formulas.
+"""On a rank: checks a run against its settings and against formulas.
 
-A plan is compared with one process, which runs the same optimizer, clipping and loss, and would be
-wrong alike. What is found here is a sentence, whatever numbers come of it.
+The reference runs the same optimizer, clipping and loss as the plan, so a bug in these is in both
+and no number differs. Each check here returns or yields sentences about what is wrong.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from titanlite.ranks.account import recorded_calls
 from titanlite.training.loss import NEXT_TOKEN
 from titanlite.training.shards import local_part
 
-# What a rank reduces beside gradients (losses, norms, counts) has no more elements.
+# Reductions of at most this many elements are losses, norms and counts, not gradients.
 MOST_NUMBERS = 16
 
 
 def optimizer_problems(job: Job) -> tuple[str, ...]:
-    """How the optimizer is not the one that the job asks for: its parameters, its options."""
+    """Where the optimizer's parameters or options do not match the job."""
     section, optimizer = job.config.optimizer, job.trainer.optimizer
     counts = Counter(p for group in optimizer.param_groups for p in group["params"])
     problems = []
@@ -37,7 +37,7 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
     if twice := [name for name, parameter in wanted.items() if counts[parameter] > 1]:
         problems.append(f"{twice[0]} is in {counts[wanted[twice[0]]]} parameter groups")
     if strange := set(counts) - set(wanted.values()):
-        problems.append(f"{len(strange)} tensors in its groups are no parameters of the model")
+        problems.append(f"{len(strange)} tensors in its groups are not model parameters")
     if type(optimizer).__name__ != section.name:
         problems.append(f"it is {type(optimizer).__name__}, not {section.name}")
     options: dict[str, Any] = {"weight_decay": section.weight_decay}
@@ -47,18 +47,18 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
         options |= {"betas": (section.beta1, section.beta2), "eps": section.eps}
     for group in optimizer.param_groups:
         problems += [
-            f"{key} is {group[key]} for {len(group['params'])} parameters, not {value}"
+            f"{key} is {group[key]} instead of {value} for {len(group['params'])} parameters"
             for key, value in options.items()
             if group[key] != value
         ]
-    start = "the optimizer is not the one that the job asks for: "
+    start = "the optimizer does not match the job: "
     return tuple(f"{start}{problem}" for problem in dict.fromkeys(problems))
 
 
 def wrong_validation(job: Job, shown: float) -> Iterator[str]:
-    """Whether a validation loss is the mean over each sample once, for the next token's loss."""
+    """Whether a validation loss is the mean over all samples; only for the next-token loss."""
     dataset, section = job.validation_dataset, job.config.validation
-    # Scales in float8 are of a batch: other batches have another loss.
+    # A float8 scale depends on the batch, so splitting the samples differently changes the loss.
     has_mean = job.trainer.loss.count is NEXT_TOKEN.count and not job.config.converts_to_float8
     if not has_mean or dataset is None:
         return
@@ -75,19 +75,20 @@ def wrong_validation(job: Job, shown: float) -> Iterator[str]:
     model.train()
     if not math.isclose(total / count, shown, rel_tol=1e-6):
         yield (
-            f"on one process too, the validation loss is {shown:.6g}, and the {count} targets of "
-            f"its {num_samples} samples have a mean loss of {total / count:.6g}"
+            f"even on one process, the validation loss is {shown:.6g}, but the {count} targets of "
+            f"its {num_samples} samples have a mean loss of {total / count:.6g}: the samples, the "
+            "sum or its divisor is wrong"
         )
 
 
 def evaluate_unchanged(job: Job, problems: list[str]) -> float:
-    """The validation loss; adds to `problems` what of the training the validation has changed."""
+    """Run a validation and return its loss; adds to `problems` any training state it changes."""
     before = _training_state(job)
     loss = job.evaluate()
     after = _training_state(job)
     for what, value in before.items():
         if any(a is not b and a != b for a, b in zip(value, after[what], strict=True)):
-            problems.append(f"a validation changes {what}, which training goes on with")
+            problems.append(f"a validation changes {what}; restore it before training continues")
     return loss
 
 
@@ -101,13 +102,13 @@ def _training_state(job: Job) -> dict[str, list[Any]]:
         ],
         "which modules are in training mode": [m.training for p in job.parts for m in p.modules()],
         "gradients": [parameter.grad is None for parameter in job.parameters.values()],
-        # FSDP registers others while parameters are gathered. Compared by identity.
+        # Compared by identity: FSDP registers other tensors while parameters are gathered.
         "the tensors that are the model's parameters": [id(p) for p in job.parameters.values()],
     }
 
 
 def left_over_gradients(job: Job, step: int) -> Iterator[str]:
-    """Whether a step leaves gradients behind, which the next one would add its own to."""
+    """Whether gradients are left after a step, so that the next step adds to them."""
     left = [
         name
         for name, parameter in job.parameters.items()
@@ -116,19 +117,19 @@ def left_over_gradients(job: Job, step: int) -> Iterator[str]:
     if left:
         more = f" and {len(left) - 1} others" if len(left) > 1 else ""
         yield (
-            f"step {step} leaves the gradients of {left[0]}{more} behind, and the next step adds "
-            "its own to them: they are not cleared"
+            f"step {step} does not clear the gradients of {left[0]}{more}, so the next step adds "
+            "to them. Call zero_grad() after every optimizer step"
         )
 
 
 def wrong_formats(job: Job) -> Iterator[str]:
-    """Weights, and what the optimizer keeps of them, in another dtype than training.dtype."""
+    """Weights and optimizer state whose dtype is not training.dtype."""
     wanted = job.config.training.dtype
     state = job.trainer.optimizer.state
     for what, tensors in (
-        ("weights are kept", job.parameters.items()),
+        ("weights", job.parameters.items()),
         (
-            "the optimizer's state is kept",
+            "optimizer states",
             (
                 (f"{name}.{key}", value)
                 for name, parameter in job.parameters.items()
@@ -142,15 +143,15 @@ def wrong_formats(job: Job) -> Iterator[str]:
         if wrong:
             name, dtype = next(iter(wrong.items()))
             yield (
-                f"{what} in another dtype than training.dtype {wanted}: {len(wrong)} of "
-                f"{len(dtypes)}, {name} in {dtype}"
+                f"{len(wrong)} of {len(dtypes)} {what} are not in training.dtype {wanted}: {name} "
+                f"is in {dtype}"
             )
 
 
 def wrong_reductions(job: Job, before: Mapping[str, int]) -> list[str]:
-    """Gradients that are reduced in another number format than the job asks for.
+    """Gradient reductions whose dtype is not the job's reduce dtype.
 
-    `before` is how many calls each group had when the job began: groups are used again.
+    `before` is the number of the last call of each group before the job, since groups are reused.
     """
     wanted = job.config.training.reduce_dtype
     mesh = job.meshes.dp
@@ -165,7 +166,6 @@ def wrong_reductions(job: Job, before: Mapping[str, int]) -> list[str]:
             what = f"{call.operation} over {axis} is in {call.dtype}"
             found[what] = found.get(what, 0) + 1
     return [
-        f"gradients are reduced in another dtype than {wanted}, which the job asks for: "
-        f"{count} times {what}"
+        f"gradients are not reduced in the job's dtype {wanted}: {what} ({count} calls)"
         for what, count in found.items()
     ]

@@ -1,6 +1,7 @@
-"""What is wrong with gradients, from the numbers that ranks measured of them; torch-free.
+"""What is wrong with gradients, judged by the ranks' measurements; torch-free.
 
-A factor, a sum over an axis that is still to be made, shares of the batch in wrong proportions.
+It tests for three patterns: a common factor, a missing sum over a mesh axis, and parts of the batch
+that are summed with wrong weights.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from titanlite.verify.words import be, is_near, name_parameters, name_ranks
 
 
 def explain_gradients(e: Evidence) -> Iterator[str]:
-    """What is wrong with the gradients, seen from their numbers alone."""
+    """What is wrong with the gradients, as far as their numbers show it."""
     wrong = e.failed("gradient")
     if not wrong:
         return
     pending = [name for run in e.runs for name in run.pending if name in wrong]
     if pending:
+        who = name_parameters(set(pending), e.runs, "gradient")
         yield (
-            f"{name_parameters(set(pending), e.runs, 'gradient')} are sums over ranks that were "
-            "never made when the optimizer is given them: an all-reduce is missing"
+            f"{who} {be(who)} still Partial at the optimizer step: an all-reduce is missing. "
+            "Reduce every Partial gradient before the optimizer step"
         )
         return
     absent = {
@@ -35,13 +37,13 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
         who = name_parameters(absent, e.runs, "gradient")
         names = {name for run in e.runs for name in run.placements}
         yield (
-            f"gradients are missing when the optimizer is to use them: {who}. "
+            f"{who} {be(who)} missing at the optimizer step. "
             + (
-                "All of them are, so the backward pass has run, and what wraps the model (FSDP, "
-                "DDP) was told not to reduce them and keeps them to itself"
+                "The wrapper (FSDP, DDP) was told not to reduce them and still holds them. Enable "
+                "its gradient synchronization for the last backward pass of a step"
                 if absent == names
-                else "Either the backward pass does not come there, as the way back is cut "
-                "somewhere in the forward pass, or what wraps them was told not to reduce them"
+                else "Either the backward pass does not reach the parameters, because the forward "
+                "pass detaches a tensor, or their wrapper (FSDP, DDP) was told not to reduce them"
             )
         )
     by_rank = list(_factors_of_ranks(e, wrong))
@@ -52,14 +54,14 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
 
 
 def explain_shares(e: Evidence) -> Iterator[str]:
-    """Gradients of which each rank or microbatch has its share, in wrong proportions."""
+    """Gradients that sum the contributions of ranks or microbatches with wrong weights."""
     rest = [name for name in e.failed("gradient") if _factor_of(e, name) is None]
     if rest and e.reference_trace is not None and not list(_missing_sums(e, rest)):
         yield from describe_shares(e.reference_trace, e.traces, e.runs, rest, e.factor)
 
 
 def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
-    """Gradients that are right once summed over an axis."""
+    """Gradients that are correct once summed over an axis."""
     by_axis: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in wrong:
         sums = [t.summed_gradients[name] for t in e.traces if name in t.summed_gradients]
@@ -68,7 +70,7 @@ def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
             factor, left = pooled(found)
             spread = {round(pooled([one])[0], 6) for one in found}
             if left < EXPLAINED and len(spread) == 1 and not _has_factor(e, name):
-                words = "" if is_near(factor, 1.0) else f", but for a factor of {factor:.6g}"
+                words = "" if is_near(factor, 1.0) else f", up to a factor of {factor:.6g}"
                 by_axis[axis, words].append(name)
     for (axis, words), names in by_axis.items():
         who = name_parameters(names, e.runs, "gradient")
@@ -76,21 +78,20 @@ def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
             others = name_parameters(before, e.runs, "gradient")
             last = max(names, key=e.parameter_order.__getitem__)
             yield (
-                f"{who} {be(who)} right only when summed over {axis}{words}, and {others}, from "
-                f"before it in the forward pass, {be(others)} wrong in turn: what reads the output "
-                f"of {holder_of(last)} hands back a gradient of its input that is a sum over "
-                f"{axis} still to be made; all-reduce it there, in the backward pass"
+                f"{who} {be(who)} correct only after a sum over {axis}{words}, and {others}, of "
+                f"earlier modules, {be(others)} wrong as a result: the module that reads the "
+                f"output of {holder_of(last)} returns a gradient of its input that is still "
+                f"Partial over {axis}. All-reduce it over {axis} in that module's backward pass"
             )
             continue
         yield (
-            f"{who} {be(who)} right only when summed over "
-            f"{axis}{words}: the all-reduce over {axis} is missing, and each rank has the share of "
-            "its own tokens"
+            f"{who} {be(who)} correct only after a sum over {axis}{words}: each rank has the "
+            f"gradient of its own tokens only. Add the missing all-reduce over {axis}"
         )
 
 
 def _all_before(e: Evidence, wrong: Sequence[str], explained: Sequence[str]) -> list[str]:
-    """The other wrong gradients, where nothing else explains them and all come earlier."""
+    """The other wrong gradients, if all are of earlier modules and nothing else explains them."""
     rest = [name for name in wrong if name not in explained]
     order = e.parameter_order
     if any(name not in order for name in wrong) or any(_has_factor(e, name) for name in rest):
@@ -100,7 +101,7 @@ def _all_before(e: Evidence, wrong: Sequence[str], explained: Sequence[str]) -> 
 
 
 def _factors_of_ranks(e: Evidence, wrong: list[str]) -> Iterator[str]:
-    """Gradients that are right on some ranks, and by one factor larger or smaller on others."""
+    """Gradients that agree on some ranks and are scaled by one factor on the others."""
     found: dict[tuple[tuple[int, ...], float], list[str]] = defaultdict(list)
     for name in wrong:
         if _has_factor(e, name):
@@ -122,8 +123,10 @@ def _factors_of_ranks(e: Evidence, wrong: list[str]) -> Iterator[str]:
         who = name_parameters(names, e.runs, "gradient")
         same = e.factor(factor)
         yield (
-            f"{who} {be(who)} {factor:.6g} times as large{f', which is {same},' if same else ''} "
-            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}, and right on the others"
+            f"{who} {be(who)} {factor:.6g} times as large as on one process, "
+            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}, but correct on the other ranks"
+            f"{f'; {factor:.6g} is {same}' if same else ''}. Look for a scaling or a reduction "
+            "that differs between ranks"
         )
 
 
@@ -132,7 +135,7 @@ def _has_factor(e: Evidence, name: str) -> bool:
 
 
 def _factor_of(e: Evidence, name: str) -> float | None:
-    """The one factor between a gradient and the reference's on every rank, if there is one."""
+    """The factor between a gradient and the reference's, if it is the same on every rank."""
     parts = [
         run.steps[e.step].gradients[name]
         for run in e.runs
@@ -143,7 +146,7 @@ def _factor_of(e: Evidence, name: str) -> float | None:
 
 
 def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
-    """One factor for all or some."""
+    """Gradients that differ from the reference's by a factor, grouped by that factor."""
     groups: dict[float, list[str]] = defaultdict(list)
     for name in wrong:
         factor = _factor_of(e, name)
@@ -155,15 +158,21 @@ def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
         who = name_parameters(names, e.runs, "gradient")
         same = e.factor(factor)
         if factor == 0 or abs(factor) < EXPLAINED:
-            yield f"{who} {be(who)} zero: the backward pass does not come there"
+            yield (
+                f"{who} {be(who)} zero: the backward pass stops before it gets there. Look for a "
+                "detached tensor in the forward pass"
+            )
         elif same:
             often = "twice" if "the square of" in same else "once"
             verb = (
-                f"they are reduced, or multiplied, by it {often} too often"
+                f"summed or multiplied by it {often} too often"
                 if factor > 1
-                else "they are averaged where they should be summed, or divided once too often"
+                else "averaged instead of summed, or divided once too often"
             )
-            loss = "" if e.failed("loss") else "; the loss is right"
-            yield f"{who} {be(who)} {factor:.6g} times as large, which is {same}: {verb}{loss}"
+            loss = "" if e.failed("loss") else ". The loss agrees"
+            yield (
+                f"{who} {be(who)} {factor:.6g} times as large as on one process, and {factor:.6g} "
+                f"is {same}: {'it is' if be(who) == 'is' else 'they are'} {verb}{loss}"
+            )
         else:
-            yield f"{who} {be(who)} {factor:.6g} times as large"
+            yield f"{who} {be(who)} {factor:.6g} times as large as on one process"

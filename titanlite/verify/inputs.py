@@ -1,4 +1,4 @@
-"""What a step starts from: weights, data, positions, the number of targets; torch-free."""
+"""Differences in what a step starts from: weights, data, positions, target count; torch-free."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ def explain_start(e: Evidence) -> Iterator[str]:
     shown = name_parameters(wrong, e.runs, "parameter")
     if alike := sorted(set(same_shards(e.runs)) & set(wrong)):
         yield (
-            f"shards start alike: {name_parameters(alike, e.runs, 'parameter')} start with the "
-            "same values in shards that hold different parts. Each rank has drawn its shard as if "
-            "it were the first; draw each parameter at its full shape, from a generator seeded by "
-            "its name, and cut that"
+            "different shards have the same starting values: "
+            f"{name_parameters(alike, e.runs, 'parameter')}. Each rank draws its shard as if it "
+            "were the first. Draw each parameter at its full shape, from a generator seeded by its "
+            "name, and keep the rank's slice"
         )
         return
     if any(split.step == 0 for split in e.splits):
         yield (
-            f"ranks start with different values of what they should hold alike: {shown}. Their "
-            "random states differ; seed each parameter by its name, not by its rank"
+            f"replicas start with different values: {shown}. The ranks draw from different random "
+            "states. Seed the generator of each parameter by its name, not by the rank"
         )
         return
     ranks = ranks_of(e, lambda run: worst(run, "weights", 0, wrong))
-    yield f"{shown} start with other values than on one process, {name_ranks(ranks, e.runs, ranks)}"
+    yield (
+        f"starting values differ from those on one process, {name_ranks(ranks, e.runs, ranks)}: "
+        f"{shown}. Look at how they are drawn and sharded"
+    )
 
 
 def explain_data(e: Evidence) -> Iterator[str]:
@@ -48,7 +51,7 @@ def explain_data(e: Evidence) -> Iterator[str]:
     counts = Counter(number for own in read.values() for number in own if number != -1)
     batch = range(e.job.global_batch_size)
     if all(counts[number] == 1 for number in batch):
-        # Dealt out in another order, perhaps, and the same batch in all.
+        # The ranks may split the batch in another order: together they read the same batch.
         wrong = {}
     elif not wrong:
         often = [number for number in batch if counts[number] > 1]
@@ -56,7 +59,7 @@ def explain_data(e: Evidence) -> Iterator[str]:
         yield (
             f"the data depend on the plan: at step {step} the data-parallel ranks read sequences "
             f"{listed(often)} of the batch more than once and {listed(never)} not at all. Their "
-            "places among the data-parallel ranks are counted wrongly"
+            "data-parallel rank is computed wrongly: derive it from all data-parallel axes"
         )
     if wrong:
         rank, sequences = next(iter(wrong.items()))
@@ -65,34 +68,34 @@ def explain_data(e: Evidence) -> Iterator[str]:
         got = (
             f"{strange} sequences that are not in the batch of one process"
             if strange
-            else f"sequences {listed(sequences)} of it"
+            else f"sequences {listed(sequences)} of the batch"
         )
         yield (
-            f"the data depend on the plan: at step {step} rank {rank} read {got}, in place of "
-            f"sequences {first} to {first + per_rank - 1}, and so "
-            f"{name_ranks(wrong, e.runs, range(len(e.runs)))}. Which sample comes when must not "
-            "depend on the data-parallel degree: let the sampler count over all ranks together"
+            f"the data depend on the plan: at step {step} rank {rank} reads {got} instead of "
+            f"sequences {first} to {first + per_rank - 1}. Wrong sequences are read "
+            f"{name_ranks(wrong, e.runs, range(len(e.runs)))}. The order of samples must not "
+            "depend on the data-parallel degree: let the sampler count samples over all ranks"
         )
     moved = [run.rank for run in e.runs if not run.steps[step].positions_agree]
     if moved:
         layout = e.job.config.parallelism.context_parallel_load_balancer
         yield (
-            "positions are wrong under context parallelism: the model is told other positions "
-            f"than those of the tokens a rank holds in the {layout} layout, "
-            f"{name_ranks(moved, e.runs, range(len(e.runs)))}. Cut the positions as the tokens are "
-            "cut; an offset of their own is wrong"
+            "positions are wrong under context parallelism: the model does not receive the "
+            f"positions of the rank's tokens in the {layout} layout, "
+            f"{name_ranks(moved, e.runs, range(len(e.runs)))}. Shard the positions with the "
+            "layout of the tokens; do not compute them from an offset"
         )
     shifted = [run.rank for run in e.runs if not run.steps[step].targets_agree]
     if shifted and not wrong:
         yield (
-            "targets are not those of the tokens, "
+            "targets do not match the tokens, "
             f"{name_ranks(shifted, e.runs, range(len(e.runs)))}: make the targets before the "
-            "sequence is cut"
+            "sequence is sharded"
         )
 
 
 def explain_stage_positions(e: Evidence) -> Iterator[str]:
-    """Stages of a pipeline that take positions and do not get those of their tokens."""
+    """Pipeline stages that take positions and do not receive those of their tokens."""
     blind = {t.rank: t.blind_stages for t in e.traces if t.blind_stages}
     if not blind:
         return
@@ -100,30 +103,30 @@ def explain_stage_positions(e: Evidence) -> Iterator[str]:
     which = next(words for of_rank in blind.values() for words in of_rank.values())
     who = f"stage{'s' * (len(stages) > 1)} {listed(stages)} of the pipeline"
     because = (
-        ": without them a stage counts its tokens from 0, and under context parallelism a rank "
-        "holds others"
-        if which == "none" and e.dims.cp_enabled
+        ": each rank then counts its tokens from 0, which is wrong under context parallelism"
+        if which == "missing" and e.dims.cp_enabled
         else ""
     )
     yield (
-        f"{who if e.dims.pp_enabled else 'the model'} takes `positions` and is given {which}, "
-        f"{name_ranks(blind, e.runs, range(len(e.runs)))}{because}. Give every stage the positions "
-        "of its tokens, cut as the tokens are"
+        f"the `positions` argument of {who if e.dims.pp_enabled else 'the model'} is {which}, "
+        f"{name_ranks(blind, e.runs, range(len(e.runs)))}{because}. Pass every stage the positions "
+        "of its tokens, sharded like the tokens"
     )
 
 
 def explain_count(e: Evidence) -> Iterator[str]:
-    """One wrong number of targets; of different ones `explain_counts` tells later."""
+    """A target count that is wrong, and the same, on every rank; see also `explain_counts`."""
     step = max(1, e.step)
     known = e.reference[step].num_targets
     counts = {run.steps[step].num_targets for run in e.runs}
     if len(counts) == 1 and counts != {known} and not e.failed("start"):
         ratio = counts.pop() / known
         same = e.factor(ratio)
-        because = f", which is {same}" if same else ""
+        because = f" ({ratio:.6g} is {same})" if same else ""
         yield (
-            f"the plan divides by {ratio:.6g} times as many targets as the step has{because}: "
-            "targets are counted on several ranks that hold the same, or not on all"
+            f"the loss is divided by {ratio:.6g} times the number of targets in the step{because}: "
+            "targets are counted on several ranks that hold the same tokens, or not on all ranks. "
+            "Count each target once"
         )
 
 
@@ -132,6 +135,6 @@ def explain_counts(e: Evidence) -> Iterator[str]:
     counts = {run.steps[step].num_targets for run in e.runs}
     if len(counts) > 1:
         yield (
-            f"ranks count different numbers of targets in a step ({listed(sorted(counts))}), and "
-            f"there are {e.reference[step].num_targets}"
+            f"ranks count different numbers of targets in a step ({listed(sorted(counts))}). "
+            f"The step has {e.reference[step].num_targets}. Sum the counts over all ranks"
         )

@@ -1,4 +1,4 @@
-"""The two jobs that are compared: one under its plan, and the same on one process; torch-free."""
+"""The two jobs that are compared: the job under its plan, and on one process; torch-free."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from titanlite.config import JobConfig, ResolvedJob, make_config, override, reso
 from titanlite.mesh.parallel_dims import divisors
 
 DTYPES = ("float64", "float32", "bfloat16")
-"""What a job can be verified in; bfloat16 computes in it and keeps weights in float32."""
+"""The dtypes to verify in; bfloat16 computes in bfloat16 and keeps weights in float32."""
 
-# What the reference takes at once: more would need more memory than a laptop has.
+# The most tokens that the reference processes at once, limited by the memory of a laptop.
 MOST_TOKENS = 16_384
-# In how many parts the reference takes its batch to be held against itself, where it has as many.
+# The number of parts in which the batch is run to compare one process with itself.
 PARTS = 4
-# Steps that are compared where nobody says how many, and the most that are chosen by themselves.
+# The steps to compare by default, and the most that --until-stable chooses.
 DEFAULT_STEPS, MOST_STEPS = 5, 200
-# Global batches of a validation.
+# The global batches of a validation.
 MOST_VALIDATION = 2
 
 
 def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
-    """`job` in `dtype`, with its degrees and batch as numbers, and nothing beside training."""
+    """`job` in `dtype`, with explicit degrees and batch size, and only what verifying needs."""
     mixed, training = dtype == "bfloat16", job.config.training
     config = override(
         job.config,
@@ -34,9 +34,9 @@ def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
             else None,
             "training.global_batch_size": job.global_batch_size,
             "parallelism.data_parallel_shard_degree": job.dims.dp_shard,
-            # Of the whole set it would take longer than the steps.
+            # A validation over the whole set would take longer than the steps.
             "validation.steps": MOST_VALIDATION if job.config.validation.enable else -1,
-            # A loss that is not finite is a difference to be named, or one that both have.
+            # A non-finite loss is a difference to report, not a reason to stop.
             "debug.non_finite": "ignore",
         },
     )
@@ -44,7 +44,7 @@ def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
 
 
 def saving_job(plan: ResolvedJob, folder: str) -> ResolvedJob:
-    """`plan` with checkpoints in `folder`, of which there are none yet."""
+    """`plan` with checkpoints enabled in `folder`, which has none yet."""
     config = override(
         plan.config,
         {
@@ -62,14 +62,14 @@ def saving_job(plan: ResolvedJob, folder: str) -> ResolvedJob:
 
 
 Microbatches = tuple[tuple[range, ...], ...]
-"""The sequences of the global batch that each microbatch has, a range for each data rank."""
+"""For each microbatch its sequences in the global batch, one range per data-parallel rank."""
 
 
 def microbatches_of(plan: ResolvedJob) -> Microbatches | None:
-    """The microbatches that the reference has to take, where what is in one changes the numbers.
+    """The microbatches that the reference must use, if the numbers depend on them; else None.
 
-    In float8 it does: a scale is over all sequences of a microbatch. The i-th is all data-parallel
-    ranks' i-th together. None where the reference may cut its batch as it likes.
+    In float8 they do, since a scale covers all sequences of a microbatch. The i-th microbatch of
+    the reference joins the i-th microbatches of all data-parallel ranks.
     """
     if not plan.config.converts_to_float8:
         return None
@@ -84,17 +84,17 @@ def microbatches_of(plan: ResolvedJob) -> Microbatches | None:
 
 
 def microbatch_size(plan: ResolvedJob) -> int:
-    """Sequences that a data-parallel rank takes at once."""
+    """The number of sequences that a data-parallel rank processes at once."""
     if plan.pipeline is not None:
         return plan.pipeline.microbatch_size
     return plan.config.training.local_batch_size
 
 
 def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
-    """The job of `plan` on one process, with nothing parallel, recomputed, compiled or offloaded.
+    """The job of `plan` on one process, without checkpointing, compile and offload.
 
-    The batch is taken at once, as far as memory should allow, or in at least `num_parts`; in
-    microbatches as large as the plan's where those change the numbers (see microbatches_of).
+    The batch is processed in as few parts as MOST_TOKENS allows, but in at least `num_parts`. If
+    the numbers depend on the microbatches (see microbatches_of), these are as large as the plan's.
     """
     values: dict[str, Any] = plan.config.model_dump(exclude_unset=True)
     values["parallelism"] = {"data_parallel_shard_degree": 1}
@@ -116,10 +116,11 @@ def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
 
 
 def scheduled_lr(config: JobConfig, step: int) -> float:
-    """The learning rate of `step`, counted from 1: warm up linearly, hold, decay.
+    """The learning rate of `step`, counted from 1: linear warm-up, constant, decay.
 
-    Written down once more, beside training/optimizer.py: what runs is held against this. The decay
-    is laid out for one step more than there are (TorchTitan v0.2.2, components/lr_scheduler.py).
+    This repeats the formula of training/optimizer.py on purpose: the run is checked against it. The
+    decay would reach its end one step after the last (TorchTitan v0.2.2,
+    components/lr_scheduler.py).
     """
     section, done = config.lr_scheduler, step - 1
     if done < config.warmup_steps:
@@ -138,9 +139,9 @@ def scheduled_lr(config: JobConfig, step: int) -> float:
 
 
 def steps_until_stable(config: JobConfig) -> tuple[int, list[str]]:
-    """Steps by which everything that a job begins on the way has begun, and what that is.
+    """Enough steps for warm-up to end and decay and garbage collection to begin, and when they do.
 
-    At least DEFAULT_STEPS, at most the job's own or MOST_STEPS.
+    At most MOST_STEPS and the job's own number of steps, but at least DEFAULT_STEPS.
     """
     decay = config.schedule_steps + 1 - config.decay_steps
     begins = {
@@ -149,7 +150,7 @@ def steps_until_stable(config: JobConfig) -> tuple[int, list[str]]:
         "garbage collection": config.training.gc_freq,
     }
     most = min(max(config.training.steps, DEFAULT_STEPS), MOST_STEPS)
-    # Two steps after it, so that what it leaves behind is seen too.
+    # Two steps more, so that after-effects show up too.
     steps = {what: step + 2 for what, step in begins.items() if step}
     chosen = min(max([DEFAULT_STEPS, *steps.values()]), most)
     told = [
@@ -160,9 +161,9 @@ def steps_until_stable(config: JobConfig) -> tuple[int, list[str]]:
 
 
 def accumulation_pair(plan: ResolvedJob) -> tuple[ResolvedJob, ResolvedJob] | None:
-    """One batch on one process, taken at once and in parts; None where there is one sequence.
+    """One job on one process with its batch at once and in parts; None for a single sequence.
 
-    The batch is the job's, or as many sequences of it as memory should allow at once.
+    The batch is the job's, or as many of its sequences as MOST_TOKENS allows at once.
     """
     most = max(2, MOST_TOKENS // plan.seq_len)
     batch = max(size for size in divisors(plan.global_batch_size) if size <= most)
@@ -183,13 +184,13 @@ def accumulation_pair(plan: ResolvedJob) -> tuple[ResolvedJob, ResolvedJob] | No
 
 
 def features_off(plan: JobConfig) -> list[dict[str, Any]]:
-    """For each feature of `plan` that can be done without, the setting that turns it off."""
+    """For each optional feature that `plan` uses, the setting that turns it off."""
     checkpoints = plan.activation_checkpoint.mode != "none"
     offs: list[tuple[bool, dict[str, Any]]] = [
         (plan.compile.enable, {"compile.enable": False}),
         (checkpoints, {"activation_checkpoint.mode": "none"}),
         (plan.training.enable_cpu_offload, {"training.enable_cpu_offload": False}),
     ]
-    # Memory budgets come with compile: without either, both are off.
+    # A memory budget needs compile, so compile cannot be turned off alone.
     budget = plan.activation_checkpoint.mode == "memory_budget"
     return [off for is_on, off in offs if is_on and not (budget and "compile.enable" in off)]

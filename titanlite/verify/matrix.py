@@ -1,10 +1,10 @@
-"""Every pair of features over legal plans of one small model: `titanlite verify --matrix`.
+"""Verifies every legal pair of features with plans of one small model: `verify --matrix`.
 
-    features_of, plans_of    the features, and plans that together have each legal pair of them
-    run_matrix               verify each, keep results in a file, draw the overview
+    features_of, plans_of    the features, and plans that together contain every legal pair of them
+    run_matrix               verifies the plans, keeps the results in a file, draws the overview
 
-Results are appended to results.jsonl as they come: a run that was stopped goes on where it was, as
-long as the code is the same.
+Each result is appended to results.jsonl at once, so that a stopped run can resume if the code is
+unchanged.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from titanlite.verify.report import describe_key
 from titanlite.verify.verify import Verification, Verifier
 
 OFF = "-"
-"""The value of a feature that has nothing to act on, such as a schedule without a pipeline."""
+"""The value of a feature that does not apply, such as a schedule without a pipeline."""
 
 BATCH = 16
-# Of results.jsonl: a plan takes less than 1 kB.
+# The largest results.jsonl that is read; a plan takes less than 1 kB.
 MOST_BYTES = 256 * 2**20
 
-# What needs an axis to be there: feature -> (axes of which one must have ranks, its other values).
+# Features that need one of certain axes, and are OFF without: feature -> (these axes, its values).
 NEEDS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     "schedule": (("pp",), tuple(SCHEDULES)),
     "layout": (("cp",), ("headtail", "striped", "none")),
@@ -67,7 +67,7 @@ FLOAT8: dict[str, dict[str, Any]] = {
     "rowwise": {"recipe_name": "rowwise"},
     "rowwise_with_gw_hp": {"recipe_name": "rowwise_with_gw_hp"},
 }
-"""The values of "float8", and the keys of its section; "off" and "tensorwise" need none."""
+"""The values of the feature "float8", and the keys that each sets in its section."""
 
 
 def features_of(num_ranks: int, *, with_compile: bool = False) -> dict[str, list[Any]]:
@@ -88,9 +88,9 @@ def features_of(num_ranks: int, *, with_compile: bool = False) -> dict[str, list
 def plans_of(
     num_ranks: int, *, with_compile: bool = False, seed: int = 0, done: Sequence[Choice] = ()
 ) -> list[Choice]:
-    """Choices that together have every pair of features that a legal plan has.
+    """Choices that together contain every pair of features that a legal plan can have.
 
-    Those of `done` that are legal come first, and others show what they do not.
+    The legal choices of `done` come first; the others add the missing pairs.
     """
     features = features_of(num_ranks, with_compile=with_compile)
     grids = [
@@ -101,7 +101,7 @@ def plans_of(
     known: dict[str, bool] = {}
 
     def draw(random_: random.Random, start: Choice) -> Choice:
-        """A grid that has the axes given, and values for what then has something to act on."""
+        """Draw degrees that match `start`, and values for the features that then apply."""
         fitting = [
             grid
             for grid in grids
@@ -109,7 +109,7 @@ def plans_of(
         ]
         if not fitting:
             return {}
-        # Of plans with a feature that needs an axis, only those with that axis are worth a draw.
+        # Without the axis of a feature in `start` no draw would be legal.
         for name, (axes, _) in NEEDS.items():
             if name in start:
                 fitting = [
@@ -137,7 +137,7 @@ def plans_of(
         key = repr(sorted(choice.items()))
         if key not in known:
             try:
-                # All degrees are given, so that making it checks all there is.
+                # All degrees are given, so making the config runs every check.
                 job_of(choice)
                 known[key] = True
             except ConfigError:
@@ -151,7 +151,8 @@ def plans_of(
 def job_of(choice: Mapping[str, Any]) -> JobConfig:
     """The small model's job under the plan that `choice` describes; ConfigError if not legal.
 
-    A pipeline has as few microbatches as its schedule runs with, but one a rank where it can.
+    A pipeline has at least one microbatch per stage rank if possible, and otherwise as few as its
+    schedule allows.
     """
     local = BATCH // math.prod(choice[axis] for axis in axes_where(batch="samples"))
     local = max(1, local // 2) if choice["accumulation"] == "on" else max(1, local)
@@ -197,8 +198,8 @@ def _sections_of(
         parallelism["enable_async_tensor_parallel"] = True
     is_float8 = choice["float8"] != "off"
     return {
-        # Uneven shards; of 17 values the last of 8 ranks would have none. In float8 an output layer
-        # that is converted too, by PyTorch's own style.
+        # Uneven shards; of 17 values the last of 8 ranks would have none. 32 in float8, so that the
+        # output layer, which has one of PyTorch's styles, is converted too.
         "model": {
             "flavor": "debug",
             "num_layers": num_blocks,
@@ -232,10 +233,10 @@ def run_matrix(
     stream: TextIO | None = None,
     verifier: Verifier | None = None,
 ) -> int:
-    """Verify every plan that is not in `folder` yet, or differed there; 0 if all agree, 1 if not.
+    """Verify every plan that does not agree in `folder` yet; returns 0 if all agree, else 1.
 
-    Writes results.jsonl, a line a plan as it comes, and overview.html. With a `limit` no more than
-    the first plans, which show the most pairs.
+    Writes results.jsonl, one line per plan, and overview.html. With `limit`, only the first plans
+    are run, which contain the most pairs.
     """
     from titanlite.verify.overview import draw_overview
 
@@ -256,16 +257,16 @@ def run_matrix(
     todo = [choice for choice in choices[:limit] if _key(choice) not in agreed]
     num_done = sum(_key(choice) in agreed for choice in choices)
     print(
-        f"{len(choices)} plans have all {_count_pairs(choices)} legal pairs "
+        f"{len(choices)} plans contain all {_count_pairs(choices)} legal pairs "
         f"of {len(features)} features; {num_done} are done, {len(todo)} to run",
         file=out,
         flush=True,
     )
     start = time.monotonic()
-    # A verifier that is given is not ended.
+    # The caller closes a verifier that it passes in.
     opened = contextlib.nullcontext(verifier) if verifier else Verifier()
     with opened as ranks, lines:
-        # After what a run that was killed left of its last line.
+        # A killed run may have left an incomplete last line.
         lines.write("\n" if lines.tell() else "")
         try:
             for index, choice in enumerate(todo):
@@ -289,7 +290,7 @@ def run_matrix(
 
 
 class StoredResult(BaseModel):
-    """A line of results.jsonl, as `run_matrix` writes it and nothing else."""
+    """A line of results.jsonl, exactly as `run_matrix` writes it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -308,10 +309,10 @@ class StoredResult(BaseModel):
 def read_results(
     folder: Path, num_ranks: int, steps: int, code: str, features: Mapping[str, Sequence[Any]]
 ) -> dict[str, dict[str, Any]]:
-    """What is in `folder` of this `code`, by the plan's key.
+    """The results in `folder` that belong to this `code`, by the plan's key.
 
-    A line that is no result, or of a plan that is none of `features`, is left out, so that its plan
-    is run again. Raises OSError where the file is none.
+    A line that is not a result, or whose plan is not one of `features`, is skipped, so that its
+    plan runs again. Raises OSError if results.jsonl is not a regular file.
     """
     path = folder / "results.jsonl"
     content = read_bytes(path, most_bytes=MOST_BYTES) if os.path.lexists(path) else b""
@@ -333,7 +334,7 @@ def read_results(
 
 
 def code_digest() -> str:
-    """Of what a result depends on: titanlite, the models, and PyTorch's version."""
+    """A digest of what a result depends on: titanlite, the models, and PyTorch's version."""
     digest = hashlib.sha256(importlib.metadata.version("torch").encode())
     for package in ("titanlite", "titanlite.models"):
         spec = importlib.util.find_spec(package)
@@ -345,7 +346,7 @@ def code_digest() -> str:
 
 
 def name_of(choice: Mapping[str, Any]) -> str:
-    """A plan in words: its degrees, and what is not off."""
+    """A plan in words: its degrees, and the features that are on."""
     degrees = " x ".join(f"{axis} {choice[axis]}" for axis in AXES if choice[axis] > 1)
     rest = [f"{k} {v}" for k, v in choice.items() if k not in AXES and v not in (OFF, "off")]
     return ", ".join([degrees or "one rank", *rest])
@@ -379,7 +380,7 @@ def _result(choice: Choice, found: Verification, num_ranks: int, steps: int) -> 
 
 
 def _show(out: TextIO, result: dict[str, Any], done: int, total: int, seconds: float) -> None:
-    """A line a plan; on a terminal a bar below that stays."""
+    """Print a line per plan; on a terminal, a progress bar stays below the lines."""
     mark = "agrees " if result["agrees"] else "DIFFERS"
     largest = result.get("largest")
     figure = "" if largest is None else f"{largest:.0e}"
@@ -404,5 +405,5 @@ def _summary(shown: list[dict[str, Any]], wrong: list[dict[str, Any]], seconds: 
     verdict = f"{len(wrong)} differ" if wrong else "all agree"
     return (
         f"\n{len(shown)} plans, {verdict}; largest difference {largest:.1e}, "
-        f"least margin {margin:,.0f}; {format_duration(seconds)} of verification"
+        f"smallest margin {margin:,.0f}; {format_duration(seconds)} of verification"
     )

@@ -1,6 +1,6 @@
-"""On a rank: which modules compute in a narrower dtype than they are given, or mix a batch.
+"""On a rank: finds modules that round to a narrower dtype, and modules that mix sequences.
 
-Both are found by watching one forward pass of the model on one process.
+Both are found in forward passes of the model on one process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from titanlite.ranks.world import World
 def find_narrowed(job: Job, batches: list[Batch]) -> tuple[str, ...]:
     """The modules whose forward pass converts a tensor to a narrower dtype, with both dtypes.
 
-    Such a conversion rounds, and where its input differs in the last place it may round another
-    way: a plan then differs by far more than its own dtype allows. The casts of float8 layers are
-    left out: so few values are at an edge of theirs that in float64 none is met.
+    Inputs that differ in the last bit can round to different narrow values. A plan may then differ
+    by far more than the rounding error of its own dtype. The casts of
+    float8 layers are not counted: in float64, practically no value is at the edge of two float8
+    values.
     """
     layers = job.parts[0].named_modules()
     watch = _Conversions({name for name, layer in layers if isinstance(layer, Float8Linear)})
@@ -35,7 +36,7 @@ def find_narrowed(job: Job, batches: list[Batch]) -> tuple[str, ...]:
 
 
 def find_mixing(world: World, resolved: ResolvedJob) -> str:
-    """The first module whose output for a sequence depends on the others of its batch, or ""."""
+    """The first module whose output for a sequence depends on the rest of the batch, or ""."""
     from titanlite.verify.run import open_job
 
     with open_job(world, resolved) as job:
@@ -45,7 +46,7 @@ def find_mixing(world: World, resolved: ResolvedJob) -> str:
     for name, output in whole.items():
         own = alone.get(name)
         for dim in range(output.ndim):
-            # The dimension that counts sequences is the one that is smaller.
+            # The batch dimension is the one that is smaller.
             if own is not None and own.ndim == output.ndim and own.size(dim) != output.size(dim):
                 first = output.narrow(dim, 0, own.size(dim))
                 if own.shape == first.shape and not torch.allclose(own, first, rtol=1e-6, atol=0):
@@ -54,7 +55,7 @@ def find_mixing(world: World, resolved: ResolvedJob) -> str:
 
 
 class _Conversions(TorchDispatchMode):
-    """Notes conversions to a narrower floating-point dtype, by the innermost module inside."""
+    """Records conversions to a narrower floating-point dtype, by innermost module."""
 
     def __init__(self, left_out: Collection[str]) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class _Conversions(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _watching(model: nn.Module, inside: list[str]) -> Iterator[None]:
-    """Inside, `inside` holds the names of the modules whose forward is running."""
+    """Inside, `inside` is the stack of the names of the modules whose forward is running."""
     hooks: list[Any] = []
     for name, module in model.named_modules():
         hooks.append(
@@ -100,7 +101,7 @@ def _watching(model: nn.Module, inside: list[str]) -> Iterator[None]:
 
 @torch.no_grad()
 def _outputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The first output of every module, in the order in which they end."""
+    """The output of every module's first call, in the order in which the calls end."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, output: Any) -> None:

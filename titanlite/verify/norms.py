@@ -1,4 +1,4 @@
-"""Which way of counting gradients gives the norm that a plan has; torch-free."""
+"""Which way of counting gradients explains a wrong gradient norm; torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlite.verify.words import how_in_words, is_near
 
 
 def explain_norm(runs: Sequence[RankRun], step: int, norm: float) -> str:
-    """What was counted twice or not at all, if that gives `norm`; empty where nothing does."""
+    """What was counted twice or not at all, if that gives `norm`; else an empty string."""
     if is_near(true_norm(runs, step), norm, 1e-9):
         return ""
     ways = _ways_of_counting(runs, step)
@@ -25,7 +25,7 @@ def true_norm(runs: Sequence[RankRun], step: int) -> float:
 
 
 def _squares(runs: Sequence[RankRun], step: int, name: str) -> float:
-    """The sum of squares of one gradient, of each of its shards once."""
+    """The sum of squares of one gradient, each of its shards counted once."""
     return sum(_local(runs, step, ranks[0], name) for ranks in holders_of(runs)[name].values())
 
 
@@ -50,20 +50,20 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
     for stage in stages if len(stages) > 1 else []:
         held = {n for run in runs if run.coordinates["pp"] == stage for n in run.placements}
         yield (
-            f"only the gradients of the stages on pp {stage} are counted, without a sum over pp",
+            f"only the gradients on pp {stage} are counted, without a sum over pp",
             math.sqrt(sum(once[name] for name in held)),
         )
     for axis in axes:
         replicated = [name for name in placed if placed[name][axis] == "replicated"]
         extra = (degrees[axis] - 1) * sum(once[name] for name in replicated)
         yield (
-            f"gradients that are replicated over {axis} are counted {degrees[axis]} times, "
-            "once on each rank that holds them",
+            f"gradients replicated over {axis} are counted {degrees[axis]} times, once on each "
+            "rank",
             math.sqrt(total + extra),
         )
     copies = {name: len(next(iter(ranks.values()))) for name, ranks in holders.items()}
     yield (
-        "replicated gradients are counted once on every rank that holds them",
+        "all replicated gradients are counted on every rank that holds them",
         math.sqrt(sum(copies[name] * once[name] for name in once)),
     )
     for axis in axes:
@@ -79,15 +79,15 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
                 if runs[ranks[0]].coordinates[axis] > 0
             )
             yield (
-                f"of gradients that are {words} over {axis} only the first rank's shard is "
-                "counted, as if they were replicated",
+                f"of gradients {words} over {axis}, only the first rank's shard is counted, as if "
+                "they were replicated",
                 math.sqrt(max(0.0, total - missing)),
             )
             yield (
-                f"gradients that are {words} over {axis} are counted {degrees[axis]} times",
+                f"gradients {words} over {axis} are counted {degrees[axis]} times",
                 math.sqrt(total + (degrees[axis] - 1) * sum(once[name] for name in names)),
             )
     for run in runs:
         own = math.sqrt(sum(_local(runs, step, run.rank, name) for name in run.placements))
         if not is_near(own, math.sqrt(total)):
-            yield "a rank's own gradients are counted alone, without a sum over ranks", own
+            yield "each rank counts only its own gradients, without a sum over ranks", own

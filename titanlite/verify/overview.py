@@ -1,7 +1,7 @@
-"""The matrix as one HTML page: a cell for each pair of features, a row for each plan.
+"""Draws the matrix as one HTML page: a cell for each pair of features, a row for each plan.
 
-A cell is as dark as its plans are near to one process, red where one differs, and empty where no
-legal plan has that pair. Hovering tells; a click leaves only the plans with that pair in the table.
+A cell is darker the larger the smallest margin of its plans, red if one differs, and empty if no
+legal plan has that pair. Hovering shows the pair; a click lists only its plans in the table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CELL, TOP = 15, 34
 LABEL = 172
 OFF = "-"
 
-# Margin -> color, from what is barely enough to what is far more than that.
+# (upper limit of the margin, color, legend), from small to large margins.
 SHADES = (
     (1e2, "#cfe8d5", "margin below 100"),
     (3e2, "#a3d4b0", "100 to 300"),
@@ -37,7 +37,7 @@ def draw_overview(
     num_ranks: int,
     plans: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The page for the `results` so far of all `plans`, choices of one value of each feature."""
+    """The page for the `results` so far; `plans` are all choices, run or not."""
     values = [(name, value) for name, options in features.items() for value in options]
     of_pair: dict[tuple[Value, Value], list[int]] = defaultdict(list)
     for index, result in enumerate(results):
@@ -80,10 +80,10 @@ def _tiles(
     largest = max((r["largest"] for r in results if r.get("largest") is not None), default=0.0)
     tiles = [
         ("plans verified", f"{len(results)} of {num_plans}"),
-        ("pairs of features shown", f"{len(of_pair):,} of {len(planned):,}"),
+        ("pairs of features covered", f"{len(of_pair):,} of {len(planned):,}"),
         ("plans that differ", str(wrong)),
         ("largest difference", f"{largest:.1e}"),
-        ("least margin to the tolerance", f"{min(margins):,.0f}" if margins else "-"),
+        ("smallest margin", f"{min(margins):,.0f}" if margins else "-"),
         ("time", format_duration(sum(r["seconds"] for r in results))),
     ]
     return "".join(
@@ -115,7 +115,7 @@ def _picture(
     planned: set[tuple[Value, Value]],
     results: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The lower triangle: each value against all before it, features apart by a gap."""
+    """The lower triangle: each value against all values before it, with a gap between features."""
     places, position, last = [], float(TOP), None
     for name, _ in values:
         if name != last:
@@ -243,8 +243,8 @@ _PAGE = """<!DOCTYPE html>
 <h1>Every pair of features, {num_ranks} ranks against one process</h1>
 <p>Each plan trained the same small model in float64, from the same weights and data, on
 {num_ranks} ranks and on one process. Loss, gradient norm, every gradient and every weight were
-compared after every step. The margin is how many times the largest difference fits into what is
-allowed. Hover a cell for its pair; click it to see its plans alone.</p>
+compared after every step. The margin of a plan is its smallest ratio of tolerance to difference.
+Hover over a cell to see its pair; click it to list only its plans.</p>
 <div class="tiles">{tiles}</div>
 <div class="legend">{legend}</div>
 {picture}

@@ -1,8 +1,8 @@
-"""On a rank: which part of the reference's output of a module this rank's output should be.
+"""On a rank: finds the part of the reference's module output that this rank's output should equal.
 
-The reference's dimensions are labelled by running it on fewer sequences and on fewer tokens: the
-one that shrinks counts them. A rank's part is then its sequences, its tokens, and, where a
-dimension is smaller than that, its chunk over the tensor axis.
+The reference is run on fewer sequences and on fewer tokens; the dimension that shrinks is the batch
+or the token dimension. A rank's part is its sequences and its tokens, and its chunk over the tensor
+axis in every dimension that is still smaller.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from titanlite.verify.record import Agreement, ModuleOutput
 from titanlite.verify.run import agreement
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""How far outputs may be from the reference's: far above rounding, below what a bug does."""
+"""The largest difference of an output that agrees: far above rounding error, far below a bug."""
 
 
 def label_dimensions(model: nn.Module, batch: Batch) -> dict[str, tuple[int | None, ...]]:
-    """For each module's output which dimension counts sequences and which tokens, by trying."""
+    """Module -> (batch dimension, token dimension) of its output, found by trial runs."""
     two = join([batch.rows(0, 1)] * 2)
     half = batch.tokens.size(1) // 2
     whole, one, short = (_shapes_of(model, b) for b in (two, two.rows(0, 1), two.tokens_to(half)))
@@ -55,7 +55,7 @@ def _shapes_of(model: nn.Module, batch: Batch) -> dict[str, torch.Size]:
         for name, module in model.named_modules()
     ]
     try:
-        # A model that takes whole sequences alone leaves its tokens unlabelled.
+        # A model that accepts only whole sequences gets no token dimension.
         with contextlib.suppress(Exception):
             call_model(model, batch)
     finally:
@@ -66,7 +66,7 @@ def _shapes_of(model: nn.Module, batch: Batch) -> dict[str, torch.Size]:
 
 @dataclass
 class ExpectedPart:
-    """Which part of the reference's tensors a rank's outputs should be."""
+    """Compares this rank's module outputs with its part of the reference's."""
 
     job: Job
     batches: list[Batch]
@@ -74,7 +74,10 @@ class ExpectedPart:
     def compare(
         self, calls: list[Tensor], whole: Tensor, labels: tuple[int | None, ...]
     ) -> tuple[ModuleOutput, list[Tensor]]:
-        """A module's outputs in the order of its calls beside `whole`, the reference's."""
+        """Compare a module's outputs, in the order of its calls, with `whole`, the reference's.
+
+        `labels` are its batch and token dimensions. Returns the expected parts, too.
+        """
         num_sequences = sum(batch.num_sequences for batch in self.batches)
         first = self.job.dims.data_rank(self.job.world.rank) * num_sequences
         per_call = max(1, num_sequences // len(calls))
@@ -87,7 +90,7 @@ class ExpectedPart:
             rows = range(first + index * per_call, first + (index + 1) * per_call)
             part = self._part(call, whole, labels, rows, held)
             if part is None:
-                shape = f"{list(call.shape)}, which is no part of {list(whole.shape)}"
+                shape = f"{list(call.shape)}, not a shard of {list(whole.shape)}"
                 part = torch.zeros(0)
             parts.append(part)
             found = agreement(call, part, whole)
@@ -137,10 +140,10 @@ class ExpectedPart:
         rows: range,
         tolerance: float,
     ) -> str:
-        """The cp rank for whose tokens the output would be right, or the first places."""
+        """The tokens or positions for which the output would be correct; "" if there are none."""
         job, n = self.job, len(self.job.held_positions)
         candidates = {
-            f"the tokens of cp {rank}": job.layout.positions(rank, job.resolved.seq_len)
+            f"the tokens of cp rank {rank}": job.layout.positions(rank, job.resolved.seq_len)
             for rank in range(job.dims.cp)
         }
         candidates[f"positions 0 to {n - 1}"] = torch.arange(n)

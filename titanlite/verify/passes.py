@@ -1,4 +1,4 @@
-"""What the forward and the backward pass compute: outputs, recomputation, loss; torch-free."""
+"""Differences in forward and backward pass: outputs, recomputation, loss; torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlite.verify.gradients import explain_gradients
 from titanlite.verify.record import ModuleOutput, module_of
 from titanlite.verify.words import agree, is_near, listed, name_parameters, name_ranks
 
-# How far the gradient of an output may be from the reference's, in float64.
+# The largest difference of an output's gradient that counts as agreement, in float64.
 WRONG_GRADIENT = 1e-9
 
 
@@ -20,7 +20,7 @@ def explain_cures(e: Evidence) -> Iterator[str]:
         return
     details = [*_pending_inputs(e), *_recomputed(e)] or list(explain_gradients(e))[:1]
     because = f": {'; '.join(details)}" if details else ""
-    yield f"with {' and also with '.join(e.cured_by)} the plan agrees{because}"
+    yield f"the plan agrees with {' or with '.join(e.cured_by)}{because}"
 
 
 def _pending_inputs(e: Evidence) -> list[str]:
@@ -28,9 +28,9 @@ def _pending_inputs(e: Evidence) -> list[str]:
     if not names:
         return []
     return [
-        f"the compiled module {names[0]} is given the result of a collective that is still "
-        "running (an AsyncCollectiveTensor), which the compiler differentiates wrongly; wait for "
-        "it before the compiled module"
+        f"the compiled module {names[0]} receives the result of a collective that is still "
+        "running (an AsyncCollectiveTensor), and the compiler differentiates it wrongly. Wait for "
+        "the collective before the compiled module"
     ]
 
 
@@ -43,10 +43,10 @@ def _recomputed(e: Evidence) -> list[str]:
     if not wrong:
         return []
     return [
-        f"activation checkpointing recomputes other values than the forward pass had, first in "
-        f"{wrong[0]} (by {largest[wrong[0]]:.1e}): what it saves and what it computes again must "
-        "be chosen alike both times, for instance by counts of their own for the forward pass and "
-        "the recomputation"
+        f"activation checkpointing recomputes values that differ from the forward pass, first in "
+        f"{wrong[0]} (by {largest[wrong[0]]:.1e}). Recomputation must have the inputs of "
+        "the forward pass and save the same tensors, for instance with an operator counter for "
+        "each pass"
     ]
 
 
@@ -56,19 +56,19 @@ def explain_recomputation(e: Evidence) -> Iterator[str]:
 
 
 def explain_float8(e: Evidence) -> Iterator[str]:
-    """The first float8 layer that scales its input otherwise than one process does."""
+    """The first float8 layer whose input scales differ from those on one process."""
     known = {} if e.reference_trace is None else e.reference_trace.scaled
     for name in filter(known.__contains__, e.forward_order):
         is_rowwise, amax = known[name]
         seen = {t.rank: t.scaled[name] for t in e.traces if name in t.scaled}
         if others := [rank for rank, (rowwise, _) in seen.items() if rowwise != is_rowwise]:
-            ways = ("a scale a row", "one scale")
+            ways = ("one scale per row", "one scale")
             own, right = ways if not is_rowwise else ways[::-1]
             yield (
-                f"{name} scales its input by {own}, and its recipe "
-                f"{e.job.config.quantize.linear.float8.recipe} has {right}, "
-                f"{name_ranks(others, e.runs, seen)}: what multiplies in its place has another "
-                "recipe; let it call the layer's own product"
+                f"{name} scales its input with {own}, but its recipe "
+                f"{e.job.config.quantize.linear.float8.recipe} needs {right}, "
+                f"{name_ranks(others, e.runs, seen)}: another module computes its product with "
+                "another recipe. Call the layer's own product there"
             )
             return
         largest = max((value for _, value in seen.values()), default=amax)
@@ -76,10 +76,10 @@ def explain_float8(e: Evidence) -> Iterator[str]:
         if wrong and is_near(largest, amax):
             yield (
                 f"{name} is the first float8 layer whose scales differ, "
-                f"{name_ranks(wrong, e.runs, seen)}: its amax there is that of the rank's own part "
-                "alone, and the largest of all ranks is right. Reduce an amax (MAX) over every "
-                "axis that cuts what it is of: tokens over data and context parallelism, features "
-                "over tp"
+                f"{name_ranks(wrong, e.runs, seen)}: there its amax is that of the rank's own "
+                "part, while the largest amax of all ranks is correct. Reduce the amax (MAX) over "
+                "every axis that splits the tensor: tokens over data and context parallelism, "
+                "features over tp"
             )
         if wrong:
             return
@@ -100,42 +100,46 @@ def explain_forward(e: Evidence) -> Iterator[str]:
     name = first or "the model's logits"
     parts = [
         f"{name} is the first module in forward order whose output differs, "
-        f"{name_ranks(outputs, e.runs, holders[first])}; all before it agree"
+        f"{name_ranks(outputs, e.runs, holders[first])}; every module before it agrees"
     ]
     if e.reference_trace is not None and e.reference_trace.num_left_out:
-        parts[0] += f", of those that were kept ({e.reference_trace.num_left_out} were too large)"
+        parts[0] += f" ({e.reference_trace.num_left_out} outputs were too large to compare)"
     one = next(iter(outputs.values()))
     if not all(math.isfinite(output.agreement.aa) for output in outputs.values()):
-        parts.append("it is not finite there")
+        parts.append("the output is not finite")
     if len(one.wrong_calls) < one.num_calls:
         calls = listed(one.wrong_calls)
-        parts.append(f"of {one.num_calls} microbatches only {calls}")
+        which = "microbatch" if len(one.wrong_calls) == 1 else "microbatches"
+        parts.append(f"only {which} {calls} of {one.num_calls} differ (counted from 0)")
     sums = [trace.summed_output for trace in e.traces if trace.rank in outputs]
     for axis in {axis for of_rank in sums for axis in of_rank}:
         if all(axis in s and s[axis].difference < EXPLAINED for s in sums):
             parts.append(
-                f"summed over {axis} it is right: the module puts out a sum that is still to be "
-                f"made. Its output layout must reduce it over {axis} (Replicate() or Shard(...))"
+                f"summed over {axis}, the output is correct: it is a Partial that has not been "
+                f"reduced. Give the module an output layout that reduces it over {axis} "
+                "(Replicate() or Shard(...))"
             )
     if shape := next((output.shape for output in outputs.values() if output.shape), ""):
-        parts.append(f"its shape on a rank is {shape}: its output layout is another one")
+        parts.append(f"its local shape is {shape}: correct its output layout")
     if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:
         parts.append(
-            f"it is what belongs to {listed(sorted(places))}: the position or offset that it is "
-            "given, or counts by itself, is not that of the rank's tokens"
+            f"the output is correct for {listed(sorted(places))}: the module is given, or "
+            "computes, the wrong positions or offset. Give it the positions of the rank's own "
+            "tokens"
         )
     factor, left = pooled([output.agreement for output in outputs.values()])
     if left < EXPLAINED and not is_near(factor, 1.0):
         same = e.factor(factor)
-        parts.append(f"it is {factor:.6g} times as large{f', which is {same}' if same else ''}")
+        what = f" ({factor:.6g} is {same})" if same else ""
+        parts.append(f"it is {factor:.6g} times as large as on one process{what}")
     module = module_of(first)
     style = next((t.styles[module] for t in e.traces if module in t.styles), "")
     if style:
         parts.append(f"its entry in the tensor-parallel plan is {style}")
     elif e.dims.cp_enabled and len(outputs) < len(holders[first]):
         parts.append(
-            "other ranks of cp have it right, so it does not see all keys and values of the "
-            "others, or sees some twice"
+            "other cp ranks agree, so this rank misses some of their keys and values, or uses some "
+            "twice"
         )
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
 
@@ -146,44 +150,46 @@ def explain_loss(e: Evidence) -> Iterator[str]:
     own, known = e.runs[0].steps[e.step].loss, e.reference[e.step].loss
     values = {run.steps[e.step].loss for run in e.runs}
     if strange := [value for value in values if not math.isfinite(value)]:
-        yield f"the loss is {strange[0]}"
+        yield f"the loss is {strange[0]}, but finite on one process"
         return
     if len(values) > 1:
-        yield f"ranks report different losses ({len(values)} of them): a sum over ranks is missing"
+        yield (
+            f"ranks report {len(values)} different losses: a sum over ranks is missing. All-reduce "
+            "the loss"
+        )
     gradients_agree = not e.failed("gradient")
     if is_near(own, known):
         return
     ratio = own / known if known else float("nan")
     same = e.factor(ratio)
     if same:
-        shown = (
-            ". Gradients agree, so it is the shown loss alone that is wrong"
-            if gradients_agree
-            else ""
+        shown = ". Gradients agree, so only the reported loss is wrong" if gradients_agree else ""
+        way = "divided" if ratio < 1 else "summed"
+        yield (
+            f"the loss is {ratio:.6g} times as large as on one process, and {ratio:.6g} is {same}: "
+            f"it is {way} once too often{shown}"
         )
-        way = "divided by it once too often" if ratio < 1 else "summed over it once too often"
-        yield f"the loss is {ratio:.6g} times as large, which is {same}: {way}{shown}"
     elif gradients_agree:
         yield (
-            f"the loss is {ratio:.6g} times as large though all gradients agree: the shown loss "
-            "alone is wrong"
+            f"the loss is {ratio:.6g} times as large as on one process, but all gradients agree: "
+            "only the reported loss is wrong"
         )
     elif _outputs_agree(e):
         yield (
-            f"the output of every module agrees, the model's logits with them, and the loss is "
-            f"{ratio:.6g} times as large: the loss function, its targets, or what it is divided by "
-            "is wrong"
+            f"every module output agrees, including the model's logits, but the loss is "
+            f"{ratio:.6g} times as large as on one process: the loss function, its targets or its "
+            "divisor is wrong"
         )
 
 
 def _outputs_agree(e: Evidence) -> bool:
-    """Whether outputs were looked at, and all of them agree."""
+    """Whether outputs were recorded and all of them agree."""
     outputs = [output for trace in e.traces for output in trace.modules.values()]
     return bool(outputs) and not any(output.wrong_calls for output in outputs)
 
 
 def _wrong_backward(e: Evidence) -> str:
-    """The modules between which the backward pass goes wrong, where outputs' gradients tell."""
+    """The module whose backward pass is wrong, if the gradients of the outputs show it; or ""."""
     if not _outputs_agree(e) or e.failed("loss"):
         return ""
     worst: dict[str, float] = defaultdict(float)
@@ -193,14 +199,14 @@ def _wrong_backward(e: Evidence) -> str:
                 worst[name] = max(worst[name], output.gradient.difference)
     order = [name for name in e.forward_order if name in worst]
     wrong = [index for index, name in enumerate(order) if worst[name] > WRONG_GRADIENT]
-    # An error in the backward pass stays in what is computed from it, before it in forward order.
+    # An error in the backward pass makes most gradients of earlier modules wrong too.
     if not wrong or wrong[-1] == len(order) - 1 or 2 * len(wrong) <= wrong[-1]:
         return ""
     last, after = order[wrong[-1]], order[wrong[-1] + 1]
     return (
-        f"in the backward pass, the gradient of the output of {last} is the first that differs, "
-        f"and that of {after or 'the logits'}, right after it in the forward pass, still agrees: "
-        f"what {after or 'the model'} hands back to its inputs is wrong"
+        f"in the backward pass, the gradient of the output of {last} is the first that differs. "
+        f"That of {after or 'the model'}, the next module in forward order, agrees, so "
+        f"{after or 'the model'} computes a wrong gradient of its input"
     )
 
 
@@ -212,18 +218,19 @@ def unexplained(e: Evidence) -> str:
         ranks = ranks_of(e, lambda run: worst(run, "gradients", e.step, sorted(wrong)))
         shown = name_parameters(wrong, e.runs, "gradient")
         if place := _wrong_backward(e):
-            return f"{shown} {agree(shown, 'are')} wrong and every output agrees: {place}"
-        seen = "the output of every module that was looked at agrees" if _outputs_agree(e) else ""
+            return f"every module output agrees, but {shown} {agree(shown, 'differ')}: {place}"
+        seen = "every recorded module output agrees" if _outputs_agree(e) else ""
         loss = "the loss differs" if e.failed("loss") else "the loss agrees"
         measured = f"{seen}, {loss}" if seen else loss
         where = (
-            "something in the backward pass, or done to gradients after it"
+            "the backward pass, and at what is done to gradients after it"
             if seen and not e.failed("loss")
-            else "the loss, or something that was not looked at"
+            else "the loss, and at what was not compared"
         )
         return (
-            f"unexplained: {measured}, and {shown} {agree(shown, 'do')} not, "
-            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}, first {last} in backward order, by "
-            f"no factor, no sum over an axis and no share of the batch. What is left is {where}"
+            f"unexplained: {measured}, but {shown} {agree(shown, 'differ')}, "
+            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}; {last} is the first in backward "
+            "order. Neither a factor, nor a missing sum over an axis, nor a missing part of the "
+            f"batch explains it. Look at {where}"
         )
-    return "unexplained: no question has an answer; the table shows what differs"
+    return "unexplained: no known pattern fits; the table shows what differs"

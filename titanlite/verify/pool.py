@@ -1,9 +1,9 @@
-"""Local ranks in one open world that run one function after the other, and stay for many.
+"""A pool of local ranks that run one function after the other.
 
     with RankPool(4) as pool:
         results = pool.call(function, *args)    # function(world, *args) on each, in rank order
 
-Starting ranks takes seconds and a plan of a small model less: many plans share one pool.
+Starting ranks takes seconds, and verifying a small plan takes less, so plans share a pool.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import cloudpickle
 
 from titanlite.ranks.launch import Place, Ranks, not_done
 
-# A job's process groups stay as long as the processes (DTensor's caches hold its meshes), each with
-# three threads of gloo's that wake up now and then: a hundred jobs slow a rank down six-fold.
+# A job's process groups live as long as the processes, since DTensor's caches hold its meshes. Each
+# has three gloo threads that wake up now and then: after a hundred jobs a rank is six times slower.
 CALLS_A_START = 16
 
 
 class RankPool:
-    """`num_ranks` local processes with a process group; new ones after a call that failed.
+    """`num_ranks` local processes with a process group; restarted after a call that failed.
 
-    `close` ends the processes; so does leaving it as a context manager.
+    `close`, or leaving the context manager, ends the processes.
     """
 
     def __init__(
@@ -52,11 +52,10 @@ class RankPool:
         self.close(now=error[0] is not None)
 
     def call(self, function: Callable[..., Any] | str, *args: Any) -> list[Any]:
-        """What `function(world, *args)` returned on each rank, in rank order.
+        """Run `function(world, *args)` on each rank; returns the results in rank order.
 
-        A function named as "module:function" is imported by the ranks alone.
-
-        Raises RankError, and ends all ranks, when one raises, dies or is not done in time.
+        A function given as "module:function" is imported on the ranks only. Raises RankError, and
+        ends all ranks, if one raises, dies or exceeds the timeout.
         """
         if self._num_calls == CALLS_A_START:
             self.close()
@@ -82,7 +81,7 @@ class RankPool:
         return [cloudpickle.loads(answers[rank]) for rank in range(self.num_ranks)]
 
     def close(self, *, now: bool = False) -> None:
-        """End the processes, `now` or when each has left its world."""
+        """End the processes: at once with `now`, else after each has left its process group."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             if now:

@@ -1,4 +1,4 @@
-"""What ranks write down of a run, as plain numbers; torch-free, so that the caller may be too."""
+"""What ranks record of a run, as plain numbers; torch-free, so that the caller can be too."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 
 class Agreement(NamedTuple):
-    """One rank's part `a` of a tensor beside the reference's `b`.
+    """One rank's part `a` of a tensor compared with the same part `b` of the reference's.
 
-    `error` is max|a - b| and `scale` the largest magnitude in the whole of the reference's tensor;
-    then the sums of a*a, a*b and b*b, and a digest of a's bytes.
+    `error` is max|a - b|; `scale` is the largest magnitude in the reference's whole tensor; `aa`,
+    `ab` and `bb` are the sums of a*a, a*b and b*b; `digest` is a digest of a's bytes.
     """
 
     error: float
@@ -23,7 +23,7 @@ class Agreement(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """max|a - b| / max|b|; where b is all zero, 0 if a is too, else infinity."""
+        """max|a - b| / max|b|; if b is all zero, 0 if a is too, else infinity."""
         if self.scale == 0.0:
             return 0.0 if self.error == 0.0 else math.inf
         ratio = self.error / self.scale
@@ -32,7 +32,7 @@ class Agreement(NamedTuple):
 
 @dataclass
 class RankStep:
-    """What one rank saw of one step; step 0 has the starting weights alone."""
+    """One rank's measurements of one step; step 0 has only the starting weights."""
 
     loss: float = 0.0
     norm: float = 0.0
@@ -41,73 +41,73 @@ class RankStep:
     gradients: dict[str, Agreement] = field(default_factory=dict)
     weights: dict[str, Agreement] = field(default_factory=dict)
     sequences: tuple[int, ...] = ()
-    """For each sequence the rank read, which of the reference's batch it is; -1 for none."""
+    """For each sequence that the rank read, its index in the reference's batch; -1 for none."""
     positions_agree: bool = True
     targets_agree: bool = True
     validation: float | None = None
     """The validation loss, after the last step of a job that validates."""
     state: dict[str, Agreement] = field(default_factory=dict)
-    """What the optimizer keeps of each parameter: "name.key"."""
+    """The optimizer state, by "parameter.key"."""
     buffers: dict[str, Agreement] = field(default_factory=dict)
 
 
 @dataclass
 class RankRun:
-    """What one rank saw of a run: its place, how its parameters are placed, and its steps."""
+    """One rank's measurements of a run: its coordinates, its placements and its steps."""
 
     rank: int
     coordinates: dict[str, int]
     placements: dict[str, dict[str, str]]
-    """Parameter -> mesh axis -> "replicated", "sharded" or "strided" (cut twice along one dim)."""
+    """Parameter -> mesh axis -> "replicated", "sharded" or "strided" (sharded twice)."""
     pending: tuple[str, ...]
-    """Gradients that were still sums to be made when the optimizer was given them."""
+    """Gradients that were still Partial at the optimizer step."""
     expected_shards: dict[str, str]
     """Parameter -> digest of the reference's slice at the start."""
     steps: list[RankStep]
     problems: tuple[str, ...] = ()
-    """What is not as the job asks for, in sentences, whatever numbers come of it."""
+    """Sentences about what does not match the job's settings, even if no number differs."""
     resume_problems: tuple[str, ...] = ()
-    """What is wrong with a run that resumes from the checkpoint that this one has saved."""
+    """Sentences about what is wrong with a run that resumes from this run's checkpoint."""
     reloaded: RankStep | None = None
-    """Weights and optimizer state of a new job that has loaded what this one saved at its end."""
+    """Weights, optimizer state and buffers of a new job that has loaded this one's checkpoint."""
     reloaded_alone: RankStep | None = None
-    """What one process has loaded of the plan's checkpoint; of the first rank's run."""
+    """The same for one process that has loaded the plan's checkpoint; only in rank 0's run."""
 
 
 @dataclass
 class ReferenceStep:
-    """The reference's numbers of one step; its tensors are in the step's file."""
+    """The reference's numbers in one step; its tensors are in the step's file."""
 
     loss: float = 0.0
     norm: float = 0.0
     lr: float = 0.0
-    """By the formula of the schedule, not by what ran."""
+    """From the formula of the schedule, not from the scheduler that ran."""
     num_targets: int = 0
     validation: float | None = None
 
 
 @dataclass
 class ReferenceRun:
-    """What the reference's process gives back: the numbers of its steps, the first the start."""
+    """What the reference's process returns: the numbers of its steps; the first is the start."""
 
     steps: list[ReferenceStep]
     problems: tuple[str, ...] = ()
-    """What its own step does otherwise than the formulas of clipping and the optimizer."""
+    """Sentences about where its step does not follow the formulas of clipping and optimizer."""
     narrowed: tuple[str, ...] = ()
     """Modules that convert a tensor to a narrower dtype in the forward pass, with both dtypes."""
 
 
 Cell = tuple[int, int, int]
-"""(data-parallel rank, microbatch, context-parallel rank): targets that one loss is taken of."""
+"""(data-parallel rank, microbatch, context-parallel rank): the targets of one loss sum."""
 
 
 @dataclass
 class ReferenceTrace:
-    """What the reference knows of one step, beside the tensors in the trace's files.
+    """A detailed recording of one step of the reference; its tensors are in the trace's files.
 
-    `modules` are in the order in which the forward pass leaves them, each before the one that holds
-    it, once for each call in a forward pass. `losses` and `targets` are the sum of losses and the
-    number of targets of each cell.
+    `modules` has an entry for each call of a module in a forward pass, in the order in which the
+    calls end: a module comes after its children. `losses` and `targets` are the sum of losses and
+    the number of targets of each cell.
     """
 
     modules: tuple[str, ...]
@@ -115,56 +115,56 @@ class ReferenceTrace:
     losses: tuple[float, ...]
     targets: tuple[int, ...]
     num_left_out: int = 0
-    """Outputs that were too large to keep."""
+    """The number of outputs that were too large to keep."""
     scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
-    """Float8 layer -> whether it scales its input by rows, and the largest amax of it."""
+    """Float8 layer -> (whether its input has one scale per row, the largest amax of its input)."""
 
 
 def name_call(module: str, number: int) -> str:
-    """The name of a module's output: a forward pass may call it more than once."""
+    """The name of a module's output in its `number`-th call in a forward pass, counted from 1."""
     return module if number == 1 else f"{module} (call {number})"
 
 
 def module_of(call: str) -> str:
-    """The module of what `name_call` gave."""
+    """The module of a name made by `name_call`."""
     return call.partition(" (call ")[0]
 
 
 @dataclass
 class ModuleOutput:
-    """One rank's output of a module beside its part of the reference's."""
+    """One rank's output of a module compared with its part of the reference's."""
 
     agreement: Agreement
     num_calls: int
     wrong_calls: tuple[int, ...]
     shape: str = ""
-    """Why the output is no part of the reference's, where it is none."""
+    """Its shape and the reference's, if it cannot be a part of the reference's output."""
     elsewhere: str = ""
-    """Whose positions it would be right for, where it is wrong at its own."""
+    """The tokens or positions for which it would be correct, if it is wrong for its own."""
     gradient: Agreement | None = None
-    """The gradient of the output beside that of the reference's, where both are known."""
+    """The gradient of the output compared with the reference's, if both are known."""
     recomputed: float = 0.0
-    """How far what the backward pass recomputed is from what the forward pass put out."""
+    """The difference of the recomputed output from that of the forward pass."""
 
 
 @dataclass
 class RankTrace:
-    """What one rank saw of one step, looked at closely."""
+    """One rank's detailed recording of one step."""
 
     rank: int
     coordinates: dict[str, int]
     modules: dict[str, ModuleOutput]
     summed_output: dict[str, Agreement]
-    """Of the first module that differs: mesh axis -> its outputs summed over that axis."""
+    """Mesh axis -> the output of the first module that differs, summed over that axis."""
     summed_gradients: dict[str, dict[str, Agreement]]
-    """Gradient -> mesh axis over which the parameter is replicated -> their sum over it."""
+    """Gradient -> mesh axis over which the parameter is replicated -> the sum over that axis."""
     shares: dict[str, tuple[tuple[float, ...], float]]
-    """Gradient -> how much of each cell's gradient is in it, and what that leaves unexplained."""
+    """Gradient -> the weight of each cell's gradient in it, and the relative residual."""
     pending_inputs: tuple[str, ...]
-    """Compiled modules that were given the result of a collective that was still running."""
+    """Compiled modules that received the result of a collective that was still running."""
     styles: dict[str, str]
-    """Module -> the entry of the tensor-parallel plan that it is cut by."""
+    """Module -> its entry in the tensor-parallel plan."""
     blind_stages: dict[int, str] = field(default_factory=dict)
-    """Stages whose forward takes positions, and that have wrong ones or none: stage -> which."""
+    """Stages that take positions and do not receive the right ones -> "missing" or "wrong"."""
     scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
-    """As the reference's, of the layers that this rank has."""
+    """The same as in ReferenceTrace, for the layers of this rank."""

@@ -1,8 +1,8 @@
-"""On a rank: each step of the reference, computed once more from the step before by formulas.
+"""On a rank: computes each step of the reference again by formulas, from the previous step.
 
 A plan is compared with the reference, so an error in code that both run is not a difference. Here
-the samples, the number of targets, the norm, the clipping and the optimizer's update of a step are
-compared with what the job asks for.
+the samples, the number of targets, the norm, the clipping and the optimizer's update of each step
+are checked against the job's settings.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from titanlite.verify.compare import NOISE
 from titanlite.verify.jobs import scheduled_lr
 from titanlite.verify.record import ReferenceStep
 
-# How far the optimizer's kernels may be from the formulas, in float64.
+# The largest relative difference between the optimizer's kernels and the formulas, in float64.
 ROUNDING = 1e-9
 NARROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Recurrence:
-    """Checks the steps of a job on one process, in order; `weights` are those it starts with."""
+    """Checks the steps of a job on one process, in order; `weights` are the starting weights."""
 
     def __init__(self, job: Job, weights: Mapping[str, Tensor]) -> None:
         self._job = job
@@ -37,13 +37,13 @@ class Recurrence:
         self._state: Mapping[str, Tensor] = {}
         self._has_own_samples = True
         training = job.config.training
-        # The formulas round differently from the kernels: only float64 tells an error from that.
+        # Formulas and kernels round differently; only in float64 is an error larger than that.
         self._is_exact = training.dtype == training.param_dtype == "float64"
 
     def problems(
         self, step: int, batches: list[Batch], record: Mapping[str, Any], numbers: ReferenceStep
     ) -> Iterator[str]:
-        """What is wrong in `step`, of which `record` has the tensors and `numbers` the numbers."""
+        """What is wrong in `step`; `record` has its tensors, `numbers` its loss, norm and rate."""
         if self._has_own_samples:
             wrong = list(self._wrong_samples(step, record["fields"]["tokens"]))
             self._has_own_samples = not wrong
@@ -57,7 +57,7 @@ class Recurrence:
         self._weights, self._state = record["weights"], record["state"]
 
     def _wrong_samples(self, step: int, tokens: Tensor) -> Iterator[str]:
-        """Whether the step trains on the samples that follow those of the step before."""
+        """Whether the step trains on the samples that follow those of the previous step."""
         size = self._job.resolved.global_batch_size
         first = (step - 1) * size
         expected: Counter[bytes] = Counter()
@@ -67,7 +67,7 @@ class Recurrence:
         missing = expected - Counter(_bytes(row) for row in tokens)
         if missing:
             yield (
-                f"on one process too, step {step} does not train on samples {first} to "
+                f"even on one process, step {step} does not train on samples {first} to "
                 f"{first + size - 1}: {missing.total()} of them are missing from its batch"
             )
 
@@ -78,8 +78,8 @@ class Recurrence:
         own = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
         if own != counted:
             yield (
-                f"on one process too, step {step} has {own} targets and divides its loss by "
-                f"{counted}: masked targets must not count"
+                f"even on one process, step {step} has {own} targets but divides its loss by "
+                f"{counted}: masked targets must not be counted"
             )
 
     def _wrong_update(
@@ -89,12 +89,12 @@ class Recurrence:
         norm = math.sqrt(sum((g.double() ** 2).sum().item() for g in gradients.values()))
         if not math.isclose(norm, numbers.norm, rel_tol=ROUNDING):
             yield (
-                f"on one process too, the gradient norm of step {step} is {numbers.norm:.6g}, and "
-                f"its gradients have a norm of {norm:.6g}"
+                f"even on one process, the gradient norm of step {step} is {numbers.norm:.6g}, but "
+                f"its gradients have a norm of {norm:.6g}: the norm is computed wrongly"
             )
             return
         scale = min(1.0, self._job.config.training.max_norm / (norm + 1e-6))
-        # What is only rounding error has no update to compare.
+        # The update from a gradient that is only rounding error cannot be compared.
         names = [n for n, g in gradients.items() if g.double().norm().item() > NOISE * norm]
         given = {name: scale * gradients[name].double() for name in names}
         yield from self._wrong_moments(step, given, record["state"], norm) or self._wrong_weights(
@@ -104,7 +104,7 @@ class Recurrence:
     def _wrong_moments(
         self, step: int, given: Mapping[str, Tensor], state: Mapping[str, Tensor], norm: float
     ) -> list[str]:
-        """Whether the first moments are made of the clipped gradients `given`."""
+        """Whether the first moments follow from the clipped gradients `given`."""
         wrong, factors = [], []
         for name, gradient in given.items():
             moment = state.get(f"{name}.exp_avg")
@@ -120,32 +120,32 @@ class Recurrence:
             factors.append(factor if left < 1e-6 else math.nan)
         if not wrong:
             return []
-        start = f"on one process too, in step {step} "
+        start = f"even on one process, in step {step} "
         clipped = f"clipping a norm of {norm:.6g} to {self._job.config.training.max_norm:g}"
         if all(math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors):
             return [
-                f"{start}the optimizer is given gradients {factors[0]:.6g} times as large as "
-                f"{clipped} makes them: clipping is wrong"
+                f"{start}the optimizer receives gradients {factors[0]:.6g} times as large as "
+                f"{clipped} gives: clipping is wrong"
             ]
         moments = {name: state[f"{name}.exp_avg"] for name in wrong}
         for dtype in NARROW_DTYPES:
             if all(torch.equal(m, m.to(dtype).to(m.dtype)) for m in moments.values()):
                 narrow = str(dtype).removeprefix("torch.")
                 return [
-                    f"{start}every value of the optimizer's exp_avg is one that {narrow} can hold: "
-                    f"it is kept in {narrow}, and the job asks for float64"
+                    f"{start}every value of the optimizer's exp_avg is exact in {narrow}: it is "
+                    f"kept in {narrow}, but the job's dtype is float64"
                 ]
         fresh = {n: (1 - self._section.beta1) * given[n] for n in wrong}
         if all(_error(moments[name], fresh[name]) < ROUNDING for name in wrong):
             return [
-                f"{start}the optimizer's exp_avg has nothing of the steps before: its state was "
-                "lost or made anew"
+                f"{start}the optimizer's exp_avg contains nothing of earlier steps: the optimizer "
+                "state was lost or reset"
             ]
         return [
             f"{start}the optimizer's exp_avg of {wrong[0]}"
             f"{f' and {len(wrong) - 1} other parameters' if len(wrong) > 1 else ''} is not "
-            "beta1 times the one before plus (1 - beta1) times the clipped gradient: clipping, or "
-            "what the optimizer keeps, is wrong"
+            "beta1 times its previous value plus (1 - beta1) times the clipped gradient: clipping "
+            "or the optimizer state is wrong"
         ]
 
     def _wrong_weights(
@@ -163,17 +163,17 @@ class Recurrence:
             return
         next_lr = scheduled_lr(self._job.config, step + 1)
         reason = (
-            f"the formula of a learning rate of {lr:.6g} and a weight decay of "
+            f"the formula with a learning rate of {lr:.6g} and a weight decay of "
             f"{self._section.weight_decay:g}: the update is wrong"
         )
         if next_lr != lr and all(off(name, next_lr) < ROUNDING for name in given):
             reason += (
-                f". It is right with the next step's learning rate, {next_lr:.6g}: the schedule is "
-                "stepped before the optimizer"
+                f". It agrees with the next step's learning rate, {next_lr:.6g}: the schedule is "
+                "advanced before the optimizer. Call scheduler.step() after optimizer.step()"
             )
         yield (
-            f"on one process too, the update of step {step} is not {self._section.name}'s: {wrong} "
-            f"is {off(wrong, lr):.1e} (relative) off {reason}"
+            f"even on one process, the update of step {step} is not that of {self._section.name}: "
+            f"{wrong} has a relative difference of {off(wrong, lr):.1e} from {reason}"
         )
 
     def _next_weight(self, step: int, name: str, gradient: Tensor, lr: float) -> Tensor:
@@ -198,24 +198,24 @@ class Recurrence:
         return weight - lr * first / ((second / (1 - beta2**step)).sqrt() + section.eps)
 
     def _previous(self, name: str, key: str, like: Tensor) -> Tensor:
-        """What the optimizer kept after the step before; zeros before the first."""
+        """The optimizer state after the previous step; zeros before the first step."""
         kept = self._state.get(f"{name}.{key}")
         return torch.zeros_like(like, dtype=torch.float64) if kept is None else kept.double()
 
 
 def one_seed_for_all(weights: Mapping[str, Tensor]) -> Iterator[str]:
-    """Whether matrices of one shape start with the same drawn values."""
+    """Whether matrices of equal shape start with the same random values."""
     first: dict[tuple[Any, ...], str] = {}
     for name, weight in weights.items():
-        # What is drawn has about as many values as elements; a constant or a pattern has few.
+        # Random tensors have about as many distinct values as elements; constants have few.
         some = weight.flatten()[:4096]
         if weight.ndim < 2 or some.unique().numel() < some.numel() // 2:
             continue
         key = (*weight.shape, _bytes(weight))
         if key in first:
             yield (
-                f"{name} and {first[key]} start with the same drawn values: parameters are drawn "
-                "from generators with the same seed"
+                f"{name} and {first[key]} start with the same random values: their generators have "
+                "the same seed. Seed each by the parameter's name"
             )
             return
         first[key] = name

@@ -1,4 +1,4 @@
-"""A verification as a table for a terminal and as JSON."""
+"""Formats a verification as text for a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ HEADINGS = (
     "step",
     "loss",
     "norm",
-    "gradients, the worst of them",
-    "weights, the worst of them",
+    "worst gradient",
+    "worst weight",
     "state",
 )
 
 
 def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
-    """What is compared with what."""
+    """The plan and the reference, before the run."""
     batch = found.job.global_batch_size
     size = batch // found.reference_parts
     at_once = "at once" if found.reference_parts == 1 else f"{size} at a time"
     lines = [
         f"plan       {found.job.dims.describe()}, {found.job.dims.world_size} ranks: {source}",
-        f"reference  the same {batch} sequences a step on one process, {at_once}; {found.dtype}",
+        f"reference  the same {batch} sequences per step on one process, {at_once}; {found.dtype}",
     ]
     if shrunk:
         lines.append(f"shrunk     {', '.join(shrunk)}")
@@ -38,7 +38,7 @@ def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
 
 
 def format_verification(found: Verification) -> str:
-    """The table of differences, the verdict, and the diagnosis where there is one."""
+    """The table of differences, the verdict, and the diagnosis if something differs."""
     lines = []
     if found.differences:
         lines += [_table(found), ""]
@@ -46,8 +46,8 @@ def format_verification(found: Verification) -> str:
     if found.narrowed and found.dtype == "float64":
         names = listed(found.narrowed, 3)
         told = (
-            f"note: {names} rounds to a narrower dtype inside this {found.dtype} run, so that a "
-            f"plan may differ by up to {NARROW_TOLERANCE:.0e}; what is smaller is not seen"
+            f"note: {names} rounds to a narrower dtype inside this {found.dtype} run, so the "
+            f"tolerance is at least {NARROW_TOLERANCE:.0e} and smaller errors are not found"
         )
         lines += ["", textwrap.fill(told, WIDTH, break_long_words=False)]
     for index, finding in enumerate(found.findings):
@@ -86,7 +86,7 @@ def _table(found: Verification) -> str:
 
 
 def _cell(found: Verification, step: int, of_step: Mapping[Key, float], kind: str) -> str:
-    """The difference that is worst for its tolerance; "!" where some are too large."""
+    """The difference that is largest relative to its tolerance; "!" if any is too large."""
     values = {key: value for key, value in of_step.items() if key[0] == kind}
     if not values:
         return ""
@@ -116,21 +116,21 @@ def _verdict(found: Verification) -> str:
         if math.isinf(found.margin):
             return f"AGREES: every number is equal ({seconds})"
         return (
-            f"AGREES: the largest difference is {_figure(found.differences[step][key])}, of "
-            f"{describe_key(key)} at step {step}, and {found.tolerance.of(step, key):.1e} is "
-            f"allowed, {found.margin:,.0f} times as much ({seconds})"
+            f"AGREES: the largest difference is {_figure(found.differences[step][key])} "
+            f"({describe_key(key)} at step {step}). The tolerance is "
+            f"{found.tolerance.of(step, key):.1e}, {found.margin:,.0f} times as large ({seconds})"
         )
     if found.wrong_sums:
-        return f"DIFFERS: one process in parts from one process at once ({seconds})"
+        return f"DIFFERS: on one process, the batch in parts from the batch at once ({seconds})"
     if found.problems and not found.failures:
         return f"DIFFERS: {found.problems[0]} ({seconds})"
     if not found.failures:
-        return f"DIFFERS: ranks hold different values of what is replicated ({seconds})"
+        return f"DIFFERS: replicas hold different values ({seconds})"
     return f"DIFFERS: {describe_failures(found.failures)} ({seconds})"
 
 
 def describe_failures(failures: list[Failure]) -> str:
-    """What differs first, and how much else."""
+    """What differs in the first differing step, counted by kind."""
     first = failures[0].step
     counts: dict[str, int] = {}
     for failure in failures:
@@ -145,7 +145,7 @@ def describe_failures(failures: list[Failure]) -> str:
 
 
 def describe_key(key: Key) -> str:
-    """In words, what a difference is of."""
+    """The quantity that a key stands for, in words."""
     kind, name = key
     return WORDS[kind] if kind in NUMBERS else f"the {WORDS[kind]} {name}"
 
@@ -165,7 +165,7 @@ WORDS = {
 
 
 def to_json(found: Verification, source: str, shrunk: list[str]) -> dict[str, Any]:
-    """Everything that was found, as JSON has it; a difference that has no number is null."""
+    """The whole result as JSON; a difference that is not finite is null."""
 
     def number(value: float) -> float | None:
         return value if math.isfinite(value) else None

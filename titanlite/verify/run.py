@@ -1,8 +1,8 @@
-"""On a rank: the reference writes down what it computes, and a plan is measured against that.
+"""On a rank: records the reference, and measures a plan against that record.
 
-The reference's tensors stand in one file a step, which every rank maps into memory. A rank
-compares its own shards with its own slices, so that nothing is gathered, every replica is looked
-at, and it is known on which ranks something differs.
+The reference's tensors are in one file per step, which every rank maps into memory. A rank compares
+its own shards with its slices of these tensors. So nothing is gathered, every replica is checked,
+and the ranks on which something differs are known.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceRun, 
 from titanlite.verify.recurrence import Recurrence, one_seed_for_all
 
 Patch = Callable[[], AbstractContextManager[Any]]
-"""Something to be in force while a plan is built and run, such as a bug to be found."""
+"""A context manager that is entered while a plan is built and run, such as a bug to find."""
 
 
 def step_file(folder: str, step: int) -> Path:
-    """Where the reference's record of `step` is; step 0 is the start."""
+    """The file of the reference's record of `step`; step 0 is the start."""
     return Path(folder) / f"step{step}.pt"
 
 
@@ -64,9 +64,9 @@ def run_reference(
     folder: str,
     microbatches: Microbatches | None = None,
 ) -> ReferenceRun:
-    """Train the job for `steps` steps on this one process and write each step into `folder`.
+    """Train the job for `steps` steps on one process and write a record of each into `folder`.
 
-    A step's batch is taken in the `microbatches`, if given, else in the job's own.
+    With `microbatches`, a step's batch is split into these instead of the job's own.
     """
     with open_job(world, resolved) as job:
         drawn = draw_zero_matrices(job, None)
@@ -132,15 +132,15 @@ def run_plan(
 ) -> RankRun:
     """Train the job for `steps` steps and measure this rank's part against the record in `folder`.
 
-    One process takes the `microbatches`, where they are given, in place of the job's. Where it
-    `reloads`, the job, whose [checkpoint] is enabled, is saved at its end and loaded into a new
-    one, which is measured too. Every rank of the world must call this.
+    With `microbatches`, which need one process, the batch is split into these instead of the job's
+    own. With `reloads`, the job, which must have [checkpoint] enabled, is saved at its end and
+    loaded into a new job, which is measured too. Every rank of the world must call this.
     """
     calls_before = {call.group: call.number for call in recorded_calls()}
     with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
         start = load(folder, 0)
         draw_zero_matrices(job, start["drawn"])
-        # FSDP2 registers other tensors in a step's course.
+        # FSDP2 registers other tensors during a step.
         parameters, problems = job.parameters, list(optimizer_problems(job))
         placements = {name: placements_of(job, parameter) for name, parameter in parameters.items()}
         expected = {
@@ -170,7 +170,7 @@ def run_plan(
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
                 problems += [
-                    f"{name} requires a gradient on one process and none under the plan"
+                    f"{name} requires a gradient on one process, but not under the plan"
                     for name, parameter in parameters.items()
                     if name in record["gradients"] and not parameter.requires_grad
                 ]
@@ -213,12 +213,12 @@ def run_and_reload(
     patch: Patch | None = None,
     microbatches: Microbatches | None = None,
 ) -> RankRun:
-    """`run_plan`, and what it has saved loaded once more."""
+    """`run_plan` with `reloads`."""
     return run_plan(world, resolved, steps, folder, patch, microbatches, reloads=True)
 
 
 def check_formats(world: World, resolved: ResolvedJob, patch: Patch | None) -> tuple[str, ...]:
-    """What of one step in the job's own number formats is in others than the job asks for."""
+    """One step in the job's own number formats: sentences about tensors in other formats."""
     calls_before = {call.group: call.number for call in recorded_calls()}
     with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
         job.trainer.step(job.draw())
@@ -227,11 +227,11 @@ def check_formats(world: World, resolved: ResolvedJob, patch: Patch | None) -> t
 
 @contextlib.contextmanager
 def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
-    """The job in a world that other jobs have been in, and in which others will be."""
-    # Compiled code of the job before must not be found by this one's shapes.
+    """Build the job in a world that is reused from job to job."""
+    # Otherwise shapes of this job could find compiled code of the previous one.
     torch._dynamo.reset()
-    # Ranks that are forked from one process share its random state, and ranks elsewhere do not:
-    # what forgets to seed has to look as wrong here as it is there.
+    # Ranks forked from one process share its random state; ranks on different machines do not. A
+    # different seed on each rank makes missing seeds show up here too.
     seed = hash((world.rank, time.monotonic_ns())) % 2**32
     torch.manual_seed(seed)
     random.seed(seed)
@@ -249,10 +249,10 @@ def load(folder: str, step: int) -> Any:
 
 @torch.no_grad()
 def draw_zero_matrices(job: Job, names: list[str] | None) -> list[str]:
-    """Draw the matrices that start at zero (`names`, or those found), and say which.
+    """Draw random values for the matrices that start at zero; returns their names.
 
-    Under a zero output layer every gradient below it is zero at the first step, and zero agrees
-    with everything.
+    These are the matrices in `names`, or if it is None all that are zero. Below a zero output layer
+    every gradient of the first step is zero, and zero agrees with everything.
     """
     found = []
     for name, parameter in job.parameters.items():
@@ -268,11 +268,11 @@ def draw_zero_matrices(job: Job, names: list[str] | None) -> list[str]:
 def leave_out_targets(
     job: Job, batches: list[Batch], known: Mapping[str, Tensor] | None = None
 ) -> list[Batch]:
-    """The batches without the first i/2G of the targets of sequence i of G.
+    """The batches with the first i/2G of the targets of sequence i of G masked.
 
-    So no two ranks, microbatches or stretches of the sequence have as many targets as each other,
-    and an average of averages is not the average. Which sequence is which follows from the fields
-    of the reference's batch, `known`, and without them from their order.
+    No two ranks, microbatches or parts of the sequence then have equally many targets, so that a
+    mean of means differs from the mean. A sequence's index i is found by comparison with `known`,
+    the fields of the reference's batch; without `known`, it follows from the order.
     """
     held, seq_len, total = job.held_positions, job.resolved.seq_len, job.resolved.global_batch_size
     first = _first_sequence(job)
@@ -289,7 +289,7 @@ def leave_out_targets(
 
 
 def cut_again(batches: list[Batch], microbatches: Microbatches | None) -> list[Batch]:
-    """One process's whole batch in other microbatches, where they are given."""
+    """The batch of one process, split into `microbatches` if they are given."""
     if microbatches is None:
         return batches
     whole = join(batches)
@@ -297,10 +297,10 @@ def cut_again(batches: list[Batch], microbatches: Microbatches | None) -> list[B
 
 
 def _sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int) -> list[int]:
-    """Which sequences of the reference's batch these are, -1 for none; `first` as their order has.
+    """The index in the reference's batch of each sequence of `own`, -1 for none.
 
-    `known` are the fields of that batch, of which a rank holds some sequences and of each some
-    tokens.
+    `known` are the fields of that batch; `first` is the index of the first sequence if the order is
+    right. A rank may hold only some tokens of each sequence.
     """
     tokens, all_known = own.tokens.cpu(), known["tokens"][:, job.held_positions]
     numbers = []
@@ -316,7 +316,7 @@ def _sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int)
 
 
 def _first_sequence(job: Job) -> int:
-    """The place in the global batch of the first sequence that this rank reads."""
+    """The index in the global batch of the first sequence that this rank should read."""
     rank = job.dims.data_rank(job.world.rank)
     return rank * job.resolved.global_batch_size // job.dims.dp
 
@@ -326,7 +326,7 @@ def _whole(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _look_at_data(job: Job, own: Batch, known: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Which sequences this rank was given, and whether the rest of the batch goes with them."""
+    """Which sequences this rank received, and whether positions and targets match them."""
     own, held = own.to(torch.device("cpu")), job.held_positions
     sequences = _sequences_of(job, own, known, _first_sequence(job))
     known_targets = known["targets"][:, held]
@@ -338,7 +338,7 @@ def _look_at_data(job: Job, own: Batch, known: Mapping[str, Tensor]) -> dict[str
 
 
 def _positions_agree(own: Batch, expected: Tensor, sequences: list[int]) -> bool:
-    """Whether this rank's positions are those of the reference, of the sequences that it read."""
+    """Whether this rank's positions are the reference's for the sequences that it read."""
     if own.dims["positions"].batch is None or expected.ndim == 1:
         return torch.equal(own.positions, expected)
     rows = [row for row, number in enumerate(sequences) if number != -1]
@@ -362,39 +362,41 @@ def _agreements(
 
 
 def _save_and_load(job: Job, step: int, record: Any, problems: list[str]) -> RankStep:
-    """What a new job has of the reference's `record` of `step` that loads what this one saves."""
+    """Save the job, load it into a new one, and compare that with the `record` of `step`."""
     from titanlite.checkpoint.run import Checkpoints
 
     with Checkpoints(job) as checkpoints:
         checkpoints.save(step, in_background=True)
         schedule, position = _schedule_of(job), job.sampler.state
         if job.config.checkpoint.async_mode != "disabled":
-            # While it is written in the background, training changes what was to be saved.
+            # Train on while the checkpoint is written: this must not change what is saved.
             job.trainer.step(job.draw())
     again = build_job(job.resolved, job.world)
     with Checkpoints(again) as checkpoints:
         if checkpoints.first_step != step + 1:
             problems.append(
-                f"a checkpoint of step {step} is gone on from at step {checkpoints.first_step}"
+                f"a run resumed from the checkpoint of step {step} continues at step "
+                f"{checkpoints.first_step}, not {step + 1}"
             )
     if again.sampler.state != position:
         problems.append(
-            f"a run that goes on from a checkpoint reads sample {again.sampler.state} next, not "
+            f"a run resumed from the checkpoint reads sample {again.sampler.state} next, not "
             f"{position}"
         )
     after = _schedule_of(again)
     for what, value in schedule.items():
         if value != after[what]:
             problems.append(
-                f"a run that resumes from the checkpoint has {what} {after[what]}, not {value}"
+                f"a run resumed from the checkpoint has {what} {after[what]}, not {value}"
             )
     return _loaded(again, record)
 
 
 def resume_alone(world: World, resolved: ResolvedJob, step: int, folder: str) -> RankStep:
-    """What one process has of the reference's `step` that loads a plan's checkpoint.
+    """Load a plan's checkpoint on one process and compare it with the reference's `step`.
 
-    Shards that are stored in each other's place look right to the ranks that stored them.
+    If ranks store shards in each other's place, they load them back correctly; one process does
+    not.
     """
     from titanlite.checkpoint.run import Checkpoints
 
@@ -425,7 +427,7 @@ def _schedule_of(job: Job) -> dict[str, Any]:
 
 
 def _state_agreements(job: Job, record: Any) -> dict[str, Agreement]:
-    """What the optimizer keeps beside what the reference's keeps; what is lacking too."""
+    """The optimizer state compared with the reference's; missing entries count as differing."""
     own, known = _state(job), record["state"]
     found = {
         name: agreement_of(tensor, like, known.get(name)) for name, (tensor, like) in own.items()
@@ -438,14 +440,14 @@ def _state_agreements(job: Job, record: Any) -> dict[str, Agreement]:
 
 
 def agreement_of(tensor: Tensor, like: Tensor, known: Tensor | None) -> Agreement:
-    """How this rank's part of a tensor agrees with the reference's; `like` says how it is cut."""
+    """This rank's part of a tensor compared with the reference's; `like` has its placements."""
     if known is None:
         return Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
     return agreement(local_part(tensor.detach()), _slice(known, like), known)
 
 
 def _state(job: Job) -> dict[str, tuple[Tensor, Tensor]]:
-    """What the optimizer keeps: "name.key" -> the tensor, and what it is cut as."""
+    """The optimizer state: "name.key" -> (tensor, a tensor with its placements)."""
     state = job.trainer.optimizer.state
     return {
         f"{name}.{key}": (value, parameter if value.shape == parameter.shape else value)
@@ -456,7 +458,7 @@ def _state(job: Job) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _buffers(job: Job) -> dict[str, Tensor]:
-    """All buffers of this rank's parts, those too that no checkpoint has."""
+    """All buffers of this rank's parts of the model, non-persistent ones too."""
     return {
         canonical_name(name): buffer for part in job.parts for name, buffer in part.named_buffers()
     }
@@ -467,7 +469,7 @@ def _slice(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
-    """How `own`, a rank's part, agrees with the same part of the reference's `whole`."""
+    """`own`, a rank's part, compared with `expected`, the same part of the reference's `whole`."""
     digest = _digest(own)
     scale = whole.double().abs().max().item() if whole.numel() else 0.0
     if own.shape != expected.shape:
@@ -489,12 +491,12 @@ def _is_pending(grad: Tensor | None) -> bool:
 
 
 def _axes_of(mesh_dim_name: str) -> list[str]:
-    """The axes in a mesh dimension's name, without the library's own answer, which may be wrong."""
+    """The axes in a mesh dimension's name, computed apart from `axes_of`, which may be wrong."""
     return [axis for axis in AXES if f"_{axis}_" in f"_{mesh_dim_name}_"]
 
 
 def placements_of(job: Job, parameter: Tensor) -> dict[str, str]:
-    """Mesh axis -> how the parameter lies on it, for the axes that have more than one rank."""
+    """Mesh axis -> "replicated", "sharded" or "strided", for axes with more than one rank."""
     stages = axes_where(weights="stages")
     used = {axis: "replicated" for axis in job.dims.axes_in_use if axis not in stages}
     if isinstance(parameter, DTensor):

@@ -1,4 +1,7 @@
-"""Gradients as sums of the batch's cells: which are missing, which count too much; torch-free."""
+"""Which cells of the batch a gradient lacks, or counts with a wrong weight; torch-free.
+
+A cell is the targets of one microbatch on one data- and context-parallel rank (cells.py).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from titanlite.verify.record import Cell, RankRun, RankTrace, ReferenceTrace
-from titanlite.verify.words import be, listed, name_parameters, name_ranks
+from titanlite.verify.words import agree, listed, name_parameters, name_ranks
 
-# How near a share has to be to a number, and how much of a gradient may be left unexplained.
+# How close a weight must be to a number to equal it, and the largest residual of a fit.
 NEAR, LEFT = 1e-5, 1e-6
 
 GROUPS: dict[str, Callable[[Cell], object]] = {
@@ -27,9 +30,9 @@ def describe_shares(
     names: Sequence[str],
     name_factor: Callable[[float], str] = lambda factor: "",
 ) -> Iterator[str]:
-    """What the gradients `names` are made of, where they are sums of the cells' gradients.
+    """Which weights are wrong in the gradients `names` that are weighted sums of cells' gradients.
 
-    `name_factor` says what of the plan a factor is, "" for none.
+    `name_factor` names the degree or count of the plan that a factor equals; "" for none.
     """
     cells = [index for index, count in enumerate(reference.targets) if count]
     made_of: dict[tuple[float, ...], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -50,8 +53,9 @@ def describe_shares(
         what = _describe(reference, cells, shares)
         if all(abs(share - shares[0]) < NEAR * max(1.0, abs(share)) for share in shares):
             same = name_factor(shares[0])
-            what = f"every part counts {shares[0]:.6g} times{f', which is {same}' if same else ''}"
-        yield f"{who} {be(who)} made of the right parts with wrong weights, {where}: {what}"
+            what = f"every contribution counts {shares[0]:.6g} times"
+            what += f", and {shares[0]:.6g} is {same}" if same else ""
+        yield f"{who} {agree(who, 'sum')} correct contributions with wrong weights, {where}: {what}"
 
 
 def _known(known: dict[tuple[float, ...], dict[str, list[int]]], own: tuple[float, ...]) -> tuple:
@@ -73,29 +77,34 @@ def _describe(reference: ReferenceTrace, cells: list[int], shares: tuple[float, 
             abs(p - s) < NEAR * max(1.0, p) for p, s in zip(predicted, shares, strict=True)
         ):
             return (
-                f"a mean of means: the mean of each {group} is taken first, and then the mean of "
-                f"those, though they have {listed(totals.values(), 4)} targets. Divide the sum "
-                "over all by the number of targets in the step"
+                f"a mean of means. The mean is taken over each {group}, and then over these means, "
+                f"although they cover {listed(totals.values(), 4)} targets. Divide the sum of all "
+                "losses by the number of targets in the step"
             )
     missing = [c for c, share in zip(chosen, shares, strict=True) if abs(share) < NEAR]
     present = [share for share in shares if abs(share) >= NEAR]
     if missing and all(abs(share - 1.0) < NEAR for share in present):
-        return f"nothing of {_name_cells(missing, chosen)} is in them"
+        return f"the contribution of {_name_cells(missing, chosen)} is missing"
     twice = [c for c, share in zip(chosen, shares, strict=True) if abs(share - 1.0) >= NEAR]
     other = {round(s, 4) for s in shares if abs(s - 1.0) >= NEAR}
     if len(twice) < len(chosen) and len(other) == 1:
-        return f"{_name_cells(twice, chosen)} count {other.pop():g} times"
-    shown = [f"{_name_cell(c)}: {s:.4g}" for c, s in zip(chosen, shares, strict=True)]
-    return f"weights other than 1 ({listed(shown, 4)})"
+        return f"the contribution of {_name_cells(twice, chosen)} counts {other.pop():g} times"
+    shown = [f"{s:.4g} for {_name_cell(c)}" for c, s in zip(chosen, shares, strict=True)]
+    return f"the weights are {listed(shown, 4)}"
 
 
 def _name_cells(some: Sequence[Cell], cells: Sequence[Cell]) -> str:
-    """Cells in words: by the one axis that they are all of, else one by one."""
-    for axis, words in ((1, "microbatch"), (0, "data-parallel rank"), (2, "cp rank")):
+    """Cells in words: by one axis if they are all the cells of some of its places, else listed."""
+    for axis, one, several in (
+        (1, "microbatch", "microbatches"),
+        (0, "data-parallel rank", "data-parallel ranks"),
+        (2, "cp rank", "cp ranks"),
+    ):
         places = sorted({cell[axis] for cell in some})
         if len(some) == sum(cell[axis] in places for cell in cells) and len(some) < len(cells):
             total = len({cell[axis] for cell in cells})
             last = ", the last" if places == [total - 1] else ""
+            words = one if len(places) == 1 else several
             return f"{words} {listed(places)} of {total} (counted from 0{last})"
     return listed(map(_name_cell, some), 3)
 

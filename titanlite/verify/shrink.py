@@ -1,7 +1,7 @@
-"""The same plan at sizes that a laptop runs in seconds: `titanlite verify --shrink`; torch-free.
+"""The same plan with a model that a laptop runs in seconds: `verify --shrink`; torch-free.
 
-Blocks, widths, sequence and batch become as small as the plan allows, and no smaller: each change
-is kept only where the job's own checks accept the whole. What is cut, and how many ways, stays.
+Blocks, widths, sequence and batch become as small as the plan allows: a change is kept only if the
+job's own checks accept it. Degrees, schedule, stages, accumulation and layout stay.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from titanlite.config.data import own_length
 from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError
 
-# Wide enough that sums are sums; two, so that something comes after the first.
+# Wide enough for sums of many terms; two blocks and two sequences, so that there is a second one.
 LEAST_WIDTH, LEAST_BLOCKS, LEAST_BATCH = 32, 2, 2
 SYNTHETIC: dict[str, Any] = {"training.dataset": "synthetic", "training.dataset_path": None}
 
 
 def generated(config: JobConfig) -> dict[str, Any]:
-    """The changes by which a job trains on generated data, which is there on every machine.
+    """The settings that make a job train on generated data, which exists on every machine.
 
-    None where its own data set has fields or a loss that generated data does not have.
+    Empty if the job's own data set has fields or a loss that generated data does not have.
     """
     own, other = (DATASETS.get(name) for name in (config.training.dataset, "synthetic"))
     assert other is not None
@@ -33,7 +33,7 @@ def generated(config: JobConfig) -> dict[str, Any]:
 
 
 def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:
-    """`config` at small sizes, on generated data, and each change in words."""
+    """`config` with small sizes and generated data, and each change in words."""
     small = override(config, generated(config))
     for changes in _batch_changes(config):
         if (changed := _try(small, changes)) is not None:
@@ -57,7 +57,7 @@ def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:
 
 
 def _smaller(name: str, value: int) -> Iterator[int]:
-    """What to try in place of a size, the smallest first."""
+    """Smaller values to try for a size, the smallest first."""
     if "layer" in name or "block" in name:
         yield from range(LEAST_BLOCKS, value)
         return
@@ -70,7 +70,7 @@ def _smaller(name: str, value: int) -> Iterator[int]:
 
 
 def _batch_changes(config: JobConfig) -> Iterator[dict[str, Any]]:
-    """Smaller batches, the smallest first; what is accumulated or in microbatches stays so."""
+    """Smaller batches to try, the smallest first; accumulation and microbatches stay."""
     job = resolve_job(config)
     dims, training = job.dims, config.training
     micro = config.parallelism.pipeline_parallel_microbatch_size

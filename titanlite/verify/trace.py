@@ -1,7 +1,7 @@
-"""On a rank: one step looked at closely, once something is known to differ in it.
+"""On a rank: runs the first differing step again with detailed recording.
 
-trace_reference   every module's output, and the gradient of each cell of the batch (cells.py)
-trace_plan        this rank's outputs beside its parts of those; its gradients as sums of cells
+trace_reference   records every module's output, and the gradient of each cell (cells.py)
+trace_plan        compares this rank's outputs with them, and its gradients with sums of cells
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from titanlite.verify.run import (
     placements_of,
 )
 
-# Outputs and gradients beyond these are not kept.
+# Outputs and cells' gradients are kept up to these totals.
 MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30
 
 
@@ -61,9 +61,9 @@ def trace_reference(
     plan: ResolvedJob,
     names: list[str],
 ) -> ReferenceTrace:
-    """Look closely at `step` of the reference, for the job under its `plan`; write into `folder`.
+    """Record `step` of the reference in detail into `folder`, with the cells of `plan`.
 
-    `names` are the parameters whose gradients are wanted cell by cell.
+    `names` are the parameters whose gradients are recorded for each cell.
     """
     microbatches = microbatches_of(plan)
     with _at_step(world, resolved, step, folder, microbatches) as (job, batches):
@@ -89,7 +89,7 @@ def trace_reference(
         torch.save(record, _trace_file(folder))
 
         batch = join(batches)
-        # Cells are whole sequences of the batch in order.
+        # Cells need the sequences in the order of the global batch.
         if microbatches is not None:
             order = [number for rows in microbatches for r in rows for number in r]
             places = torch.tensor(order).argsort().tolist()
@@ -98,7 +98,7 @@ def trace_reference(
         names = _small_enough(job, names, len(cells))
         num_targets = max(1, int(batch.count_targets()))
         for own in cut_cells(batch, cells, plan):
-            # The trainer divides by the targets it is given.
+            # The trainer divides by the targets of this cell, not of the step.
             loss, count = job.trainer.compute_gradients([own])
             count = int(own.count_targets())
             losses.append(loss * count)
@@ -122,10 +122,10 @@ def trace_plan(
     modules: tuple[str, ...],
     patch: Patch | None = None,
 ) -> RankTrace:
-    """Look closely at `step` of the plan beside the reference's trace in `folder`.
+    """Run `step` of the plan again and compare it with the reference's trace in `folder`.
 
-    `names` are the gradients that differ, `modules` the reference's in forward order. Every rank of
-    the world must call this.
+    `names` are the gradients that differ, `modules` the reference's modules in forward order. Every
+    rank of the world must call this.
     """
     with (
         (patch or contextlib.nullcontext)(),
@@ -166,7 +166,7 @@ def trace_plan(
 
 
 def _small_enough(job: Job, names: list[str], num_cells: int) -> list[str]:
-    """As many of the parameters, from the smallest on, as there is room for once a cell."""
+    """The smallest parameters whose gradients, once per cell, fit into MOST_CELL_BYTES."""
     sizes = {name: parameter.numel() for name, parameter in job.parameters.items()}
     chosen, num_bytes = [], 0
     for name in sorted(names, key=lambda name: sizes.get(name, 0)):
@@ -188,7 +188,7 @@ def _at_step(
     folder: str,
     microbatches: Microbatches | None = None,
 ) -> Iterator[tuple[Job, list[Batch]]]:
-    """The job as it is just before it computes `step`, and what it is given there."""
+    """The job just before `step`, and the batches of that step."""
 
     def draw(number: int) -> list[Batch]:
         batches = leave_out_targets(job, job.draw(), load(folder, number)["fields"])
@@ -202,7 +202,7 @@ def _at_step(
 
 
 def _whole(calls: list[Tensor], batch_dim: int | None, microbatches: Microbatches | None) -> Tensor:
-    """A module's outputs for all microbatches as one, in the order of the batch's sequences."""
+    """Join a module's outputs for all microbatches, in the order of the batch's sequences."""
     if batch_dim is None:
         return calls[0]
     whole = torch.cat(calls, batch_dim)
@@ -213,26 +213,26 @@ def _whole(calls: list[Tensor], batch_dim: int | None, microbatches: Microbatche
 
 
 class _Kept:
-    """Module outputs of one step: those of the forward pass, and how far recomputed ones are."""
+    """The module outputs of one step: of the forward pass, recomputed ones, and gradients."""
 
     def __init__(self) -> None:
         self.first: dict[str, list[Tensor]] = defaultdict(list)
         self.again: dict[str, list[Tensor]] = defaultdict(list)
         self.gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        """Of the outputs in `first`, by their places there."""
+        """Call -> index in its list in `first` -> gradient of that output."""
         self.pending_inputs: dict[str, None] = {}
         self.positions: dict[int, list[Tensor | None]] = defaultdict(list)
-        """Part of the model, by its place among this rank's -> the positions it was given."""
+        """Index of a part of the model on this rank -> the positions that it received."""
 
     def keep(self, name: str, output: Any, num_calls: Counter[str]) -> None:
-        """Keep an output; `num_calls` are those of each module in this forward pass."""
+        """Keep an output; `num_calls` counts each module's calls in this forward pass."""
         if isinstance(output, tuple | list) and output:
             output = output[0]
         if not isinstance(output, Tensor):
             return
         local = local_part(output.detach()).detach().cpu().clone()
         if torch._C._current_graph_task_id() != -1:
-            # Inside a backward pass a module runs to be recomputed.
+            # A module that runs inside a backward pass is recomputed.
             self.again[name].append(local)
             return
         num_calls[name] += 1
@@ -248,15 +248,15 @@ class _Kept:
             output.register_hook(keep_gradient)
 
     def gradients_of(self, call: str) -> list[Tensor] | None:
-        """The gradients of a module's outputs in the order of its calls; None where one lacks."""
+        """The gradients of a module's outputs in the order of its calls; None if one is missing."""
         found = self.gradients.get(call, {})
         count = len(self.first[call])
         return [found[i] for i in range(count)] if len(found) == count else None
 
     def recomputed_difference(self, name: str) -> float:
-        """The least difference of each recomputed output from any of the forward pass: the worst.
+        """The largest difference of a recomputed output from the closest forward output.
 
-        Microbatches are recomputed in an order of the schedule's own.
+        The schedule may recompute microbatches in another order, so calls are not paired by index.
         """
         worst = 0.0
         forward = [f for call in self.first if module_of(call) == name for f in self.first[call]]
@@ -269,7 +269,7 @@ class _Kept:
 
 @contextlib.contextmanager
 def _outputs_of(job: Job) -> Iterator[_Kept]:
-    """Inside, the outputs of every module of the job are kept, by canonical name."""
+    """Inside, the outputs of every module of the job are recorded, by canonical name."""
     kept = _Kept()
     hooks = []
     for index, part in enumerate(job.parts):
@@ -281,7 +281,7 @@ def _outputs_of(job: Job) -> Iterator[_Kept]:
                 with_kwargs=True,
             )
         )
-        # Of a module and its wrappers, which have one canonical name, the innermost comes last.
+        # A module and its wrappers share a canonical name; the innermost comes last and is kept.
         named = {canonical_name(name): module for name, module in _hookable(part)}
         if not _puts_out_logits(job, part):
             del named[""]
@@ -310,7 +310,7 @@ def _outputs_of(job: Job) -> Iterator[_Kept]:
 
 @contextlib.contextmanager
 def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, float]]]:
-    """What each float8 layer has scaled its inputs by inside, known once it is left."""
+    """Inside, record the input scales of each float8 layer; the dict is filled on exit."""
     layers = {
         canonical_name(name): module
         for part in job.parts
@@ -333,7 +333,7 @@ def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, float]]]:
 def _argument(
     module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """What a module's forward is given under a name, by name or by place."""
+    """The tensor that a call passes for the argument `name`, by keyword or by position."""
     with contextlib.suppress(TypeError):
         value = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get(name)
         return value if isinstance(value, Tensor) else None
@@ -341,21 +341,21 @@ def _argument(
 
 
 def _blind_stages(job: Job, kept: _Kept, batches: list[Batch]) -> dict[int, str]:
-    """This rank's stages that take positions and are not given those of their tokens."""
+    """This rank's stages that take positions and do not receive those of their tokens."""
     blind = {}
     for index, (stage, part) in enumerate(zip(job.stage_numbers, job.parts, strict=True)):
         if not takes(part, "positions"):
             continue
         given = kept.positions[index]
         if any(positions is None for positions in given):
-            blind[stage] = "none"
+            blind[stage] = "missing"
         elif not all(any(_is_part(own, batch) for batch in batches) for own in given):
-            blind[stage] = "other ones"
+            blind[stage] = "wrong"
     return blind
 
 
 def _is_part(own: Tensor | None, batch: Batch) -> bool:
-    """Whether positions are those of a batch, or of some sequences in a row of it."""
+    """Whether positions are those of a batch, or of consecutive sequences of it."""
     whole = batch.positions
     if own is None or own.ndim != whole.ndim or own.size(-1) != whole.size(-1):
         return False
@@ -365,14 +365,14 @@ def _is_part(own: Tensor | None, batch: Batch) -> bool:
 
 
 def _puts_out_logits(job: Job, part: nn.Module) -> bool:
-    """Whether a part's own output is the model's: a stage's is an activation, but for the last."""
+    """Whether a part's output is the logits: the whole model's, or the last stage's."""
     if job.pipeline is None:
         return True
     return job.pipeline.has_last and part is job.parts[-1]
 
 
 def _hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose calls can be seen: those inside compiled ones are part of a graph."""
+    """The modules that can have hooks; those inside a compiled module are part of its graph."""
     compiled: list[str] = []
     for name, module in part.named_modules():
         if not any(name.startswith(prefix) for prefix in compiled):
@@ -393,7 +393,10 @@ def _sum_outputs(
     calls: Mapping[str, list[Tensor]],
     expected: Mapping[str, list[Tensor]],
 ) -> dict[str, Agreement]:
-    """The first wrong module's outputs summed over tp, where each rank has the whole of it."""
+    """The output of the first wrong module, summed over tp if its shape is the same on all ranks.
+
+    It shows whether that output is a Partial that has not been reduced.
+    """
     wrong: list[list[str] | None] = [None] * job.world.size
     dist.all_gather_object(wrong, [name for name, output in found.items() if output.wrong_calls])
     everywhere = {name for of_rank in wrong for name in of_rank or ()}
@@ -415,7 +418,7 @@ def _sum_outputs(
 def _sum_gradients(
     job: Job, names: list[str], record: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Agreement]]:
-    """The wrong gradients summed over each axis over which their parameters are replicated."""
+    """Each wrong gradient summed over each axis over which its parameter is replicated."""
     parameters = job.parameters
     sums: dict[str, dict[str, Agreement]] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""What follows the gradients: norm, rate, weights, optimizer state, buffers; torch-free."""
+"""Differences after the gradients: norm, rate, weights, state, buffers, checkpoint; torch-free."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ def explain_norm_alone(e: Evidence) -> Iterator[str]:
     own, known = e.runs[0].steps[e.step].norm, e.reference[e.step].norm
     norms = {run.steps[e.step].norm for run in e.runs}
     if len(norms) > 1:
-        yield f"ranks have different gradient norms ({listed(sorted(norms), 3)})"
+        yield (
+            f"ranks have different gradient norms ({listed(sorted(norms), 3)}): sum the squares "
+            "over all ranks"
+        )
     words = explain_norm(e.runs, e.step, own)
-    ratio = f"the gradient norm is {own / known:.6g} times as large though every gradient agrees"
+    ratio = (
+        f"the gradient norm is {own / known:.6g} times as large as on one process, but every "
+        "gradient agrees"
+    )
     same = e.factor(own / known)
     if words:
-        yield f"{ratio}: {words}. Count each element of each gradient once, whatever holds it"
+        yield f"{ratio}: {words}. Count each gradient element once, however many ranks hold it"
     elif same:
-        yield f"{ratio}; the factor is {same}"
+        yield f"{ratio}; {own / known:.6g} is {same}"
     else:
         yield ratio
 
@@ -37,8 +43,8 @@ def explain_rate(e: Evidence) -> Iterator[str]:
         shown = listed(f"{rate:.6g}" for rate in sorted(set(wrong.values())))
         yield (
             f"the learning rate of step {e.step} is {shown} {where}, "
-            f"and [lr_scheduler] gives {known:.6g}: the schedule, or how often it is stepped, is "
-            "wrong"
+            f"but [lr_scheduler] gives {known:.6g}: the schedule is wrong, or is not advanced "
+            "once per step"
         )
 
 
@@ -49,13 +55,13 @@ def explain_update(e: Evidence) -> Iterator[str]:
     shown = name_parameters(wrong, e.runs, "weight")
     ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
     yield (
-        f"gradients and their norm agree and {shown} {agree(shown, 'differ')} after the step, "
-        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: {_wrong_update(e)}"
+        f"gradients and their norm agree, but {shown} {agree(shown, 'differ')} after the step, "
+        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}. {_wrong_update(e)}"
     )
 
 
 def _wrong_update(e: Evidence) -> str:
-    """What is wrong between the gradients and the weights, from what the optimizer keeps."""
+    """What is wrong between the gradients and the weights, judged by the optimizer state."""
     moments = [
         part
         for run in e.runs
@@ -63,23 +69,21 @@ def _wrong_update(e: Evidence) -> str:
         if name.endswith((".exp_avg", ".momentum_buffer")) and part.bb > 0
     ]
     if not moments:
-        return "clipping or the optimizer is wrong"
+        return "Either clipping or the optimizer is wrong"
     if not e.failed("state"):
         return (
-            "what the optimizer keeps of each gradient agrees, so it was given the right ones; the "
-            "update itself is wrong: the learning rate, the weight decay, or when it is made"
+            "The optimizer state agrees, so the optimizer received the correct gradients. The "
+            "update itself is wrong: look at the learning rate, the weight decay and when it runs"
         )
     factor, left = pooled(moments)
-    # Gradients of earlier steps are in it too, but for the first.
+    # After step 1 the state also holds the gradients of earlier steps.
     if e.step == 1 and left < EXPLAINED and not is_near(factor, 1.0):
         same = e.factor(factor)
         return (
-            f"the optimizer was given gradients {factor:.6g} times as large"
-            f"{f', which is {same}' if same else ''}: clipping is wrong"
+            f"The optimizer received gradients {factor:.6g} times as large as on one process"
+            f"{f' ({factor:.6g} is {same})' if same else ''}: clipping is wrong"
         )
-    return (
-        "what the optimizer keeps of the gradients differs too: clipping or the optimizer is wrong"
-    )
+    return "The optimizer state differs too: clipping or the optimizer is wrong"
 
 
 def explain_state(e: Evidence) -> Iterator[str]:
@@ -89,9 +93,9 @@ def explain_state(e: Evidence) -> Iterator[str]:
         keys = sorted({name.rpartition(".")[2] for name in wrong})
         names = {name.rpartition(".")[0] for name in wrong}
         yield (
-            f"after step {e.step} all weights agree and what the optimizer keeps of "
-            f"{name_parameters(names, e.runs, 'parameter')} does not ({listed(keys)}): the weights "
-            "of later steps will differ"
+            f"after step {e.step} all weights agree, but the optimizer state of "
+            f"{name_parameters(names, e.runs, 'parameter')} differs ({listed(keys)}): the weights "
+            "of later steps will differ. Look at how the optimizer updates this state"
         )
 
 
@@ -106,13 +110,13 @@ def explain_buffers(e: Evidence) -> Iterator[str]:
                 values[name].add(run.steps[e.step].buffers[name].digest)
     apart = [name for name in wrong if len(values[name]) > 1]
     how = (
-        f"ranks have different values of {listed(apart, 3)}"
+        f"ranks hold different values of {listed(apart, 3)}"
         if apart
-        else "all ranks have the same wrong values"
+        else "all ranks hold the same wrong values"
     )
     yield (
         f"buffers differ from those of one process after step {e.step}: {listed(wrong, 3)}; {how}. "
-        "What a buffer gathers of a batch has to be reduced over the ranks that read it"
+        "Reduce batch statistics kept in a buffer over all ranks that read the batch"
     )
 
 
@@ -123,9 +127,9 @@ def explain_validation(e: Evidence) -> Iterator[str]:
         assert known is not None
         same = e.factor(own / known) if known else ""
         yield (
-            f"the weights agree and the validation loss is {own:.6g}, not {known:.6g}"
-            f"{f'; the ratio is {same}' if same else ''}: evaluation, its data or how it is "
-            "averaged is wrong"
+            f"the weights agree, but the validation loss is {own:.6g} instead of {known:.6g}"
+            f"{f' (the ratio is {same})' if same else ''}: the evaluation, its data or its average "
+            "is wrong"
         )
 
 
@@ -133,9 +137,9 @@ def explain_reloaded(e: Evidence) -> Iterator[str]:
     if wrong := e.failed("reloaded"):
         tensors = f"{len(wrong)} tensor{'s' * (len(wrong) > 1)} ({listed(sorted(wrong), 3)})"
         yield (
-            "everything agrees until the checkpoint is saved. A run that resumes from it has other "
-            f"values in {tensors}: what is saved, or how it is cut when it is loaded, is wrong "
-            "under this plan"
+            "everything agrees until the checkpoint is saved. A run that resumes from it has "
+            f"different values in {tensors}: what is saved, or how it is sharded on loading, is "
+            "wrong under this plan"
         )
 
 
@@ -147,7 +151,6 @@ def explain_replicas(e: Evidence) -> Iterator[str]:
         )
         names = {split.name for split in splits}
         yield (
-            f"from step {e.step} on {name_parameters(names, e.runs, 'parameter')} "
-            f"{'is' if len(names) == 1 else 'are'} not the same on ranks that should be alike in "
-            f"that ({groups} have different bits)"
+            f"the replicas of {name_parameters(names, e.runs, 'parameter')} differ from step "
+            f"{e.step} on ({groups} hold different bits)"
         )

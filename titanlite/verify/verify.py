@@ -1,11 +1,10 @@
-"""One job verified: the same weights and data on one process and under its plan, step by step.
+"""Verifies one job: trains it on one process and under its plan, and compares every step.
 
     with Verifier() as verifier:
         verification = verifier.verify(config, steps=5)
         assert verification.agrees, verification.cause
 
-Ranks are started once for each number of them and references are kept, so that a second plan costs
-no more than its own steps.
+Ranks and references are kept, so that a second plan costs only its own steps.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ from titanlite.verify.record import RankRun, RankStep, ReferenceStep
 from titanlite.verify.words import name_ranks
 
 Patch = Callable[[], AbstractContextManager[Any]]
-"""Something to be in force while a plan is built and run, such as a bug to be found."""
+"""A context manager that is entered while a plan is built and run, such as a bug to find."""
 
 
 @dataclass
 class Reference:
-    """A job that was run on one process: its numbers of each step, and the folder of its tensors.
+    """A job that was run on one process: the numbers of each step, and the folder of its tensors.
 
     The first of `steps` is the start.
     """
@@ -63,37 +62,37 @@ class Reference:
     folder: str
     steps: list[ReferenceStep]
     narrowed: tuple[str, ...] = ()
-    """Modules that compute in a narrower dtype than they are given."""
+    """Modules that compute in a narrower dtype than that of their input."""
     problems: tuple[str, ...] = ()
-    """What its own step does otherwise than the formulas have it."""
+    """Sentences about where its step does not follow the formulas."""
 
 
 @dataclass
 class Verification:
-    """What came of verifying one job."""
+    """The result of verifying one job."""
 
     job: ResolvedJob
-    """The job under its plan, as it was run."""
+    """The job under its plan, as it ran."""
     dtype: str
     num_steps: int
     reference_parts: int
-    """In how many parts the reference takes its batch."""
+    """The number of parts in which the reference processes its batch."""
     differences: list[dict[Key, float]] = field(default_factory=list)
     tolerance: Tolerance = field(default_factory=lambda: Tolerance("float64"))
     failures: list[Failure] = field(default_factory=list)
     splits: list[Split] = field(default_factory=list)
     error: RankError | None = None
-    """What a rank raised, where the plan did not run to its end."""
+    """The exception of a rank, if the plan did not run to its end."""
     wrong_sums: str = ""
-    """How the job differs from itself on one process, where its batch is taken in parts."""
+    """How the batch in parts differs from the batch at once, on one process."""
     narrowed: tuple[str, ...] = ()
-    """Modules that compute in a narrower dtype than they are given, with both dtypes."""
+    """Modules that compute in a narrower dtype than that of their input, with both dtypes."""
     problems: list[str] = field(default_factory=list)
-    """What is not as the job asks for, whatever numbers come of it."""
+    """Sentences about what does not match the job's settings, even if no number differs."""
     resume_problems: list[str] = field(default_factory=list)
-    """What is wrong with a run that resumes from the plan's checkpoint."""
+    """Sentences about what is wrong with a run that resumes from the plan's checkpoint."""
     findings: list[str] = field(default_factory=list)
-    """What is wrong, the likeliest cause first."""
+    """What is wrong, the most likely cause first."""
     seconds: float = 0.0
 
     @property
@@ -104,12 +103,12 @@ class Verification:
 
     @property
     def cause(self) -> str:
-        """The likeliest cause of what differs; empty where nothing does."""
+        """The most likely cause of the differences; empty if there are none."""
         return self.findings[0] if self.findings else ""
 
     @property
     def worst(self) -> tuple[int, Key]:
-        """The step and key of the difference that is nearest to, or furthest above, tolerance."""
+        """The step and key of the difference that is largest relative to its tolerance."""
         return max(
             (
                 (step, key)
@@ -124,19 +123,19 @@ class Verification:
 
     @property
     def margin(self) -> float:
-        """Tolerance over difference, where that is least; infinite where all are equal."""
+        """The smallest tolerance divided by its difference; infinite if all are equal."""
         step, key = self.worst
         times = badness(self.differences[step][key], self.tolerance.of(step, key))
         return 1 / times if times else math.inf
 
     @property
     def error_finding(self) -> str:
-        """What says no more than that the plan does not run."""
+        """The finding that says only that the plan does not run."""
         return f"the plan does not run: {self.error}"
 
 
 class Verifier:
-    """Verifies jobs on local ranks; a context manager that ends them."""
+    """Verifies jobs on local ranks; leaving the context manager ends the ranks."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class Verifier:
         self.timeout_seconds = timeout_seconds
         self._pools: dict[int, RankPool] = {}
         self._references: dict[tuple[str, int, Microbatches | None], Reference] = {}
-        # What is wrong with the sums over parts of a batch, by the job and the steps.
+        # (job, steps) -> what is wrong with accumulation on one process; "" for nothing.
         self._sums: dict[tuple[str, int], str] = {}
         self._exits = contextlib.ExitStack()
         self._folder = self._exits.enter_context(
@@ -175,10 +174,11 @@ class Verifier:
     ) -> Verification:
         """Run `job` under its plan and on one process for `steps` steps, and compare.
 
-        `patch` is in force on the plan's ranks alone. Where it `reloads`, what the plan saves after
-        its last step is loaded into a new job, and compared too. `on_start` is told what will be
-        compared once the job has been checked. Raises ConfigError where the job cannot be built or
-        compared; whatever else a rank raises is part of the verification.
+        `patch` is entered on the plan's ranks only. With `reloads`, the plan saves a checkpoint
+        after its last step, and a new job that has loaded it is compared too. `on_start` is called
+        once the job has been checked, before it runs. Raises ConfigError if the job cannot be built
+        or compared, and TitanliteError if it does not run on one process; an exception of a plan's
+        rank is part of the result.
         """
         start = time.perf_counter()
         if isinstance(job, JobConfig):
@@ -191,7 +191,7 @@ class Verifier:
         reference = self._reference(alone, steps, microbatches_of(plan))
         found.narrowed = reference.narrowed
         if parts > 1:
-            # Both take the batch in parts, and what is wrong with that would be wrong alike.
+            # Plan and reference both accumulate, so a bug in that would be in both.
             self._check_accumulation(found)
         try:
             with self._saving(plan, reloads) as job_that_saves:
@@ -202,7 +202,7 @@ class Verifier:
             found.error = error
             found.findings = [found.error_finding]
             if cures := self._cures(found, reference, steps, patch):
-                found.findings.insert(0, f"with {' and also with '.join(cures)} it runs and agrees")
+                found.findings.insert(0, f"the plan runs and agrees with {' or with '.join(cures)}")
         else:
             self._judge(found, runs, reference)
             found.problems += self._wrong_formats(job, plan, patch)
@@ -215,17 +215,17 @@ class Verifier:
                     found.findings.insert(0, found.wrong_sums)
                 found.findings += found.resume_problems
             elif not found.agrees:
-                # Patterns are told from rounding in float64.
+                # Only in float64 can patterns be distinguished from rounding error.
                 exact = self.verify(job, steps=steps, patch=patch)
                 found.findings = found.problems + exact.findings + found.resume_problems or [
-                    f"in float64 the plan agrees: in {dtype} it rounds more than one process does. "
-                    "Look at the number formats of sums, of reductions and of what ranks exchange"
+                    f"in float64 the plan agrees: in {dtype} its rounding error is larger than on "
+                    "one process. Look at the dtypes of sums, reductions and communication"
                 ]
         found.seconds = time.perf_counter() - start
         return found
 
     def pool(self, num_ranks: int) -> RankPool:
-        """The ranks that verification uses, started at their first call."""
+        """The pool of `num_ranks` ranks; it starts them at its first call."""
         if num_ranks not in self._pools:
             pool = RankPool(
                 num_ranks,
@@ -246,7 +246,7 @@ class Verifier:
         *,
         reloads: bool = False,
     ) -> list[RankRun]:
-        """Run a job on its ranks for so many steps, measured against the reference."""
+        """Run a job on its ranks for `steps` steps and measure it against the reference."""
         function = (
             "titanlite.verify.run:run_and_reload" if reloads else "titanlite.verify.run:run_plan"
         )
@@ -264,7 +264,7 @@ class Verifier:
 
     @contextlib.contextmanager
     def _saving(self, plan: ResolvedJob, reloads: bool) -> Iterator[ResolvedJob]:
-        """The job with checkpoints in a folder that is there inside, where it is to save any."""
+        """The job, with checkpoints in a temporary folder if it is to save one."""
         if not reloads:
             yield plan
             return
@@ -282,7 +282,8 @@ class Verifier:
         if found.failures and found.dtype == "float64":
             self._check_accumulation(found)
             if not found.wrong_sums and not is_float8:
-                # A tensor may round more than others: looked at where something seems wrong alone.
+                # Some tensors have larger rounding errors. Measuring them costs runs, so it is done
+                # only if something is above the default tolerance.
                 found.tolerance = self._measure_rounding(found, reference)
                 found.failures = failures(found.differences, found.tolerance)
         found.splits = split_replicas(runs)
@@ -291,7 +292,7 @@ class Verifier:
         found.resume_problems = _merged(runs, lambda run: run.resume_problems)
 
     def _wrong_formats(self, job: ResolvedJob, plan: ResolvedJob, patch: Patch | None) -> list[str]:
-        """What is in another number format than a job asks for that trains in mixed precision."""
+        """Sentences about tensors of a mixed-precision job that do not have the job's dtypes."""
         training = job.config.training
         formats = (training.dtype, training.param_dtype, training.reduce_dtype)
         verified = plan.config.training
@@ -313,7 +314,7 @@ class Verifier:
         reference: Reference,
         patch: Patch | None,
     ) -> list[str]:
-        """Look closely at the first step that differs, and say what is wrong."""
+        """Run the first differing step again with detailed recording, and find the cause."""
         evidence = Evidence(
             found.job,
             reference.steps,
@@ -337,13 +338,13 @@ class Verifier:
             if any(map(evidence.failed, kinds)):
                 evidence.cured_by = self._cures(found, reference, step, patch)
         except RankError as error:
-            lost = [f"a closer look at step {step} failed ({error})"]
+            lost = [f"recording step {step} in detail failed ({error})"]
         return diagnose(evidence) + lost
 
     def _cures(
         self, found: Verification, reference: Reference, step: int, patch: Patch | None
     ) -> list[str]:
-        """The features without which the plan agrees, as the settings that turn them off."""
+        """The settings, each turning one feature off, with which the plan agrees."""
         cures = []
         for changes in features_off(found.job.config):
             config = override(found.job.config, changes)
@@ -376,9 +377,9 @@ class Verifier:
         return self._references[key]
 
     def _measure_rounding(self, found: Verification, reference: Reference) -> Tolerance:
-        """The reference beside itself in parts, and beside float64 where that is not its dtype.
+        """Measure the reference's rounding error against its batch in parts and against float64.
 
-        In float8 another cut of the batch gives other numbers.
+        In float8 the numbers depend on how the batch is split, so parts are not compared.
         """
         microbatches = microbatches_of(found.job)
         others = [] if microbatches else [reference_job(found.job, num_parts=PARTS)]
@@ -396,13 +397,13 @@ class Verifier:
         )
 
     def _check_accumulation(self, found: Verification) -> None:
-        """Whether the job, on one process, has one answer however its batch is cut, in float64.
+        """Check that on one process, in float64, the result does not depend on splitting the batch.
 
-        Three readings tell what is wrong where it has not: the batch at once, again at once, and in
-        parts. What is not alike the second time is random. What is, and has modules whose output
-        for a sequence depends on the others, has batch statistics or the like. Both are the
-        model's, and ConfigError says so. What is left is the sum over the parts: `wrong_sums`.
-        In float8 a job has no one answer: scales are of microbatches.
+        If the batch in parts gives another result than the batch at once, the batch is run at once
+        a second time. If that differs too, the job is random. If it does not, but a module's output
+        for a sequence depends on the rest of the batch, the model has batch statistics. Both raise
+        ConfigError. Otherwise the sum over the parts is wrong, which goes into `wrong_sums`.
+        A float8 job is not checked, since its scales depend on the microbatches.
         """
         if found.job.config.converts_to_float8:
             return
@@ -419,13 +420,13 @@ class Verifier:
         found.wrong_sums = self._sums[key]
 
     def _explain_sums(self, reference: Reference, in_parts: ResolvedJob, num_steps: int) -> str:
-        """What is wrong with the sum over parts of the batch; "" where nothing is."""
+        """What is wrong with the sum over parts of the batch; "" for nothing."""
         runs = self._run(in_parts, reference, num_steps)
         cut = Verification(in_parts, "float64", num_steps, 1)
         cut.differences = differences(runs, reference.steps)
         cut.tolerance = Tolerance("float64", [dict.fromkeys(s, 1.0) for s in cut.differences])
         cut.failures = failures(cut.differences, cut.tolerance)
-        # Rates of another formula are found elsewhere, and a buffer may count microbatches.
+        # Wrong learning rates are reported elsewhere, and a buffer may count microbatches.
         cut.failures = [f for f in cut.failures if f.kind not in ("lr", "buffer")]
         if not cut.failures or any(f.kind == "start" for f in cut.failures):
             return ""
@@ -435,43 +436,43 @@ class Verifier:
             first = unlike[0]
             raise ConfigError(
                 f"model.name: on one process the same batch gives another {_what(first)} at step "
-                f"{first.step} the second time (by {first.difference:.0e}), as dropout and other "
-                "randomness make it; set dropout to 0 to verify, or use titanlite.dropout's "
-                "TokenDropout, whose masks no plan changes"
+                f"{first.step} the second time (difference {first.difference:.0e}), so the model "
+                "is random; set dropout to 0 to verify, or use titanlite.dropout.TokenDropout, "
+                "whose masks do not depend on the plan"
             )
         (mixing,) = self.pool(1).call("titanlite.verify.narrow:find_mixing", reference.job)
         if mixing:
             raise ConfigError(
-                f"model.name: what {mixing} puts out for a sequence depends on the others of its "
-                "batch, and of no module before it: it, or what feeds it, mixes them, as batch "
-                "statistics do, and no two ways of cutting a batch agree; turn that off to verify"
+                f"model.name: the output of {mixing} for a sequence depends on the other sequences "
+                "of the batch, as with batch statistics, so the result depends on how the batch is "
+                "split; turn this off to verify"
             )
         first = cut.failures[0]
         causes = self._diagnose(cut, runs, reference, None)
         num_parts = reference.job.global_batch_size // in_parts.config.training.local_batch_size
         return (
-            f"accumulation is wrong, with nothing parallel: on one process, a batch taken in "
-            f"{num_parts} parts gives another {_what(first)} at step {first.step} than at once, by "
-            f"{first.difference:.1e}. The same batch at once gives the same numbers twice, and no "
-            f"module mixes its sequences, so it is how the parts are added up: {causes[0]}"
+            f"accumulation is wrong even without parallelism: on one process, a batch in "
+            f"{num_parts} parts gives another {_what(first)} at step {first.step} than the batch "
+            f"at once (difference {first.difference:.1e}). The model is neither random nor mixes "
+            f"sequences, so the sum over the parts is wrong: {causes[0]}"
         )
 
 
 def _merged(runs: Sequence[RankRun], problems_of: Callable[[RankRun], Sequence[str]]) -> list[str]:
-    """What any rank has found wrong, with the ranks where not all have."""
+    """The problems that any rank reports, with the ranks if not all report it."""
     ranks: dict[str, list[int]] = {}
     for run in runs:
         for problem in problems_of(run):
             ranks.setdefault(problem, []).append(run.rank)
     everyone = [run.rank for run in runs]
     return [
-        problem if found == everyone else f"{problem} ({name_ranks(found, runs, everyone)})"
+        problem if found == everyone else f"{name_ranks(found, runs, everyone)}: {problem}"
         for problem, found in ranks.items()
     ]
 
 
 def _what(failure: Failure) -> str:
-    """What differs, in words."""
+    """The differing quantity, in words."""
     words = {"norm": "gradient norm", "lr": "learning rate", "state": "optimizer state"}
     what = words.get(failure.kind, failure.kind)
     return f"{what} of {failure.name}" if failure.name else what
@@ -482,7 +483,6 @@ def _require_finite(reference: list[ReferenceStep]) -> None:
         for words, value in (("loss", numbers.loss), ("gradient norm", numbers.norm)):
             if not math.isfinite(value):
                 raise ConfigError(
-                    f"model.name: on one process the {words} of step {step} is {value}, and what "
-                    "is not finite cannot be compared; give a lower optimizer.lr, fewer --steps or "
-                    "another model"
+                    f"model.name: on one process the {words} of step {step} is {value}, which "
+                    "cannot be compared; give a lower optimizer.lr, fewer --steps or another model"
                 )
