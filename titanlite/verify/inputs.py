@@ -31,9 +31,9 @@ def explain_start(e: Evidence) -> Iterator[str]:
         )
         return
     ranks = ranks_of(e, lambda run: worst(run, "weights", 0, wrong))
+    where = name_ranks(ranks, e.runs, range(len(e.runs)))
     yield (
-        f"starting values differ from those on one process, {name_ranks(ranks, e.runs, ranks)}: "
-        f"{shown}. Look at how they are drawn and sharded"
+        f"starting values differ from those on one process, {where}: {shown}. Look at how they are drawn and sharded"
     )
 
 

@@ -199,7 +199,7 @@ def run_plan(
             pending,
             expected,
             seen,
-            (*left_over, *problems),
+            (*problems, *left_over),
             tuple(resume_problems),
             reloaded,
         )
