@@ -33,7 +33,8 @@ def explain_start(e: Evidence) -> Iterator[str]:
     ranks = ranks_of(e, lambda run: worst(run, "weights", 0, wrong))
     where = name_ranks(ranks, e.runs, range(len(e.runs)))
     yield (
-        f"starting values differ from those on one process, {where}: {shown}. Look at how they are drawn and sharded"
+        f"starting values differ from those on one process, {where}: {shown}. Look at how they are "
+        "drawn and sharded"
     )
 
 
