@@ -109,7 +109,7 @@ def shares_of(weights: list[float], targets: list[int], cells: list) -> str:
         RankTrace(r, runs[r].coordinates, {}, {}, {}, {"w": (tuple(weights), 1e-9)}, (), {})
         for r in (0, 1)
     ]
-    return "".join(describe_shares(reference, traces, runs, ["w"]))
+    return "".join(describe_shares(reference, traces, runs, ["w"], num_microbatches=2))
 
 
 def test_shares_of_the_batch_are_told_from_each_other():
@@ -137,6 +137,10 @@ def test_shares_of_the_batch_are_told_from_each_other():
     assert "the weights are 0.5 for (dp 0, microbatch 0, cp 0)" in shares_of(
         [0.5, 0.7, 0.2, 3.0], targets, cells
     )
+    assert (
+        "the weights are 1/2^2 for data-parallel rank 0 of 2 (counted from 0) and 1/2 for "
+        "data-parallel rank 1 of 2 (counted from 0, the last), and 2 is the number of microbatches"
+    ) in shares_of([0.25, 0.25, 0.5, 0.5], targets, cells)
 
 
 def test_the_overview_shows_every_plan_and_what_differs():

@@ -57,7 +57,15 @@ def explain_shares(e: Evidence) -> Iterator[str]:
     """Gradients that sum the contributions of ranks or microbatches with wrong weights."""
     rest = [name for name in e.failed("gradient") if _factor_of(e, name) is None]
     if rest and e.reference_trace is not None and not list(_missing_sums(e, rest)):
-        yield from describe_shares(e.reference_trace, e.traces, e.runs, rest, e.factor)
+        pipeline = e.job.pipeline
+        yield from describe_shares(
+            e.reference_trace,
+            e.traces,
+            e.runs,
+            rest,
+            e.factor,
+            1 if pipeline is None else pipeline.schedule.num_microbatches,
+        )
 
 
 def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:

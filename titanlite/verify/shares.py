@@ -5,6 +5,7 @@ A cell is the targets of one microbatch on one data- and context-parallel rank (
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -29,10 +30,12 @@ def describe_shares(
     runs: Sequence[RankRun],
     names: Sequence[str],
     name_factor: Callable[[float], str] = lambda factor: "",
+    num_microbatches: int = 1,
 ) -> Iterator[str]:
     """Which weights are wrong in the gradients `names` that are weighted sums of cells' gradients.
 
     `name_factor` names the degree or count of the plan that a factor equals; "" for none.
+    `num_microbatches` is that of one run of a pipeline's schedule.
     """
     cells = [index for index, count in enumerate(reference.targets) if count]
     made_of: dict[tuple[float, ...], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -50,7 +53,9 @@ def describe_shares(
         ranks = sorted({rank for ranks in ranks_of.values() for rank in ranks})
         holders = sorted({t.rank for t in traces if any(name in t.shares for name in ranks_of)})
         where = name_ranks(ranks, runs, holders)
-        what = _describe(reference, cells, shares)
+        what = _scaled_by_run(reference, cells, shares, num_microbatches) or _describe(
+            reference, cells, shares
+        )
         if all(abs(share - shares[0]) < NEAR * max(1.0, abs(share)) for share in shares):
             same = name_factor(shares[0])
             what = f"every contribution counts {shares[0]:.6g} times"
@@ -63,6 +68,30 @@ def _known(known: dict[tuple[float, ...], dict[str, list[int]]], own: tuple[floa
         if all(abs(a - b) < 10 * NEAR for a, b in zip(own, other, strict=True)):
             return other
     return own
+
+
+def _scaled_by_run(
+    reference: ReferenceTrace, cells: list[int], shares: tuple[float, ...], num_microbatches: int
+) -> str:
+    """Weights that are powers of 1/n, n being the microbatches of a run of the schedule."""
+    n = num_microbatches
+    if n < 2 or not all(0.0 < share < 0.999 for share in shares):
+        return ""
+    powers = [round(-math.log(share, n)) for share in shares]
+    if len(set(powers)) < 2 or any(
+        abs(share * n**power - 1.0) > 1e-3 for share, power in zip(shares, powers, strict=True)
+    ):
+        return ""
+    chosen = [reference.cells[index] for index in cells]
+    words = []
+    for power in sorted(set(powers), reverse=True):
+        some = [c for c, own in zip(chosen, powers, strict=True) if own == power]
+        words.append(f"1/{n}{f'^{power}' if power > 1 else ''} for {_name_cells(some, chosen)}")
+    return (
+        f"the weights are {listed(words)}, and {n} is the number of microbatches in a run of the "
+        "schedule: each run scales by 1/n all gradients there are, those of earlier runs again. "
+        "The loss is divided already: do not scale gradients (scale_grads = False)"
+    )
 
 
 def _describe(reference: ReferenceTrace, cells: list[int], shares: tuple[float, ...]) -> str:
