@@ -534,3 +534,34 @@ def test_metadata_that_names_objects_or_files_not_listed_is_refused(tmp_path):
     (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
     with pytest.raises(BrokenCheckpointError, match="names more, which is not listed"):
         stored_tensors(tmp_path, files)
+
+
+class ByName:
+    """An attribute that is pickled as Python 3.11.0 to 3.11.3 pickle members of enums."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_a_member_of_an_enum_may_be_pickled_by_name() -> None:
+    import io
+    import pickle
+
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
+
+    from titanlite.checkpoint.metadata import _Unpickler
+
+    def load(owner: object, name: str):
+        return _Unpickler(io.BytesIO(pickle.dumps(ByName(owner, name)))).load()
+
+    assert load(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT").values == (2,)
+    for owner, name in (
+        (_MEM_FORMAT_ENCODING, "__init__"),
+        (_MEM_FORMAT_ENCODING, "mro"),
+        (ChunkStorageMetadata, "__init__"),
+    ):
+        with pytest.raises(BrokenCheckpointError, match="getattr of another object"):
+            load(owner, name)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -107,9 +108,19 @@ class _Unpickler(pickle.Unpickler):
             return self._classes[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
         raise BrokenCheckpointError(
             f"{METADATA} refers to {shown(f'{module}.{name}')}, which is not allowed"
         )
+
+    def _member(self, kind: Any, name: Any) -> Any:
+        """A member of the one enum in metadata, which Python 3.11.0 to 3.11.3 pickle by name."""
+        enum = self._classes["torch.distributed.checkpoint.metadata", _MEM_FORMAT_ENCODING.__name__]
+        members = _MEM_FORMAT_ENCODING.__members__
+        if kind is not enum or not isinstance(name, str) or name not in members:
+            raise BrokenCheckpointError(f"{METADATA} refers to builtins.getattr of another object")
+        return enum(members[name].value)
 
 
 class _Builder:
