@@ -31,7 +31,7 @@ import cloudpickle
 
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError, number_ranks
 from titanlite.ranks.machine import check_local_ranks
-from titanlite.ranks.signals import StopRequest
+from titanlite.ranks.signals import StopRequest, flush_output
 
 # How long the other ranks of a failed run may take to send their errors, and then to end.
 REPORT_SECONDS = 2.0
@@ -291,6 +291,8 @@ def _run_rank(
         cloudpickle.loads(call)(place, connection)
     except BaseException as error:
         _send(connection, ("error", _describe(error)))
+    # multiprocessing flushes stdout as the process ends, and prints a traceback where that fails.
+    flush_output()
     connection.close()
 
 

@@ -91,10 +91,22 @@ def ending_with_the_output() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except (BrokenPipeError, OutputClosedError):
-        # What is left in the buffer is written as Python ends.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def flush_output() -> None:
+    """Write what is left of stdout; if its reader has closed it, discard it without an error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Let what is left in the buffer go nowhere: Python writes it as the process ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def told_of_interrupt(interrupt: KeyboardInterrupt) -> int:
