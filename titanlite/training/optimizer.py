@@ -63,12 +63,14 @@ class _UpdatesLocalShards:
         """Fill `lists` with the tensors to update: parameters, gradients, and state."""
         has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
         parameters, gradients, *_ = lists
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-                assert gradient.placements == parameter.placements, (
-                    f"a gradient is {gradient.placements} on {gradient.device_mesh.mesh_dim_names} "
-                    f"and its parameter {parameter.placements}; reduce it before the optimizer step"
-                )
+        gradients[:] = [
+            gradient.redistribute(placements=parameter.placements)
+            if isinstance(gradient, DTensor)
+            and isinstance(parameter, DTensor)
+            and gradient.placements != parameter.placements
+            else gradient
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
         for tensors in lists:
             tensors[:] = [local_part(tensor) for tensor in tensors]
         return has_complex
