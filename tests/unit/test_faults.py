@@ -291,6 +291,29 @@ def test_a_watch_that_fails_leaves_the_run_alone(capfd):
     assert said + "the run continues without it\n" in capfd.readouterr().err
 
 
+def test_a_healthy_rank_is_watched_without_frame_objects(monkeypatch, tmp_path):
+    import torch.distributed as dist
+
+    from titanlite.ranks import watch as watch_module
+
+    def no_frames() -> Any:
+        raise AssertionError("a frame object of a thread that runs can crash the process")
+
+    monkeypatch.setattr(sys, "_current_frames", no_frames)
+    monkeypatch.setattr(watch_module, "POLL_SECONDS", 0.001)
+    place = Place(0, 2, 0, 2, rendezvous=f"file://{tmp_path}/meet")
+    (tmp_path / "faults").mkdir()
+    watch = watch_module.Watch(place, dist.HashStore(), 60)
+    (box,) = tmp_path.rglob("stack-0")
+    deadline = time.monotonic() + 10
+    while not (stack := read_black_box(str(box))) and time.monotonic() < deadline:
+        pass
+    watch.close()
+    assert any(
+        "test_faults.py" in line and line.endswith("without_frame_objects") for line in stack
+    )
+
+
 def test_a_black_box_harms_no_file(tmp_path):
     box = BlackBox(tmp_path, 0, threading.get_ident())
     box.note(["one", "two"])

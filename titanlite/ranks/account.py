@@ -20,12 +20,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from titanlite.ranks.report import Account, Call, Message
+from titanlite.ranks.stacks import Place, thread_stacks
+
+# A frame with its line, or the place of one.
+Located = TypeVar("Located", tuple[FrameType, int], Place)
 
 # The flight recorder's functions are missing from torch's type stubs.
 c10d: Any = torch._C._distributed_c10d
@@ -192,10 +196,10 @@ def is_overdue(thread: int, seconds: float) -> bool:
 
     The flight recorder knows the timeout of a collective. A P2P message has none.
     """
-    frames = _frames(thread, None)
-    if not frames or not _waits(*frames[-1]):
+    places = thread_stacks().get(thread, [])
+    if not places or not _waits(places[-1].file, places[-1].line):
         return False
-    saves = _is_saving(frames)
+    saves = any(place.file.startswith(SAVING) for place in places)
     limits = [
         entry["timeout_ms"] / 1000
         for entry in _recorded(with_stacks=False)
@@ -213,7 +217,7 @@ def find_message(
     `frames` are its stack, innermost last. If they do not hold the peer, all other ranks of the
     pipeline are possible peers.
     """
-    if not frames or not _waits(*frames[-1]):
+    if not frames or not _waits(_file(frames[-1][0]), frames[-1][1]):
         return None
     site = call_site(_places(reversed(frames))) or UNKNOWN
     operation = "message"
@@ -248,7 +252,8 @@ def show_stacks() -> str:
 
 def show_stack(thread: int) -> list[str]:
     """The stack of one thread, innermost last, each frame `file:line in function`."""
-    return [_show(_file(frame), line, frame) for frame, line in _frames(thread, None)]
+    places = thread_stacks().get(thread, [])
+    return [f"{shorten(file)}:{line} in {name}" for file, line, name in _without_start(places)]
 
 
 def shorten(file: str) -> str:
@@ -260,7 +265,10 @@ def shorten(file: str) -> str:
 
 
 def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, int]]:
-    """Frames and line numbers, innermost last, of a thread or of the traceback of `error`."""
+    """Frames and line numbers, innermost last, of a thread or of the traceback of `error`.
+
+    Only for a thread that does not run: see stacks.py.
+    """
     if error is not None and error.__traceback__ is not None:
         return _without_start(list(traceback.walk_tb(error.__traceback__)))
     frame = sys._current_frames().get(thread)
@@ -271,16 +279,21 @@ def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, i
     return _without_start(frames[::-1])
 
 
-def _without_start(frames: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
+def _without_start(frames: list[Located]) -> list[Located]:
     """`frames` without those that started the rank and those of nn.Module.__call__."""
+    files = [first if isinstance(first, str) else _file(first) for first, *_ in frames]
     starts = [
         index
-        for index, (frame, _) in enumerate(frames)
-        if _file(frame).endswith(("ranks/launch.py", "ranks/world.py", "ranks/watch.py"))
+        for index, file in enumerate(files)
+        if file.endswith(("ranks/launch.py", "ranks/world.py", "ranks/watch.py"))
     ]
-    kept = frames[starts[-1] + 1 :] if starts else frames
-    said = [frame for frame in kept if not _file(frame[0]).endswith(MODULE_CALL)]
-    return said or frames
+    first = starts[-1] + 1 if starts else 0
+    kept = [
+        frame
+        for frame, file in zip(frames[first:], files[first:], strict=True)
+        if not file.endswith(MODULE_CALL)
+    ]
+    return kept or frames
 
 
 def _is_saving(frames: Sequence[tuple[FrameType, int]]) -> bool:
@@ -295,8 +308,7 @@ def _frames_of_save(main: int) -> list[tuple[FrameType, int]]:
     return []
 
 
-def _waits(frame: FrameType, line: int) -> bool:
-    file = _file(frame)
+def _waits(file: str, line: int) -> bool:
     if file.startswith(os.path.join(TORCH, "distributed") + os.sep):
         return True
     return ".wait(" in linecache.getline(file, line) and not file.startswith(STANDARD_LIBRARY)

@@ -12,7 +12,6 @@ import ctypes
 import faulthandler
 import json
 import os
-import re
 import signal
 import socket
 import threading
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.ranks.account import shorten
+from titanlite.ranks.stacks import parse_stacks
 
 # Time limit of the function that runs before an abort; then the process is ended anyway.
 LONGEST_SECONDS = 10
@@ -44,8 +44,8 @@ class BlackBox:
 
     Reading the frames of a running thread without holding the GIL can crash the process.
     faulthandler's timer does that, and so does its signal handler if it interrupts the interpreter.
-    So faulthandler never runs in a healthy run: a thread that holds the GIL records the stacks,
-    and the signal goes only to ranks that did not report after an alarm.
+    So neither is used in a healthy run: the watchdog records the stack while it holds the GIL
+    (stacks.py), and the signal goes only to ranks that did not report after an alarm.
     """
 
     def __init__(self, folder: Path | None, rank: int, thread: int) -> None:
@@ -120,13 +120,12 @@ def _read(path: str) -> tuple[list[str], list[str]]:
         return [], []
     thread, _, rest = text.partition("\n")
     noted, _, rest = rest.partition("\n\n")
-    added: list[str] = []
-    # Innermost first, one paragraph per thread; a main thread alone is listed without its number.
-    for paragraph in re.split(r"\n\s*\n", rest):
-        if not added and (thread in paragraph or paragraph.startswith("Stack ")):
-            frames = re.findall(r'File "(.*)", line (\d+) in (.*)', paragraph)
-            added = [f"{shorten(file)}:{line} in {name}" for file, line, name in frames[::-1]]
-    return noted.strip().splitlines(), added
+    stacks = parse_stacks(rest)
+    # A thread that was asked for its own stack writes it without its number.
+    added = stacks.get(int(thread, 16)) or stacks.get(0, []) if thread else []
+    return noted.strip().splitlines(), [
+        f"{shorten(file)}:{line} in {name}" for file, line, name in added
+    ]
 
 
 @contextlib.contextmanager

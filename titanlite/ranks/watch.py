@@ -43,6 +43,7 @@ from titanlite.ranks.last_words import (
 )
 from titanlite.ranks.launch import ALARM, FAULTS, REPORT, Place
 from titanlite.ranks.report import Absent, Account, Report, write_report
+from titanlite.ranks.stacks import thread_stacks
 
 # The time between two reads of the store.
 POLL_SECONDS = 0.5
@@ -244,11 +245,7 @@ class Watch:
         gloo's collectives time out by themselves. Its P2P messages use the timeout with which their
         group was created, and NCCL's collectives return before the device has completed them.
         """
-        frame = sys._current_frames().get(self._main)
-        state: list[Any] = [c10d._dump_fr_trace_json(False, False)]
-        while frame is not None:
-            state += (id(frame), frame.f_lasti)
-            frame = frame.f_back
+        state = (c10d._dump_fr_trace_json(False, False), thread_stacks().get(self._main))
         now = time.monotonic()
         if state != self._still:
             self._still, self._still_since = state, now
