@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from titanlite.batch import Batch, call_model, join
 from titanlite.job import Job
 from titanlite.names import canonical_name
+from titanlite.verify.agreement import agreement
 from titanlite.verify.record import Agreement, ModuleOutput
-from titanlite.verify.run import agreement
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
 """The largest difference of an output that agrees: far above rounding error, far below a bug."""

@@ -51,11 +51,10 @@ class RankPool:
     def __exit__(self, *error: Any) -> None:
         self.close(now=error[0] is not None)
 
-    def call(self, function: Callable[..., Any] | str, *args: Any) -> list[Any]:
-        """Run `function(world, *args)` on each rank; returns the results in rank order.
+    def start(self) -> Ranks:
+        """The processes, started if none run or their process groups have become too many.
 
-        A function given as "module:function" is imported on the ranks only. Raises RankError, and
-        ends all ranks, if one raises, dies or exceeds the timeout.
+        Returns before the ranks are ready, so that the caller can do other work meanwhile.
         """
         if self._num_calls == CALLS_A_START:
             self.close()
@@ -63,15 +62,24 @@ class RankPool:
             self._num_calls = 0
             serve = functools.partial(_serve, device_type=self.device_type)
             self._ranks = Ranks(serve, self.num_ranks, self.max_ranks)
+        return self._ranks
+
+    def call(self, function: Callable[..., Any] | str, *args: Any) -> list[Any]:
+        """Run `function(world, *args)` on each rank; returns the results in rank order.
+
+        A function given as "module:function" is imported on the ranks only. Raises RankError, and
+        ends all ranks, if one raises, dies or exceeds the timeout.
+        """
+        ranks = self.start()
         self._num_calls += 1
         message = cloudpickle.dumps((function, args))
         for rank in range(self.num_ranks):
-            self._ranks.send(rank, message)
+            ranks.send(rank, message)
         answers: dict[int, bytes] = {}
         deadline = time.monotonic() + self.timeout_seconds
         try:
             while pending := set(range(self.num_ranks)) - set(answers):
-                received = self._ranks.receive(pending, deadline)
+                received = ranks.receive(pending, deadline)
                 if not received:
                     raise not_done(pending, self.timeout_seconds)
                 answers.update(received)

@@ -26,6 +26,7 @@ from titanlite.names import canonical_name
 from titanlite.parallelize.float8_linear import Float8Linear
 from titanlite.ranks.world import World
 from titanlite.training.shards import local_part, shard_of
+from titanlite.verify.agreement import agreement, placements_of
 from titanlite.verify.cells import cells_file, cells_of, cut_cells, shares_of
 from titanlite.verify.failing import styles_of
 from titanlite.verify.jobs import Microbatches, microbatches_of
@@ -38,16 +39,8 @@ from titanlite.verify.record import (
     module_of,
     name_call,
 )
-from titanlite.verify.run import (
-    Patch,
-    agreement,
-    cut_again,
-    draw_zero_matrices,
-    leave_out_targets,
-    load,
-    open_job,
-    placements_of,
-)
+from titanlite.verify.run import Patch, draw_zero_matrices, load, open_job
+from titanlite.verify.sequences import cut_again, leave_out_targets
 
 # Outputs and cells' gradients are kept up to these totals.
 MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30

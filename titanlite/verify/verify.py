@@ -188,6 +188,8 @@ class Verifier:
         parts = plan.global_batch_size // alone.config.training.local_batch_size
         found = Verification(plan, dtype, steps, parts)
         on_start(found)
+        # The plan's ranks start while the reference runs.
+        self.pool(plan.dims.world_size).start()
         reference = self._reference(alone, steps, microbatches_of(plan))
         found.narrowed = reference.narrowed
         if parts > 1:
@@ -247,11 +249,14 @@ class Verifier:
         reloads: bool = False,
     ) -> list[RankRun]:
         """Run a job on its ranks for `steps` steps and measure it against the reference."""
-        function = (
-            "titanlite.verify.run:run_and_reload" if reloads else "titanlite.verify.run:run_plan"
-        )
         return self.pool(job.dims.world_size).call(
-            function, job, steps, reference.folder, patch, microbatches
+            "titanlite.verify.run:run_plan",
+            job,
+            steps,
+            reference.folder,
+            patch,
+            microbatches,
+            reloads,
         )
 
     def _resume_alone(self, saved: ResolvedJob, reference: Reference, step: int) -> RankStep:
