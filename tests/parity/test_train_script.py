@@ -238,7 +238,7 @@ def test_a_world_that_does_not_fit_the_plan_is_refused_once(tmp_path):
     done = run(words)
     assert done.returncode != 0
     line = (
-        "parallelism.tensor_parallel_degree: tp 4 needs a multiple of 4 ranks, and there are 2; "
+        "parallelism.tensor_parallel_degree: tp 4 needs a multiple of 4 ranks, but there are 2; "
         "give 2, or start 4 ranks"
     )
     assert done.stderr.count(line) == 1
