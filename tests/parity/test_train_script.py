@@ -279,7 +279,7 @@ def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"job__dump_folder": "{file}"}, 'job.dump_folder: "{file}" cannot be made'),
+        ({"job__dump_folder": "{file}"}, 'job.dump_folder: "{file}" cannot be created'),
         ({"job__dump_folder": "/proc/here"}, "job.dump_folder: "),
         ({"compile__enable": True, "compile__backend": "x"}, 'compile.backend: there is no "x"'),
         (

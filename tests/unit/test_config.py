@@ -418,8 +418,8 @@ def test_mistakes_in_a_users_model_are_told_the_same_way(own_model: list[str]) -
         "model.widht: there is no such key; did you mean model.width?",
         'model.rule: "z" is not one of its values; give "x" or "y"',
         'model.kinds: 1 is an integer, not a string; write "1", with quotes',
-        "model.dim: there is no such key; own has width, kinds, rule, fast, vocab_size, "
-        "image_height, image_width, image_channels, seq_len",
+        "model.dim: there is no such key; the keys of own are width, kinds, rule, fast, "
+        "vocab_size, image_height, image_width, image_channels, seq_len",
     )
     with pytest.raises(ConfigError) as caught:
         load_config([*own_model, "--model.width=3", "--parallelism.tensor_parallel_degree=2"])

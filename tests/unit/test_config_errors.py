@@ -112,7 +112,7 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 8", ["parallelism.pipeline_parallel_microbatch_size: 8 splits training.local_batch_size 8 into 1 microbatch, but 1F1B needs at least as many microbatches as stages (2), not 1; set it to 4, or training.local_batch_size to 16"]),
     ("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 2", ["parallelism.pipeline_parallel_layers_per_stage: 2 splits 6 blocks, counting embeddings and output, into 3 stages for 2 ranks, but 1F1B needs 1 per rank; give 3"]),
     ('[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipe"', ["parallelism.pipeline_parallel_schedule: there is no schedule 'DualPipe'; did you mean DualPipeV or GPipe?"]),
-    ('[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule_csv = "no.csv"', ["parallelism.pipeline_parallel_schedule_csv: no.csv: cannot be read (No such file or directory); give a file that is valid"]),
+    ('[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule_csv = "no.csv"', ["parallelism.pipeline_parallel_schedule_csv: no.csv: cannot be read (No such file or directory); give a valid schedule"]),
     ('[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = [["embeddings", "layers.0"], ["layer.1", "layers.2", "layers.3", "norm", "output"]]', ['parallelism.module_fqns_per_model_part: the model has no module "layer.1"; did you mean "layers.1"?']),
     ('[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n[compile]\nenable = true', ['compile.components: "model" does not work with ZBVZeroBubble, which computes input and weight gradients separately; remove "model", or set parallelism.pipeline_parallel_schedule to "1F1B" or "Interleaved1F1B"']),
     ('[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\nfsdp_reshard_after_forward = "always"', ['parallelism.fsdp_reshard_after_forward: "always" does not work with ZBVZeroBubble, which computes input and weight gradients separately: if FSDP frees the weights in between, it loses weight gradients; give "default" or "never"']),
@@ -148,7 +148,7 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ("[checkpoint]\nenable = true\ninitial_load_in_hf = true", ["checkpoint.initial_load_in_hf: there is nothing to load; give checkpoint.initial_load_path, or remove this key"]),
     ('[checkpoint]\nenable = true\ninitial_load_path = "nowhere"', ['checkpoint.initial_load_path: "nowhere" is not a folder; give the step-N folder of a checkpoint, or set checkpoint.initial_load_in_hf for a .safetensors file']),
     ('[checkpoint]\nenable = true\ninitial_load_path = "nowhere"\ninitial_load_in_hf = true', ['checkpoint.initial_load_path: "nowhere" is neither a .safetensors file nor a folder of such files; give one of them']),
-    ('[checkpoint]\ninitial_load_path = "nowhere"\nload_step = 0', [f"checkpoint.{name}: nothing is loaded where checkpoint.enable is false; set that to true, or leave this out" for name in ("initial_load_path", "load_step")]),
+    ('[checkpoint]\ninitial_load_path = "nowhere"\nload_step = 0', [f"checkpoint.{name}: checkpoint.enable is false, so nothing is loaded; set checkpoint.enable = true, or remove this key" for name in ("initial_load_path", "load_step")]),
     ("[checkpoint]\nload_step = -2", ["checkpoint.load_step: -2 is out of range; give an integer of at least -1"]),
     ('[checkpoint]\nexclude_from_loading = ["model"]', ['checkpoint.exclude_from_loading: "model" is not one of its values; give a list of "optimizer" and "lr_scheduler" and "dataloader" and "train_state"']),
     ("[memory_estimation]\nenable = true", ["memory_estimation.enable: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),
@@ -387,7 +387,7 @@ def test_file_that_may_not_be_read(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.touch(mode=0o000)
     assert problems_of([f"--job.config_file={file}"]) == [
-        f'job.config_file: "{file}" may not be read; change its permissions'
+        f'job.config_file: "{file}" cannot be read (permission denied); change its permissions'
     ]
 
 
@@ -466,5 +466,5 @@ def test_a_table_that_cannot_run_is_named_by_its_file(tmp_path: Path) -> None:
     assert caught.value.problems == (
         f"parallelism.pipeline_parallel_schedule_csv: {table} deadlocks: rank 0 at 0B0, "
         "which waits for the backward of stage 1 for microbatch 0; rank 1 at 1F1, which waits for "
-        "0F1; give a file that runs",
+        "0F1; give a valid schedule",
     )

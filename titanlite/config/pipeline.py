@@ -138,7 +138,7 @@ def _load_schedule(config: JobConfig, dims: ParallelDims, num_microbatches: int)
         # Error messages name the file.
         check(replace(schedule, name=path))
     except ScheduleError as error:
-        raise ConfigError(f"{KEY}schedule_csv: {error}; give a file that is valid") from error
+        raise ConfigError(f"{KEY}schedule_csv: {error}; give a valid schedule") from error
     if schedule.num_ranks != dims.pp:
         raise ConfigError(
             f"{KEY}schedule_csv: {path} is a schedule for {schedule.num_ranks} ranks; "
