@@ -172,7 +172,7 @@ class Training(Section):
 
     dataset: str = key("digits", f"data set: {', '.join(DATASETS)}", torchtitan="c4_test")
     dataset_path: str | None = key(None, "folder of a data set on disk (cifar10)")
-    local_batch_size: PositiveInt = key(8, "sequences per forward pass on a data-parallel rank")
+    local_batch_size: PositiveInt = key(8, "sequences per data-parallel rank and accumulation step")
     global_batch_size: CountOrMinusOne = key(
         -1,
         "sequences per step, accumulated if needed; -1: local_batch_size x data-parallel degree",
