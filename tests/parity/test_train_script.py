@@ -281,7 +281,10 @@ def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):
     [
         ({"job__dump_folder": "{file}"}, 'job.dump_folder: "{file}" cannot be created'),
         ({"job__dump_folder": "/proc/here"}, "job.dump_folder: "),
-        ({"compile__enable": True, "compile__backend": "x"}, 'compile.backend: there is no "x"'),
+        (
+            {"compile__enable": True, "compile__backend": "x"},
+            'compile.backend: there is no backend "x"',
+        ),
         (
             {
                 "model__flavor": "cifar",
