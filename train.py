@@ -1,6 +1,6 @@
 """Train a model from one TOML file: torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
 
-The story of a run is titanlite/train.py. `--help` lists every key.
+titanlite/train.py contains the run itself. `--help` lists every key.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import sys
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C while Python still imports ends the process, without a traceback.
+    # Ctrl-C during the imports below ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from titanlite.train import main
@@ -20,6 +20,6 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if "torch" in sys.modules:
-        # Everything is closed. torch's own threads now and then abort a process as it unloads.
+        # Everything is closed. Skip unloading torch: its threads sometimes abort the process then.
         os._exit(status)
     sys.exit(status)

@@ -1,33 +1,34 @@
-"""The models by name; names only, so that a mistake in a job is found before torch is imported.
+"""The registry of models. It holds only names, so that a job can be checked without torch.
 
-A model is three things, named here as "module:attribute" and imported when first asked for:
+A model has three parts, named here as "module:attribute" and imported when first used:
 
-config  a frozen dataclass whose fields are the keys that [model] takes beside `name` and
-        `flavor`, typed (and, with `Annotated[..., pydantic.Field(gt=0, description=...)]`,
-        bounded and explained in --help). Its module is torch-free and has `FLAVORS`, a dict from
-        flavor name to an instance. It must have
-            vocab_size                   a field or a property, as the others are
+config  a frozen dataclass whose typed fields are keys of [model], besides `name` and `flavor`.
+        `Annotated[..., pydantic.Field(gt=0, description=...)]` gives a field bounds and its text
+        in --help. The module is torch-free and has `FLAVORS`, a dict from flavor name to an
+        instance. Required fields, properties or methods:
+            vocab_size
             num_parameters               of the whole model
             flops_per_token(seq_len)     forward and backward, in sequences of that length
             problems(dims, seq_len)      list of (key, message), such as
                                          ("model.num_heads", "4 does not divide dim 90; ...")
-        and it may have
-            seq_len                      the one length that the model takes, where it has one;
-                                         any other model gets training.seq_len
-            module_names                 its modules in the order of the forward pass, which a
-                                         pipeline can be cut at
+        Optional:
+            seq_len                      for a model of fixed sequence length; any other model
+                                         gets training.seq_len
+            module_names                 the modules in the order of the forward pass, between
+                                         which a pipeline can split the model
             image_height, image_width, image_channels    for a model of images of one size
-model   an nn.Module class, constructed as `model(config)`. `forward(tokens, positions)` gives the
-        logits [B, T, V] for what comes after each of the tokens [B, T], which stand at the places
-        `positions` of their sequences, [T] or [B, T]; they may be any part of them. `positions`,
-        and whatever else the data set's samples have, is passed by name to every stage of a
-        pipeline that takes it; context parallelism needs the positions. It may also have
+model   an nn.Module class, constructed as `model(config)`. `forward(tokens, positions)` returns
+        next-token logits [B, T, V] for tokens [B, T] at `positions` [T] or [B, T] in their
+        sequences; the tokens may be any part of the sequences. `positions` and the other fields of
+        the data set are passed by name to every pipeline stage whose forward takes them. Context
+        parallelism requires `positions`. Optional methods:
             init_parameter(name, parameter, generator)    fills a whole parameter in place
-            init_buffers()               sets the buffers' values; needed where there are any
-            make_cache(seq_len)          what `forward(tokens, cache=...)` fills while sampling,
-                                         with a `keep_first(num_sequences)` that drops the others;
-                                         without it each token reads all before it once more
-plan    how the model is split: see models/image_transformer/plan.py.
+            init_buffers()               sets the buffers' values; required if there are buffers
+            make_cache(seq_len)          the cache that `forward(tokens, cache=...)` fills while
+                                         sampling; its `keep_first(num_sequences)` drops the other
+                                         sequences. Without it, sampling recomputes all earlier
+                                         tokens for each new token
+plan    how the model is sharded: see models/image_transformer/plan.py.
 
 A model outside this folder registers itself: `[experimental] custom_import = "package.module"`
 imports a module that calls `register(ModelSpec(...))`.
@@ -43,14 +44,14 @@ from typing import Any
 
 
 def load(path: str) -> Any:
-    """What "module:attribute" names, imported."""
+    """Import "module:attribute" and return the attribute."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Where a model's parts are, each as "module:attribute"; nothing is imported until loaded."""
+    """The parts of a model, each as "module:attribute"; imported only by the load methods."""
 
     name: str
     config: str
@@ -58,7 +59,7 @@ class ModelSpec:
     plan: str
 
     def load_config_class(self) -> Any:
-        """The model's configuration dataclass; torch-free for the models of this folder."""
+        """The model's configuration dataclass; imports no torch for the models of this folder."""
         return load(self.config)
 
     def load_flavors(self) -> dict[str, Any]:
@@ -78,18 +79,18 @@ MODELS: dict[str, ModelSpec] = {}
 """Every registered model by name."""
 
 REGISTERED_BY: dict[str, set[str]] = {}
-"""Name of a model -> the modules that registered it: those whose import called `register`."""
+"""Name of a model -> the modules whose import called `register`."""
 
 
 def register(spec: ModelSpec) -> None:
-    """Makes a model known under `spec.name`; raises ValueError if another one has that name."""
+    """Register a model as `spec.name`; raises ValueError if another model has that name."""
     if MODELS.setdefault(spec.name, spec) != spec:
         raise ValueError(f"a model named {spec.name!r} is registered already")
     REGISTERED_BY.setdefault(spec.name, set()).update(registering_modules())
 
 
 def models_of(module: str) -> list[str]:
-    """The names of the models that `module`, or a module of that package, has registered."""
+    """The names of the models that `module`, or a module of that package, registered."""
     return [
         name
         for name, modules in REGISTERED_BY.items()
@@ -98,17 +99,17 @@ def models_of(module: str) -> list[str]:
 
 
 def is_built_in(name: str) -> bool:
-    """Whether only this package has registered the model `name`."""
+    """Whether only this package registered the model `name`."""
     return REGISTERED_BY.get(name) == {__name__}
 
 
 def registering_modules() -> set[str]:
-    """The module that calls the function that calls this, and those whose import led there."""
+    """The module that calls this function's caller, and the modules whose import led there."""
     frame: FrameType | None = sys._getframe(2)
     assert frame is not None
     names = {frame.f_globals.get("__name__", "")}
     if names == {__name__}:
-        return names  # whoever imports this package registers nothing by that
+        return names  # importing this package registers nothing for the importer
     while frame is not None:
         if frame.f_code.co_name == "<module>":
             names.add(frame.f_globals.get("__name__", ""))
@@ -117,7 +118,7 @@ def registering_modules() -> set[str]:
 
 
 def find_model(name: str) -> ModelSpec:
-    """The model registered under `name`; raises KeyError where there is none."""
+    """The model registered as `name`; raises KeyError if there is none."""
     return MODELS[name]
 
 

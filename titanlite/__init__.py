@@ -1,1 +1,1 @@
-"""N-dimensional parallel training: developed, proved and planned on a laptop, run on GPUs."""
+"""N-dimensional parallel training for PyTorch, developed and verified on a laptop, run on GPUs."""

@@ -1,4 +1,4 @@
-"""`python -m titanlite` is `titanlite`."""
+"""`python -m titanlite` runs the `titanlite` command."""
 
 import sys
 

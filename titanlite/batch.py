@@ -138,7 +138,7 @@ def make_targets(tokens: Tensor) -> Tensor:
     """The next token of each position: tokens [B, T] -> targets [B, T], int64.
 
     The last position has no next token and gets IGNORE_INDEX. So a row has T - 1 targets, and
-    losses in bits per dimension are means over these.
+    losses in bits per dimension are means over those.
     """
     targets = torch.full_like(tokens, IGNORE_INDEX)
     targets[:, :-1] = tokens[:, 1:]

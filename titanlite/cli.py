@@ -1,4 +1,4 @@
-"""`titanlite COMMAND ...`: finds the command and imports only what that one needs."""
+"""`titanlite COMMAND ...`: find the command and import only the modules it needs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from titanlite.ranks.signals import (
 
 @dataclass(frozen=True)
 class Command:
-    """A command: `function` of `module`, called with its arguments, gives the exit status."""
+    """A command: `function` of `module` takes the arguments and returns the exit status."""
 
     module: str
     purpose: str
     example: str
     function: str = "main"
     has_own_end: bool = False
-    """Whether it treats signals and errors itself."""
+    """Whether the function handles signals and errors itself."""
 
 
 COMMANDS = {
     "train": Command(
         "titanlite.train",
-        "train a model, as train.py does; under torchrun too",
+        "train a model, like train.py; also under torchrun",
         "titanlite train configs/tp2_fsdp2.toml --training.steps=100",
         function="command",
         has_own_end=True,
@@ -44,12 +44,12 @@ COMMANDS = {
     ),
     "convert": Command(
         "titanlite.checkpoint.convert",
-        "turn a checkpoint into .safetensors, and back",
+        "convert a checkpoint to .safetensors, or back",
         "titanlite convert outputs/run/checkpoint --out model.safetensors",
     ),
     "verify": Command(
         "titanlite.verify.command",
-        "compare a plan with one process, and say what is wrong",
+        "compare a plan with one process, and name the cause of a difference",
         "titanlite verify configs/tp2_fsdp2.toml --steps=2",
     ),
     "simulate": Command(
@@ -66,24 +66,24 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status; 2 and one line for what a user got wrong."""
+    """Run a command and return its exit status; a user's mistake is one line and status 2."""
     is_process = arguments is None
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with ending_with_the_output():
         status = _run(name, rest)
     if is_process and name in COMMANDS and COMMANDS[name].has_own_end and "torch" in sys.modules:
-        # Everything is closed. torch's own threads now and then abort a process as it unloads.
+        # Everything is closed. Skip unloading torch: its threads sometimes abort the process then.
         sys.stderr.flush()
         os._exit(status)
     return status
 
 
 def usage() -> str:
-    """What `titanlite` alone prints: each command with a line about it and an example."""
+    """The text of `titanlite --help`: each command with one line of text and an example."""
     lines = ["usage: titanlite COMMAND ...", "", "commands:"]
     for name, command in COMMANDS.items():
         lines += [f"  {name:<10}{command.purpose}", f"  {'':<10}$ {command.example}"]
-    return "\n".join([*lines, "", "`titanlite COMMAND --help` tells more."])
+    return "\n".join([*lines, "", "Run `titanlite COMMAND --help` for details."])
 
 
 def _run(name: str, rest: Sequence[str]) -> int:

@@ -36,11 +36,11 @@ def collecting(problems: list[str]) -> Iterator[None]:
 
 
 class NonFiniteError(TitanliteError):
-    """A loss or gradient norm is not finite: in which step, and which value was the first."""
+    """A loss or gradient norm is not finite; names the step and the first such value."""
 
 
 class RankError(TitanliteError):
-    """A rank failed, died or timed out: its number, what happened, and its traceback."""
+    """A rank failed, died or timed out; has its number, a message and its traceback."""
 
     def __init__(self, rank: int, message: str, rank_traceback: str = "") -> None:
         super().__init__(rank, message, rank_traceback)
@@ -53,11 +53,11 @@ class RankError(TitanliteError):
 
 
 class OutputClosedError(TitanliteError):
-    """What reads the output has closed it, as `head` does: nothing more can be shown."""
+    """The reader of the output has closed it, as `head` does; nothing more can be printed."""
 
 
 class OrderError(TitanliteError):
-    """Ranks called different collectives, or in another order: which rank, axis and line."""
+    """Ranks called different collectives, or in another order; names rank, axis and line."""
 
 
 class LostWorldError(TitanliteError):

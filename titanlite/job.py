@@ -1,9 +1,9 @@
-"""A job: configuration and world made into something that can step, evaluate and sample.
+"""Build a job: the model, data and trainer of one rank, from a resolved job and a world.
 
     ResolvedJob + World -> build_job -> Job: step, evaluate, parameters, whole_parameters
 
-This is where configuration, mesh, model, parallelize steps, data and training meet; train.py,
-verification, sampling and benchmarks are loops over a Job.
+This module combines configuration, mesh, model, parallelize steps, data and training. train.py,
+verification, sampling and benchmarks all run on a Job.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Job:
     world: World
     meshes: Meshes
     parts: list[nn.Module]
-    """The model; with a pipeline, this rank's stages of it."""
+    """The model, or with a pipeline, this rank's stages."""
     plan: ParallelPlan
-    """How the model is cut."""
+    """How the model is sharded."""
     pipeline: PipelineRunner | None
     model_bytes: int
-    """Memory that the whole model's parameters take."""
+    """Memory of the whole model's parameters."""
     trainer: Trainer
     data: DatasetSpec
     sampler: GlobalBatchSampler
@@ -81,11 +81,11 @@ class Job:
     applied: list[PlanRow]
     recomputation: RecomputationReport
     layout: Layout
-    """Which tokens each rank of the cp axis holds; cuts a batch where it enters."""
+    """Which tokens each rank of the cp axis holds; batches are sharded by it."""
     fusions: Fusions | None = None
-    """What the compiler has overlapped of tensor parallelism, where it is to do that."""
+    """The fusions of async TP by the compiler; None if it is not asked to fuse."""
     notes: tuple[str, ...] = ()
-    """Lines for whoever starts the run."""
+    """Lines to print at the start."""
 
     @property
     def config(self) -> JobConfig:
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by canonical name; each is a rank's part where it is cut."""
+        """This rank's parameters, or its shards of them, by canonical name."""
         return {
             canonical_name(name): parameter
             for part in self.parts
@@ -106,7 +106,7 @@ class Job:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """This rank's buffers that belong to the model's state, by canonical name."""
+        """This rank's persistent buffers, by canonical name."""
         return {
             canonical_name(f"{prefix}.{name}" if prefix else name): buffer
             for part in self.parts
@@ -117,50 +117,50 @@ class Job:
 
     @property
     def stage_numbers(self) -> Sequence[int]:
-        """Which stages of the model the parts are."""
+        """The stage number of each part."""
         return [0] if self.pipeline is None else self.pipeline.numbers
 
     @property
     def held_positions(self) -> Tensor:
-        """The places in a sequence of the tokens that this rank holds: int64 [T]."""
+        """The positions in a sequence of this rank's tokens, int64 [T]."""
         seq_len = self.resolved.seq_len
         if not self.dims.cp_enabled:
             return torch.arange(seq_len)
         return self.layout.positions(self.dims.token_rank(self.world.rank), seq_len)
 
     def step(self, number: int | None = None) -> StepResult:
-        """Train on the next global batch, in the run's step `number`."""
+        """Train on the next global batch; `number` is the step of the run."""
         result = self.trainer.step(self.draw(), number)
         if self.fusions is not None:
             self.fusions.require()
         return result
 
     def draw(self) -> list[Batch]:
-        """This rank's part of the next global batch, as it takes it: in one or several batches."""
+        """This rank's part of the next global batch, as one batch per accumulation step."""
         return [self._own_part(batch) for batch in self.sampler.draw()]
 
     def evaluate(self) -> float:
-        """The mean validation loss in nats a target."""
+        """The mean validation loss, in nats per target."""
         return self.trainer.evaluate(self.validation_batches())
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter by its canonical name and at its full shape; every rank must call this."""
+        """(canonical name, parameter at its full shape); a collective call."""
         return self.whole(lambda parameter: parameter.detach())
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Each gradient, after `trainer.compute_gradients`, as whole_parameters has the weights."""
+        """Like `whole_parameters`, for the gradients; call it after `trainer.compute_gradients`."""
         return self.whole(lambda parameter: parameter.grad)
 
     def parameter_shapes(self) -> dict[str, torch.Size]:
-        """The shape of each parameter of the whole model, by canonical name."""
+        """The full shape of every parameter of the model, by canonical name."""
         if self.pipeline is not None:
             return {name: parameter.shape for name, _, parameter in self.pipeline.parameters()}
         return {name: parameter.shape for name, parameter in self.parameters.items()}
 
     def whole(self, tensor_of: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """What `tensor_of` gives of each parameter, of its shape and dtype; every rank must call.
+        """(canonical name, `tensor_of(parameter)` at its full shape); a collective call.
 
-        Parameters of which it gives None are left out.
+        `tensor_of` returns a tensor of the parameter's shape and dtype, or None to skip it.
         """
         own = {name: tensor_of(parameter) for name, parameter in self.parameters.items()}
         if self.pipeline is None:
@@ -183,17 +183,17 @@ class Job:
             yield name, whole
 
     def _own_part(self, batch: Batch) -> Batch:
-        """A data-parallel rank's batch on this rank's device; under CP, its tokens of it."""
+        """The batch on this rank's device; with CP, only this rank's tokens."""
         batch = batch.to(self.world.device)
         if not self.dims.cp_enabled:
             return batch
         return batch.shard(self.layout, self.dims.token_rank(self.world.rank))
 
     def validation_batches(self) -> Iterator[Batch]:
-        """This rank's part of the validation set, or of as much of it as the job asks for."""
+        """This rank's part of the validation set, or of its first `validation.steps` batches."""
         section, dataset = self.config.validation, self.validation_dataset
         assert dataset is not None
-        # TorchTitan's steps, counted in global batches, so that no plan validates on more.
+        # As in TorchTitan, but counted in global batches, so that every plan uses the same samples.
         num_samples = None
         if section.steps != -1:
             num_samples = section.steps * self.resolved.global_batch_size
@@ -212,8 +212,8 @@ class Job:
 def build_job(resolved: ResolvedJob, world: World) -> Job:
     """Build this rank's part of the job; every rank of the world must call this.
 
-    The model is built without storage, cut, and only then given storage and starting values, so
-    that no rank ever holds more than its part.
+    The model is built without storage, sharded, and then materialized and initialized, so that no
+    rank ever holds more than its shards.
     """
     config, dims = resolved.config, resolved.dims
     if config.debug.deterministic:
@@ -292,16 +292,16 @@ def _warn_of_slow_rings(
 def _watch_fusions(
     config: JobConfig, world: World, parts: list[nn.Module], plan: ParallelPlan
 ) -> Fusions | None:
-    """None where the compiler is to fuse nothing, and on a stage without blocks to compile."""
+    """None if the compiler is not asked to fuse, or if this rank's stages have no blocks."""
     backend = config.parallelism.overlap_backend(world.device.type)
     has_blocks = any(find_blocks(part, plan) for part in parts)
     return Fusions() if backend == "symmetric_memory" and has_blocks else None
 
 
 def check_float8(resolved: ResolvedJob) -> None:
-    """Raises ConfigError where float8 has no layer to convert, or none of a shape it can have.
+    """Raises ConfigError if float8 has no layer to convert, or refuses a layer's shape.
 
-    By the model without storage, so that it is known before ranks start.
+    Uses the model on the meta device, so it can run before any rank starts.
     """
     config, tp = resolved.config, resolved.dims.tp
     section = config.quantize.linear.float8
@@ -310,7 +310,7 @@ def check_float8(resolved: ResolvedJob) -> None:
     if not chosen:
         raise ConfigError(
             f"model.converters: {none_left(type(model).__name__, skipped)}; change "
-            "quantize.linear.float8.filter_fqns or the model's sizes, or leave the converter out"
+            "quantize.linear.float8.filter_fqns or the model's sizes, or remove the converter"
         )
     if tp > 1 and not section.emulate and (refused := refused_shapes(model, plan, chosen, tp)):
         raise ConfigError(
@@ -320,7 +320,7 @@ def check_float8(resolved: ResolvedJob) -> None:
 
 
 def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, ParallelPlan]:
-    """The plain model on the "meta" device, and how it is cut."""
+    """The plain model on the "meta" device, and its parallel plan."""
     spec = load_model_spec(resolved.config)
     try:
         model_class, plans = spec.load_model_class(), spec.load_plans()
@@ -340,7 +340,7 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
 
 
 def _gather_in_float8(config: JobConfig, parts: list[nn.Module], trainer: Trainer) -> None:
-    """FSDP2's communication in float8, as far as the job asks for it."""
+    """Make FSDP2 all-gather in float8 and precompute scales, if the job asks for it."""
     section = config.quantize.linear.float8
     if not section.enable_fsdp_float8_all_gather:
         return
@@ -356,7 +356,7 @@ def _gather_in_float8(config: JobConfig, parts: list[nn.Module], trainer: Traine
 
 
 def _example(resolved: ResolvedJob, data: DatasetSpec, dataset: Dataset, layout: Layout) -> Batch:
-    """One microbatch as a rank gets them, without storage: what a pipeline learns shapes from."""
+    """One microbatch of a rank, without storage, from which a pipeline infers shapes."""
     size = 1 if resolved.pipeline is None else resolved.pipeline.microbatch_size
     batch = read_batch(dataset, [0] * size, data.fields)
     return batch.shard(layout, 0).to(torch.device("meta"))
@@ -370,7 +370,7 @@ def _build_trainer(
     data: DatasetSpec,
     axes: dict[str, str],
 ) -> Trainer:
-    """Optimizer, schedule and loss around the parts of the model."""
+    """The trainer: this rank's parts of the model with optimizer, scheduler and loss."""
     config, dims = resolved.config, resolved.dims
     optimizer = build_optimizer(
         chain.from_iterable(part.parameters() for part in made.parts),

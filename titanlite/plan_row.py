@@ -1,4 +1,4 @@
-"""A row of the effective plan: what each part of titanlite says of what it did; torch-free."""
+"""One row of the effective plan, which every parallelize step returns; torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One feature: as the job asks for it, as it runs, and a note on how, or why not."""
+    """A feature: the requested setting, the active one, and a note on details or the reason."""
 
     feature: str
     requested: str

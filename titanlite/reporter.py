@@ -1,6 +1,6 @@
-"""What a person sees of a run: the plan it starts with, its progress, and the pictures at its end.
+"""The output of a run: the plan at its start, its progress, and the pictures at its end.
 
-Every rank calls the same methods, since some of what is shown is gathered from all; the first one
+Every rank calls the same methods, because some values are gathered from all ranks. Only rank 0
 prints and writes.
 """
 
@@ -44,10 +44,10 @@ from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_s
 from titanlite.training.step import StepResult
 
 if TYPE_CHECKING:
-    # It imports Dynamo, which takes seconds: where something is compiled alone.
+    # It imports Dynamo, which takes seconds, so it is imported only if something is compiled.
     from titanlite.observe.compiling import CompileReport
 
-# Tokens from one line about sampling to the next; a multiple of how often sampling looks up.
+# Tokens between two lines about sampling; a multiple of the interval of `on_tokens`.
 SAMPLED_A_LINE = 768
 CURVE = "loss.png"
 FIRST_SCREEN = "first_screen.txt"
@@ -58,11 +58,11 @@ T = TypeVar("T")
 class Reporter:
     """Shows and records a run: `with Reporter(job) as reporter: ... reporter.record(...)`.
 
-    A run that has loaded a checkpoint or weights passes them as `starts_from`, and its
-    `first_step`; `notes` are lines for the start.
-    What is written goes to job.dump_folder, where one run at a time may write; of a run that
-    `is_guest` there, to a folder of its own in it, load_only-N. Raises ConfigError where another
-    run is writing, or something cannot be written.
+    `starts_from` is the checkpoint or file of weights that the run has loaded, `first_step` its
+    first step, and `notes` are lines to print at the start.
+    Files are written to job.dump_folder, which only one run at a time may use, or if `is_guest`, to
+    a new folder load_only-N in it. Raises ConfigError if another run uses the folder, or if a file
+    cannot be written.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         with contextlib.ExitStack() as exits, self._writing():
-            # What is open is closed where the rest fails.
+            # If the rest fails, close what is already open.
             exits.callback(self._exits.close)
             self._enter()
             exits.pop_all()
@@ -102,7 +102,7 @@ class Reporter:
         if self._is_guest:
             self._folder = self._from_first(lambda: _make_own_folder(self._folder))
             self._notes.append(f"checkpoint: load_only: this run writes to {self._folder}")
-        # First, since it refuses a second run in the same folder.
+        # First, because it refuses a second run in the same folder.
         self._from_first(self._open_log)
         if world.is_first:
             self._introduce()
@@ -138,7 +138,7 @@ class Reporter:
         self._recorder = self._record_pipeline()
 
     def _report_compiling(self) -> CompileReport | None:
-        """What says so while blocks are compiled; None where nothing is, and on other ranks."""
+        """The report on compilation; None if nothing is compiled, and on ranks other than 0."""
         row = next((row for row in self._job.applied if row.feature == "compile"), None)
         if row is None or row.active == "off" or not self._job.world.is_first:
             return None
@@ -161,7 +161,7 @@ class Reporter:
         )
 
     def _from_first(self, function: Callable[[], T]) -> T:
-        """What `function` gives on the first rank, on all; so with what it raises there."""
+        """Call `function` on rank 0; return its result, or raise its error, on every rank."""
         box: list[Any] = [None, None]
         if self._job.world.is_first:
             try:
@@ -189,9 +189,9 @@ class Reporter:
         *,
         stops: bool = False,
     ) -> bool:
-        """Record and show a step that has ended, with its validation loss where there is one.
+        """Record and show a completed step, with its validation loss if there is one.
 
-        True on every rank where one of them passes `stops`.
+        Returns True on every rank if any rank passes `stops`.
         """
         job, resolved = self._job, self._job.resolved
         tokens_per_second = resolved.global_batch_size * resolved.seq_len / result.seconds
@@ -234,18 +234,18 @@ class Reporter:
         return bool(any_stops)
 
     def say(self, line: str) -> None:
-        """Print a line, above the progress bar where there is one."""
+        """Print a line, above the progress bar if there is one."""
         self._progress.print(line)
 
     def note_collected(self, num_objects: int) -> None:
-        """Say how much a garbage collection found, where `training.gc_debug` asks for it."""
+        """Print the number of collected objects, if `training.gc_debug` is set."""
         if self._job.config.training.gc_debug:
             self._progress.print(f"garbage collection: {num_objects} unreachable objects")
 
     def finish(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
-        """Draw the loss curve, and show samples of the trained model beside real ones.
+        """Draw the loss curve, and samples of the trained model beside real ones.
 
-        Where `is_stopped` comes true on a rank, it leaves off drawing.
+        Sampling ends early once `is_stopped` returns True on a rank.
         """
         with self._writing():
             self._finish(is_stopped)
@@ -275,8 +275,8 @@ class Reporter:
         if not job.world.is_first:
             return
         if len(sequences) < wanted:
-            why = "stopped as asked" if is_stopped() else "all would take over a minute"
-            self._progress.print(f"{len(sequences)} of {wanted} {name}s are drawn: {why}")
+            why = "stopped as requested" if is_stopped() else "all would take over a minute"
+            self._progress.print(f"{len(sequences)} of {wanted} {name}s were drawn: {why}")
         if not len(sequences):
             return
         path = self._folder / data.samples_file
@@ -284,14 +284,14 @@ class Reporter:
         self._progress.print(f"sampled {name}s: {path}")
 
     def _draw_curve(self) -> str:
-        """Draw the loss of all steps that are recorded; a line for a person."""
+        """Draw the loss of all recorded steps; returns the line to print."""
         try:
             records = read_metrics(self._folder)
         except ConfigError as error:
-            return f"no loss curve is drawn: {error}"
+            return f"no loss curve was drawn: {error}"
         if not records:
-            return f"no loss curve is drawn: there are no records in {self._folder / FILE_NAME}"
-        # matplotlib takes its time to import: on this rank alone, and not before it is needed.
+            return f"no loss curve was drawn: there are no records in {self._folder / FILE_NAME}"
+        # matplotlib is slow to import: only on this rank, and only when needed.
         from titanlite.drawing.loss import save_loss_curve
 
         curve, job = self._folder / CURVE, self._job
@@ -321,7 +321,7 @@ class Reporter:
         return step % config.profiling.profile_freq == 0 or step == config.training.steps
 
     def _draw_pipeline(self, step: int) -> None:
-        """Draw a step that was recorded, and settle whether the next one is."""
+        """Draw the step if it was recorded, and decide whether to record the next one."""
         job, recorder = self._job, self._recorder
         if recorder is None or job.pipeline is None:
             return
@@ -341,13 +341,13 @@ class Reporter:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """What fails to be written inside ends the run with one line."""
+        """Turn an OSError inside into a ConfigError with one line."""
         try:
             yield
         except OSError as error:
             raise ConfigError(
                 f"job.dump_folder: writing {error.filename or self._folder} failed with "
-                f"{error.strerror or error}; make room, or give another folder"
+                f"{error.strerror or error}; free some space, or give another folder"
             ) from error
 
     def _introduce(self) -> None:
@@ -393,7 +393,7 @@ def _data(job: Job) -> Data:
 
 
 def _make_own_folder(folder: Path) -> Path:
-    """A new folder load_only-N in `folder`."""
+    """Create a new folder load_only-N in `folder`."""
     for number in itertools.count(1):
         own = folder / f"load_only-{number}"
         with contextlib.suppress(FileExistsError):

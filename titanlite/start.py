@@ -1,7 +1,7 @@
-"""How a job starts: what can be wrong with it on this machine, its ranks, and how it ends.
+"""Start a job: check it on this machine, run it on its ranks, and report errors.
 
-Everything that can be wrong is found before any rank starts. torch is imported here only to look up
-a compile backend whose name is not known.
+All checks run before any rank starts. torch is imported here only to look up a compile backend that
+is not in BACKENDS.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, run_
 from titanlite.ranks.machine import check_local_ranks
 from titanlite.ranks.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
 
-# Of those that torch registers (torch._dynamo.list_backends), the ones that need nothing more.
+# The backends of torch._dynamo.list_backends that need no further package.
 BACKENDS = (
     *("inductor", "eager", "aot_eager", "aot_eager_decomp_partition"),
     *("aot_eager_default_partitioner", "cudagraphs", "eager_noexcept", "ts", "aot_ts"),
@@ -42,24 +42,23 @@ BACKENDS = (
 
 T = TypeVar("T")
 
-# How long a rank that is not the one to say what is wrong waits to be ended by torchrun.
+# How long a rank that does not print the error waits for torchrun to end it.
 SILENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """A job that can start, and the device of its ranks, "cpu" or "cuda"."""
+    """A job that has passed all checks, and the device of its ranks, "cpu" or "cuda"."""
 
     job: ResolvedJob
     device_type: str
 
 
 def check_start(read: Reading | JobConfig, place: Place | None = None, *, key: str = "") -> Start:
-    """How the job starts: in the world that `place` is in, or on ranks of its own where it is None.
+    """Check a job for the world of `place`, or if that is None, for local ranks of its own.
 
-    Raises ConfigError with everything that keeps it from starting: in what was read, in what does
-    not fit together, and on this machine. `key` is what asked for the number of ranks, where that
-    is not [parallelism].
+    Raises ConfigError with all problems: in the values, across keys, and with this machine. `key`
+    is the key or option that set the number of ranks, if it is not in [parallelism].
     """
     reading = Reading(read) if isinstance(read, JobConfig) else read
     config = reading.config
@@ -79,7 +78,7 @@ def check_start(read: Reading | JobConfig, place: Place | None = None, *, key: s
     reading.require()
     job = finish(draft)
     if config.converts_to_float8:
-        # Which layers there are, the model alone knows.
+        # This check needs the model's layers, and so imports torch.
         from titanlite.job import check_float8
 
         check_float8(job)
@@ -89,10 +88,11 @@ def check_start(read: Reading | JobConfig, place: Place | None = None, *, key: s
 def run_job(
     function: Callable[[Place, ResolvedJob, str], T], start: Start, world: Place | None = None
 ) -> T:
-    """Call `function(place, job, device_type)` on each rank of the job; what it gives on the first.
+    """Call `function(place, job, device_type)` on each rank of the job; return rank 0's result.
 
-    On the place that this process has in `world`; where that is None, in this process if one rank
-    is all, else on local ranks. A first SIGINT or SIGTERM asks a run that saves to stop.
+    If `world` is this process's place in a world, call it here. If it is None, call it in this
+    process for a job of one rank, else on local ranks. The first SIGINT or SIGTERM asks a run that
+    saves checkpoints to stop.
     """
     job, config = start.job, start.job.config
     if world is not None:
@@ -113,7 +113,7 @@ def run_job(
 
 @dataclass
 class Told:
-    """How a job has ended, in an exit status; `place` is this process's in torchrun's world."""
+    """The exit status of a job; `place` is this process's place in torchrun's world."""
 
     place: Place | None = None
     status: int = 0
@@ -121,11 +121,14 @@ class Told:
 
 @contextlib.contextmanager
 def telling_errors() -> Iterator[Told]:
-    """What ends the job inside is said on stderr, once, in a line where a user can act on it."""
+    """Print an error raised inside to stderr once, and set the exit status.
+
+    An error that a user can act on is one line.
+    """
     told = Told()
     try:
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-            # The command has it so while it imports.
+            # train.py sets SIG_DFL during its imports.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         yield told
     except RankError as error:
@@ -136,12 +139,12 @@ def telling_errors() -> Iterator[Told]:
     except OutputClosedError:
         raise
     except TitanliteError as error:
-        # Before ranks have met, each makes the same mistake: one a machine says so.
+        # Before the rendezvous every rank raises the same error; one rank per machine prints it.
         is_told = error.is_told_here
         if is_told or (is_told is None and (told.place is None or told.place.local_rank == 0)):
             print(error, file=sys.stderr)
         elif is_told is None:
-            # torchrun ends all ranks as soon as one has failed: not before one has said why.
+            # torchrun ends all ranks once one has failed: wait until the error has been printed.
             threading.Event().wait(SILENT_SECONDS)
         told.status = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt as stop:
@@ -149,7 +152,7 @@ def telling_errors() -> Iterator[Told]:
 
 
 def check_backend(name: str) -> None:
-    """Raises ConfigError where torch.compile has no backend `name`."""
+    """Raises ConfigError if torch.compile has no backend `name`."""
     if name in BACKENDS:
         return
     import torch._dynamo
@@ -158,7 +161,7 @@ def check_backend(name: str) -> None:
     if name not in known:
         match = difflib.get_close_matches(name, BACKENDS, n=1)
         advice = f"did you mean {quote(match[0])}?" if match else f"give {one_of(BACKENDS)}"
-        raise ConfigError(f"compile.backend: there is no {quote(name)}; {advice}")
+        raise ConfigError(f"compile.backend: there is no backend {quote(name)}; {advice}")
 
 
 def _check_own_ranks(config: JobConfig, dims: ParallelDims, key: str) -> None:

@@ -1,8 +1,8 @@
-"""The story of a run: check everything, start the ranks, build the job, step to the end.
+"""A whole training run: check everything, start the ranks, build the job, run its steps.
 
-The command is train.py at the top of the repository, or `titanlite train FILE`. A world of one
-whose plan needs more starts that many local ranks itself; a larger world, started by torchrun, is
-used as it is.
+The command is train.py at the top of the repository, or `titanlite train FILE`. A single process
+whose plan needs more ranks starts them locally. A larger world, started by torchrun, is used as it
+is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
 
 
 def main(argv: Sequence[str], *, example: str = EXAMPLE) -> int:
-    """Check everything that can be checked, then train; the exit status.
+    """Check the job, then train; returns the exit status.
 
-    `example` is what a command line without a file is told to type.
+    `example` is the command that the error message for a missing file suggests.
     """
     prepare_environment()
     with ending_with_the_output(), telling_errors() as told:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str], *, example: str = EXAMPLE) -> int:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """`titanlite train FILE [--section.key=value ...]`: as train.py does; the exit status."""
+    """`titanlite train FILE [--section.key=value ...]`, like train.py; returns the exit status."""
     words = list(arguments)
     if words and not words[0].startswith("-"):
         words[0] = f"--job.config_file={words[0]}"
@@ -41,9 +41,9 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
-    """One rank's run: open the world, build the job, step to the end, draw the pictures.
+    """The run of one rank: open the world, build the job, run its steps, draw the pictures.
 
-    A run that saves checkpoints goes on from its newest one, and ends early when it is asked to.
+    A run that saves checkpoints resumes from the newest one, and stops early on request.
     """
     from titanlite.checkpoint.run import Checkpoints
     from titanlite.job import build_job
@@ -66,7 +66,7 @@ def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
         ) as world,
     ):
         job = build_job(resolved, world)
-        # Collected at the same steps on every rank, so that none waits for another's collection.
+        # Every rank collects at the same steps, so that no rank waits for another's collection.
         gc.disable()
         with (
             Checkpoints(job) as checkpoints,
@@ -95,6 +95,6 @@ def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
                 if said := checkpoints.after_step(step, is_last=is_last, stops=stops):
                     reporter.say(said)
                 if stops:
-                    reporter.say("stopped as asked; the same command goes on from here")
+                    reporter.say("stopped as requested; run the same command to resume")
                     return
             reporter.finish(lambda: stop.is_asked)

@@ -1,4 +1,4 @@
-"""Sizes of the image transformer, its flavors, and what a split must divide; torch-free."""
+"""Sizes and flavors of the image transformer, and checks of its sharding; torch-free."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from titanlite.mesh.parallel_dims import ParallelDims, divisors
 
 @dataclass(frozen=True)
 class ImageTransformerConfig:
-    """Sizes of one image transformer; each field is a key of [model]."""
+    """Sizes of an image transformer; each field is a key of [model]."""
 
     dim: Annotated[int, Field(gt=0, description="width of the residual stream")]
-    num_layers: Annotated[int, Field(gt=0, description="transformer blocks")]
-    num_heads: Annotated[int, Field(gt=0, description="query heads of an attention")]
+    num_layers: Annotated[int, Field(gt=0, description="number of transformer blocks")]
+    num_heads: Annotated[int, Field(gt=0, description="query heads per attention")]
     num_kv_heads: Annotated[
         int | None,
         Field(gt=0, description="key and value heads, each shared by a group of query heads"),
@@ -35,7 +35,7 @@ class ImageTransformerConfig:
 
     dropout: Annotated[
         float,
-        Field(ge=0, lt=1, description="dropped of the embeddings and of what each half-block adds"),
+        Field(ge=0, lt=1, description="dropout of embeddings and of attention and FFN outputs"),
     ] = 0.0
 
     @property
@@ -44,29 +44,29 @@ class ImageTransformerConfig:
 
     @property
     def kv_heads(self) -> int:
-        """num_kv_heads, or num_heads where that is None (plain multi-head attention)."""
+        """num_kv_heads, or num_heads if that is None (plain multi-head attention)."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def seq_len(self) -> int:
-        """Pixels of an image, each a token: the one length that the model takes."""
+        """The fixed sequence length: each pixel value of an image is a token."""
         return self.image_height * self.image_width * self.image_channels
 
     @property
     def module_names(self) -> tuple[str, ...]:
-        """The model's modules in the order of the forward pass: what a pipeline can be cut at."""
+        """The modules in the order of the forward pass, between which a pipeline can split."""
         blocks = (f"layers.{index}" for index in range(self.num_layers))
         return ("embeddings", *blocks, "norm", "output")
 
     @property
     def num_embedding_parameters(self) -> int:
-        """Of the token, row, column and channel tables."""
+        """Parameters of the token, row, column and channel tables."""
         rows = self.vocab_size + self.image_height + self.image_width + self.image_channels
         return rows * self.dim
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; the output layer is not tied to the token table."""
+        """Parameters of the whole model; the output layer is not tied to the token table."""
         attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
         block = attention + 3 * self.dim * self.ffn_hidden_dim + 2 * self.dim
         head = self.dim + self.dim * self.vocab_size
@@ -75,17 +75,17 @@ class ImageTransformerConfig:
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward FLOPs of one token in a sequence of `seq_len`.
 
-        Two for each multiply-add, three passes over each weight that multiplies (6 N), and
-        attention counted over the whole square (12 L D T), as in PaLM, appendix B
-        (https://arxiv.org/abs/2204.02311).
+        6 N for the matrix products (two FLOPs per multiply-add, one forward and two backward
+        products per weight), and 12 L D T for attention without causal masking, as in PaLM,
+        appendix B (https://arxiv.org/abs/2204.02311).
         """
         multiplied = self.num_parameters - self.num_embedding_parameters
         return 6 * multiplied + 12 * self.num_layers * self.dim * seq_len
 
     def problems(self, dims: ParallelDims, seq_len: int) -> list[tuple[str, str]]:
-        """What keeps these sizes from fitting together or being split over `dims`.
+        """The conflicts between these sizes, and between them and `dims`.
 
-        Each is (key, "what is wrong; what to do"); an empty list where all is well.
+        A list of (key, "what is wrong; what to do").
         """
         found = []
         if self.dim % self.num_heads:
@@ -101,8 +101,8 @@ class ImageTransformerConfig:
                     f"give {legal}",
                 )
             )
-        # Heads and the SwiGLU's hidden width are split by tensor parallelism, tokens by its
-        # sequence parallelism; the vocabulary may split unevenly, but every rank needs a part.
+        # Tensor parallelism shards heads and the SwiGLU's hidden width, sequence parallelism shards
+        # tokens. The vocabulary may be sharded unevenly, but every rank needs a part.
         split = {
             "model.num_heads": self.num_heads,
             "model.ffn_hidden_dim": self.ffn_hidden_dim,

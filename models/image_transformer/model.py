@@ -1,14 +1,14 @@
-"""An image transformer in plain PyTorch: pixels in, a distribution over the next pixel out.
+"""An image transformer in plain PyTorch, which predicts the next pixel value.
 
     tokens -> ImageEmbeddings -> num_layers x TransformerBlock -> RMSNorm -> output -> logits
 
-Nothing here knows of ranks: plan.py says how it is cut. Two choices serve the cuts all the same.
-Blocks work on sequence-first activations, so that gathering a sequence from its shards needs no
-copy (Megatron-LM does the same), and heads are counted from the tensor at hand, so that a rank
-that holds some of the heads runs the same code.
+Nothing here depends on ranks; plan.py defines the sharding. Two choices make sharding easy.
+Activations in blocks have the sequence first, as in Megatron-LM, so all-gathering a sequence needs
+no copy. The number of heads is inferred from the tensor, so a rank with some of the heads runs the
+same code.
 
 Shape suffixes: B images, T tokens, D model width, H query heads, K key/value heads, E head width,
-F feed-forward width, V vocabulary; a length held by one rank has the same letter.
+F feed-forward width, V vocabulary; a local shard of a dimension has the same letter.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from titanlite.models.image_transformer.config import ImageTransformerConfig
 class ImageTransformer(nn.Module):
     """Autoregressive transformer over the pixels of an image.
 
-    The pixels stand in planar order, channel -> row -> column. The output layer starts at zero
-    (`config.zero_init_output`), so that the first loss is ln(vocab_size). A part of a split model
-    has None for the embeddings, norm or output that it lacks, and only some of the layers.
+    The pixels are in planar order, channel -> row -> column. The output layer is initialized to
+    zero (`config.zero_init_output`), so the first loss is ln(vocab_size). A pipeline stage has only
+    some of the layers, and None for embeddings, norm or output that other stages hold.
     """
 
     embeddings: ImageEmbeddings | None
@@ -46,7 +46,7 @@ class ImageTransformer(nn.Module):
             channels=config.image_channels,
         )
         self.embedding_dropout = TokenDropout(config.dropout)
-        # A dictionary, so that a block keeps its name in any part of a split model.
+        # A dictionary, so that a block has the same name in every pipeline stage.
         self.layers = nn.ModuleDict(
             {str(index): TransformerBlock(config) for index in range(config.num_layers)}
         )
@@ -62,11 +62,10 @@ class ImageTransformer(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V] for the pixel after each of `tokens_BT` (integers in [0, V)).
 
-        `positions` [T] or [B, T] are the places of the tokens in the image, 0 to T-1 unless given;
-        `token_numbers` [B, T] are for dropout alone, which needs them.
-        With a `cache` the tokens follow those it has seen. Without embeddings the input is what
-        the part before has put out, activations [T, B, D], and so is the output of a part without
-        output layer.
+        `positions` [T] or [B, T] are the indices of the tokens in the image, by default 0 to T-1.
+        `token_numbers` [B, T] are required by dropout and otherwise not used. With a `cache`, the
+        tokens follow those in the cache. A stage without embeddings takes activations [T, B, D],
+        and a stage without output layer returns them.
         """
         if cache is not None:
             positions = torch.arange(tokens_BT.size(1), device=tokens_BT.device) + cache.length
@@ -86,7 +85,7 @@ class ImageTransformer(nn.Module):
             x_TBD = self.norm(x_TBD)
         if self.output is None:
             return x_TBD
-        # A copy even of one image's logits: FSDP2 warns of a module that puts out a view.
+        # Copy even the logits of a single image: FSDP2 warns if a module returns a view.
         return self.output(x_TBD).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def make_cache(self, seq_len: int) -> KeyValueCache:
@@ -94,10 +93,10 @@ class ImageTransformer(nn.Module):
         return KeyValueCache(seq_len)
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Fill the whole parameter called `name` in place with its starting values.
+        """Initialize the whole parameter called `name` in place.
 
-        Normal with standard deviation 0.02; the two projections that add to the residual stream
-        by 1/sqrt(2 * num_layers) of that (GPT-2, section 2.3); norms are one.
+        Norms are one. Weights are normal with standard deviation 0.02; for the two projections that
+        add to the residual stream, times 1/sqrt(2 * num_layers) (GPT-2, section 2.3).
         """
         if "norm" in name:
             parameter.fill_(1.0)
@@ -111,7 +110,7 @@ class ImageTransformer(nn.Module):
 
 
 class ImageEmbeddings(nn.Module):
-    """The sum of four learned tables: the pixel's value, row, column and channel."""
+    """The sum of four learned embeddings: of the pixel's value, row, column and channel."""
 
     def __init__(
         self, vocab_size: int, dim: int, *, height: int = 32, width: int = 32, channels: int = 3
@@ -131,11 +130,11 @@ class ImageEmbeddings(nn.Module):
     ) -> Tensor:
         """Embeddings [B, T, D] of pixel values `tokens_BT` at `positions` [T] or [B, T].
 
-        The positions are 0 to T-1 on `device` (that of the tokens by default) unless given.
+        By default, the positions are 0 to T-1, on `device` or else the device of the tokens.
         """
         if positions is None:
             positions = torch.arange(tokens_BT.size(1), device=device or tokens_BT.device)
-        # One batch dimension: the tables' outputs then have the sequence where the tokens' has.
+        # With a batch dimension, all embeddings have the sequence in the same dimension.
         positions_BT = positions if positions.ndim == 2 else positions[None]
         channels_BT = positions_BT // (self.height * self.width)
         rows_BT = positions_BT % (self.height * self.width) // self.width
@@ -173,7 +172,7 @@ class TransformerBlock(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention with as many key/value heads as query heads, or fewer (GQA)."""
+    """Causal self-attention; with fewer key/value heads than query heads, GQA."""
 
     def __init__(self, config: ImageTransformerConfig) -> None:
         super().__init__()
@@ -199,12 +198,12 @@ class SelfAttention(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot-product attention in which a query sees the keys up to its own position."""
+    """Scaled dot-product attention of each query to the keys up to its own position."""
 
     def forward(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
-        """Attention output [B, H, T, E]; fewer queries than keys are the last ones."""
+        """Attention output [B, H, T, E]; a single query is the last position."""
         num_queries, num_keys = q_BHTE.size(2), k_BKTE.size(2)
-        # One query, the next pixel while sampling, sees every key.
+        # A single query, for the next pixel in sampling, attends to every key.
         assert num_queries in (num_keys, 1)
         return F.scaled_dot_product_attention(
             q_BHTE,
@@ -229,7 +228,7 @@ class FeedForward(nn.Module):
 
 
 class KeyValueCache:
-    """The keys and values of the tokens seen so far, so that sampling computes each pixel once."""
+    """The keys and values of earlier tokens, so that sampling computes each pixel once."""
 
     def __init__(self, seq_len: int) -> None:
         self.seq_len = seq_len
@@ -244,7 +243,7 @@ class KeyValueCache:
         }
 
     def extend(self, layer: nn.Module, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a layer's new keys and values; return all it has, [B, K, length, E] each."""
+        """Append a layer's new keys and values; return all of its own, [B, K, length, E] each."""
         if layer not in self._keys_values:
             B, K, _, E = k_BKTE.shape
             self._keys_values[layer] = (

@@ -1,8 +1,8 @@
-"""How the image transformer is cut: its parallelize plans, as data.
+"""How the image transformer is sharded: its parallel plans, as data.
 
 The residual stream is sharded over the sequence (Megatron's sequence parallelism, arXiv
-2205.05198): each half of a block gathers the sequence once, whatever the number of projections
-that read it, and scatters its output's sum. Blocks hold the sequence first, the embeddings second.
+2205.05198). Each half of a block all-gathers the sequence once for all its projections, and
+reduce-scatters its output. The sequence is dimension 0 in blocks and dimension 1 in embeddings.
 """
 
 from torch.distributed.tensor import Replicate, Shard
@@ -21,7 +21,7 @@ from titanlite.parallelize.styles import (
 TABLES = ("tok_emb", "row_emb", "col_emb", "chan_emb")
 
 PLANS = {
-    # By rows, as a large vocabulary needs it; the sum is scattered over the sequence.
+    # Rowwise, for a large vocabulary; the output is reduce-scattered over the sequence.
     ImageEmbeddings: ParallelPlan(
         tensor_parallel={
             table: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
@@ -30,7 +30,7 @@ PLANS = {
     ),
     ImageTransformer: ParallelPlan(
         tensor_parallel={
-            # A pixel's few hundred values make tables far smaller than the activations.
+            # With a few hundred values per pixel, tables are far smaller than activations.
             **{f"embeddings.{table}": EmbeddingLocal(dim=1) for table in TABLES},
             "embedding_dropout": TokenDropoutLocal(0),
             "layers.*.attention_norm": NormLocal(),

@@ -247,8 +247,8 @@ def test_sequences_without_chunks_of_one_size_are_refused_before_ranks_start() -
         make_config(WITHOUT_RING_STYLES | {"parallelism": uneven, "model": sizes})
     assert refused.value.problems == (
         "parallelism.enable_async_tensor_parallel: 64 tokens are not a multiple of "
-        "tensor_parallel_degree 3, and the chunks of a ring are of one size; give 2 or 4, or set "
-        "it to false",
+        "tensor_parallel_degree 3, but async TP needs equal chunks; set tensor_parallel_degree to "
+        "2 or 4, or set this key to false",
     )
 
 
@@ -262,10 +262,10 @@ def test_the_backend_follows_the_device() -> None:
     check_machine(job, "cpu")
     check_machine(debug_config(ring_of(async_tensor_parallel_backend="ring")), "cuda")
     check_machine(debug_config(memory, compiled), "cuda")
-    with pytest.raises(ConfigError, match="is memory of GPUs, and this job runs on cpu"):
+    with pytest.raises(ConfigError, match="needs GPUs, but this job runs on cpu"):
         check_machine(debug_config(memory, compiled), "cpu")
     # TorchTitan's own refusal, where the device alone says which way is meant.
-    with pytest.raises(ConfigError, match="on symmetric memory it is the compiler's work"):
+    with pytest.raises(ConfigError, match="symmetric memory needs the compiler"):
         check_machine(job, "cuda")
 
 

@@ -54,5 +54,5 @@ def test_eight_ranks_on_a_busy_machine_train_for_half_an_hour(tmp_path: Path) ->
         assert own_files(tmp_path / "tmp") == []
     steps = [row["step"] for row in metrics(tmp_path / "out")]
     assert steps == list(range(1, len(steps) + 1))
-    assert len(steps) == STEPS or "stopped as asked" in stdout
+    assert len(steps) == STEPS or "stopped as requested" in stdout
     print(f"{len(steps)} steps")

@@ -194,7 +194,7 @@ def test_what_a_checkpoint_names_is_imported_for_the_user_alone(
     path = list(sys.path)
     said = (
         'experimental.custom_import: {} names a module that registers the model, "evil_model", '
-        "which is not used because a file says so; if you trust it, give "
+        "which is not used without your consent; if you trust it, give "
         "--experimental.custom_import=evil_model\n"
     )
     file = tmp_path / "model.safetensors"

@@ -78,7 +78,7 @@ def test_runs_in_one_folder(tmp_path):
     assert f"metrics: the records of an earlier run are kept in {', '.join(kept)}\n" in new
     assert steps_of(folder / kept[0]) == [1, 2, 3, 4]
     # A finished run is started again, and its records are gone.
-    assert f"no loss curve is drawn: there are no records in {folder / FILE_NAME}\n" in finished
+    assert f"no loss curve was drawn: there are no records in {folder / FILE_NAME}\n" in finished
     left = {path.name for path in folder.iterdir() if path.is_file()}
     assert left == {*kept, FILE_NAME, "loss.png", "first_screen.txt"}
     assert steps_of(folder) == []

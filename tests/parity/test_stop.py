@@ -59,7 +59,7 @@ def test_a_stopped_run_has_saved_its_last_step(tmp_path, number, to_group):
         (os.killpg if to_group else os.kill)(process.pid, number)
         stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
         assert (process.returncode, stderr) == (0, "")
-        assert stdout.endswith("stopped as asked; the same command goes on from here\n")
+        assert stdout.endswith("stopped as requested; run the same command to resume\n")
         assert_all_gone(process.pid)
         assert own_files(tmp_path / "tmp") == []
     step = saved_step(tmp_path / "out")
@@ -196,7 +196,7 @@ def test_torchrun_that_is_asked_to_stop_leaves_a_checkpoint(tmp_path):
         read_until(process, "checkpoint: step-3 saved")
         os.kill(process.pid, signal.SIGTERM)
         stdout, _ = process.communicate(timeout=PATIENCE_SECONDS)
-        assert "stopped as asked" in stdout
+        assert "stopped as requested" in stdout
         assert_all_gone(process.pid)
     assert saved_step(tmp_path / "out") == len(metrics(tmp_path / "out"))
 
@@ -258,7 +258,7 @@ def test_the_slurm_script_saves_before_its_time_is_up_and_goes_on(tmp_path, monk
         (srun,) = children(process.pid)
         os.kill(srun, signal.SIGTERM)
         stdout, _ = process.communicate(timeout=PATIENCE_SECONDS)
-        assert "stopped as asked" in stdout
+        assert "stopped as requested" in stdout
         assert process.returncode != 0
         assert_all_gone(process.pid)
     assert requeued.read_text() == "77\n"

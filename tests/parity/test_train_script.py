@@ -238,7 +238,7 @@ def test_a_world_that_does_not_fit_the_plan_is_refused_once(tmp_path):
     done = run(words)
     assert done.returncode != 0
     line = (
-        "parallelism.tensor_parallel_degree: tp 4 needs a multiple of 4 ranks, and there are 2; "
+        "parallelism.tensor_parallel_degree: tp 4 needs a multiple of 4 ranks, but there are 2; "
         "give 2, or start 4 ranks"
     )
     assert done.stderr.count(line) == 1
@@ -279,9 +279,12 @@ def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"job__dump_folder": "{file}"}, 'job.dump_folder: "{file}" cannot be made'),
+        ({"job__dump_folder": "{file}"}, 'job.dump_folder: "{file}" cannot be created'),
         ({"job__dump_folder": "/proc/here"}, "job.dump_folder: "),
-        ({"compile__enable": True, "compile__backend": "x"}, 'compile.backend: there is no "x"'),
+        (
+            {"compile__enable": True, "compile__backend": "x"},
+            'compile.backend: there is no backend "x"',
+        ),
         (
             {
                 "model__flavor": "cifar",

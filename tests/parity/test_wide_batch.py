@@ -81,7 +81,7 @@ def test_length_is_the_jobs_own() -> None:
     with pytest.raises(ConfigError) as caught:
         config({}, dataset="digits")
     assert caught.value.problems == (
-        'training.dataset: "digits" has images of 8 x 8 x 1 and 17 values, the model takes '
+        'training.dataset: "digits" has images of 8 x 8 x 1 and 17 values, but the model takes '
         '24 tokens and 17; set training.dataset to "synthetic" or "weighted", or '
         "training.seq_len to 64",
     )
@@ -93,8 +93,8 @@ def test_a_validation_set_has_the_fields_of_the_training_set() -> None:
     with pytest.raises(ConfigError) as caught:
         make_config({**JOB, "validation": {"enable": True, "dataset": "synthetic"}})
     assert caught.value.problems == (
-        'validation.dataset: "synthetic" has the fields tokens, and "weighted" has label, levels, '
-        "targets, tokens, weights; give a data set like training's",
+        'validation.dataset: "synthetic" has the fields tokens, but "weighted" has label, levels, '
+        "targets, tokens, weights; give a data set with the same fields and loss",
     )
 
 
@@ -102,8 +102,8 @@ def test_a_model_without_images_is_told_which_data_it_can_read() -> None:
     with pytest.raises(ConfigError) as caught:
         config({}, dataset="photos")
     assert caught.value.problems == (
-        'training.dataset: "photos" has images of at most 427 x at most 64 x 3 and 256 values, the '
-        'model takes 24 tokens and 17; set training.dataset to "synthetic" or "weighted"',
+        'training.dataset: "photos" has images of at most 427 x at most 64 x 3 and 256 values, '
+        'but the model takes 24 tokens and 17; set training.dataset to "synthetic" or "weighted"',
     )
 
 

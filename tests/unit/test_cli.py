@@ -60,9 +60,9 @@ def test_the_examples_name_files_and_options_that_there_are(
     ("arguments", "said"),
     [
         (["trian"], "titanlite: no command 'trian'; choose from train, "),
-        (["train"], "job.config_file: no file is given; type titanlite train "),
+        (["train"], "job.config_file: no file is given; run titanlite train "),
         (["train", "nowhere.toml"], 'job.config_file: "nowhere.toml" does not exist; '),
-        (["verify"], "titanlite verify: job.config_file: no file is given; type "),
+        (["verify"], "titanlite verify: job.config_file: no file is given; run "),
         (["lab", "hyperloop"], "experiment: there is no 'hyperloop'; "),
     ],
 )

@@ -418,8 +418,8 @@ def test_mistakes_in_a_users_model_are_told_the_same_way(own_model: list[str]) -
         "model.widht: there is no such key; did you mean model.width?",
         'model.rule: "z" is not one of its values; give "x" or "y"',
         'model.kinds: 1 is an integer, not a string; write "1", with quotes',
-        "model.dim: there is no such key; own has width, kinds, rule, fast, vocab_size, "
-        "image_height, image_width, image_channels, seq_len",
+        "model.dim: there is no such key; the keys of own are width, kinds, rule, fast, "
+        "vocab_size, image_height, image_width, image_channels, seq_len",
     )
     with pytest.raises(ConfigError) as caught:
         load_config([*own_model, "--model.width=3", "--parallelism.tensor_parallel_degree=2"])
@@ -446,7 +446,7 @@ def test_a_model_that_fails_to_import_is_one_line(
         load_config(["--experimental.custom_import=broken_model"])
     assert caught.value.problems == (
         'experimental.custom_import: importing "broken_model" failed with RuntimeError '
-        f'(two lines); give a module that imports from "{os.getcwd()}"',
+        f'(two lines); give a module that can be imported from "{os.getcwd()}"',
     )
 
 
@@ -533,12 +533,12 @@ def test_help_has_every_key_and_exits_with_0(
             assert f"\n[{section}]" in text
     for key in job_keys().values():
         assert re.search(rf"^  {key.leaf} ", text, re.M), key.name
-    assert "  steps = 10000                      optimizer steps to run (int >= 1)\n" in text
+    assert "  steps = 10000                      number of optimizer steps (int >= 1)\n" in text
     assert '  dtype = "float32" ' in text
     assert '("float32" | "float64" | "bfloat16")' in text
     assert "  seq_len  (not set) " in text
     assert "  dim  (the flavor's)                width of the residual stream (int >= 1)\n" in text
-    lacking = text.index("Keys of TorchTitan's that titanlite does not have")
+    lacking = text.index("TorchTitan keys that titanlite does not have")
     assert text.index("  expert_parallel_degree = 1") > lacking
     assert text.index("  tensor_parallel_degree = 1") < lacking
 

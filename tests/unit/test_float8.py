@@ -213,19 +213,20 @@ def problem_of(call: Callable[[], object]) -> str:
     [
         (
             {"recipe_name": "rowwise", "enable_fsdp_float8_all_gather": True},
-            'quantize.linear.float8.enable_fsdp_float8_all_gather: "rowwise" has scales of rows '
-            "and of columns, and a weight is gathered with one scale; set it to false, or "
+            'quantize.linear.float8.enable_fsdp_float8_all_gather: "rowwise" scales rows and '
+            "columns separately, but a gathered weight has one scale; set it to false, or set "
             'recipe_name to "tensorwise"',
         ),
         (
             {"precompute_float8_dynamic_scale_for_fsdp": True},
-            "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp: is of weights that "
-            "are gathered in float8; set enable_fsdp_float8_all_gather = true, or leave this out",
+            "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp: has no effect unless "
+            "weights are gathered in float8; set enable_fsdp_float8_all_gather = true, or remove "
+            "this key",
         ),
         (
             {"recipe_name": "rowwise_with_gw_hp", "filter_fqns": ["auto_filter_small_kn"]},
-            'quantize.linear.float8.filter_fqns: torchao has no "auto_filter_small_kn" for '
-            '"rowwise_with_gw_hp"; leave it out, or set recipe_name to "rowwise"',
+            'quantize.linear.float8.filter_fqns: torchao does not support "auto_filter_small_kn" '
+            'with "rowwise_with_gw_hp"; remove it, or set recipe_name to "rowwise"',
         ),
     ],
 )
@@ -270,7 +271,7 @@ def test_no_layer_left_is_known_before_ranks_start() -> None:
         "float8: layers.*.attention.wq, layers.*.attention.wk, layers.*.attention.wv, "
         "layers.*.attention.wo, layers.*.feed_forward.w1, layers.*.feed_forward.w2, "
         "layers.*.feed_forward.w3 (named by layers); output (17 is no multiple of 16); change "
-        "quantize.linear.float8.filter_fqns or the model's sizes, or leave the converter out"
+        "quantize.linear.float8.filter_fqns or the model's sizes, or remove the converter"
     )
 
 

@@ -93,7 +93,7 @@ def test_a_backend_that_does_not_exist_is_refused_with_the_rest() -> None:
         "--compile.enable", "--compile.backend=eagr", "--parallelism.tensor_parallel_degree=4"
     )
     assert problems_of(lambda: check_start(config, Place(0, 4, 0, 4, rendezvous="env://"))) == [
-        'compile.backend: there is no "eagr"; did you mean "eager"?'
+        'compile.backend: there is no backend "eagr"; did you mean "eager"?'
     ]
     many = job(
         "--compile.enable",

@@ -1,8 +1,12 @@
-"""A job's TOML file and command line, checked as a whole before anything starts; torch-free.
+"""Read a job from a TOML file and the command line, and check it; torch-free.
 
-schema.py says what keys there are, load.py reads and checks them, degrees.py counts the ranks,
-checks.py asks what fits together, model.py finds the model a job names, resolve.py puts together
-what ranks are given, and document.py explains it all.
+schema.py    all keys: types, defaults, one line of text each; absent.py has TorchTitan's others
+load.py      reads a file and a command line, and collects every mistake
+degrees.py   the degree of each mesh axis for a number of ranks
+checks.py    checks keys against each other, with data.py, pipeline.py and checkpoint.py
+model.py     finds the model that [model] names, and its sizes
+resolve.py   ResolvedJob, which is sent to the ranks
+document.py  --help, docs/configuration.md, and a configuration as TOML
 """
 
 from titanlite.config.checks import check_machine

@@ -1,7 +1,7 @@
-"""Sections of TorchTitan's that titanlite does not act on.
+"""TorchTitan sections whose features titanlite does not have.
 
-What turns a feature on (`enable`, or model.converters for [quantize]) is refused; the keys that
-only say more about it have no effect without it, in TorchTitan either, and are accepted.
+The key that turns a feature on (`enable`, or model.converters for [quantize]) is refused. The keys
+that only configure the feature are accepted: without it they have no effect in TorchTitan either.
 """
 
 from __future__ import annotations
@@ -14,45 +14,47 @@ from titanlite.config.fields import Inert, NotYet, Section, Values, key
 class MXLinear(Section):
     """Linear layers in MX formats"""
 
-    mxfp8_dim1_cast_kernel_choice: Inert[str] = key("triton", "which kernel casts")
-    recipe_name: Inert[str] = key("mxfp8_cublas", "which format")
-    filter_fqns: Inert[Values[str]] = key(("output",), "layers left as they are, by name")
+    mxfp8_dim1_cast_kernel_choice: Inert[str] = key("triton", "kernel that casts")
+    recipe_name: Inert[str] = key("mxfp8_cublas", "MX format")
+    filter_fqns: Inert[Values[str]] = key(("output",), "names of layers that are not converted")
 
 
 class GroupedMMFloat8(Section):
-    """Expert products in float8"""
+    """Expert matrix products in float8"""
 
-    fqns: Inert[Values[str]] = key((), "layers, by name")
+    fqns: Inert[Values[str]] = key((), "names of layers")
 
 
 class GroupedMMMX(Section):
-    """Expert products in MX formats"""
+    """Expert matrix products in MX formats"""
 
-    recipe_name: Inert[str] = key("mxfp8", "which format")
-    fqns: Inert[Values[str]] = key((), "layers, by name")
+    recipe_name: Inert[str] = key("mxfp8", "MX format")
+    fqns: Inert[Values[str]] = key((), "names of layers")
 
 
 class QuantizedGroupedMM(Section):
-    """Products of experts"""
+    """Expert matrix products"""
 
     float8: GroupedMMFloat8 = GroupedMMFloat8()
     mx: GroupedMMMX = GroupedMMMX()
 
 
 class FaultTolerance(Section):
-    """Replicas that come and go (TorchFT)"""
+    """Replicas that join and leave (TorchFT)"""
 
-    enable: NotYet[bool] = key(False, "train on while replicas fail")
+    enable: NotYet[bool] = key(False, "continue training when replicas fail")
     process_group: Inert[str] = key("gloo", "backend between replicas")
-    process_group_timeout_ms: Inert[PositiveInt] = key(10000, "longest wait between replicas")
-    replica_id: Inert[NonNegativeInt] = key(0, "which replica this is")
-    group_size: Inert[NonNegativeInt] = key(0, "most replicas")
-    min_replica_size: Inert[PositiveInt] = key(1, "fewest replicas")
-    semi_sync_method: Inert[str | None] = key(None, "replicas in step only now and then")
+    process_group_timeout_ms: Inert[PositiveInt] = key(10000, "timeout between replicas")
+    replica_id: Inert[NonNegativeInt] = key(0, "number of this replica")
+    group_size: Inert[NonNegativeInt] = key(0, "largest number of replicas")
+    min_replica_size: Inert[PositiveInt] = key(1, "smallest number of replicas")
+    semi_sync_method: Inert[str | None] = key(
+        None, "how replicas synchronize, if not at every step"
+    )
 
 
 class MemoryEstimation(Section):
-    """Memory of a job without running it"""
+    """Estimating a job's memory without running it"""
 
     enable: NotYet[bool] = key(False, "estimate and stop")
     disable_fake_mode: Inert[bool] = key(False, "estimate with real tensors")

@@ -1,4 +1,4 @@
-"""Which keys a job has changed since its checkpoint was saved; torch-free."""
+"""Find the keys that changed between a checkpoint's job and this one; torch-free."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import show
 from titanlite.errors import ConfigError
 
-# What decides which numbers are computed; the other sections decide where, and what is shown.
+# The sections that decide which numbers are computed. The others decide where, and what is shown.
 SECTIONS = ("training", "optimizer", "lr_scheduler", "debug")
-# Part of the plan: a global batch is cut into such.
+# Keys of those sections that belong to the plan.
 PLAN = ("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq")
 
 
 def changed_keys(saved: Mapping[str, Any], config: JobConfig) -> list[str]:
-    """ "training.steps 40 -> 80" for each such key; `saved` is a configuration as plain values."""
+    """The changed keys, each as "training.steps 40 -> 80".
+
+    `saved` is the checkpoint's configuration as plain values.
+    """
     try:
         before = JobConfig.model_validate(saved)
     except ValidationError:  # of another version of titanlite
@@ -34,19 +37,19 @@ def changed_keys(saved: Mapping[str, Any], config: JobConfig) -> list[str]:
                 changes.append(f"{name} {show(old)} -> {show(new)}")
     same_warmup = before.lr_scheduler.warmup_steps == config.lr_scheduler.warmup_steps
     if same_warmup and before.warmup_steps != config.warmup_steps:
-        # A short run cuts the warm-up, and a longer one does not.
+        # A run shorter than its warm-up cuts it; a longer one does not.
         changes.append(f"the warm-up {before.warmup_steps} -> {config.warmup_steps} steps")
     return changes
 
 
 def changed_sizes(saved: Mapping[str, Any], config: JobConfig) -> list[str]:
-    """ "model.num_heads 8 -> 2" for each field of the model's configuration that has changed.
+    """The changed fields of the model's configuration, each as "model.num_heads 8 -> 2".
 
-    Nothing where the saved one cannot be read here: it is of another version, or not given.
+    Empty if `saved` is empty or cannot be read, as when another version wrote it.
     """
     if not saved:
         return []
-    # A module that it names is not imported: nothing is run because a checkpoint says so.
+    # Without [experimental], no module that the checkpoint names is imported.
     values = {section: keys for section, keys in saved.items() if section != "experimental"}
     try:
         before = dataclasses.asdict(make_model_config(JobConfig.model_validate(values)))

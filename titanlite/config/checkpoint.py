@@ -1,4 +1,4 @@
-"""What has to fit together in [checkpoint]; torch-free."""
+"""Checks of the keys of [checkpoint] against each other; torch-free."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from titanlite.config.toml import quote
 
 
 def checkpoint_problems(config: JobConfig) -> Iterator[str]:
-    """What is wrong with [checkpoint]; a section that is off is left as it is."""
+    """The mistakes in [checkpoint]; if checkpoint.enable is false, only keys without effect."""
     section = config.checkpoint
     if section.create_seed_checkpoint and not section.saves:
         yield (
-            "checkpoint.create_seed_checkpoint: nothing would be saved; set checkpoint.enable to "
-            "true and checkpoint.load_only to false, or leave it out"
+            "checkpoint.create_seed_checkpoint: nothing would be saved; set checkpoint.enable = "
+            "true and checkpoint.load_only = false, or remove this key"
         )
     if not section.enable:
         for name in ("initial_load_path", "initial_load_in_hf", "load_step"):
             if getattr(section, name) != type(section).model_fields[name].default:
                 yield (
-                    f"checkpoint.{name}: nothing is loaded where checkpoint.enable is false; set "
-                    "that to true, or leave this out"
+                    f"checkpoint.{name}: checkpoint.enable is false, so nothing is loaded; set "
+                    "checkpoint.enable = true, or remove this key"
                 )
         return
     if section.last_save_in_hf and not section.last_save_model_only:
         yield (
-            "checkpoint.last_save_in_hf: a .safetensors file holds weights alone; set "
+            "checkpoint.last_save_in_hf: a .safetensors file holds only weights; set "
             "checkpoint.last_save_model_only = true"
         )
     path = section.initial_load_path
@@ -35,23 +35,23 @@ def checkpoint_problems(config: JobConfig) -> Iterator[str]:
         if section.initial_load_in_hf:
             yield (
                 "checkpoint.initial_load_in_hf: there is nothing to load; give "
-                "checkpoint.initial_load_path, or leave it out"
+                "checkpoint.initial_load_path, or remove this key"
             )
         return
     place = Path(path).expanduser()
     if section.initial_load_in_hf:
         if not place.is_file() and not any(place.glob("*.safetensors")):
             yield (
-                f"checkpoint.initial_load_path: {quote(path)} is no .safetensors file, nor a "
-                "folder of them; give one"
+                f"checkpoint.initial_load_path: {quote(path)} is neither a .safetensors file nor "
+                "a folder of such files; give one of them"
             )
         if not section.initial_load_model_only:
             yield (
-                "checkpoint.initial_load_model_only: a .safetensors file holds weights alone; "
+                "checkpoint.initial_load_model_only: a .safetensors file holds only weights; "
                 "set it to true"
             )
     elif not place.is_dir():
         yield (
-            f"checkpoint.initial_load_path: {quote(path)} is not a folder; give the folder step-N "
+            f"checkpoint.initial_load_path: {quote(path)} is not a folder; give the step-N folder "
             "of a checkpoint, or set checkpoint.initial_load_in_hf for a .safetensors file"
         )

@@ -1,7 +1,8 @@
-"""What has to fit together: degrees and model, model and data, batch, schedule, features.
+"""Checks of keys against each other: degrees, model, data, batch, schedule and features.
 
-A check names the keys it reads, so that it stays silent while one of them is wrong by itself, or
-not known yet: before the ranks are counted, a shard degree of -1 is unknown.
+Each check declares the keys it reads. It is skipped if one of them has an invalid value or is not
+known yet: until the number of ranks is known, a shard degree of -1 is unknown. The checks'
+docstrings are listed in docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from titanlite.mesh.parallel_dims import ParallelDims, axes_where, divisors
 
 
 def check_machine(config: JobConfig, device_type: str) -> None:
-    """Raises ConfigError where this machine lacks what `config` asks for on that device."""
+    """Raises ConfigError if this machine lacks something that `config` needs on `device_type`."""
     compiled = config.compile
     if compiled.enable and compiled.backend == "inductor" and device_type == "cpu":
-        # As PyTorch's inductor chooses it.
+        # The same choice as PyTorch's inductor makes.
         compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if shutil.which(compiler) is None:
             raise ConfigError(
-                f'compile.backend: "inductor" needs a C++ compiler on CPU, and there is no '
+                f'compile.backend: "inductor" needs a C++ compiler on CPU, but there is no '
                 f"{compiler} on the PATH; install it, or set compile.enable = false"
             )
     parallelism = config.parallelism
     if parallelism.overlap_backend(device_type) == "symmetric_memory":
         if device_type != "cuda":
             raise ConfigError(
-                'parallelism.async_tensor_parallel_backend: "symmetric_memory" is memory of GPUs, '
-                f'and this job runs on {device_type}; give "ring" or "auto"'
+                'parallelism.async_tensor_parallel_backend: "symmetric_memory" needs GPUs, '
+                f'but this job runs on {device_type}; give "ring" or "auto"'
             )
-        # With the backend named, the configuration alone says so, on any machine.
+        # If the backend is named, `_async_tensor_parallel` has checked this already.
         if parallelism.async_tensor_parallel_backend == "auto":
             for problem in _symmetric_memory_problems(config):
                 raise ConfigError(problem)
@@ -59,16 +60,16 @@ def check_machine(config: JobConfig, device_type: str) -> None:
 
 @dataclass
 class Draft:
-    """A job while it is checked. What follows from the configuration is worked out once."""
+    """A job while it is checked, with the values that follow from its configuration."""
 
     config: JobConfig
     dims: ParallelDims
     model: Any
-    """The model's own configuration; None where something that is wrong leaves it unknown."""
+    """The model's own configuration; None if a mistake leaves it unknown."""
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences a step, over all ranks."""
+        """Sequences per step, over all ranks."""
         training = self.config.training
         size = training.global_batch_size
         return training.local_batch_size * self.dims.dp if size == -1 else size
@@ -80,7 +81,7 @@ class Draft:
 
     @property
     def pipeline(self) -> PipelinePlan | None:
-        """Stages and schedule; None without a pipeline, and where there is a problem with it."""
+        """Stages and schedule; None without a pipeline, or if it has problems."""
         return self._pipeline[0]
 
     @property
@@ -99,11 +100,11 @@ class Draft:
 
 Check = Callable[[Draft], Iterator[str]]
 CHECKS: list[tuple[Check, tuple[str, ...]]] = []
-MODEL = "the model"  # what `reads` calls the model's own configuration
+MODEL = "the model"  # the name for the model's own configuration in `reads`
 
 
 def reads(*names: str) -> Callable[[Check], Check]:
-    """Registers a check with the keys and sections it reads."""
+    """Register a check with the keys and sections that it reads."""
 
     def enter(check: Check) -> Check:
         CHECKS.append((check, names))
@@ -113,7 +114,7 @@ def reads(*names: str) -> Callable[[Check], Check]:
 
 
 def run_checks(job: Draft, unknown: Collection[str] = ()) -> Iterator[str]:
-    """What is wrong with the job; a check that reads one of the `unknown` keys is left out."""
+    """The problems of the job; checks that read one of the `unknown` keys are skipped."""
     missing = {MODEL, *unknown} if job.model is None else set(unknown)
     for check, names in CHECKS:
         if not any(_overlap(name, read) for name in missing for read in names):
@@ -121,38 +122,38 @@ def run_checks(job: Draft, unknown: Collection[str] = ()) -> Iterator[str]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two keys or sections are the same, or one holds the other."""
+    """Whether two keys or sections are the same, or one contains the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 @reads("comm")
 def _recorder(job: Draft) -> Iterator[str]:
-    """Comparing what the ranks called takes a flight recorder that keeps it."""
+    """comm.mode = "debug" needs a flight recorder that keeps collectives."""
     if job.config.comm.mode == "debug" and job.config.comm.trace_buf_size == 0:
         yield (
-            'comm.trace_buf_size: 0 keeps no collectives, and comm.mode = "debug" compares them; '
+            'comm.trace_buf_size: 0 records no collectives, but comm.mode = "debug" compares them; '
             "give 2000"
         )
 
 
 @reads(MODEL, "parallelism.tensor_parallel_degree")
 def _split(job: Draft) -> Iterator[str]:
-    """The model's own sizes, and the degrees that split them: tensor parallelism divides heads,
-    key and value heads, the SwiGLU's hidden width and the tokens, and is at most the vocabulary."""
+    """The model's sizes fit together, and the tensor parallel degree divides the heads, the key and
+    value heads, the SwiGLU's hidden width and the tokens, and is at most the vocabulary size."""
     for key, message in job.model.problems(job.dims, job.seq_len):
         yield f"{key}: {message}"
 
 
 @reads("training.dataset", "training.dataset_path")
 def _source(job: Draft) -> Iterator[str]:
-    """The data set exists; one that is read from disk has its folder, and no other has one."""
+    """The data set exists; dataset_path is set for a data set on disk, and for no other."""
     training = job.config.training
     yield from source_problems("training", training.dataset, training.dataset_path)
 
 
 @reads("validation", "training.dataset", "training.dataset_path")
 def _validation_source(job: Draft) -> Iterator[str]:
-    """The same for a data set of [validation]'s own."""
+    """The same holds for a data set that [validation] names."""
     own = job.config.validation.dataset or job.config.validation.dataset_path
     if job.config.validation.enable and own:
         dataset, path = job.config.validation_dataset, job.config.validation_dataset_path
@@ -161,14 +162,14 @@ def _validation_source(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "training.dataset")
 def _data(job: Draft) -> Iterator[str]:
-    """The sequences and token values of the data set are those the model takes."""
+    """The data set has the sequence length and token values that the model takes."""
     dataset = job.config.training.dataset
     yield from fit_problems("training", dataset, job.config, job.model, job.seq_len)
 
 
 @reads(MODEL, "validation", "training.dataset")
 def _validation_data(job: Draft) -> Iterator[str]:
-    """The same for the validation data."""
+    """The same holds for the validation data, which also has the same fields and loss."""
     config, dataset = job.config, job.config.validation_dataset
     if config.validation.enable and dataset != config.training.dataset:
         yield from fit_problems("validation", dataset, config, job.model, job.seq_len)
@@ -177,18 +178,18 @@ def _validation_data(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "training.seq_len", "training.dataset", "validation.enable", "validation.seq_len")
 def _sequence(job: Draft) -> Iterator[str]:
-    """A model with a length of its own gets sequences of that; validation has training's."""
+    """A model of fixed sequence length gets that length; validation uses the training length."""
     own, training = own_length(job.model), job.config.training.seq_len
     if own is not None and training not in (None, own):
         yield (
-            f"training.seq_len: {training} is not the length that the model takes; leave it out "
-            f"or give {own}"
+            f"training.seq_len: {training} is not the sequence length of the model; remove this "
+            f"key, or give {own}"
         )
     validation = job.config.validation
     if validation.enable and validation.seq_len not in (None, job.seq_len):
         yield (
-            f"validation.seq_len: {validation.seq_len} is not training's length; leave it out or "
-            f"give {job.seq_len}"
+            f"validation.seq_len: {validation.seq_len} is not the sequence length of training; "
+            f"remove this key, or give {job.seq_len}"
         )
 
 
@@ -201,7 +202,7 @@ def _sequence(job: Draft) -> Iterator[str]:
     "training.dataset",
 )
 def _context_parallel(job: Draft) -> Iterator[str]:
-    """The sequence is cut evenly: by CP, in twice as many chunks for "headtail", then by TP."""
+    """The CP degree (twice that for "headtail") times the TP degree divides the sequence length."""
     if not job.dims.cp_enabled:
         return
     layout = job.config.parallelism.context_parallel_load_balancer
@@ -240,7 +241,7 @@ PIPELINE_KEYS = (
 
 @reads(MODEL, *PIPELINE_KEYS)
 def _pipeline(job: Draft) -> Iterator[str]:
-    """Blocks make up the stages, microbatches the batch, and the schedule runs with them."""
+    """The blocks divide into the stages, the batch into microbatches, and the schedule can run."""
     yield from job.pipeline_problems
 
 
@@ -249,34 +250,35 @@ RESHARD = "parallelism.fsdp_reshard_after_forward"
 
 @reads(MODEL, "compile", "activation_checkpoint", RESHARD, *PIPELINE_KEYS)
 def _split_backward(job: Draft) -> Iterator[str]:
-    """A backward pass in two parts goes with neither compile, "op" nor "always": PyTorch cannot."""
+    """A schedule that splits the backward pass excludes a compiled model, activation checkpointing
+    by "op" and fsdp_reshard_after_forward = "always": PyTorch does not support these."""
     if job.pipeline is None or not job.pipeline.schedule.splits_backward:
         return
     name = job.pipeline.schedule.name
     ac, compiled = job.config.activation_checkpoint, job.config.compile
     if ac.mode == "selective" and ac.selective_ac_option == "op":
         yield (
-            f'activation_checkpoint.selective_ac_option: "op" does not go with {name}, which runs '
-            "input and weight gradients apart, since what it saves is there once; give "
-            '"1" or another number, or mode "none"'
+            f'activation_checkpoint.selective_ac_option: "op" does not work with {name}, which '
+            "computes input and weight gradients separately, because PyTorch can use the saved "
+            'outputs only once; give "1" or another number, or set mode = "none"'
         )
     if compiled.enable and "model" in compiled.components:
         yield (
-            f'compile.components: "model" does not go with {name}, which runs input and weight '
-            'gradients apart; take "model" out, or set '
+            f'compile.components: "model" does not work with {name}, which computes input and '
+            'weight gradients separately; remove "model", or set '
             'parallelism.pipeline_parallel_schedule to "1F1B" or "Interleaved1F1B"'
         )
     if job.config.parallelism.fsdp_reshard_after_forward == "always":
         yield (
-            f'{RESHARD}: "always" does not go with {name}, which runs input and weight gradients '
-            "apart, since FSDP loses a microbatch's weight gradients where it frees the weights in "
-            'between; give "default" or "never"'
+            f'{RESHARD}: "always" does not work with {name}, which computes input and weight '
+            "gradients separately: if FSDP frees the weights in between, it loses weight "
+            'gradients; give "default" or "never"'
         )
 
 
 @reads(MODEL, "parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel")
 def _loss_parallel(job: Draft) -> Iterator[str]:
-    """Each tensor-parallel rank has a part of the logits that the loss is split over."""
+    """With loss parallel, each tensor parallel rank has a part of the vocabulary."""
     vocab, tp = job.model.vocab_size, job.dims.tp
     is_off = tp == 1 or job.config.parallelism.disable_loss_parallel
     if is_off or job.model.problems(job.dims, job.seq_len):
@@ -289,7 +291,7 @@ def _loss_parallel(job: Draft) -> Iterator[str]:
         legal = [n for n in divisors(tp) if count_parts(n) == n]
         yield (
             f"parallelism.tensor_parallel_degree: {tp} leaves {tp - count_parts(tp)} ranks without "
-            f"any of model.vocab_size {vocab}, and a loss in parallel needs some on each; "
+            f"a part of model.vocab_size {vocab}, but loss parallel needs one on each rank; "
             f"give {nearest(tp, legal)}, or set parallelism.disable_loss_parallel = true"
         )
 
@@ -308,8 +310,8 @@ ASYNC_TP = "parallelism.enable_async_tensor_parallel"
     "compile",
 )
 def _async_tensor_parallel(job: Draft) -> Iterator[str]:
-    """There is tensor parallelism to overlap, the sequence has chunks of one size, and symmetric
-    memory has a compiler."""
+    """Async TP needs a tensor parallel degree above 1, and a sequence that divides into equal
+    chunks; with symmetric memory it also needs a model compiled by inductor."""
     parallelism, dims = job.config.parallelism, job.dims
     if not parallelism.enable_async_tensor_parallel:
         if parallelism.async_tensor_parallel_backend != "auto":
@@ -321,33 +323,33 @@ def _async_tensor_parallel(job: Draft) -> Iterator[str]:
         return
     if dims.tp == 1:
         yield (
-            f"{ASYNC_TP}: there is no tensor parallelism to overlap; set it to false, or "
+            f"{ASYNC_TP}: there is no tensor parallelism to overlap; set it to false, or set "
             "parallelism.tensor_parallel_degree to 2 or more"
         )
     tokens, remainder = divmod(job.seq_len, dims.cp)
     if not remainder and tokens % dims.tp and not job.model.problems(dims, job.seq_len):
         yield (
             f"{ASYNC_TP}: {tokens} tokens are not a multiple of tensor_parallel_degree {dims.tp}, "
-            "and the chunks of a ring are of one size; give "
-            f"{nearest(dims.tp, divisors(tokens))}, or set it to false"
+            "but async TP needs equal chunks; set tensor_parallel_degree to "
+            f"{nearest(dims.tp, divisors(tokens))}, or set this key to false"
         )
     if parallelism.async_tensor_parallel_backend == "symmetric_memory":
         yield from _symmetric_memory_problems(job.config)
 
 
 def _symmetric_memory_problems(config: JobConfig) -> Iterator[str]:
-    """PyTorch fuses on symmetric memory in inductor; what is not compiled stays as it is."""
+    """Symmetric memory needs a model compiled by inductor, which does the fusion."""
     compiled = config.compile
     if not compiled.enable or "model" not in compiled.components:
         yield (
-            f"{ASYNC_TP}: on symmetric memory it is the compiler's work, and the model is not "
+            f"{ASYNC_TP}: symmetric memory needs the compiler, but the model is not "
             'compiled; set compile.enable = true with "model" in compile.components, or '
             'parallelism.async_tensor_parallel_backend = "ring"'
         )
     elif compiled.backend != "inductor":
         yield (
-            f"{ASYNC_TP}: on symmetric memory it is inductor's work, and compile.backend is "
-            f'{quote(compiled.backend)}; give "inductor", or set '
+            f"{ASYNC_TP}: symmetric memory needs inductor, but compile.backend is "
+            f'{quote(compiled.backend)}; set compile.backend = "inductor", or '
             'parallelism.async_tensor_parallel_backend = "ring"'
         )
 
@@ -371,7 +373,7 @@ def _batch(job: Draft) -> Iterator[str]:
 
 @reads("lr_scheduler", "training.steps")
 def _schedule(job: Draft) -> Iterator[str]:
-    """The run does not outlast its learning-rate schedule. Warm-up and decay are cut to fit."""
+    """The learning rate schedule is no shorter than the run. Warm-up and decay are cut to fit."""
     total, steps = job.config.schedule_steps, job.config.training.steps
     if total < steps:
         yield (
@@ -382,17 +384,17 @@ def _schedule(job: Draft) -> Iterator[str]:
 
 @reads("activation_checkpoint", "compile")
 def _recomputation(job: Draft) -> Iterator[str]:
-    """Memory budgets come with compile; recording recomputation goes without "op"."""
+    """mode = "memory_budget" needs a compiled model, and debug does not work with "op"."""
     ac, compiled = job.config.activation_checkpoint, job.config.compile
     if ac.mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
         yield (
-            'activation_checkpoint.mode: "memory_budget" is carried out by the compiler; '
+            'activation_checkpoint.mode: "memory_budget" needs a compiled model; '
             'set compile.enable = true with "model" in compile.components, or give another mode'
         )
     if ac.debug and ac.mode == "selective" and ac.selective_ac_option == "op":
         yield (
-            'activation_checkpoint.debug: PyTorch cannot record under selective_ac_option "op"; '
-            'set it to false, or selective_ac_option to "1"'
+            'activation_checkpoint.debug: PyTorch cannot record with selective_ac_option "op"; '
+            'set it to false, or set selective_ac_option to "1"'
         )
 
 
@@ -401,7 +403,7 @@ FLOAT8 = "quantize.linear.float8"
 
 @reads("model.converters", FLOAT8, ASYNC_TP)
 def _float8(job: Draft) -> Iterator[str]:
-    """What float8 needs is installed; its communication goes with one scale a tensor."""
+    """Float8 needs torchao and excludes async TP; FSDP gathers in float8 only with "tensorwise"."""
     section = job.config.quantize.linear.float8
     if not job.config.converts_to_float8:
         return
@@ -412,13 +414,13 @@ def _float8(job: Draft) -> Iterator[str]:
         )
     if job.config.parallelism.enable_async_tensor_parallel:
         yield (
-            f"{ASYNC_TP}: its products do not scale as float8 layers do; set it to false, or take "
-            f'"{FLOAT8}" out of model.converters'
+            f"{ASYNC_TP}: it does not support float8 scales; set it to false, or remove "
+            f'"{FLOAT8}" from model.converters'
         )
     if section.enable_fsdp_float8_all_gather and section.recipe != "tensorwise":
         yield (
-            f"{FLOAT8}.enable_fsdp_float8_all_gather: {quote(section.recipe)} has scales of rows "
-            "and of columns, and a weight is gathered with one scale; set it to false, or "
+            f"{FLOAT8}.enable_fsdp_float8_all_gather: {quote(section.recipe)} scales rows and "
+            "columns separately, but a gathered weight has one scale; set it to false, or set "
             'recipe_name to "tensorwise"'
         )
     if (
@@ -426,19 +428,19 @@ def _float8(job: Draft) -> Iterator[str]:
         and not section.enable_fsdp_float8_all_gather
     ):
         yield (
-            f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp: is of weights that are gathered "
-            "in float8; set enable_fsdp_float8_all_gather = true, or leave this out"
+            f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp: has no effect unless weights are "
+            "gathered in float8; set enable_fsdp_float8_all_gather = true, or remove this key"
         )
     if section.recipe == "rowwise_with_gw_hp" and "auto_filter_small_kn" in section.filter_fqns:
         yield (
-            f'{FLOAT8}.filter_fqns: torchao has no "auto_filter_small_kn" for '
-            '"rowwise_with_gw_hp"; leave it out, or set recipe_name to "rowwise"'
+            f'{FLOAT8}.filter_fqns: torchao does not support "auto_filter_small_kn" with '
+            '"rowwise_with_gw_hp"; remove it, or set recipe_name to "rowwise"'
         )
 
 
 @reads("compile")
 def _compilation(job: Draft) -> Iterator[str]:
-    """What is enabled compiles something."""
+    """compile.enable = true needs at least one component."""
     if job.config.compile.enable and not job.config.compile.components:
         yield (
             'compile.components: is empty, so nothing would be compiled; add "model" or "loss", '
@@ -448,41 +450,44 @@ def _compilation(job: Draft) -> Iterator[str]:
 
 @reads("optimizer")
 def _optimizer(job: Draft) -> Iterator[str]:
-    """Only SGD takes a momentum, and PyTorch's fused SGD takes no sharded weights."""
+    """Only SGD has a momentum, and SGD cannot be fused: PyTorch's takes no sharded weights."""
     optimizer = job.config.optimizer
     if optimizer.momentum and optimizer.name != "SGD":
         yield (
-            f"optimizer.momentum: {optimizer.momentum} is for SGD, and optimizer.name is "
-            f"{quote(optimizer.name)}; leave it out"
+            f"optimizer.momentum: {optimizer.momentum} is only for SGD, but optimizer.name is "
+            f"{quote(optimizer.name)}; remove this key"
         )
     if optimizer.name == "SGD" and optimizer.implementation == "fused":
         yield (
-            'optimizer.implementation: PyTorch\'s "fused" SGD takes no sharded weights; give '
-            '"foreach", or leave it out'
+            'optimizer.implementation: PyTorch\'s "fused" SGD does not support sharded '
+            'weights; give "foreach", or remove this key'
         )
 
 
 @reads("job.dump_folder")
 def _dump_folder(job: Draft) -> Iterator[str]:
-    """The output can be written."""
+    """dump_folder can be created and written."""
     name = f"job.dump_folder: {quote(job.config.job.dump_folder)}"
     folder = Path(job.config.job.dump_folder).absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
     if not folder.is_dir():
-        yield f"{name} cannot be made, as {quote(str(folder))} is not a folder; give another"
+        yield f"{name} cannot be created: {quote(str(folder))} is not a folder; give another path"
     elif not os.access(folder, os.W_OK | os.X_OK):
-        yield f"{name} cannot be written, for lack of permission in {quote(str(folder))}"
+        yield (
+            f"{name} cannot be written: no permission to write in {quote(str(folder))}; change its "
+            "permissions, or give another path"
+        )
 
 
 @reads("profiling", "parallelism.pipeline_parallel_degree")
 def _profiling(job: Draft) -> Iterator[str]:
-    """A trace and its warm-up fit between two traces; a timeline needs a pipeline."""
+    """profile_freq covers a trace and its warm-up; a pipeline timeline needs a pipeline."""
     profiling = job.config.profiling
     if profiling.enable_pipeline_timeline and not job.dims.pp_enabled:
         yield (
             "profiling.enable_pipeline_timeline: there is no pipeline to draw; set it to false, "
-            "or parallelism.pipeline_parallel_degree to 2 or more"
+            "or set parallelism.pipeline_parallel_degree to 2 or more"
         )
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < cycle:
@@ -495,13 +500,13 @@ def _profiling(job: Draft) -> Iterator[str]:
 
 @reads("checkpoint")
 def _checkpoints(job: Draft) -> Iterator[str]:
-    """What a checkpoint is loaded from exists; a .safetensors file holds weights alone."""
+    """The path to load from exists, and a .safetensors file is used only for weights."""
     yield from checkpoint_problems(job.config)
 
 
 @reads("metrics")
 def _loggers(job: Draft) -> Iterator[str]:
-    """The packages that [metrics] asks for are installed."""
+    """The packages that [metrics] needs are installed."""
     for asked, package in (
         (job.config.metrics.enable_tensorboard, "tensorboard"),
         (job.config.metrics.enable_wandb, "wandb"),

@@ -1,4 +1,4 @@
-"""Whether a data set is there, and whether the model can read it."""
+"""Check that a data set exists and fits the model; torch-free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCHTITAN_DATASETS = (
 
 
 def source_problems(section: str, dataset: str, path: str | None) -> Iterator[str]:
-    """What is wrong with the name of a data set, or with its folder, as `section` gives them."""
+    """The problems of the data set name and folder that `section` gives."""
     info = DATASETS.get(dataset)
     name = quote(dataset)
     if dataset in TORCHTITAN_DATASETS:
@@ -36,19 +36,19 @@ def source_problems(section: str, dataset: str, path: str | None) -> Iterator[st
         )
         yield f"{section}.dataset: there is no data set {name}; {advice}"
     elif info.needs_path and path is None:
-        yield f"{section}.dataset_path: not set, and {name} is read from disk; give its folder"
+        yield f"{section}.dataset_path: is not set, but {name} is read from disk; give its folder"
     elif info.needs_path and path is not None and not Path(path).expanduser().is_dir():
         yield f"{section}.dataset_path: {quote(path)} is not a folder; give the folder of {name}"
     elif not info.needs_path and path is not None:
-        yield f"{section}.dataset_path: {name} is not read from a folder; leave this key out"
+        yield f"{section}.dataset_path: {name} is not read from a folder; remove this key"
 
 
-# TorchTitan's training.seq_len, for a model and a data set of any length.
+# TorchTitan's default of training.seq_len, if neither model nor data set fixes the length.
 DEFAULT_SEQ_LEN = 2048
 
 
 def sequence_length(config: JobConfig, model: Any) -> int:
-    """Tokens in a sequence: the model's own length, else the job's, the data's, or TorchTitan's."""
+    """Tokens in a sequence: set by the model, else the job, else the data, else DEFAULT_SEQ_LEN."""
     spec = DATASETS.get(config.training.dataset)
     lengths = (
         own_length(model),
@@ -59,14 +59,14 @@ def sequence_length(config: JobConfig, model: Any) -> int:
 
 
 def own_length(model: Any) -> int | None:
-    """The one length that a model of these sizes takes; None for a model of any length."""
+    """The fixed sequence length of a model of these sizes; None if it takes any length."""
     return getattr(model, "seq_len", None)
 
 
 def fit_problems(
     section: str, dataset: str, config: JobConfig, model: Any, seq_len: int
 ) -> Iterator[str]:
-    """What keeps the model from reading the data set."""
+    """Why the model cannot read the data set, with the changes that would help."""
     misfit = _misfit(dataset, model, seq_len)
     if misfit is None:
         return
@@ -84,24 +84,27 @@ def fit_problems(
         elif misfit.changes:
             ways.append(", ".join(misfit.changes))
     yield (
-        f"{section}.dataset: {quote(dataset)} has {misfit.has}, the model takes {misfit.takes}; "
-        + (f"set {', or '.join(ways)}" if ways else "give another")
+        f"{section}.dataset: {quote(dataset)} has {misfit.has}, but the model takes "
+        f"{misfit.takes}; " + (f"set {', or '.join(ways)}" if ways else "give another data set")
     )
 
 
 def unlike_problems(training: str, validation: str) -> Iterator[str]:
-    """What keeps a model from being validated on other data than it is trained on."""
+    """Why a model trained on one data set cannot be validated on the other."""
     own, other = DATASETS.get(training), DATASETS.get(validation)
     if own is None or other is None:
         return
     if own.fields != other.fields:
         theirs, ours = (", ".join(sorted({"tokens", *spec.fields})) for spec in (other, own))
-        what = f"the fields {theirs}, and {quote(training)} has {ours}"
+        what = f"the fields {theirs}, but {quote(training)} has {ours}"
     elif own.loss != other.loss:
-        what = "another loss"
+        what = f"another loss than {quote(training)}"
     else:
         return
-    yield f"validation.dataset: {quote(validation)} has {what}; give a data set like training's"
+    yield (
+        f"validation.dataset: {quote(validation)} has {what}; give a data set with the same fields "
+        "and loss"
+    )
 
 
 def _misfit(dataset: str, model: Any, seq_len: int) -> Misfit | None:

@@ -1,4 +1,4 @@
-"""From the degrees that a job asks for to those of a world: the meaning of -1, and what misfits."""
+"""The degree of every mesh axis for a number of ranks: resolves -1, explains a mismatch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def make_parallel_dims(
 ) -> ParallelDims:
     """The degree of every axis for a world of `world_size` ranks, with no -1 left.
 
-    `world_size` None means that the job starts its own ranks, as many as the degrees need; a
-    `data_parallel_shard_degree` of -1 then is 1 on CPU, and on CUDA the GPUs of this machine
-    (`num_gpus`, 0 for none) that the other degrees leave. Raises ConfigError, with the nearest
-    legal values, where the degrees do not make up the world.
+    If `world_size` is None, the job starts its own ranks, as many as the degrees need. Then a
+    `data_parallel_shard_degree` of -1 is 1 on CPU; on CUDA it is the number of GPUs of this machine
+    (`num_gpus`) divided by the other degrees. Raises ConfigError, with the nearest legal values, if
+    the degrees do not multiply to `world_size`.
     """
     degrees = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
     rest = degrees["dp_shard"] == -1
@@ -39,17 +39,17 @@ def make_parallel_dims(
 
 
 def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest: bool) -> str:
-    """The line about degrees that do not make up `world_size`; `rest`: dp_shard is -1."""
+    """The message for degrees that do not multiply to `world_size`; `rest`: dp_shard is -1."""
     assert world_size is not None
     needed = dims.world_size
-    wrong = f"{dims.describe()} needs {'a multiple of ' if rest else ''}{needed} ranks, and there"
+    wrong = f"{dims.describe()} needs {'a multiple of ' if rest else ''}{needed} ranks, but there"
     wrong += f" {'is' if world_size == 1 else 'are'} {world_size}"
     if needed == 1:
-        wrong = f"nothing is split, and there are {world_size} ranks"
+        wrong = f"every degree is 1, but there are {world_size} ranks"
     multiples = range(needed, (world_size + needed if rest else needed) + 1, needed)
     numbers = nearest(world_size, multiples)
     start = f"start {numbers} rank{'s' * (numbers != '1')}"
-    # What a person would change first.
+    # The axes in the order in which a user would change them.
     order = ("dp_shard", "tp", "dp_replicate", "cp", "pp", *AXES)
     axes = [axis for axis in dict.fromkeys(order) if dims.degrees[axis] > 1]
     for axis in axes if rest else ["dp_shard", *axes]:
@@ -60,13 +60,13 @@ def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest:
         if remainder == 0 and legal:
             give = nearest(dims.degrees[axis], legal)
             if axis == "dp_shard":
-                give += " (or -1, the rest)"
+                give += " (or -1 for the remaining ranks)"
             key = f"parallelism.{DEGREES[axis]}"
             return f"{key}: {wrong}; give {give}, or {start}"
     return f"parallelism: {wrong}; give degrees that multiply to {world_size}, or {start}"
 
 
 def _takes(config: JobConfig, dims: ParallelDims) -> bool:
-    """Whether the model can be split so; a model that something is wrong with takes anything."""
+    """Whether the model can be sharded with these degrees; True if its sizes are not known."""
     model = resolve_model(config).sizes
     return model is None or not model.problems(dims, sequence_length(config, model))

@@ -1,4 +1,4 @@
-"""What keys are made of: their types, their line of text, and the mark of a missing feature."""
+"""The building blocks of the schema: key(), field types, and marks for missing features."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 
 class NotYetMark:
-    """Metadata of a key whose feature titanlite lacks: any value but the default is refused."""
+    """Marks a key whose feature titanlite does not have: only the default is accepted."""
 
 
 class InertMark:
-    """Metadata of a key that has no effect here, whatever its value: any value is accepted.
+    """Marks a key without effect: any value is accepted.
 
-    It says more about a feature that another key turns on, and that other key is refused.
+    It configures a feature that another key turns on, and that other key is refused.
     """
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Metadata that words what a key takes, where its type alone does not say it."""
+    """Describes the legal values of a key whose type alone does not: in full, and in brief."""
 
     text: str
     brief: str
@@ -83,16 +83,16 @@ def key(
 ) -> Any:
     """A key with its default, one line of text, and the limits that pydantic's Field takes.
 
-    `torchtitan` is TorchTitan's default where it is another, OWN where it has no such key.
-    `lacking` are the values that TorchTitan takes beside those of titanlite. `instead` says what
-    to do, for a key that titanlite does not have, where that is more than to remove it.
+    `torchtitan` is TorchTitan's default if it differs, or OWN if TorchTitan has no such key.
+    `lacking` are values that TorchTitan accepts and titanlite does not. `instead` is the advice for
+    a key that titanlite does not have, if there is more to do than to remove it.
     """
     extra = {"torchtitan": torchtitan, "lacking": lacking, "instead": instead}
     return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
 class Section(BaseModel):
-    """One table of the job file: immutable, of exactly these keys, nothing converted."""
+    """One table of the job file: immutable, no other keys, no conversion of types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

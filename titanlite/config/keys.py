@@ -1,6 +1,7 @@
-"""The schema's keys one by one: what each takes, in words, and how its value is read from text.
+"""The schema as a table of keys: describe a key's legal values in words, and parse text into one.
 
-Error lines, the command line, --help and the document all see the schema through `Key`.
+Error messages, the command line, --help and docs/configuration.md all read the schema through
+`Key`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from titanlite.config.toml import TOML_ERRORS, parse_toml, quote
 
 KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", tuple: "list"}
 
-# Names of earlier TorchTitan releases that are too unlike today's to be found by spelling.
+# Names from earlier TorchTitan releases that a search by spelling would not find.
 RENAMED = {
     "training.compile": "compile.enable",
     "training.seed": "debug.seed",
@@ -45,7 +46,7 @@ RENAMED_SECTIONS = {
     "quantize.moe": "quantize.grouped_mm",
 }
 
-# Keys and sections of TorchTitan's job files that one of its models reads, or its tests did.
+# Keys and sections in TorchTitan job files that are for one of its models, or were for its tests.
 FOREIGN = {
     **dict.fromkeys(
         (
@@ -73,22 +74,22 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its full name ("training.steps"), its type and limits, and what it is for."""
+    """One key: its full name ("training.steps"), purpose, default, type and limits."""
 
     name: str
     text: str
     default: Any
-    type: type  # one of KINDS, or object where a user's own model has a type beyond them
+    type: type  # one of KINDS, or object for another type in a user's model
     choices: tuple[str, ...] = ()
     limits: tuple[Any, ...] = ()
     wanted: Wanted | None = None
     optional: bool = False  # may be left unset
     not_yet: bool = False
     inert: bool = False
-    torchtitan: Any = ...  # TorchTitan's default where it is another, OWN where it has no such key
-    lacking: tuple[str, ...] = ()  # values that TorchTitan takes and titanlite does not
-    instead: str = ""  # what to do in place of setting a key that titanlite does not have
-    item: Key | None = None  # what a list holds
+    torchtitan: Any = ...  # TorchTitan's default if it differs, OWN if it has no such key
+    lacking: tuple[str, ...] = ()  # values that TorchTitan accepts and titanlite does not
+    instead: str = ""  # advice for a key that titanlite does not have
+    item: Key | None = None  # the type of a list's items
 
     @property
     def section(self) -> str:
@@ -96,7 +97,7 @@ class Key:
 
     @property
     def is_live(self) -> bool:
-        """Whether titanlite acts on it."""
+        """Whether the key has an effect in titanlite."""
         return not self.not_yet and not self.inert
 
     @property
@@ -104,7 +105,7 @@ class Key:
         return self.name.rpartition(".")[2]
 
     def type_name(self) -> str:
-        """The type and its limits in brief, such as "int >= 1"."""
+        """The type and its limits in brief, for example "int >= 1"."""
         if self.choices:
             return " | ".join(map(quote, self.choices))
         if self.item is not None:
@@ -127,7 +128,7 @@ class Key:
         return f"{names[self.type]} {', '.join(limits)}".rstrip()
 
     def describe(self) -> str:
-        """What the key takes, such as "an integer of at least 1"."""
+        """The legal values in words, for example "an integer of at least 1"."""
         if self.wanted:
             return self.wanted.text
         if self.choices:
@@ -148,7 +149,7 @@ class Key:
         return f"{words[self.type]} {bounds}".rstrip()
 
     def describe_many(self) -> str:
-        """The same for the items of a list: "integers", "strings"."""
+        """The plural, for the items of a list: "integers", "strings"."""
         if self.choices:
             return " and ".join(map(quote, self.choices))
         if self.item is not None:
@@ -172,9 +173,9 @@ class Key:
         return low, high
 
     def read(self, text: str) -> Any:
-        """The value that `text` on a command line stands for.
+        """Parse the text of a command-line option into a value.
 
-        Text that is no such value comes back as a string, for the schema to refuse.
+        Text that cannot be parsed is returned as a string, which the schema refuses.
         """
         if self.optional and text == "none":
             return None
@@ -198,7 +199,7 @@ class Key:
 
 
 def make_key(name: str, field: FieldInfo) -> Key:
-    """The key that a field of a pydantic model, or of a model's own dataclass, stands for."""
+    """The Key for a field of a pydantic model or of a model's own dataclass."""
     marks = list(field.metadata)
     base, optional = _unwrap(field.annotation, marks)
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
@@ -228,7 +229,7 @@ def make_key(name: str, field: FieldInfo) -> Key:
 
 
 def _unwrap(annotation: Any, marks: list[Any]) -> tuple[Any, bool]:
-    """The bare type under Annotated and `| None`, whose metadata joins `marks`; may it be None."""
+    """The type inside Annotated and `| None`, and whether it may be None; appends to `marks`."""
     optional = False
     while True:
         origin = typing.get_origin(annotation)
@@ -253,26 +254,26 @@ def _walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
 
 
 def _is_section(annotation: Any) -> typing.TypeGuard[type[Section]]:
-    # Python 3.10 calls tuple[str, ...] a type as well.
+    # In Python 3.10, tuple[str, ...] is an instance of type too.
     is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
     return is_class and issubclass(annotation, Section)
 
 
 @functools.cache
 def job_sections() -> dict[str, type[Section]]:
-    """Full name -> section, nested ones too, in the schema's order."""
+    """Full name -> section, including nested sections, in the order of the schema."""
     return {name: f.annotation for name, f in _walk(JobConfig) if _is_section(f.annotation)}
 
 
 @functools.cache
 def job_keys() -> dict[str, Key]:
-    """Full name -> key, in the schema's order."""
+    """Full name -> key, in the order of the schema."""
     return {n: make_key(n, f) for n, f in _walk(JobConfig) if not _is_section(f.annotation)}
 
 
 @functools.cache
 def field_types(config_class: Any) -> dict[str, Any]:
-    """Field -> annotation of a model's own configuration class, with its bounds."""
+    """Field -> annotation, with its bounds, of a model's own configuration class."""
     return typing.get_type_hints(config_class, include_extras=True)
 
 
@@ -286,9 +287,10 @@ def model_keys(config_class: Any) -> dict[str, Key]:
 
 
 def nearest_key(name: str, known: Mapping[str, Key]) -> str | None:
-    """The live key a person most likely meant by `name`.
+    """The key that was probably meant by `name`; None if there is no good match.
 
-    Alike in the same section first, then the same word in another one, then anything alike.
+    Searches for a similar key in the same section, then for the same key in another section, then
+    for any similar key.
     """
     if name in RENAMED:
         return RENAMED[name]

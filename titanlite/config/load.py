@@ -1,4 +1,4 @@
-"""Reads a job: a TOML file, then the command line on top, everything wrong with it at once."""
+"""Read a job from a TOML file and the command line, and collect every mistake in it."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ CONFIG_FILE = "job.config_file"
 
 @dataclass
 class Reading:
-    """A job as it was read: what is right by itself, and what is wrong with the rest."""
+    """A job as read: a configuration of the valid values, and the problems of the others."""
 
     config: JobConfig
     problems: list[str] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
-    """Keys and sections whose value is not known: a wrong one was left out of `config`."""
+    """Keys and sections of unknown value, because an invalid one was left out of `config`."""
 
     def draft(self, world_size: int | None = None, num_gpus: int = 0) -> Draft:
-        """The job on that many ranks (see make_parallel_dims); what does not fit joins `problems`.
+        """The job on `world_size` ranks (see make_parallel_dims); appends to `problems`.
 
-        Only what can be told is checked: nothing that reads a doubtful key.
+        Checks that read a doubtful key are skipped.
         """
         config, unknown = self.config, set(self.doubtful)
         model = ResolvedModel()
@@ -78,16 +78,16 @@ class Reading:
         return draft
 
     def require(self) -> JobConfig:
-        """The configuration; raises ConfigError with everything that is wrong."""
+        """The configuration; raises ConfigError with all problems, if there are any."""
         if self.problems:
             raise ConfigError(*self.problems)
         return self.config
 
 
 def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
-    """The job that the command line `argv` describes, checked as far as it can be without ranks.
+    """The job that the command line `argv` describes, with all checks that need no rank count.
 
-    As read_job; raises ConfigError with one line for each thing that is wrong.
+    Arguments as for read_job. Raises ConfigError with one line for each mistake.
     """
     return _checked(read_job(argv, needs_file=needs_file))
 
@@ -96,9 +96,9 @@ def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
     """The job that the command line `argv` (without the program's name) describes.
 
     `--job.config_file=F` names a TOML file; every other `--section.key=value` or
-    `--section.key value` overrides it. `--help` prints every key and exits. Raises ConfigError
-    where the file cannot be read. A job without a file is all defaults; `needs_file`, a command to
-    type that has one, makes that a mistake.
+    `--section.key value` overrides it. `--help` prints every key and exits. Without a file, a job
+    has all defaults, unless `needs_file`, an example command with a file, is given. Then, or if the
+    file cannot be read, ConfigError is raised.
     """
     if "--help" in argv or "-h" in argv:
         from titanlite.config.document import help_text
@@ -115,9 +115,9 @@ def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
         if files:
             values = read_file(files[0])
         elif needs_file and not any(name == CONFIG_FILE for name, _ in texts):
-            raise ConfigError(f"{CONFIG_FILE}: no file is given; type {needs_file}")
+            raise ConfigError(f"{CONFIG_FILE}: no file is given; run {needs_file}")
     except ConfigError as error:
-        # What does not fit together cannot be told: the file may set other keys.
+        # Checks across keys are not possible: the file may set other keys.
         problems += error.problems
         typed = [(name, text) for name, text in texts if not name.startswith("model.")]
         _read_values({}, typed, problems)
@@ -126,15 +126,15 @@ def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
 
 
 def make_config(values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
-    """The job with these values, section -> key -> value, typed as TOML types them.
+    """The job with these values, section -> key -> value, with TOML's types.
 
-    Checked as a file is: raises ConfigError with one line for each thing that is wrong.
+    Checked like a file. Raises ConfigError with one line for each mistake.
     """
     return _checked(_read_values(copy.deepcopy(dict(values)), [], []))
 
 
 def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
-    """`config` with other values for some keys ("section.key" -> value), checked again."""
+    """`config` with new values for some keys ("section.key" -> value), checked again."""
     values = config.model_dump(exclude_unset=True)
     for name, value in changes.items():
         _put(values, name, value)
@@ -142,7 +142,7 @@ def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
 
 
 def _checked(reading: Reading) -> JobConfig:
-    """What was read, with the checks that need no number of ranks."""
+    """The configuration, after the checks that do not need the number of ranks."""
     if reading.config.parallelism.data_parallel_shard_degree == -1:
         reading.doubtful.add("parallelism.data_parallel_shard_degree")
     reading.draft()
@@ -152,10 +152,10 @@ def _checked(reading: Reading) -> JobConfig:
 def _read_values(
     values: dict[str, Any], texts: Sequence[tuple[str, str | None]], problems: list[str]
 ) -> Reading:
-    """The job of those values that are right by themselves, and what is wrong with the others.
+    """The job with the valid values, and the problems of the others, appended to `problems`.
 
-    `problems` were found before. In doubt are keys and sections with a wrong value, and those that
-    an unknown name may have meant.
+    Keys and sections with an invalid value are doubtful, and so are those that an unknown name may
+    have meant.
     """
     doubtful: set[str] = set()
     keys = job_keys()
@@ -169,7 +169,7 @@ def _read_values(
         if name in own_keys:
             _put_text(values, own_keys[name], text, problems)
         elif name.startswith("model.") and name not in keys:
-            _put(values, name, text)  # for the model to refuse by name
+            _put(values, name, text)  # the model refuses it by name
     try:
         config = JobConfig.model_validate(values)
     except ValidationError as error:
@@ -177,7 +177,7 @@ def _read_values(
         wrong: dict[str, None] = {}
         for found in error.errors():
             name, depth = _locate(found)
-            # Of one value everything is said by the first error, of a list each item has its own.
+            # The first error explains a value; each item of a list has its own.
             if name not in wrong or depth:
                 line = _line(name, found, values, depth, doubtful)
                 problems.append(line.replace(REMOVE, REMOVE_OPTION) if name in typed else line)
@@ -189,7 +189,7 @@ def _read_values(
 
 
 def _own_keys(values: Mapping[str, Any]) -> dict[str, Key]:
-    """The keys of the model's own configuration; none if the model cannot be found."""
+    """The keys of the model's own configuration; empty if the model cannot be found."""
     asked = {
         section: {key: found for key in names if isinstance(found := given.get(key), str)}
         for section, names in (("model", ("name",)), ("experimental", ("custom_import",)))
@@ -202,7 +202,7 @@ def _own_keys(values: Mapping[str, Any]) -> dict[str, Key]:
 
 
 def _values_for_help(argv: Sequence[str]) -> dict[str, Any]:
-    """File and command line as far as they can be read: they may name a model of the user's."""
+    """The values that can be read: they may name a user's model, whose keys --help lists too."""
     values: dict[str, Any] = {}
     texts = _read_arguments([word for word in argv if word not in ("--help", "-h")], [])
     for name, text in texts:
@@ -215,7 +215,7 @@ def _values_for_help(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_arguments(argv: Sequence[str], problems: list[str]) -> list[tuple[str, str | None]]:
-    """(key, text) for each override, in order; None where a key stands alone."""
+    """(key, text) for each option, in order; text is None for an option without a value."""
     found: list[tuple[str, str | None]] = []
     rest = list(argv)
     while rest:
@@ -224,7 +224,7 @@ def _read_arguments(argv: Sequence[str], problems: list[str]) -> list[tuple[str,
         name = name.replace("-", "_")
         if not word.startswith("--") or not name:
             option = f"--{CONFIG_FILE}={word}" if word.endswith(".toml") else "--section.key=value"
-            problems.append(f"{quote(word)}: is no option; write {option}")
+            problems.append(f"{quote(word)}: is not an option; write {option}")
         elif equals:
             found.append((name, text))
         elif rest and not rest[0].startswith("--"):
@@ -235,7 +235,7 @@ def _read_arguments(argv: Sequence[str], problems: list[str]) -> list[tuple[str,
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The tables of a TOML file; raises ConfigError where it is none."""
+    """The tables of a TOML file; raises ConfigError if it cannot be read or is not TOML."""
     text = ""
     try:
         if not path:
@@ -249,7 +249,7 @@ def read_file(path: str) -> dict[str, Any]:
     except FileNotFoundError:
         wrong = "does not exist; give a TOML file"
     except PermissionError:
-        wrong = "may not be read; change its permissions"
+        wrong = "cannot be read (permission denied); change its permissions"
     except OSError as error:
         wrong = f"cannot be read ({error.strerror}); give a TOML file"
     except TOML_ERRORS as error:
@@ -258,7 +258,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def _toml_error(error: Exception, text: str) -> str:
-    """What is wrong and in which line: the parser's, or the last one where text ends too early."""
+    """The mistake and its line: the parser's, or the last line if the text ends too early."""
     if isinstance(error, RecursionError):
         return "is nested too deeply; give a flat TOML file"
     what, _, place = str(error).partition(" (at ")
@@ -267,14 +267,14 @@ def _toml_error(error: Exception, text: str) -> str:
     number = int(match[1]) if match else text.rstrip().count("\n") + 1
     if opened := unclosed_list(lines[:number], lines[number:]):
         opening = quote(lines[opened - 1].strip())
-        return f"line {opened} is not TOML: {opening} opens a list that has no end; add its ]"
+        return f"line {opened} is not TOML: {opening} opens a list that is not closed; add the ]"
     what = what[:1].lower() + what[1:]
     hint = ", with text in quotes" if what == "invalid value" else ""
     return f"line {number} is not TOML: {what}; correct {quote(lines[number - 1].strip())}{hint}"
 
 
 def _locate(error: Any) -> tuple[str, int]:
-    """The key or section that pydantic's `error` is about, and how deep in its list."""
+    """The key or section of pydantic's `error`, and the depth in its list."""
     known = job_keys().keys() | job_sections().keys()
     path = [str(part) for part in error["loc"]]
     depth = 0
@@ -296,7 +296,7 @@ def _line(name: str, error: Any, values: Mapping[str, Any], depth: int, doubtful
 
 
 def _unknown(name: str, keys: Mapping[str, Key], value: Any, doubtful: set[str]) -> str:
-    """The line about a name that is no key; what it may have meant is then in doubt."""
+    """The message for an unknown name; the key that it may have meant becomes doubtful."""
     sections = job_sections()
     shown = show_name(name)
     if name in FOREIGN:
@@ -306,7 +306,7 @@ def _unknown(name: str, keys: Mapping[str, Key], value: Any, doubtful: set[str])
         match = match or difflib.get_close_matches(name, sections, n=1)
         match = match or [other for other in sections if other.rpartition(".")[2] == name]
         doubtful.update(match[:1])
-        advice = f"did you mean [{match[0]}]?" if match else "see --help for the sections"
+        advice = f"did you mean [{match[0]}]?" if match else "see --help for all sections"
         return f"{shown}: there is no such section; {advice}"
     meant = nearest_key(name, keys)
     if meant:
@@ -331,7 +331,7 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            return  # a problem of its own, found when the file's values are checked
+            return  # reported when the file's values are checked
     values[leaf] = value
 
 

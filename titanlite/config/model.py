@@ -1,4 +1,4 @@
-"""From a job's [model] section to the model it names and the sizes that model gets; torch-free."""
+"""Find the model that [model] names, and resolve its sizes; torch-free."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TORCHTITAN_MODELS = ("llama3", "llama4", "deepseek_v3", "qwen3", "gpt_oss", "flu
 
 
 def load_model_spec(config: JobConfig) -> ModelSpec:
-    """The model that [model] names, after importing [experimental] custom_import.
+    """The model that [model] names; imports experimental.custom_import first.
 
     Raises ConfigError if the import fails or there is no such model.
     """
@@ -42,7 +42,7 @@ def load_model_spec(config: JobConfig) -> ModelSpec:
     if module:
         _import_module(module)
         registers = models.models_of(module) or datasets_of(module)
-        # A model that was registered elsewhere may be what the module is imported with.
+        # The module may serve another purpose if the model is registered elsewhere.
         if not registers and (name not in models.MODELS or models.is_built_in(name)):
             raise ConfigError(
                 f"experimental.custom_import: {quote(module)} registers no model and no data set; "
@@ -54,17 +54,17 @@ def load_model_spec(config: JobConfig) -> ModelSpec:
             wrong = f"{quote(name)} is a TorchTitan model that titanlite does not have"
         raise ConfigError(
             f"model.name: {wrong}; {_suggest(name, models.MODELS)}, "
-            "or name a module that registers yours in experimental.custom_import"
+            "or set experimental.custom_import to a module that registers your model"
         )
     return models.find_model(name)
 
 
 REQUIRED = ("vocab_size", "num_parameters", "flops_per_token", "problems")
-"""What the rest of titanlite asks of any model's configuration."""
+"""The attributes that every model's configuration must have."""
 
 
 def load_config_class(spec: ModelSpec) -> Any:
-    """The configuration class of a model; raises ConfigError if the spec does not lead to it."""
+    """The configuration class of a model; raises ConfigError if it cannot be loaded or used."""
     try:
         flavors = spec.load_flavors()
         config_class = spec.load_config_class()
@@ -96,17 +96,17 @@ def make_model_config(config: JobConfig) -> Any:
 
 @dataclass
 class ResolvedModel:
-    """What [model] comes to: the model's sizes, and what is wrong."""
+    """The result of resolving [model]: the model's sizes, and the problems."""
 
     sizes: Any = None
-    """None where something that is wrong leaves them unknown."""
+    """None if a problem leaves them unknown."""
     problems: list[str] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
     """Keys of other sections that an unknown name may have meant."""
 
 
 def resolve_model(config: JobConfig, *, flavor_is_known: bool = True) -> ResolvedModel:
-    """The sizes of the job's model as far as they can be told, and everything wrong with them."""
+    """The sizes of the job's model, if they can be resolved, and all problems found."""
     found = ResolvedModel()
     try:
         spec = load_model_spec(config)
@@ -133,9 +133,9 @@ def resolve_model(config: JobConfig, *, flavor_is_known: bool = True) -> Resolve
 def _read_overrides(
     overrides: dict[str, Any], config_class: Any, model: str, found: ResolvedModel
 ) -> dict[str, Any] | None:
-    """The overrides as the types of `config_class` have them; None where one is in doubt.
+    """The overrides with the types of `config_class`; None if one is invalid.
 
-    What is wrong joins `found`.
+    Problems are appended to `found`.
     """
     keys = model_keys(config_class)
     hints = field_types(config_class)
@@ -152,7 +152,7 @@ def _read_overrides(
                 found.doubtful.add(meant)
             continue
         adapter = TypeAdapter(hints[name], config=ConfigDict(strict=True, allow_inf_nan=False))
-        # TOML has lists alone; strict pydantic would refuse one for a tuple.
+        # TOML has only lists, and strict pydantic refuses a list for a tuple.
         is_tuple = typing.get_origin(hints[name]) is tuple and isinstance(value, list)
         try:
             values[name] = adapter.validate_python(tuple(value) if is_tuple else value)
@@ -168,7 +168,7 @@ def _unknown(name: str, meant: str | None, keys: dict[str, Key], model: str) -> 
     if meant:
         return f"{name}: there is no such key; did you mean {meant}?"
     fields = ", ".join(key.leaf for key in keys.values())
-    return f"{name}: there is no such key; {model} has {fields}"
+    return f"{name}: there is no such key; the keys of {model} are {fields}"
 
 
 def _suggest(name: str, known: Collection[str]) -> str:
@@ -179,14 +179,14 @@ def _suggest(name: str, known: Collection[str]) -> str:
 def _import_module(name: str) -> None:
     here = os.getcwd()
     if here not in sys.path:
-        # Last: a file that happens to lie here does not stand in for an installed package.
+        # At the end, so that a file here does not hide an installed package.
         sys.path.append(here)
     try:
         importlib.import_module(name)
-    except Exception as error:  # the module is the user's: anything can come out of it
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(
             f"experimental.custom_import: importing {quote(name)} failed with {_told(error)}; "
-            f"give a module that imports from {quote(here)}"
+            f"give a module that can be imported from {quote(here)}"
         ) from error
 
 

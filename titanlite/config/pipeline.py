@@ -1,8 +1,8 @@
-"""What a job's pipeline keys ask for: stages of modules, microbatches and a schedule; torch-free.
+"""The pipeline plan of a job: stages of modules, microbatches and a schedule; torch-free.
 
     JobConfig + ParallelDims + the model's sizes -> make_pipeline_plan -> PipelinePlan
 
-The checks refuse a job for which no plan can be made; the job is built from the same plan.
+A job without a valid plan is refused; otherwise the job is built from this plan.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from titanlite.schedule.actions import (
 )
 
 KEY = "parallelism.pipeline_parallel_"
-# Actions of a schedule are made one by one.
+# A schedule lists every action of every microbatch.
 MOST_MICROBATCHES = 10_000
 BACKWARDS = (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How a model is cut into stages, where each stage is, and what runs when.
+    """How a model is split into stages, which rank holds each stage, and the order of actions.
 
-    `stages` holds the names of each stage's modules. A batch of local_batch_size sequences is cut
-    into `schedule.num_microbatches` microbatches of `microbatch_size`. `is_from_file` says that
-    the schedule was read from a CSV file.
+    `stages` holds the names of each stage's modules. A batch of local_batch_size sequences is split
+    into `schedule.num_microbatches` microbatches of `microbatch_size`. `is_from_file`: the schedule
+    was read from a CSV file.
     """
 
     schedule: Schedule
@@ -59,20 +59,20 @@ class PipelinePlan:
     is_from_file: bool = False
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that the rank at this place of the pp axis holds, ascending."""
+        """The stages of the rank with this index on the pp axis, ascending."""
         return [stage for stage, place in enumerate(self.schedule.stage_to_rank) if place == rank]
 
 
 def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> PipelinePlan:
     """The plan of a job whose pipeline degree is above 1; `model` holds the model's sizes.
 
-    Raises ConfigError where stages, microbatches and schedule do not fit together.
+    Raises ConfigError if stages, microbatches and schedule do not fit together.
     """
     names: tuple[str, ...] = getattr(model, "module_names", ())
     if not names:
         raise ConfigError(
-            f"{KEY}degree: {config.model.name} does not say what can be cut; give its "
-            "configuration class module_names, its modules in the order of the forward pass"
+            f"{KEY}degree: {config.model.name} does not list the modules to split; add "
+            "module_names, the modules in the order of the forward pass, to its configuration class"
         )
     problems: list[str] = []
     path = config.parallelism.pipeline_parallel_schedule_csv
@@ -92,7 +92,7 @@ def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> Pip
     if num_stages is not None:
         with collecting(problems):
             stages = _make_stages(config, names, num_stages)
-    # A schedule of more stages than the model has blocks may take for ever to make.
+    # Generating a schedule with far more stages than blocks would take too long.
     if not path and num_microbatches is not None and num_stages is not None and stages:
         with collecting(problems):
             schedule = _make_schedule(config, dims, num_microbatches, num_stages)
@@ -123,9 +123,9 @@ def _count_microbatches(config: JobConfig) -> int:
         )
     if batch // size > MOST_MICROBATCHES:
         raise ConfigError(
-            f"{KEY}microbatch_size: {size} cuts training.local_batch_size {batch} into "
-            f"{batch // size}, and a schedule takes at most {MOST_MICROBATCHES}; give a larger "
-            "one, or a smaller training.local_batch_size"
+            f"{KEY}microbatch_size: {size} splits training.local_batch_size {batch} into "
+            f"{batch // size} microbatches, but at most {MOST_MICROBATCHES} are supported; give a "
+            "larger value, or a smaller training.local_batch_size"
         )
     return batch // size
 
@@ -135,27 +135,27 @@ def _load_schedule(config: JobConfig, dims: ParallelDims, num_microbatches: int)
     size = config.parallelism.pipeline_parallel_microbatch_size
     try:
         schedule = read_csv(path)
-        # A table that cannot run is named by its file.
+        # Error messages name the file.
         check(replace(schedule, name=path))
     except ScheduleError as error:
-        raise ConfigError(f"{KEY}schedule_csv: {error}; give a file that runs") from error
+        raise ConfigError(f"{KEY}schedule_csv: {error}; give a valid schedule") from error
     if schedule.num_ranks != dims.pp:
         raise ConfigError(
-            f"{KEY}schedule_csv: {path} is a schedule of {schedule.num_ranks} ranks; "
-            f"set pipeline_parallel_degree to {schedule.num_ranks}, or give a file of "
+            f"{KEY}schedule_csv: {path} is a schedule for {schedule.num_ranks} ranks; "
+            f"set pipeline_parallel_degree to {schedule.num_ranks}, or give a file with "
             f"{dims.pp} rows"
         )
     if schedule.num_microbatches != num_microbatches:
         raise ConfigError(
-            f"{KEY}schedule_csv: {path} runs {schedule.num_microbatches} microbatches, and "
-            f"the job has {num_microbatches}: "
-            f"training.local_batch_size {config.training.local_batch_size} by "
-            f"pipeline_parallel_microbatch_size {size}; set one of them so that there are "
+            f"{KEY}schedule_csv: {path} has {schedule.num_microbatches} microbatches, but "
+            f"the job has {num_microbatches} "
+            f"(training.local_batch_size {config.training.local_batch_size} / "
+            f"pipeline_parallel_microbatch_size {size}); change one of them so that there are "
             f"{schedule.num_microbatches}"
         )
     if idle := set(range(dims.pp)) - set(schedule.stage_to_rank):
         raise ConfigError(
-            f"{KEY}schedule_csv: {path} has no stage on rank {min(idle)}; give every rank one"
+            f"{KEY}schedule_csv: {path} has no stage on rank {min(idle)}; give every rank a stage"
         )
     for stage in range(schedule.num_stages):
         _check_lowered(path, schedule, stage)
@@ -168,7 +168,7 @@ def _load_schedule(config: JobConfig, dims: ParallelDims, num_microbatches: int)
         if part.stage == last and part.kind == FORWARD
     ]
     if losses != sorted(losses, key=lambda microbatch: microbatch or 0):
-        # PyTorch's runtime finds a microbatch's loss by the order in which losses came.
+        # PyTorch's runtime assigns losses to microbatches by the order in which they are computed.
         raise ConfigError(
             f"{KEY}schedule_csv: {path} runs the forwards of stage {last}, the last one, out of "
             "order; run them by microbatch, from 0 up"
@@ -177,7 +177,7 @@ def _load_schedule(config: JobConfig, dims: ParallelDims, num_microbatches: int)
 
 
 def _check_lowered(path: str, schedule: Schedule, stage: int) -> None:
-    """In a table that says more than what is computed, FSDP needs its part said too."""
+    """A table with communication actions must also have those of FSDP."""
     if all(action.kind in COMPUTE_KINDS for row in schedule.actions for action in row):
         return
     row = [
@@ -190,8 +190,8 @@ def _check_lowered(path: str, schedule: Schedule, stage: int) -> None:
     if kinds[0] != UNSHARD or kinds[-1] != REDUCE_GRAD:
         raise ConfigError(
             f"{KEY}schedule_csv: {path} has sends and receives, but not {stage}{UNSHARD} before "
-            f"stage {stage} computes and {stage}{REDUCE_GRAD} after it; add them, or leave the "
-            "computing actions alone"
+            f"stage {stage} computes and {stage}{REDUCE_GRAD} after it; add them, or keep only "
+            "the compute actions"
         )
 
 
@@ -207,7 +207,7 @@ def _count_stages(config: JobConfig, dims: ParallelDims, names: Sequence[str]) -
         chunks, rest = divmod(num_stages, dims.pp)
         return rest == 0 and kind.min_chunks <= chunks <= (kind.max_chunks or chunks)
 
-    takes = f"{name} takes {kind.min_chunks}{'' if kind.max_chunks else ' or more'} a rank"
+    takes = f"{name} needs {kind.min_chunks}{'' if kind.max_chunks else ' or more'} per rank"
     fewest = kind.min_chunks * dims.pp
     given = parallelism.module_fqns_per_model_part
     if given is not None:
@@ -215,7 +215,7 @@ def _count_stages(config: JobConfig, dims: ParallelDims, names: Sequence[str]) -
             wanted = f"{fewest}" if kind.max_chunks else f"a multiple of {dims.pp} from {fewest} up"
             raise ConfigError(
                 f"parallelism.module_fqns_per_model_part: {len(given)} parts for {dims.pp} ranks, "
-                f"and {takes}; give {wanted}"
+                f"but {takes}; give {wanted}"
             )
         return len(given)
     per_stage = parallelism.pipeline_parallel_layers_per_stage
@@ -223,13 +223,13 @@ def _count_stages(config: JobConfig, dims: ParallelDims, names: Sequence[str]) -
         return fewest
     weight = sum(_weigh(config, names))
     if not is_legal(-(-weight // per_stage)):
-        # More than a model has blocks is no advice.
+        # Larger values than the number of blocks would be no help.
         most = min(weight, len(names))
         legal = [n for n in range(1, most + 1) if is_legal(-(-weight // n))]
-        advice = f"give {nearest(per_stage, legal)}" if legal else "leave it out"
+        advice = f"give {nearest(per_stage, legal)}" if legal else "remove this key"
         raise ConfigError(
-            f"{KEY}layers_per_stage: {per_stage} cuts {weight} blocks, embeddings and output "
-            f"counted in, into {-(-weight // per_stage)} stages for {dims.pp} ranks, and {takes}; "
+            f"{KEY}layers_per_stage: {per_stage} splits {weight} blocks, counting embeddings and "
+            f"output, into {-(-weight // per_stage)} stages for {dims.pp} ranks, but {takes}; "
             f"{advice}"
         )
     return -(-weight // per_stage)
@@ -241,7 +241,7 @@ def _make_schedule(
     def make(num_microbatches: int) -> Schedule:
         name = config.parallelism.pipeline_parallel_schedule
         schedule = make_schedule(name, dims.pp, num_microbatches, num_stages // dims.pp)
-        # PyTorch's 1F1B does not run with a pipeline that is never full.
+        # PyTorch's 1F1B fails if there are fewer microbatches than stages.
         if schedule.name == "1F1B" and num_microbatches < num_stages:
             raise ScheduleError(
                 f"1F1B needs at least as many microbatches as stages ({num_stages}), "
@@ -270,13 +270,14 @@ def _make_schedule(
         if sizes:
             ways.insert(0, f"it to {nearest(size, sizes)}")
         raise ConfigError(
-            f"{KEY}microbatch_size: {size} cuts training.local_batch_size {batch} into "
-            f"{num_microbatches}, and {str(error).split(';')[0]}; set {', or '.join(ways)}"
+            f"{KEY}microbatch_size: {size} splits training.local_batch_size {batch} into "
+            f"{num_microbatches} microbatch{'es' * (num_microbatches != 1)}, but "
+            f"{str(error).split(';')[0]}; set {', or '.join(ways)}"
         ) from error
 
 
 def _weigh(config: JobConfig, names: Sequence[str]) -> tuple[int, int, int]:
-    """The number of blocks, and what embeddings and head count for, in blocks."""
+    """The number of blocks, and the weights of embeddings and head, in blocks."""
     return (
         sum("." in name for name in names),
         config.parallelism.pipeline_parallel_first_stage_less_layers,
@@ -287,9 +288,10 @@ def _weigh(config: JobConfig, names: Sequence[str]) -> tuple[int, int, int]:
 def _share_out(
     config: JobConfig, names: Sequence[str], num_stages: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Blocks in equal numbers, the first stages one more, but for what embeddings and head weigh.
+    """Split the blocks evenly over the stages; the remainder goes to the first stages.
 
-    TorchTitan's rule: `first_stage_less_layers` and `last_stage_less_layers` count as blocks.
+    As in TorchTitan, the embeddings count as `first_stage_less_layers` blocks of the first stage,
+    and the output as `last_stage_less_layers` blocks of the last.
     """
     blocks, first_less, last_less = _weigh(config, names)
     first_block = next(i for i, name in enumerate(names) if "." in name)
@@ -320,7 +322,7 @@ def _check_given(
     key = "parallelism.module_fqns_per_model_part"
     if len(stages) != num_stages:
         raise ConfigError(
-            f"{key}: {len(stages)} parts, and the schedule has {num_stages} stages; "
+            f"{key}: {len(stages)} parts, but the schedule has {num_stages} stages; "
             f"give {num_stages} parts"
         )
     flat = [name for stage in stages for name in stage]
@@ -336,8 +338,8 @@ def _check_given(
     for name, expected in zip(flat, names, strict=False):
         if name != expected:
             raise ConfigError(
-                f"{key}: {quote(name)} stands where {quote(expected)} comes in the forward pass; "
-                "list modules in that order, each once"
+                f"{key}: {quote(name)} is listed where {quote(expected)} is next in the forward "
+                "pass; list the modules in that order, each once"
             )
     if len(flat) > len(names):
-        raise ConfigError(f"{key}: {quote(flat[len(names)])} stands in it twice; list it once")
+        raise ConfigError(f"{key}: {quote(flat[len(names)])} is listed twice; list it once")

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a value, as `section.key: what is wrong; what to do`."""
+"""Turn pydantic's errors into messages `section.key: what is wrong; what to do`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ REMOVE_SECTION = "remove this section"
 
 
 def explain(key: Key, error: Mapping[str, Any], value: Any, depth: int = 0) -> str:
-    """One line about `value` of `key`, which pydantic refused with `error`.
+    """The message for `value` of `key`, which pydantic refused with `error`.
 
-    `depth` is how far inside a list the refused item, `error["input"]`, lies.
+    `depth` is the number of lists around the refused item, `error["input"]`; 0 outside of lists.
     """
     if key.not_yet:
         legal = [key.default] if key.torchtitan is ... else [key.default, key.torchtitan]
@@ -40,7 +40,7 @@ def explain(key: Key, error: Mapping[str, Any], value: Any, depth: int = 0) -> s
 
 def _wrong(key: Key, value: Any, error: Mapping[str, Any]) -> str:
     if key.type is object:
-        return f"does not fit: {error['msg'][:1].lower()}{error['msg'][1:]}"
+        return f"is invalid: {error['msg'][:1].lower()}{error['msg'][1:]}"
     kind, wanted = _kind(value), KINDS[key.type]
     if kind != wanted and not (kind == "integer" and key.type is float):
         return f"is {_a(kind)}, not {_a(wanted)}"
@@ -52,7 +52,7 @@ def _wrong(key: Key, value: Any, error: Mapping[str, Any]) -> str:
 
 
 def _advice(key: Key, target: Key, value: Any) -> str:
-    """How to write what was probably meant; else what the key takes."""
+    """How to write the value that was probably meant, or else the legal values."""
     meant: Any = None
     if isinstance(value, str) and target.type in (bool, int, float):
         try:

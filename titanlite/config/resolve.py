@@ -1,4 +1,4 @@
-"""A job with nothing left to look up: made once, before any rank starts, and sent to the ranks.
+"""Resolve a job once, before any rank starts; the result is sent to the ranks.
 
     JobConfig + number of ranks -> resolve_job -> ResolvedJob
 
@@ -23,32 +23,32 @@ from titanlite.mesh.parallel_dims import ParallelDims
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """A configuration with all that follows from it and from the number of ranks."""
+    """A configuration, with every value that follows from it and the number of ranks."""
 
     config: JobConfig
     dims: ParallelDims
-    """The degree of every axis; no -1 is left."""
+    """The degree of every axis, with -1 resolved."""
     model: Any
     """The model's own configuration: its flavor with the overrides of [model]."""
     seq_len: int
     """Tokens in a sequence."""
     global_batch_size: int
-    """Sequences a step, over all ranks; where the job says -1, what the ranks take at once."""
+    """Sequences per step, over all ranks, with -1 resolved."""
     pipeline: PipelinePlan | None
     """Stages and schedule; None without pipeline parallelism."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The model's configuration is of a class of the user's, whose module a rank has to import
-        # in the way that the job says.
+        # The model's configuration may be of a user's class: a rank must import
+        # experimental.custom_import before it unpickles it.
         rest = (self.model, self.seq_len, self.global_batch_size, self.pipeline)
         return _unpack, (self.config, self.dims, cloudpickle.dumps(rest))
 
 
 def resolve_job(config: JobConfig, world_size: int | None = None, num_gpus: int = 0) -> ResolvedJob:
-    """The job for a world of `world_size` ranks; of as many as its degrees need where that is None.
+    """The job for `world_size` ranks, or if that is None, for as many as its degrees need.
 
-    `num_gpus` are those of this machine (see make_parallel_dims). Raises ConfigError with
-    everything that does not fit together.
+    `num_gpus` is the number of GPUs of this machine (see make_parallel_dims). Raises ConfigError
+    with all problems.
     """
     reading = Reading(config)
     draft = reading.draft(world_size, num_gpus)
@@ -57,7 +57,7 @@ def resolve_job(config: JobConfig, world_size: int | None = None, num_gpus: int 
 
 
 def finish(draft: Draft) -> ResolvedJob:
-    """What a draft comes to that has passed every check."""
+    """The resolved job of a draft that has passed every check."""
     return ResolvedJob(
         draft.config,
         draft.dims,

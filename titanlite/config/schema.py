@@ -1,10 +1,10 @@
-"""Every section and key of a job, with type, default and one line on what it does.
+"""Every section and key of a job, with type, default and one line of text.
 
-Names, meanings and defaults are those of TorchTitan v0.2.2; `torchtitan=` records its default
-where titanlite's is another, OWN where it has no such key. `NotYet[...]` marks a key of
-TorchTitan's that titanlite does not act on, so that only the default is accepted: removing that
-one word makes the key live. `Inert[...]` marks one that only says more about such a feature: any
-value is accepted, and named at the start. Sections that are missing as a whole stand in absent.py.
+Names, meanings and defaults are those of TorchTitan v0.2.2. `torchtitan=` is TorchTitan's default
+if titanlite's differs, or OWN if TorchTitan has no such key. `NotYet[...]` marks a TorchTitan key
+that titanlite does not support: only the default is accepted. `Inert[...]` marks a key that only
+configures such a feature: any value is accepted, and reported at the start. Sections without any
+supported key are in absent.py.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from titanlite.data.catalog import DATASETS
 
 
 class JobSection(Section):
-    """What is run, and where its output goes"""
+    """The job's description, output folder and device"""
 
     config_file: str | None = key(None, "TOML file to read; the command line overrides it")
     dump_folder: Name = key("./outputs", "folder for everything the job writes")
-    description: str = key("default job", "what this job shows, printed at its start")
+    description: str = key("default job", "description, printed at the start")
     print_config: bool = key(False, "print the whole configuration before training")
     save_config_file: str | None = key(
-        None, "file in dump_folder to write the whole configuration to, as TOML"
+        None, "file in dump_folder for the whole configuration, as TOML"
     )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto",
-        "cuda with NCCL, cpu with gloo; auto: cuda where every rank has a GPU, else cpu",
+        "cuda with NCCL, or cpu with gloo; auto: cuda if every rank has a GPU, else cpu",
         torchtitan=OWN,
     )
     max_local_ranks: PositiveInt | None = key(
         None,
-        "most ranks that start on this machine; if not set, what its cores and memory allow",
+        "limit on ranks on this machine; if not set, it depends on cores and memory",
         torchtitan=OWN,
     )
     custom_config_module: NotYet[str] = key(
@@ -63,16 +63,16 @@ class JobSection(Section):
 
 
 class Profiling(Section):
-    """Traces of what each rank does"""
+    """Profiler traces and memory snapshots"""
 
-    enable_profiling: bool = key(False, "write profiler traces, one file a rank, for Perfetto")
+    enable_profiling: bool = key(False, "write profiler traces, one file per rank, for Perfetto")
     save_traces_folder: Name = key("profile_traces", "folder in dump_folder for traces")
-    profile_freq: PositiveInt = key(10, "steps from one trace to the next")
+    profile_freq: PositiveInt = key(10, "steps between traces")
     profiler_active: PositiveInt = key(1, "steps in a trace")
-    profiler_warmup: NonNegativeInt = key(3, "steps the profiler runs before it records")
+    profiler_warmup: NonNegativeInt = key(3, "steps that the profiler runs before it records")
     enable_pipeline_timeline: bool = key(
         False,
-        "draw and trace what each pipeline rank did, every profile_freq steps",
+        "draw and trace the actions of each pipeline rank, every profile_freq steps",
         torchtitan=OWN,
     )
     enable_memory_snapshot: bool = key(False, "write snapshots of the CUDA allocator's history")
@@ -84,76 +84,78 @@ class Profiling(Section):
 class Metrics(Section):
     """Numbers logged during training"""
 
-    log_freq: PositiveInt = key(10, "steps from one report to the next")
-    enable_tensorboard: bool = key(False, "write TensorBoard files (extra: tensorboard)")
+    log_freq: PositiveInt = key(10, "steps between reports")
+    enable_tensorboard: bool = key(False, "write TensorBoard files (needs the extra tensorboard)")
     disable_color_printing: bool = key(False, "print without colours")
     save_tb_folder: Name = key("tb", "folder in dump_folder for TensorBoard files")
     save_for_all_ranks: NotYet[bool] = key(
-        False, "TensorBoard and W&B for every rank, not one alone"
+        False, "TensorBoard and W&B for every rank instead of one"
     )
-    enable_wandb: bool = key(False, "log to Weights & Biases (extra: wandb)")
+    enable_wandb: bool = key(False, "log to Weights & Biases (needs the extra wandb)")
 
 
 class Model(Section):
-    """The model; beside these keys, every field of the model's own configuration is one"""
+    """The model. The fields of its own configuration are keys of this section too"""
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = key("image_transformer", "which model", torchtitan="llama3")
-    flavor: str = key("digits", "a set of sizes: digits, cifar or debug", torchtitan="debugmodel")
+    name: str = key("image_transformer", "name of the model", torchtitan="llama3")
+    flavor: str = key("digits", "set of sizes: digits, cifar or debug", torchtitan="debugmodel")
     hf_assets_path: Inert[str] = key(
-        "./tests/assets/tokenizer", "folder of Hugging Face assets, such as a tokenizer of text"
+        "./tests/assets/tokenizer", "folder of Hugging Face assets, such as a text tokenizer"
     )
-    tokenizer_path: NotYet[str | None] = key(None, "tokenizer of text; later hf_assets_path")
+    tokenizer_path: NotYet[str | None] = key(None, "text tokenizer; replaced by hf_assets_path")
     converters: Values[Literal["quantize.linear.float8"]] = key(
         (),
-        "conversions of the model: linear layers to float8, by its section",
+        "conversions of the model: linear layers to float8",
         lacking=("quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx"),
     )
-    print_after_conversion: NotYet[bool] = key(False, "print the model once converted")
+    print_after_conversion: NotYet[bool] = key(False, "print the converted model")
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The keys that belong to the model's own configuration, as given."""
+        """The given keys of the model's own configuration."""
         return dict(self.model_extra or {})
 
 
 class Optimizer(Section):
-    """How weights follow gradients"""
+    """The optimizer"""
 
-    name: Literal["AdamW", "Adam", "SGD"] = key("AdamW", "which optimizer")
+    name: Literal["AdamW", "Adam", "SGD"] = key("AdamW", "name of the optimizer")
     lr: PositiveFloat = key(8e-4, "peak learning rate")
-    beta1: float = key(0.9, "AdamW, Adam: decay of the gradient's average", ge=0, lt=1)
-    beta2: float = key(0.95, "AdamW, Adam: decay of the squared gradient's average", ge=0, lt=1)
+    beta1: float = key(0.9, "AdamW, Adam: decay rate of the gradient's moving average", ge=0, lt=1)
+    beta2: float = key(
+        0.95, "AdamW, Adam: decay rate of the squared gradient's moving average", ge=0, lt=1
+    )
     eps: PositiveFloat = key(1e-8, "AdamW, Adam: added to the denominator")
     weight_decay: NonNegativeFloat = key(0.1, "weight decay")
     momentum: float = key(0.0, "SGD: momentum", torchtitan=OWN, ge=0, lt=1)
     implementation: Literal["fused", "foreach", "for-loop"] | None = key(
         None,
-        "one kernel, kernels over lists, or tensor by tensor; fused if not set, SGD: foreach",
+        "one kernel, kernels over lists, or one tensor at a time; default: fused, SGD: foreach",
         torchtitan="fused",
     )
-    early_step_in_backward: NotYet[bool] = key(False, "step each weight during the backward pass")
+    early_step_in_backward: NotYet[bool] = key(False, "update each weight during the backward pass")
 
     @property
     def kernels(self) -> Literal["fused", "foreach", "for-loop"]:
-        """The implementation, or what stands for none."""
+        """The implementation, with its default resolved."""
         return self.implementation or ("foreach" if self.name == "SGD" else "fused")
 
 
 class LRScheduler(Section):
-    """Learning rate over the run: warm-up, plateau, decay"""
+    """The learning rate schedule: warm-up, plateau, decay"""
 
     warmup_steps: NonNegativeInt = key(
-        200, "steps of linear warm-up, cut to the run; if not set, to what the decay leaves"
+        200, "steps of linear warm-up, cut to the run; if not set, also cut to leave decay_ratio"
     )
     total_steps: PositiveInt | None = key(None, "length of the schedule; training.steps if not set")
     decay_ratio: Fraction | None = key(
         None,
-        "share of the run that decays, cut to what warm-up leaves; if not set, all of that",
+        "fraction of the run that decays, cut to the steps after warm-up; if not set, all these",
     )
     decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "shape of the decay")
-    min_lr_factor: Fraction = key(0.0, "the decay ends at this share of the learning rate")
+    min_lr_factor: Fraction = key(0.0, "the decay ends at this fraction of the peak learning rate")
 
 
 class DataLoader(Section):
@@ -162,118 +164,124 @@ class DataLoader(Section):
     num_workers: NotYet[NonNegativeInt] = key(0, "worker processes")
     persistent_workers: NotYet[bool] = key(False, "keep workers between epochs")
     pin_memory: NotYet[bool] = key(False, "copy batches into pinned memory")
-    prefetch_factor: NotYet[PositiveInt | None] = key(None, "batches a worker loads ahead")
+    prefetch_factor: NotYet[PositiveInt | None] = key(None, "batches that a worker loads ahead")
 
 
 class Training(Section):
-    """Data, batch, length and number formats of the run"""
+    """Data set, batch, sequence length, steps and dtypes"""
 
     dataset: str = key("digits", f"data set: {', '.join(DATASETS)}", torchtitan="c4_test")
-    dataset_path: str | None = key(None, "folder of a data set that is read from disk (cifar10)")
-    local_batch_size: PositiveInt = key(8, "sequences a data-parallel rank takes at once")
+    dataset_path: str | None = key(None, "folder of a data set on disk (cifar10)")
+    local_batch_size: PositiveInt = key(8, "sequences per data-parallel rank and accumulation step")
     global_batch_size: CountOrMinusOne = key(
         -1,
-        "sequences in a step, by accumulation where needed; -1: local_batch_size on every rank",
+        "sequences per step, accumulated if needed; -1: local_batch_size x data-parallel degree",
     )
     seq_len: PositiveInt | None = key(
         None,
-        "tokens in a sequence; if not set the model's own length, else the data's, else 2048",
+        "tokens per sequence; if not set, the model's own length, else the data's, else 2048",
         torchtitan=2048,
     )
     max_norm: float = key(
-        1.0, "gradients are clipped to this norm; inf: not clipped", gt=0, allow_inf_nan=True
+        1.0, "clip gradients to this norm; inf: no clipping", gt=0, allow_inf_nan=True
     )
-    steps: PositiveInt = key(10000, "optimizer steps to run")
+    steps: PositiveInt = key(10000, "number of optimizer steps")
     enable_cpu_offload: bool = key(
-        False, "FSDP keeps parameters, gradients and optimizer state in CPU memory"
+        False, "FSDP: keep parameters, gradients and optimizer state in CPU memory"
     )
     cpu_offload_pin_memory: bool = key(
         True,
-        "pin offloaded memory where there is CUDA; false where CPU memory is short",
+        "on CUDA, pin the offloaded memory; false if CPU memory is short",
         torchtitan=OWN,
     )
-    dtype: Dtype = key("float32", "number format of parameters, gradients and optimizer state")
+    dtype: Dtype = key("float32", "dtype of parameters, gradients and optimizer state")
     mixed_precision_param: Dtype | None = key(
-        None, "number format of the computation; training.dtype if not set", torchtitan="bfloat16"
+        None, "dtype of the computation; training.dtype if not set", torchtitan="bfloat16"
     )
     mixed_precision_reduce: Dtype | None = key(
-        None, "number format of gradient reduction; training.dtype if not set", torchtitan="float32"
+        None, "dtype of gradient reduction; training.dtype if not set", torchtitan="float32"
     )
-    gc_freq: PositiveInt = key(50, "steps from one Python garbage collection to the next")
-    gc_debug: bool = key(False, "collect garbage at every step and log what was found")
+    gc_freq: PositiveInt = key(50, "steps between Python garbage collections")
+    gc_debug: bool = key(False, "collect garbage at every step and log the number of objects found")
     dataloader: DataLoader = DataLoader()
 
     @property
     def param_dtype(self) -> Dtype:
-        """Number format of the computation: mixed_precision_param, or dtype."""
+        """The dtype of the computation: mixed_precision_param, or dtype."""
         return self.mixed_precision_param or self.dtype
 
     @property
     def reduce_dtype(self) -> Dtype:
-        """Number format of gradient reduction: mixed_precision_reduce, or dtype."""
+        """The dtype of gradient reduction: mixed_precision_reduce, or dtype."""
         return self.mixed_precision_reduce or self.dtype
 
 
 class Parallelism(Section):
-    """How many ways each thing is split; the product is the number of ranks"""
+    """The degree of each parallelism. Their product is the number of ranks"""
 
     data_parallel_replicate_degree: PositiveInt = key(
-        1, "copies of the weights (DDP; with a shard degree, HSDP)"
+        1, "replicas of the weights (DDP; HSDP with a shard degree)"
     )
     data_parallel_shard_degree: CountOrMinusOne = key(
-        -1, "ways the weights are sharded (FSDP2); -1: all ranks the other degrees leave"
+        -1, "shards of the weights (FSDP2); -1: all ranks that the other degrees leave"
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
-        "default", "whether FSDP frees gathered weights after forward, and gathers them again"
+        "default", "whether FSDP frees gathered weights after the forward pass"
     )
     tensor_parallel_degree: PositiveInt = key(
-        1, "ways heads and hidden units are split (TP), the sequence between them (SP)"
+        1, "shards of heads and hidden units (TP), and of the sequence in between (SP)"
     )
-    disable_loss_parallel: bool = key(False, "TP: gather the logits instead of splitting the loss")
+    disable_loss_parallel: bool = key(
+        False, "TP: all-gather the logits instead of sharding the loss"
+    )
     enable_async_tensor_parallel: bool = key(
-        False, "TP: overlap its communication with matrix products"
+        False, "TP: overlap communication with matrix products"
     )
     async_tensor_parallel_backend: Literal["auto", "symmetric_memory", "ring"] = key(
         "auto",
-        "async TP: symmetric_memory (GPUs, compiled) or ring (anywhere); auto: by device",
+        "async TP: symmetric_memory (GPUs, compiled model) or ring; auto: by device",
         torchtitan=OWN,
     )
-    pipeline_parallel_degree: PositiveInt = key(1, "ways the blocks are split (PP)")
+    pipeline_parallel_degree: PositiveInt = key(
+        1, "ranks of a pipeline, each with one or more stages (PP)"
+    )
     module_fqns_per_model_part: Values[Values[str]] | None = key(
-        None, "PP: the modules of each stage, by name"
+        None, "PP: the names of each stage's modules"
     )
     pipeline_parallel_first_stage_less_layers: NonNegativeInt = key(
-        1, "PP: blocks the first stage has less, for the embeddings"
+        1, "PP: blocks fewer on the first stage, for the embeddings"
     )
     pipeline_parallel_last_stage_less_layers: NonNegativeInt = key(
-        1, "PP: blocks the last stage has less, for the output layer"
+        1, "PP: blocks fewer on the last stage, for the output layer"
     )
-    pipeline_parallel_layers_per_stage: PositiveInt | None = key(None, "PP: blocks a stage has")
+    pipeline_parallel_layers_per_stage: PositiveInt | None = key(None, "PP: blocks per stage")
     pipeline_parallel_schedule: str = key(
-        "1F1B", "PP: which schedule, such as 1F1B, Interleaved1F1B, ZBVZeroBubble"
+        "1F1B", "PP: name of the schedule, such as 1F1B, Interleaved1F1B, ZBVZeroBubble"
     )
     pipeline_parallel_schedule_csv: str = key(
-        "", "PP: CSV file that holds a schedule, in place of it"
+        "", "PP: CSV file with a schedule, used instead of the named one"
     )
-    pipeline_parallel_microbatch_size: PositiveInt = key(1, "PP: sequences in a microbatch")
+    pipeline_parallel_microbatch_size: PositiveInt = key(1, "PP: sequences per microbatch")
     pipeline_parallel_expert_parallel_overlap: Inert[bool] = key(
-        True, "PP: overlap with the communication of experts"
+        True, "PP: overlap with expert communication"
     )
-    context_parallel_degree: PositiveInt = key(1, "ways the sequence is split (CP)")
+    context_parallel_degree: PositiveInt = key(1, "shards of the sequence (CP)")
     context_parallel_load_balancer: Literal["headtail", "striped", "none"] = key(
-        "headtail", "CP: which tokens a rank holds", lacking=("ptrr",)
+        "headtail", "CP: how tokens are distributed over ranks", lacking=("ptrr",)
     )
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = key(
-        "alltoall", "CP: keys and values gathered at once or passed round", torchtitan="allgather"
+        "alltoall",
+        "CP: all-gather keys and values, or pass them around a ring",
+        torchtitan="allgather",
     )
-    expert_parallel_degree: NotYet[PositiveInt] = key(1, "ways the experts are split (EP)")
+    expert_parallel_degree: NotYet[PositiveInt] = key(1, "shards of the experts (EP)")
     expert_tensor_parallel_degree: Inert[PositiveInt] = key(1, "TP degree within experts")
     expert_parallel_comm_backend: Inert[Literal["standard", "deepep"]] = key(
-        "standard", "EP: which all-to-all"
+        "standard", "EP: all-to-all implementation"
     )
 
     def overlap_backend(self, device_type: str) -> Literal["symmetric_memory", "ring"] | None:
-        """How tensor parallelism overlaps on that device; None where it is not asked to."""
+        """The backend of async TP on `device_type`; None if async TP is off."""
         if not self.enable_async_tensor_parallel:
             return None
         if self.async_tensor_parallel_backend == "auto":
@@ -282,29 +290,32 @@ class Parallelism(Section):
 
 
 class ActivationCheckpoint(Section):
-    """Activations recomputed in the backward pass instead of kept"""
+    """Recomputing activations in the backward pass instead of saving them"""
 
     mode: Literal["selective", "full", "memory_budget", "none"] = key(
-        "selective", "which: some, all, what compile finds for a budget, or none"
+        "selective",
+        "recompute some or all activations, as a memory budget requires (compile), or none",
     )
     selective_ac_option: BlockIntervalOrOp = key(
-        "2", '"n": every n-th block; "op": save listed operators\' outputs, recompute the rest'
+        "2", '"n": recompute every n-th block; "op": save some operators, recompute the rest'
     )
     per_op_sac_force_recompute_mm_shapes_by_fqns: Values[str] = key(
-        ("moe.router.gate",), '"op": linear layers, by name, whose products are recomputed'
+        ("moe.router.gate",), '"op": names of linear layers whose outputs are always recomputed'
     )
-    early_stop: bool = key(False, "stop recomputing once everything needed is there")
+    early_stop: bool = key(
+        False, "stop recomputation as soon as the last needed tensor is recomputed"
+    )
     memory_budget: Fraction = key(
-        0.5, "memory_budget: 0 recomputes everything, 1 keeps what compile would keep"
+        0.5, "memory_budget: 0 recomputes everything, 1 saves what compile saves by default"
     )
     visualize_memory_budget_pareto: NotYet[bool] = key(
         False, "memory_budget: draw time against memory"
     )
-    preserve_rng_state: bool = key(True, "recompute with the random state of the first time")
+    preserve_rng_state: bool = key(True, "recompute with the random state of the forward pass")
     determinism_check: Literal["default", "none"] = key(
-        "default", "compare shapes and types of recomputed tensors with the first, or not"
+        "default", "check shapes and dtypes of recomputed tensors, or do not"
     )
-    debug: bool = key(False, "record what was recomputed, for error messages (slow)")
+    debug: bool = key(False, "record recomputation for error messages (slow)")
 
 
 class Compile(Section):
@@ -312,33 +323,33 @@ class Compile(Section):
 
     enable: bool = key(False, "compile the components below")
     components: Values[Literal["model", "loss"]] = key(
-        ("model", "loss"), "what is compiled: the model (block by block), the loss"
+        ("model", "loss"), "what to compile: the model (block by block), the loss"
     )
-    backend: Name = key("inductor", "which compiler")
+    backend: Name = key("inductor", "name of the compiler backend")
 
 
 class Float8Linear(Section):
-    """Linear layers in float8: how, where model.converters names this section"""
+    """Linear layers in float8, if model.converters names this section"""
 
     enable_fsdp_float8_all_gather: bool = key(
-        False, "tensorwise: FSDP gathers the layers' weights in float8"
+        False, "tensorwise: FSDP all-gathers weights in float8"
     )
     precompute_float8_dynamic_scale_for_fsdp: bool = key(
-        False, "find the scales of those at once, after each optimizer step"
+        False, "compute all scales of these weights at once, after each optimizer step"
     )
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(
         None,
-        "a scale a tensor (if not set) or a row; gw_hp: weight gradients in full precision",
+        "scale per tensor (if not set) or row; gw_hp: weight gradients in high precision",
     )
     filter_fqns: Values[Name] = key(
         (),
-        "layers left as they are, by part of a name; auto_filter_small_kn: those too small",
+        "parts of names of layers not to convert; auto_filter_small_kn: small layers",
     )
-    emulate: bool = key(False, "use no float8 units, whatever the device has")
+    emulate: bool = key(False, "emulate float8, even if the hardware supports it")
 
     @property
     def recipe(self) -> Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]:
-        """The recipe's name, or what stands for none."""
+        """The recipe's name, with its default resolved."""
         return self.recipe_name or "tensorwise"
 
 
@@ -357,104 +368,113 @@ class Quantize(Section):
 
 
 class Checkpoint(Section):
-    """Saving training state, and going on from it"""
+    """Saving checkpoints and resuming"""
 
-    enable: bool = key(False, "save checkpoints, and go on from the newest one there is")
+    enable: bool = key(False, "save checkpoints, and resume from the newest one")
     folder: Name = key("checkpoint", "folder in dump_folder for checkpoints")
-    interval: PositiveInt = key(500, "steps from one checkpoint to the next")
+    interval: PositiveInt = key(500, "steps between checkpoints")
     initial_load_path: Name | None = key(
-        None, "checkpoint to start from where the folder has none yet: its own folder, step-N"
+        None, "checkpoint (its step-N folder) to start from if checkpoint.folder has none"
     )
-    initial_load_model_only: bool = key(True, "of that, load the weights alone")
+    initial_load_model_only: bool = key(True, "load only the weights from initial_load_path")
     initial_load_in_hf: bool = key(
-        False, "it is in Hugging Face's format: a .safetensors file, or a folder of them"
+        False,
+        "initial_load_path is a .safetensors file or a folder of them (Hugging Face's format)",
     )
-    initial_load_in_hf_quantized: NotYet[bool] = key(False, "it is quantized")
-    last_save_model_only: bool = key(True, "the last step's checkpoint holds the weights alone")
-    last_save_in_hf: bool = key(False, "that one is a .safetensors file (Hugging Face's format)")
+    initial_load_in_hf_quantized: NotYet[bool] = key(False, "the .safetensors file is quantized")
+    last_save_model_only: bool = key(True, "save only the weights at the last step")
+    last_save_in_hf: bool = key(
+        False, "save the last step's weights as a .safetensors file (Hugging Face's format)"
+    )
     export_dtype: Literal["float32", "float16", "bfloat16"] = key(
-        "float32", "number format of the weights in a checkpoint that holds them alone"
+        "float32", "dtype of the weights in a checkpoint that has only weights"
     )
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key(
-        "disabled", "save while training goes on, from a copy in memory; pinned: a lasting copy"
+        "disabled", "save in the background from a staged copy; pinned: reuse pinned staging memory"
     )
-    keep_latest_k: NonNegativeInt = key(10, "checkpoints kept; 0: all")
+    keep_latest_k: NonNegativeInt = key(10, "number of checkpoints to keep; 0: all")
     load_step: int = key(-1, "step of the checkpoint to load; -1: the newest", ge=-1)
     exclude_from_loading: Values[
         Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]
-    ] = key((), "what is not loaded from a checkpoint; train_state is the step")
+    ] = key((), "state not to load from a checkpoint; train_state is the step")
     enable_first_step_checkpoint: bool = key(False, "save after the first step too")
-    create_seed_checkpoint: bool = key(False, "save the initial weights as step-0, and stop")
-    load_only: bool = key(False, "load, never save; outputs go to load_only-N in dump_folder")
-    enable_ft_dataloader_checkpoints: Inert[bool] = key(True, "data state of fault tolerance")
+    create_seed_checkpoint: bool = key(False, "save the initial weights as step-0, then exit")
+    load_only: bool = key(False, "load but never save; outputs go to load_only-N in dump_folder")
+    enable_ft_dataloader_checkpoints: Inert[bool] = key(
+        True, "data loader checkpoints for fault tolerance"
+    )
 
     @property
     def saves(self) -> bool:
-        """Whether a run saves anything, and so has something to finish when it is stopped."""
+        """Whether a run saves checkpoints, and so finishes a step and saves when it is stopped."""
         return self.enable and not self.load_only
 
 
 class Comm(Section):
     """Communication between ranks"""
 
-    init_timeout_seconds: PositiveInt = key(300, "longest wait up to the end of the first step")
-    train_timeout_seconds: PositiveInt = key(100, "longest wait after it")
+    init_timeout_seconds: PositiveInt = key(300, "timeout until the end of the first step")
+    train_timeout_seconds: PositiveInt = key(100, "timeout after the first step")
     checkpoint_timeout_seconds: PositiveInt = key(
-        3600, "longest wait for each other's disks, in a save or a load", torchtitan=OWN
+        3600, "timeout of a save or a load, which wait for every rank's disk", torchtitan=OWN
     )
     trace_buf_size: NonNegativeInt = key(
-        20000, "collectives the flight recorder keeps, for reports and traces; 0: none"
+        20000, "collectives that the flight recorder keeps, for reports and traces; 0: none"
     )
     save_traces_folder: Name = key(
-        "comm_traces", "folder in dump_folder for the traces of a stuck run"
+        "comm_traces", "folder in dump_folder for the traces of a hanging run"
     )
-    save_traces_file_prefix: Name = key("rank_", "how their names begin; the rank follows")
+    save_traces_file_prefix: Name = key(
+        "rank_", "file names of these traces: this prefix, then the rank"
+    )
     mode: Literal["default", "debug"] = key(
         "default",
-        '"debug": each step, compare what all ranks called, and from where',
+        '"debug": at each step, compare the collectives of all ranks and their lines of code',
         lacking=("fake_backend", "local_tensor"),
     )
 
 
 class Validation(Section):
-    """Loss on data that is not trained on"""
+    """The loss on held-out data"""
 
-    enable: bool = key(False, "validate, every freq training steps")
+    enable: bool = key(False, "validate every freq training steps")
     dataset: str | None = key(
-        None, "data set; training.dataset's held-out part if not set", torchtitan="c4_validation"
+        None,
+        "data set; the held-out part of training.dataset if not set",
+        torchtitan="c4_validation",
     )
-    dataset_path: str | None = key(None, "its folder; training.dataset_path if neither is set")
-    local_batch_size: PositiveInt = key(8, "sequences a data-parallel rank takes at once")
+    dataset_path: str | None = key(None, "its folder; training.dataset_path if neither key is set")
+    local_batch_size: PositiveInt = key(8, "sequences per forward pass on a data-parallel rank")
     seq_len: PositiveInt | None = key(
-        None, "tokens in a sequence; training.seq_len's, and no other", torchtitan=2048
+        None, "tokens per sequence; only the training length is accepted", torchtitan=2048
     )
-    freq: PositiveInt = key(10, "training steps from one validation to the next")
-    steps: CountOrMinusOne = key(-1, "batches in a validation; -1: the whole set")
+    freq: PositiveInt = key(10, "training steps between validations")
+    steps: CountOrMinusOne = key(-1, "global batches per validation; -1: the whole data set")
     dataloader: DataLoader = DataLoader()
 
 
 class Debug(Section):
-    """Randomness, and numbers that go wrong"""
+    """Randomness, and non-finite losses"""
 
     seed: int = key(
         0, "seed of weights, data order and sampling", torchtitan=None, ge=0, le=2**63 - 1
     )
-    deterministic: bool = key(False, "deterministic algorithms only")
-    deterministic_warn_only: bool = key(False, "where there is none, warn instead of stopping")
+    deterministic: bool = key(False, "use only deterministic algorithms")
+    deterministic_warn_only: bool = key(
+        False, "warn, instead of stopping, if an operation has no deterministic algorithm"
+    )
     non_finite: Literal["stop", "skip", "ignore"] = key(
         "stop",
-        "where loss or gradient norm is not finite: stop before the update, skip it, or take it",
+        "if loss or gradient norm is not finite: stop before the update, skip it, or apply it",
         torchtitan=OWN,
     )
-    moe_force_load_balance: Inert[bool] = key(False, "tokens go to experts in turn")
+    moe_force_load_balance: Inert[bool] = key(False, "assign tokens to experts in turn")
 
 
 class Experimental(Section):
-    """Code from outside"""
+    """User modules"""
 
-    custom_import: str = key(
-        "", 'module ("package.module") to import; it registers a model or a data set'
-    )
+    custom_import: str = key("", 'module ("package.module") that registers a model or a data set')
     custom_args_module: NotYet[str] = key(
         "",
         "module that extends the configuration",
@@ -463,16 +483,18 @@ class Experimental(Section):
 
 
 class Sampling(Section):
-    """Sequences drawn from the trained model (titanlite's own section)"""
+    """Samples drawn from the trained model (not in TorchTitan)"""
 
-    num_samples: NonNegativeInt = key(16, "samples drawn at the end; 0: none", torchtitan=OWN)
+    num_samples: NonNegativeInt = key(
+        16, "number of samples to draw at the end; 0: none", torchtitan=OWN
+    )
     temperature: PositiveFloat = key(
-        1.0, "below 1 likelier tokens, above 1 more varied ones", torchtitan=OWN
+        1.0, "below 1: likelier tokens; above 1: more varied ones", torchtitan=OWN
     )
 
 
 class JobConfig(Section):
-    """A whole job. Build one with load_config, make_config or override, which check it all."""
+    """A whole job. Build one with load_config, make_config or override, which run all checks."""
 
     job: JobSection = JobSection()
     model: Model = Model()
@@ -501,32 +523,33 @@ class JobConfig(Section):
 
     @property
     def num_recorded_collectives(self) -> int:
-        """What the flight recorder keeps: under "debug" all of it is read at each step."""
+        """Collectives the flight recorder keeps; fewer in "debug", which reads all at each step."""
         size = self.comm.trace_buf_size
         return min(size, 2000) if self.comm.mode == "debug" else size
 
     @property
     def schedule_steps(self) -> int:
-        """Length of the learning-rate schedule in steps."""
+        """Length of the learning rate schedule in steps."""
         return self.lr_scheduler.total_steps or self.training.steps
 
     def validates_after(self, step: int) -> bool:
-        """Whether the run validates after `step`: by interval, and after the last."""
+        """Whether the run validates after `step`: every `freq` steps, and after the last step."""
         is_due = step % self.validation.freq == 0 or step == self.training.steps
         return self.validation.enable and is_due
 
     @property
     def decay_steps(self) -> int:
-        """Steps of learning-rate decay at the end of the schedule, cut to what warm-up leaves."""
+        """Steps of decay at the end of the schedule, at most the steps after warm-up."""
         room = self.schedule_steps - self.warmup_steps
         ratio = self.lr_scheduler.decay_ratio
         return room if ratio is None else min(round(self.schedule_steps * ratio), room)
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up, cut to the schedule, as TorchTitan does.
+        """Steps of warm-up, at most the length of the schedule, as in TorchTitan.
 
-        A warm-up that the job does not set also leaves room for the decay that it does set.
+        If the job sets decay_ratio but not warmup_steps, the default is cut to the steps before the
+        decay.
         """
         room = self.schedule_steps
         ratio = self.lr_scheduler.decay_ratio
@@ -541,7 +564,7 @@ class JobConfig(Section):
 
     @property
     def validation_dataset_path(self) -> str | None:
-        """Its folder, for a data set that is read from disk."""
+        """The folder of the validation data set, if it is read from disk."""
         if self.validation.dataset is None or self.validation.dataset == self.training.dataset:
             return self.validation.dataset_path or self.training.dataset_path
         return self.validation.dataset_path

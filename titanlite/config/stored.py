@@ -1,8 +1,8 @@
-"""A configuration that came with a checkpoint or a file of weights: data, of which no key that
-imports a module, opens a path or starts a process is used; torch-free.
+"""Filter the configuration stored in a checkpoint or a file of weights; torch-free.
 
-What it may say is which model it is, in which number format, and how samples are drawn. The keys in
-ASKED are for the user alone to give; where a stored configuration has one, the user is told so.
+A stored configuration is untrusted: keys that import a module, open a path or start a process are
+not used. It may only define the model, its number format, and how samples are drawn (DATA). If it
+has a key of ASKED, the user must give the value.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
 from titanlite.files import shown
 
-# Of each section the keys that are used; of [model] also those of the model's own configuration,
-# which has typed fields.
+# Section -> the keys that are used. The keys of the model's own configuration are used too: its
+# fields are typed.
 DATA: Mapping[str, tuple[str, ...]] = {
     "job": ("description",),
     "model": ("name", "flavor"),
@@ -36,10 +36,10 @@ MOST_DESCRIPTION_CHARACTERS = 200
 def stored_sections(
     stored: Mapping[str, Mapping[str, Any]], source: Path, given: Mapping[str, str | None]
 ) -> dict[str, dict[str, Any]]:
-    """The sections of a stored configuration as data, with what the user has `given` of ASKED.
+    """The trusted sections of a stored configuration, and the keys of ASKED that were `given`.
 
-    Raises ConfigError where the configuration in `source` has one of ASKED and the user has not
-    given it: no module is imported and no path opened because a file says so.
+    Raises ConfigError if the configuration in `source` has a key of ASKED that the user has not
+    given: a file alone must not cause a module to be imported or a path to be opened.
     """
     problems = []
     for name, what in ASKED.items():
@@ -48,7 +48,7 @@ def stored_sections(
         if wanted and not given.get(name):
             problems.append(
                 f"{name}: {source} names {what}, {quote(shown(str(wanted)))}, which is not used "
-                f"because a file says so; if you trust it, {_how_to_give(name, wanted)}"
+                f"without your consent; if you trust it, {_how_to_give(name, wanted)}"
             )
     if problems:
         raise ConfigError(*problems)
@@ -71,7 +71,7 @@ def stored_sections(
 
 
 def _how_to_give(name: str, wanted: Any) -> str:
-    """What to type; a text that is neither a module nor a plain path is not handed on."""
+    """The option to give, with the value only if that is a module name or a plain path."""
     if not isinstance(wanted, str) or not wanted.isprintable() or len(wanted) > 200:
         return f"give --{name}"
     if name == "experimental.custom_import" and not all(

@@ -1,4 +1,4 @@
-"""TOML in and out: parsing on every supported Python, and values as they would be written."""
+"""Parse TOML on every supported Python version, and format values as TOML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Numbers of thousands of digits raise ValueError, deep nesting RecursionError.
+# A number with thousands of digits raises ValueError, deep nesting RecursionError.
 TOML_ERRORS = (tomllib.TOMLDecodeError, ValueError, RecursionError)
 
 
@@ -27,10 +27,10 @@ _TEXT_OR_COMMENT = re.compile(r"""\"(\\.|[^"\\])*"|'[^']*'|#.*""")
 
 
 def unclosed_list(lines: Sequence[str], following: Sequence[str] = ()) -> int:
-    """The number, from 1 up, of the line of `lines` that opens a list without an end; 0 for none.
+    """The number (from 1) of the line of `lines` that opens a list and never closes it; 0 if none.
 
-    The last of `lines` is where a parser gave up. A list that ends further down, before the next
-    key or section, is not at fault.
+    The parser failed at the last of `lines`. A list that is closed in `following`, before the next
+    key or section, does not count.
     """
     for number in range(len(lines), 0, -1):
         if not _LIST.match(lines[number - 1]):
@@ -48,7 +48,7 @@ def unclosed_list(lines: Sequence[str], following: Sequence[str] = ()) -> int:
 
 
 def show(value: Any) -> str:
-    """`value` as it would stand in TOML, on one line; "none" for a key that is not set."""
+    """`value` as TOML on one line; "none" for None."""
     match value:
         case None:
             return "none"
@@ -67,7 +67,7 @@ def show(value: Any) -> str:
 
 
 def show_name(name: str) -> str:
-    """The name of a key or section, in quotes where TOML would need them."""
+    """The name of a key or section, quoted if TOML requires it."""
     return name if re.fullmatch(r"[A-Za-z0-9_.-]+", name) else quote(name)
 
 
