@@ -1,7 +1,7 @@
-"""What all tests share."""
+"""Settings shared by all tests."""
 
 from hypothesis import settings
 
-# How long an example takes says more about what else the machine does than about the code.
+# No deadline: the time of an example depends more on the load of the machine than on the code.
 settings.register_profile("titanlite", deadline=None)
 settings.load_profile("titanlite")

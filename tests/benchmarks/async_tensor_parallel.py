@@ -1,16 +1,16 @@
-"""What asynchronous TP gains: the ring against itself without overlap, and against collectives.
+"""The gain of asynchronous TP: rings with and without overlap, and rings against collectives.
 
     python tests/benchmarks/async_tensor_parallel.py overlap [--picture FILE.png --trace FILE.json]
     python tests/benchmarks/async_tensor_parallel.py sizes [--ranks 2 4] [--compile aot_eager]
 
-overlap: two ranks of a core and a thread each, over a link that is made as slow as the product of a
-chunk, by waits that use no CPU. With overlap a ring of two products and one transfer takes as long
-as two products, without it as three: 1.5 is the most there is, and 1.25 of a whole backward pass,
-which has the weights' gradients too, two products more. Ends with status 1 where it is less than
-the target.
+overlap: two ranks with one core and one thread each, over a link that is slowed down until the
+transfer of a chunk takes as long as its product, by waits that use no CPU. A ring of two products
+and one transfer takes as long as two products with overlap, and as three without. The largest
+possible gain is thus 1.5, and 1.25 for a whole backward pass, which also computes the weights'
+gradients (two more products). The exit status is 1 if a gain misses its target.
 
 sizes: no delay. A feed-forward layer (two matrices, both pairs, forward and backward) with rings
-and with DTensor's collectives, by wall clock and CPU-seconds, in turn.
+and with DTensor's collectives in turn, in wall-clock seconds and CPU-seconds.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ SIZES = (
 
 @dataclass
 class Link:
-    """A link of so many seconds a byte; what passes over it is noted."""
+    """A link that takes `seconds_per_byte`; it records all products and transfers."""
 
     seconds_per_byte: float = 0.0
     waits: bool = False
-    """Whether a transfer is waited for before the product beside it."""
+    """Whether each transfer is waited for before the product that it could overlap with."""
     spans: list[tuple[float, float, str]] = field(default_factory=list)
-    """(start, end, "product" or "transfer"): seconds of a clock that ranks share."""
+    """(start, end, "product" or "transfer"), in seconds of a clock that the ranks share."""
 
     @contextmanager
     def in_force(self) -> Iterator[Link]:
-        """Inside, rings send over this link."""
+        """Rings use this link inside the block."""
         from titanlite.parallelize import ring_product
 
         multiply = ring_product.multiply
@@ -83,7 +83,7 @@ def _slow_transfer(link: Link) -> type:
     from titanlite.parallelize import ring_product
 
     class SlowTransfer(ring_product.Transfer):
-        """Ends when its bytes have had their time since both ends had posted it."""
+        """Ends `seconds_per_byte` times its bytes after both ranks have posted it."""
 
         is_posted = False
 
@@ -111,7 +111,7 @@ def _slow_transfer(link: Link) -> type:
         def _arrive(self) -> None:
             super().wait()
             start = max(self.start, self.others.item())
-            # The ranks wait for each other's start: a message has its time once both are there.
+            # The transfer starts when both ranks have posted it.
             time.sleep(max(0.0, start + self.seconds - time.perf_counter()))
             end = start + self.seconds if link.seconds_per_byte else time.perf_counter()
             link.spans.append((start, max(end, start), "transfer"))
@@ -120,7 +120,7 @@ def _slow_transfer(link: Link) -> type:
 
 
 def passes(group: Any) -> dict[str, Callable[[], Any]]:
-    """What is timed: forward and backward passes of both pairs, as this rank runs them."""
+    """The timed functions: forward and backward passes of both pairs on this rank."""
     import torch
 
     from titanlite.parallelize.ring_product import gather_product, product_scatter
@@ -150,7 +150,7 @@ def passes(group: Any) -> dict[str, Callable[[], Any]]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of one pass with and without overlap, wall clock and CPU, and the product's own."""
+    """Seconds of one pass with and without overlap: wall-clock time and CPU time."""
 
     overlapped: float
     waiting: float
@@ -163,8 +163,8 @@ class Overlap:
 
 
 def measure_overlap(place: Place, num_runs: int = NUM_RUNS) -> tuple[dict[str, Overlap], float]:
-    """Of each of `passes`, medians over alternating runs; and a chunk's time on the link."""
-    # Before any thread starts, gloo's own too.
+    """Medians over alternating runs for each of `passes`, and the transfer time of a chunk."""
+    # Before any thread starts, including gloo's.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[place.rank % len(cores)]})
     import torch
@@ -199,7 +199,7 @@ def measure_overlap(place: Place, num_runs: int = NUM_RUNS) -> tuple[dict[str, O
 
 
 def _time_of_a_product(group: Any) -> float:
-    """What the product of a chunk takes while all ranks multiply: the median, of the slowest."""
+    """Seconds of a chunk's product while all ranks multiply: the slowest rank's median."""
     import torch
     import torch.distributed as dist
 
@@ -221,7 +221,7 @@ def _time_of_a_product(group: Any) -> float:
 
 
 def record_spans(place: Place, seconds_per_byte: float) -> dict[bool, list[tuple]]:
-    """What this rank multiplied and received when, forward and backward: with overlap, without."""
+    """The spans of this rank's products and transfers, by whether the ring waits."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[place.rank % len(cores)]})
     import torch
@@ -247,7 +247,7 @@ def record_spans(place: Place, seconds_per_byte: float) -> dict[bool, list[tuple
 
 
 def make_timeline(of_ranks: list[dict[bool, list[tuple]]]) -> Timeline:
-    """A row for what each rank computes and one for its link, with overlap above, without below."""
+    """Two rows per rank, products and transfers: with overlap above, without below."""
     rows, spans = [], []
     for waits in (False, True):
         start = min(span[0] for rank in of_ranks for span in rank[waits])
@@ -274,9 +274,9 @@ def make_timeline(of_ranks: list[dict[bool, list[tuple]]]) -> Timeline:
 def time_layer(
     place: Place, sizes: list[tuple[int, int, int]], num_runs: int, backend: str = ""
 ) -> list[dict]:
-    """For each size, rings and collectives in turn: median seconds and CPU-seconds of a layer.
+    """Median seconds and CPU-seconds of a layer for each size, with rings and with collectives.
 
-    Compiled by `backend` where one is given.
+    The layer is compiled if `backend` is given.
     """
     import torch
     import torch.distributed as dist

@@ -1,11 +1,12 @@
-"""What a checkpoint costs: seconds and bytes of a save and a load, and how long training waits.
+"""The cost of checkpoints: seconds and bytes of saves and loads, and how long training waits.
 
     python tests/benchmarks/checkpoint.py [--dim D] [--blocks N] [--ranks R] [--repeats K]
 
-The same state, weights and AdamW's, is written by a plain torch.save of one process (flushed to the
-disk, as a checkpoint is) and read by torch.load; then as a checkpoint by ranks that shard it, in
-every async_mode. Medians of the repeats. "blocked" is how long training waits for the save;
-"beside a save" is the step right after, beside what is left of it in the background.
+The state is the weights and AdamW's state. One process writes it with plain torch.save (flushed to
+disk, like a checkpoint) and reads it with torch.load. Then ranks that shard it save it as a
+checkpoint, in every async_mode. Times are medians of the repeats. "blocked" is how long training
+waits for the save; "beside a save" is the next step, while the rest of the save runs in the
+background.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MIB = 2**20
 
 
 def measure(place: Place, config: Any, repeats: int) -> dict[str, float]:
-    """Seconds of saves and loads of one job; on each rank."""
+    """Seconds of saves and loads of one job on this rank, and the checkpoint's bytes."""
     import torch
     import torch.distributed as dist
 
@@ -116,7 +117,7 @@ def main() -> None:
                     }
                 )
                 of_ranks = run_ranks(measure, num_ranks, config, asked.repeats)
-            # The slowest rank is what training waits for.
+            # Training waits for the slowest rank.
             most = {name: max(one[name] for one in of_ranks) for name in of_ranks[0]}
             rows.append((num_ranks, mode, most))
     plain = rows[0][2]

@@ -1,15 +1,14 @@
-"""What a plan sends: the collectives of one training step, counted as rank 0 issues them.
+"""The communication of a plan: the collectives of one training step that rank 0 issues, counted.
 
     python tests/benchmarks/communication.py [--flavor F] [--microbatches M] [--order] [plan ...]
 
-A line for each kind of collective and mesh axis: how many, of how many bytes together, and how many
-of those the rank sends. What goes from rank to rank, as between the stages of a pipeline, is a
-"send" on one rank and a "receive" on the other; a ring of asynchronous TP is counted as the
-collective that it stands for. The bytes of a collective are those of its whole tensor (what a
-gather gives, what a reduction takes); over n ranks each of them sends (n-1)/n of that in a gather
-or a scatter and twice as much in an all-reduce, the least that can be. A plan is a name of
-PARALLELISM, with "+" and a name of CHECKPOINTING for what is recomputed, such as "tp4+full".
-Counted in step 2, when everything that is made at its first use is there.
+Prints one line for each kind of collective and mesh axis: the number of collectives, their total
+bytes, and the bytes that the rank sends. P2P messages, such as those between pipeline stages, are a
+"send" on one rank and a "receive" on the other. A ring of asynchronous TP counts as the collective
+that it replaces. The bytes of a collective are those of its whole tensor: the output of a gather,
+the input of a reduction. Of these, each of n ranks sends (n-1)/n in a gather or scatter, and twice
+as much in an all-reduce, which is the minimum. A plan is a name in PARALLELISM, optionally with "+"
+and a name in CHECKPOINTING, such as "tp4+full". Counted is step 2, after all lazy initialization.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {
 GLOBAL_BATCH_SIZE = 8
 COUNTED_STEP = 2
 
-# How much of a whole tensor's bytes each of n ranks sends, in units of (n-1)/n.
+# The part of a whole tensor's bytes that each of n ranks sends, in units of (n-1)/n.
 SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 SENT |= {"gather ring": 1, "scatter ring": 1}
 FROM_RANK_TO_RANK = ("send", "receive")
@@ -73,8 +72,8 @@ FROM_RANK_TO_RANK = ("send", "receive")
 class Collective:
     """One collective: its kind, its mesh axis, and the bytes of its whole tensor.
 
-    The axis is "world" for the step's own sums (tokens, loss, gradient norm), and "none" where the
-    ranks of the group are no axis of the mesh.
+    The axis is "world" for the sums of a step (tokens, loss, gradient norm), and "none" if the
+    group is not an axis of the mesh.
     """
 
     kind: str
@@ -83,7 +82,7 @@ class Collective:
 
 
 def make_job_config(plan: str, *, flavor: str = "debug", microbatches: int = 1) -> Any:
-    """The job of a plan, such as "fsdp4" or "tp4+full", in so many microbatches a step."""
+    """The job of a plan, such as "fsdp4" or "tp4+full", with `microbatches` per step and rank."""
     parallelism, _, checkpointing = plan.partition("+")
     degrees = PARALLELISM[parallelism]
     dp = degrees.get(REPLICATE, 1) * degrees.get(SHARD, 1)
@@ -103,7 +102,7 @@ def make_job_config(plan: str, *, flavor: str = "debug", microbatches: int = 1) 
 
 
 def count_plans(place: Place, configs: list[Any]) -> list[tuple[list[Collective], int]]:
-    """For each job: its collectives in order, and how many of them CommDebugMode saw."""
+    """For each job: its collectives in order, and the number that CommDebugMode counted."""
     from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
@@ -111,7 +110,7 @@ def count_plans(place: Place, configs: list[Any]) -> list[tuple[list[Collective]
 
 
 def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
-    """count_plans, of one job."""
+    """count_plans for one job."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.debug import CommDebugMode
@@ -128,13 +127,13 @@ def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
     found: list[Collective] = []
 
     class Recorder(TorchDispatchMode):
-        """Notes the operators that send, below autograd and DTensor."""
+        """Records communication operators, below autograd and DTensor."""
 
         def __torch_dispatch__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if any(issubclass(kind, DTensor) for kind in types):
-                # DTensor goes first: this mode then sees what it sends.
+                # DTensor handles it first; this mode then sees the collectives that it calls.
                 return NotImplemented
             result = function(*args, **(kwargs or {}))
             if function._schema.name in RINGS:
@@ -168,8 +167,8 @@ def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
     return found, debug_mode.get_total_counts()
 
 
-# Operator -> kind, and where among its arguments the whole tensor and the group stand (-1: what it
-# returns). One that is missing here is seen by CommDebugMode, so a total that differs says so.
+# Operator -> kind, and the positions of the whole tensor (-1: the result) and the group among its
+# arguments. If one is missing here, the total differs from that of CommDebugMode.
 OPERATORS = {
     "_c10d_functional::all_gather_into_tensor": ("all_gather", -1, 2),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, 3),
@@ -177,16 +176,16 @@ OPERATORS = {
     "c10d::_allgather_base_": ("all_gather", 0, 2),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
     "c10d::allreduce_": ("all_reduce", 0, 1),
-    # Which CommDebugMode leaves out.
+    # CommDebugMode does not count these.
     "c10d::send": ("send", 0, 1),
     "c10d::recv_": ("receive", 0, 1),
 }
-# A gather's second result is the gathered input; a scatter gives one rank's part.
+# The second result of a gather ring is the gathered input; a scatter ring returns a rank's part.
 RINGS = {"titanlite::gather_product": "gather ring", "titanlite::product_scatter": "scatter ring"}
 
 
 def _as_collective(function: Any, args: Any, result: Any) -> tuple[str, Any, list[int]]:
-    """(kind, whole tensor, ranks of the group) of a call of one of OPERATORS."""
+    """(kind, whole tensor, ranks of the group) of a call of an operator in OPERATORS."""
     import torch.distributed as dist
 
     kind, whole_at, group_at = OPERATORS[function._schema.name]
@@ -204,7 +203,7 @@ def _resolve(group_name: str) -> Any:
 
 
 def totals(collectives: list[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(kind, axis) -> (how many, of how many bytes together)."""
+    """(kind, axis) -> (number of collectives, total bytes)."""
     counts: Counter[tuple[str, str]] = Counter()
     num_bytes: Counter[tuple[str, str]] = Counter()
     for collective in collectives:
@@ -216,8 +215,8 @@ def totals(collectives: list[Collective]) -> dict[tuple[str, str], tuple[int, in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--flavor", default="debug")
-    parser.add_argument("--microbatches", type=int, default=1, help="a step's, on each rank")
-    parser.add_argument("--order", action="store_true", help="one line a collective, in order")
+    parser.add_argument("--microbatches", type=int, default=1, help="per step, on each rank")
+    parser.add_argument("--order", action="store_true", help="one line per collective, in order")
     parser.add_argument("plans", nargs="*", default=list(PARALLELISM))
     arguments = parser.parse_args()
     configs = [

@@ -1,9 +1,9 @@
-"""What watching a run costs: CPU-seconds over all ranks, of steps with and without.
+"""The cost of fault detection: CPU-seconds of a step over all ranks, with and without checks.
 
     python tests/benchmarks/fault_overhead.py [--steps 15]
 
-The steps with and without comm.mode = "debug" take turns in one world, and the job is that of
-plan_overhead.py. The watch has no "without": its thread's own clock is read.
+Steps with and without comm.mode = "debug" alternate in one world, with the job of
+plan_overhead.py. The watch thread cannot be disabled; its CPU clock is read instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLAN = "tp2_fsdp2"
 
 
 def take_turns(place: Place, steps: int) -> tuple[list[float], list[float], float]:
-    """CPU-seconds of this rank's steps without and with, and of its watch in a second."""
+    """CPU-seconds of this rank's steps without and with checks, and of its watch per second."""
     import torch.distributed as dist
 
     from titanlite.job import build_job
@@ -33,7 +33,7 @@ def take_turns(place: Place, steps: int) -> tuple[list[float], list[float], floa
     with open_world(place) as world:
         job = build_job(resolve_job(config, world.size), world)
         check = OrderCheck(job.meshes.axes_of_groups())
-        # The recorder is read as a whole: it is full, as it is after a while.
+        # The check reads the whole flight recorder, so fill it first, as in a long run.
         while not job.trainer.optimizer.state:
             job.step()
         for _ in range(2000):
@@ -67,7 +67,7 @@ def main() -> None:
     print(f"default  {statistics.median(without):.3f}")
     print(f"debug    {statistics.median(with_check):.3f}")
     print(f"ratio    {statistics.median(ratios):.3f}")
-    print(f"the watch: {1000 * max(rank[2] for rank in by_rank):.2f} CPU-ms a second, on each rank")
+    print(f"the watch: {1000 * max(rank[2] for rank in by_rank):.2f} CPU-ms per second and rank")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What float8 does to a run on digits, and what its emulation costs on a CPU.
+"""The effect of float8 on training on digits, and the cost of its emulation on CPU.
 
     python tests/benchmarks/float8.py [--steps 400] [--seeds 0 1 2] [--picture FILE.png]
 
-One process trains the digits model in float32 and in float8, every linear layer of every block, by
-each recipe asked for, from equal weights on equal batches. The jobs take turns step by step, so
-that what else the machine does falls on all alike. Printed are the held-out losses and the
-CPU-seconds of a step. Seeds can be run apart, each with --json FILE, and joined by --join FILE ...
+One process trains the digits model in float32, and with each recipe in float8 (every linear layer
+of every block), from equal weights on equal batches. The jobs take turns step by step, so that
+other load on the machine affects all of them equally. Prints the held-out losses and the
+CPU-seconds per step. Seeds can run separately, each with --json FILE, and be joined with
+--join FILE ...
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ COLOURS = {
     "rowwise_with_gw_hp": "#2a9d8f",
 }
 Curve = list[tuple[int, float]]
-"""(steps trained, held-out loss in nats a pixel), in order."""
+"""(steps trained, held-out loss in nats per pixel), in order."""
 
 
 def job_of(name: str, seed: int, steps: int, batch: int) -> Any:
-    """The job of configs/single.toml, at a length and batch, in a format of FORMATS."""
+    """The job of configs/single.toml with `steps` and `batch`, in the format `name` of FORMATS."""
     is_float8 = name != "float32"
     return make_config(
         {
@@ -61,7 +62,7 @@ def job_of(name: str, seed: int, steps: int, batch: int) -> Any:
 def train(
     formats: list[str], seed: int, steps: int, every: int, batch: int
 ) -> dict[str, tuple[Curve, list[float]]]:
-    """Each format's held-out losses, and the CPU-seconds of its steps but the first."""
+    """Each format's held-out losses, and the CPU-seconds of its steps without the first."""
     import torch
 
     from titanlite.job import build_job
@@ -69,7 +70,7 @@ def train(
 
     found: dict[str, tuple[Curve, list[float]]] = {name: ([], []) for name in formats}
     with open_world(ALONE) as world:
-        # Threads that wait for each other on a busy machine take CPU-seconds too.
+        # On a busy machine, threads that wait for each other also use CPU time.
         torch.set_num_threads(1)
         jobs = {n: build_job(resolve_job(job_of(n, seed, steps, batch), 1), world) for n in formats}
         for step in range(1, steps + 1):
@@ -86,7 +87,7 @@ def train(
 
 
 def draw(path: Path, curves: Mapping[str, list[Curve]]) -> None:
-    """The held-out loss by step: a line a seed, a colour a format."""
+    """Draw the held-out loss by step: one line per seed, one colour per format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -120,8 +121,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=25, help="steps between validations")
     parser.add_argument("--recipes", nargs="*", default=["tensorwise", "rowwise"])
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", type=Path, help="where what was measured is kept")
-    parser.add_argument("--join", type=Path, nargs="*", help="such files, in place of a run")
+    parser.add_argument("--json", type=Path, help="file for the measurements")
+    parser.add_argument("--join", type=Path, nargs="*", help="read such files instead of training")
     arguments = parser.parse_args()
     if arguments.join:
         kept = [json.loads(path.read_text()) for path in arguments.join]

@@ -1,10 +1,10 @@
-"""What keeping weights gathered saves: CPU-seconds of a step under each policy of FSDP2.
+"""The savings of keeping weights gathered: CPU-seconds of a step under each FSDP2 policy.
 
     python tests/benchmarks/fsdp_policies.py [--rounds 30]
 
-Four ranks, and weights that take longer to gather than to compute with. Jobs of all policies live
-in one world and take turns, step by step, so that what else the machine does falls on all alike.
-"last block freed" is "default" as it would be if the last block were freed as the others are.
+Four ranks, and weights that take longer to gather than to compute with. Jobs with all policies run
+in one world and take turns step by step, so that other load on the machine affects all of them
+equally. "last block freed" is "default", but the last block is freed like the others.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""How far plans are from one process: the debug job for 20 AdamW steps in float64.
+"""The difference of plans from one process: the debug job for 20 AdamW steps in float64.
 
     python tests/benchmarks/invariance.py
 
-For each plan the largest relative difference of any step's loss and gradient norm, of any weight at
-the end, and of any gradient at steps 1, 2 and 20. A tensor's is max|a - b| / max|b|.
+Prints for each plan the largest relative difference of the loss and the gradient norm in any step,
+of any weight at the end, and of any gradient in steps 1, 2 and 20. The relative difference of a
+tensor is max|a - b| / max|b|.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PLANS = ["ddp4", "fsdp4", "hsdp2x2", "tp4", "tp4_gathered", "tp2_fsdp2", "tp2_dd
 def main() -> None:
     configs = [debug_config({"parallelism": PARALLELISM[plan]}) for plan in PLANS]
     (reference,) = train([debug_config()])
-    # The control: one process, the batch in four parts, so that only the order of sums differs.
+    # The control: one process with the batch in four parts; only the order of sums differs.
     (parts,) = train([debug_config({"parallelism": {SHARD: 1}})])
     (whole,) = train([debug_config({"training": {"local_batch_size": 8}})])
     print(f"{'plan':16}{'loss':>10}{'norm':>10}{'weights':>10}{'gradients':>11}")

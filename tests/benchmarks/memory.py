@@ -1,13 +1,13 @@
-"""What a plan keeps in memory, in bytes on rank 0, counted and not estimated.
+"""The memory of a plan in bytes on rank 0, measured and not estimated.
 
     python tests/benchmarks/memory.py [--flavor digits] [--batch 32] [plan ...]
 
-parameters, gradients and optimizer: this rank's shards. activations: what the allocator has handed
-out between the start and the end of a forward pass, so all that the backward pass will read,
-parameters that FSDP has gathered and not freed among it. peak: the most that a training step takes
-beside the shards of parameters and optimizer state. FLOPs: of the products in a step, over those
-without checkpointing; what is recomputed counts again. Plans are named as in communication.py;
-"one" is a single rank.
+parameters, gradients and optimizer: this rank's shards. activations: the memory allocated by a
+forward pass and still held at its end. This is all that the backward pass reads, including
+parameters that FSDP has gathered and not freed. peak: the most that a training step holds beyond
+the shards of parameters and optimizer state. FLOPs: those of the products in a step, relative to a
+step without checkpointing; recomputed products count again. Plans have the names of
+communication.py; "one" is a single rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPEATS = 4
 
 
 def make_job_config(plan: str, flavor: str, batch: int) -> Any:
-    """The job of a plan, all its images in one microbatch."""
+    """The job of a plan, with all images of a step in one microbatch."""
     parallelism, _, checkpointing = plan.partition("+")
     degrees = {SHARD: 1} if parallelism == "one" else PARALLELISM[parallelism]
     dp = degrees.get(REPLICATE, 1) * degrees[SHARD]
@@ -47,7 +47,7 @@ def make_job_config(plan: str, flavor: str, batch: int) -> Any:
 
 
 def measure(place: Place, config: Any) -> dict[str, int]:
-    """This rank's bytes of one job."""
+    """The memory of one job on this rank, in bytes."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -72,7 +72,7 @@ def measure(place: Place, config: Any) -> dict[str, int]:
                 if isinstance(value, torch.Tensor) and value.ndim
             ),
         }
-        # The least of some: a buffer that gloo's threads have not let go of yet is no activation.
+        # The minimum of several, since gloo's threads may still hold a buffer from before.
         found["peak"] = min(max(allocations(job.step)) for _ in range(REPEATS))
 
         def count_gradients() -> None:
@@ -86,13 +86,13 @@ def measure(place: Place, config: Any) -> dict[str, int]:
             batch = job.draw()[0]
             forward = partial(job.parts[0], batch.tokens, positions=batch.positions)
             kept.append(allocations(forward)[-1])
-            job.step()  # frees what FSDP has gathered for the backward pass
+            job.step()  # frees the parameters that FSDP has gathered for the backward pass
         found["activations"] = min(kept)
         return found
 
 
 def allocations(function: Any) -> list[int]:
-    """Bytes that `function` holds beyond those at its start, after each allocation and release."""
+    """The bytes held beyond those at the start, after each allocation and release."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -108,7 +108,7 @@ def allocations(function: Any) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--flavor", default="digits")
-    parser.add_argument("--batch", type=int, default=32, help="images in a step")
+    parser.add_argument("--batch", type=int, default=32, help="images per step")
     parser.add_argument("plans", nargs="*", default=PLANS)
     arguments = parser.parse_args()
     columns = ("parameters", "gradients", "optimizer", "activations", "peak")

@@ -1,10 +1,11 @@
-"""What a plan costs: CPU-seconds a step, summed over ranks, over a bare one-process PyTorch loop.
+"""The cost of a plan: CPU-seconds per step over all ranks, relative to a plain PyTorch loop.
 
     python tests/benchmarks/plan_overhead.py [--steps 15] [plan ...]
 
-Wall time on shared cores is noise, and so is a ratio of two runs apart: the plan's ranks and the
-bare process take turns, step by step, and only the one whose turn it is runs. Every process has one
-thread and the same allocator setting. The control is the bare loop against itself.
+The plain loop ("bare") runs in one process. Wall time on shared cores is noise, and so is the ratio
+of two separate runs. So the plan's ranks and the plain process take turns step by step, and each
+waits while the other runs. Every process has one thread and the same allocator setting. The control
+compares the plain loop with itself.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ TARGETS = {"control": 1.0, "one rank": 1.03, "ddp4": 1.12, "fsdp4": 1.12, "tp2_f
 
 
 def plan_config(plan: dict[str, Any]) -> JobConfig:
-    """The benchmark's job under a plan; each data-parallel rank takes its images at once."""
+    """The benchmark's job under a plan; a data-parallel rank has its images in one microbatch."""
     dp = plan.get("data_parallel_replicate_degree", 1) * plan["data_parallel_shard_degree"]
     training = {**JOB["training"], "local_batch_size": 8 // dp}
     return make_config({**JOB, "training": training, "parallelism": plan})
 
 
 def bare_loop(config: JobConfig) -> Callable[[], None]:
-    """The same model and batch, trained as anyone would write it on one process."""
+    """A step of the same model and batch in plain PyTorch, on one process."""
     import torch
     import torch.nn.functional as F
 
@@ -93,7 +94,7 @@ def bare_loop(config: JobConfig) -> Callable[[], None]:
 
 
 def take_turns(place: Place, plan: dict[str, Any] | None, num_ranks: int, steps: int, path: str):
-    """CPU-seconds of each step of this process; the last process is the bare one."""
+    """CPU-seconds of each step of this process; the last process runs the plain loop."""
     import torch
     import torch.distributed as dist
 
@@ -107,7 +108,7 @@ def take_turns(place: Place, plan: dict[str, Any] | None, num_ranks: int, steps:
         torch.set_num_threads(1)
         seconds = []
         for index in range(steps + 1):
-            # The plan's ranks go when the bare process is done, and the other way round.
+            # The plan's ranks start when the plain process has finished, and vice versa.
             if is_bare:
                 turns.wait([f"{index}/{rank}" for rank in range(num_ranks)])
             elif index:
@@ -129,7 +130,7 @@ def take_turns(place: Place, plan: dict[str, Any] | None, num_ranks: int, steps:
 
 
 def measure(plan: dict[str, Any] | None, steps: int) -> tuple[float, float, float]:
-    """Median CPU-seconds of plan and bare loop, and the median of the ratios turn by turn."""
+    """Median CPU-seconds of the plan and of the plain loop, and the median ratio per turn."""
     import tempfile
 
     num_ranks = 1 if plan is None else make_parallel_dims(plan_config(plan), None).world_size

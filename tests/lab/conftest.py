@@ -1,4 +1,4 @@
-"""One running cluster for all tests of the lab; each test sets its own mesh."""
+"""One running cluster for all lab tests; each test sets its own mesh."""
 
 import pytest
 

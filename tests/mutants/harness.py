@@ -1,12 +1,11 @@
-"""Wrong edits of the library, one at a time in a scratch copy, and what `titanlite verify` says.
+"""Apply wrong edits of the library to a scratch copy, one at a time, and run `titanlite verify`.
 
     python tests/mutants/harness.py [NAME ...]     judge some mutants, or all, and print the score
-    python tests/mutants/harness.py --same         the edits that change no number
+    python tests/mutants/harness.py --same         judge the edits that change no number
 
-A mutant is in force for a plan and for its reference alike, as a bug of a library is for its users.
-It is found where verify does not agree, and named where the first sentence of the diagnosis says
-the module or axis and the kind of what is wrong; `says` is a pattern for that. A refactoring
-changes no number, and has to agree.
+A mutant affects both the plan and its reference, like a bug in a library. It is found if verify
+does not agree. It is named if the first sentence of the diagnosis has the module or axis and the
+kind of error, which the pattern `says` matches. A refactoring changes no number and must agree.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BASE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of one file; `old` stands there once."""
+    """One change of one file, which must contain `old` exactly once."""
 
     file: str
     old: str
@@ -45,23 +44,23 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong edit, the job that shows it, and what verify has to say."""
+    """A wrong edit, the job that exposes it, and the diagnosis that verify must give."""
 
     name: str
     kind: str
-    """Which part of the library is wrong: TP, SP, CP, PP, FSDP, HSDP, DDP, accumulation, ..."""
+    """The part of the library that is wrong: TP, SP, CP, PP, FSDP, HSDP, DDP, accumulation, ..."""
     edits: tuple[Edit, ...]
     job: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Sections of the job, over BASE."""
+    """Sections of the job, merged over BASE."""
     says: str = ""
-    """A pattern for the first sentence; "" for what verify cannot name yet."""
+    """A pattern for the first sentence of the diagnosis; "" if verify cannot name it yet."""
     steps: int = 5
     options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verify said of a mutant."""
+    """The result of verify for a mutant."""
 
     name: str
     status: int
@@ -79,7 +78,7 @@ class Verdict:
 
 
 def judge(mutant: Mutant) -> Verdict:
-    """Apply a mutant to a copy of the library, verify its job there, and read what was said."""
+    """Apply a mutant to a copy of the library, verify its job there, and read the diagnosis."""
     with tempfile.TemporaryDirectory(prefix="titanlite-mutant-") as name:
         folder = Path(name)
         for part in ("titanlite", "models"):
@@ -114,7 +113,7 @@ def _apply(folder: Path, edit: Edit) -> None:
     path = folder / edit.file
     text = path.read_text(encoding="utf-8")
     count = text.count(edit.old)
-    assert count == 1, f"{edit.file}: {edit.old!r} stands there {count} times"
+    assert count == 1, f"{edit.file}: {edit.old!r} occurs {count} times"
     path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
 
 
@@ -126,7 +125,7 @@ def _toml(sections: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def main(names: Sequence[str]) -> int:
-    """Judge mutants and print what became of each; 0 where all are found."""
+    """Judge mutants and print the result of each; returns 0 if all are found."""
     from mutants import MUTANTS, REFACTORINGS
 
     if names == ["--same"]:

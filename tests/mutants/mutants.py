@@ -1,7 +1,8 @@
-"""Wrong edits of the library, of the kinds that training frameworks have shipped.
+"""Wrong edits of the library, of kinds that training frameworks have shipped.
 
-Each is one edit or a few, in force for a plan and for the reference alike, with the job that shows
-it and what the first sentence of verify's diagnosis has to say: module or axis, and what kind.
+Each is one edit or a few, with the job that exposes it and a pattern for the first sentence of
+verify's diagnosis, which must name the module or axis and the kind of error. The edits affect both
+the plan and its reference.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ TP_FILE, CP_FILE = (
 )
 
 MUTANTS = [
-    # Accumulation: wrong on one process too.
+    # Accumulation: also wrong on one process.
     mutant(
         "mean of means over the parts of a step",
         "accumulation",

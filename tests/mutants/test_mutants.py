@@ -1,6 +1,7 @@
-"""What `titanlite verify` finds of wrong edits of the library, and names; see docs/verify.md.
+"""`titanlite verify` finds and names wrong edits of the library; see docs/verify.md.
 
-Each change of the code has another tenth of them judged here; `make test-all` judges all.
+A normal run judges a tenth of them, and each change of the code selects another tenth. `make
+test-all` judges all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ TENTHS = 10
 
 
 def tenth(mutants: list[Mutant]) -> list[Mutant]:
-    """Every tenth, from a place that the sources decide."""
+    """Every tenth mutant; the first one depends on a digest of the sources."""
     return mutants[int(code_digest(), 16) % TENTHS :: TENTHS]
 
 
@@ -40,7 +41,7 @@ def test_every_edit_fits_the_sources() -> None:
     for mutant in [*MUTANTS, *REFACTORINGS]:
         for edit in mutant.edits:
             text = texts.setdefault(edit.file, (ROOT / edit.file).read_text())
-            assert text.count(edit.old) == 1, f"{mutant.name}: {edit.file} has no such lines"
+            assert text.count(edit.old) == 1, f"{mutant.name}: {edit.file} lacks the old lines"
 
 
 @pytest.mark.parametrize("mutant", tenth(MUTANTS), ids=name_of)

@@ -1,4 +1,4 @@
-"""What the parity tests share."""
+"""Fixtures shared by the parity tests."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from titanlite.verify.verify import Verifier
 
 @pytest.fixture(autouse=True, scope="module")
 def _models_of_module() -> Iterator[None]:
-    """A model that a fixture of a module registers is known to that module alone."""
+    """Unregister models that a module's fixtures have registered, after its tests."""
     before = dict(models.MODELS)
     yield
     models.MODELS.clear()
@@ -21,7 +21,7 @@ def _models_of_module() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A model or a data set that a test registers is known to that test alone."""
+    """Unregister models and data sets that a test has registered, after the test."""
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     datasets = dict(DATASETS)
     yield
@@ -37,6 +37,6 @@ def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def verifier() -> Iterator[Verifier]:
-    """One for all that verify small plans: starting ranks takes longer than most of them."""
+    """One Verifier for all tests of small plans: most take less time than starting ranks."""
     with Verifier(timeout_seconds=120) as verifier:
         yield verifier

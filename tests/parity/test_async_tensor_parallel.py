@@ -161,10 +161,10 @@ def test_gradients_of_inputs_and_weights_may_be_taken_apart(rings: list[dict[str
 
 def test_what_a_ring_cannot_cut_is_refused(rings: list[dict[str, Any]]) -> None:
     assert rings[0]["said"] == [
-        "a ring of 4 ranks cannot share out 5 evenly (dimension 0 of [5, 4]); give a sequence "
-        "length that is a multiple of 4, or do without asynchronous tensor parallelism",
-        "the last dimension of [4, 4] is multiplied, and cannot be gathered chunk by chunk; give "
-        "another one",
+        "a ring of 4 ranks cannot split 5 evenly (dimension 0 of [5, 4]); give a sequence "
+        "length that is a multiple of 4, or disable asynchronous tensor parallelism",
+        "the last dimension of [4, 4] is multiplied and cannot be gathered chunk by chunk; give "
+        "another dimension",
     ]
 
 
@@ -223,20 +223,20 @@ def test_the_plan_says_what_became_rings_and_nothing_is_no_answer() -> None:
         (
             "warning: parallelism.enable_async_tensor_parallel: compiled for CPU, rings are likely "
             "to take up to 1.1 times as long as collectives here, unless the link is slow: a "
-            "chunk's product (layers.0.attention.wo: 64 x 16 x 32) is 0.066 MFLOP, and they pay "
-            "from about 100 MFLOP on",
+            "chunk's product (layers.0.attention.wo: 64 x 16 x 32) is 0.066 MFLOP; they pay off "
+            "from about 100 MFLOP",
         ),
     )
     assert said == [
         "parallelism.enable_async_tensor_parallel: the tensor-parallel plan of PlainModel has no "
-        "style that can overlap; set it to false, or cut linear layers with GatherColwise and "
+        "style that can overlap; set it to false, or shard linear layers with GatherColwise and "
         "RowwiseLocal",
-        "tensor-parallel plan, the model: GatherColwise as a ring multiplies chunk by chunk as "
-        "nn.Linear does, and own, a OwnLinear, has a product of its own; leave asynchronous "
-        "tensor parallelism off, or the layer plain",
-        "tensor-parallel plan, own: RowwiseLocal as a ring multiplies chunk by chunk as nn.Linear "
-        "does, and a OwnLinear has a product of its own; leave asynchronous tensor parallelism "
-        "off, or the layer plain",
+        "tensor-parallel plan, the model: GatherColwise as a ring multiplies as nn.Linear does, "
+        "but own, a OwnLinear, has its own product; disable asynchronous tensor parallelism, or "
+        "use nn.Linear itself",
+        "tensor-parallel plan, own: RowwiseLocal as a ring multiplies as nn.Linear does, but a "
+        "OwnLinear has its own product; disable asynchronous tensor parallelism, or use nn.Linear "
+        "itself",
     ]
 
 
@@ -525,9 +525,7 @@ def test_a_job_counts_what_is_fused_and_ends_where_nothing_is() -> None:
     for loss, counts in (first, second):
         assert loss == pytest.approx(plain, rel=1e-12)
         assert set(counts.values()) == {2}
-    assert said.startswith(
-        "parallelism.enable_async_tensor_parallel: inductor has found no all-gather"
-    )
+    assert said.startswith("parallelism.enable_async_tensor_parallel: inductor found no all-gather")
 
 
 @pytest.mark.slow

@@ -10,7 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_plan_invariance import ALL_PAIRS, job_of
 from test_train_script import command, metrics, needs_proc, own_files, started
+from training import train_on_rank
+
+from titanlite.ranks.world import World
+from titanlite.verify.pool import RankPool
 
 NUM_RANKS, NUM_OTHERS = 8, 4
 STEPS, LONGEST_SECONDS = 5000, 30 * 60
@@ -56,3 +61,20 @@ def test_eight_ranks_on_a_busy_machine_train_for_half_an_hour(tmp_path: Path) ->
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) == STEPS or "stopped as requested" in stdout
     print(f"{len(steps)} steps")
+
+
+def look_often(_: World) -> None:
+    """Make the watchdog look 200 times a second instead of twice."""
+    from titanlite.ranks import watch
+
+    watch.POLL_SECONDS = 0.005
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_watching_harms_no_rank_that_compiles() -> None:
+    with RankPool(4, timeout_seconds=180) as pool:
+        for choice in ALL_PAIRS:
+            if choice["compile"]:
+                pool.call(look_often)
+                pool.call(train_on_rank, job_of(choice, 1))

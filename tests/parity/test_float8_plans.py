@@ -184,7 +184,7 @@ def test_the_effective_plan_lists_the_layers_and_their_product() -> None:
         "15 of 15 linear layers: layers.*.attention.wq, layers.*.attention.wk, "
         "layers.*.attention.wv, layers.*.attention.wo, layers.*.feed_forward.w1, "
         "layers.*.feed_forward.w2, layers.*.feed_forward.w3, output; products emulated; "
-        "scales over the 4 sequences of a microbatch of all ranks"
+        "scales over the 4 sequences of a microbatch on all ranks"
     )
 
 

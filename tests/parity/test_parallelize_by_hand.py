@@ -254,9 +254,9 @@ def refused_layers(world):
 def test_a_style_never_leaves_out_what_a_layer_computes():
     said = on_ranks(refused_layers, num_ranks=1)[0]
     assert said["low precision"] == (
-        "tensor-parallel plan, block: GatherColwise computes what Linear computes, and layer, a "
-        "LowPrecisionLinear, has a forward of its own, which would be left out; give "
-        "ColwiseParallel or RowwiseParallel of torch.distributed.tensor.parallel for it, which "
+        "tensor-parallel plan, block: GatherColwise computes a plain Linear, but layer, a "
+        "LowPrecisionLinear, has a forward of its own, which it would ignore; use "
+        "ColwiseParallel or RowwiseParallel of torch.distributed.tensor.parallel, which "
         "calls the module itself"
     )
     assert "has a forward of its own" in said["patched"]

@@ -70,13 +70,13 @@ def train(configs: Sequence[JobConfig]) -> list[Training]:
     trainings = []
     with RankPool(num_ranks, timeout_seconds=180) as pool:
         for config in configs:
-            of_ranks = pool.call(_train_on_rank, config)
+            of_ranks = pool.call(train_on_rank, config)
             of_ranks[0].digests = [of_rank.digests[0] for of_rank in of_ranks]
             trainings.append(of_ranks[0])
     return trainings
 
 
-def _train_on_rank(world: World, config: JobConfig) -> Training:
+def train_on_rank(world: World, config: JobConfig) -> Training:
     from titanlite.job import build_job
 
     # Compiled code of the job before must not be found by this one's shapes.

@@ -133,7 +133,7 @@ def test_layers_are_chosen_by_name_and_whole_shape() -> None:
     chosen, skipped = choose_layers(model, "rowwise", ["output"])
     assert chosen == [f"layers.{i}" for i in range(12)]
     assert compact(chosen) == ["layers.*"]
-    assert describe_skipped(skipped) == "odd (17 is no multiple of 16); output (named by output)"
+    assert describe_skipped(skipped) == "odd (17 is not a multiple of 16); output (named by output)"
     report = apply_float8(model, "rowwise", filter_fqns=["layers.1"])
     assert report.converted == (*(f"layers.{i}" for i in (0, *range(2, 10))), "output")
     assert isinstance(model.layers["2"], Float8Linear)
@@ -149,7 +149,7 @@ def test_the_automatic_filter_is_torchaos() -> None:
 
 
 def test_where_no_layer_is_left_that_is_an_error() -> None:
-    with pytest.raises(TitanliteError, match=r"none of the linear layers of Small is left .*named"):
+    with pytest.raises(TitanliteError, match=r"no linear layer of Small is left .*named"):
         apply_float8(Small(), filter_fqns=["layers", "output"])
 
 
@@ -158,7 +158,7 @@ def test_a_layer_that_something_else_multiplies_is_an_error() -> None:
     apply_float8(model)
     layer: Any = model.layers["3"]
     layer.forward = lambda x: F.linear(x, layer.weight)
-    with pytest.raises(TitanliteError, match=r"layers\.3 is a float8 layer, and the forward pass"):
+    with pytest.raises(TitanliteError, match=r"layers\.3 is a float8 layer, but the forward pass"):
         model(torch.randn(4, 32))
 
 
@@ -166,7 +166,7 @@ def test_a_weight_gathered_in_float8_is_multiplied_by_its_layer_alone() -> None:
     weight = Float8Weight(
         torch.ones(16, 16, dtype=torch.float8_e4m3fn), torch.tensor(2.0), torch.float32
     )
-    with pytest.raises(TitanliteError, match="only its layer's own product multiplies"):
+    with pytest.raises(TitanliteError, match="that was gathered in float8; call the layer's"):
         F.linear(torch.ones(2, 16), weight)
     layer = Float8Linear(
         nn.Linear(16, 16, bias=False), find_recipe("tensorwise"), AmaxGroups(), emulate=True
@@ -252,9 +252,9 @@ def test_without_torchao_a_job_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_what_float8_units_refuse_is_known_before_ranks_start() -> None:
     split = {"parallelism": {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 1}}
     assert problem_of(lambda: check_start(job(**split))) == (
-        "parallelism.tensor_parallel_degree: layers.*.attention.wq has 32 output features, which "
-        "over 4 ranks are no multiples of 16, as float8 units need them; give a smaller degree, "
-        "name the layer in quantize.linear.float8.filter_fqns, or set "
+        "parallelism.tensor_parallel_degree: layers.*.attention.wq has 32 output features; split "
+        "over 4 ranks they are not a multiple of 16, which float8 units require; give a smaller "
+        "degree, name the layer in quantize.linear.float8.filter_fqns, or set "
         "quantize.linear.float8.emulate = true"
     )
     check_start(job(**split, quantize=float8(emulate=True)))
@@ -267,10 +267,10 @@ def test_what_float8_units_refuse_is_known_before_ranks_start() -> None:
 def test_no_layer_left_is_known_before_ranks_start() -> None:
     filtered = job(quantize=float8(filter_fqns=["layers"]))
     assert problem_of(lambda: check_start(filtered)) == (
-        "model.converters: none of the linear layers of ImageTransformer is left to convert to "
+        "model.converters: no linear layer of ImageTransformer is left to convert to "
         "float8: layers.*.attention.wq, layers.*.attention.wk, layers.*.attention.wv, "
         "layers.*.attention.wo, layers.*.feed_forward.w1, layers.*.feed_forward.w2, "
-        "layers.*.feed_forward.w3 (named by layers); output (17 is no multiple of 16); change "
+        "layers.*.feed_forward.w3 (named by layers); output (17 is not a multiple of 16); change "
         "quantize.linear.float8.filter_fqns or the model's sizes, or remove the converter"
     )
 

@@ -182,7 +182,7 @@ def test_a_line_that_is_no_record_is_named_and_kept(tmp_path: Path) -> None:
         (folder / "metrics.jsonl").write_bytes(
             line + b"\n" + (folder / "metrics.jsonl").read_bytes()
         )
-        with pytest.raises(ConfigError, match=r"line 1 of .*metrics\.jsonl is no record"):
+        with pytest.raises(ConfigError, match=r"line 1 of .*metrics\.jsonl is not a record"):
             read_metrics(folder)
         write_steps(folder, 3, 3)
         assert steps_of(folder) == [1, 2, 3]

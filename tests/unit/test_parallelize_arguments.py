@@ -49,7 +49,7 @@ CASES: list[tuple[Callable[[nn.Module, DeviceMesh], Any], str]] = [
     (lambda m, _: apply_ac(m, "ful", plan=PLAN), 'apply_ac: mode "ful" is not one of its values; did you mean "full"?'),
     (lambda m, _: apply_ac(m, "all", plan=PLAN), 'apply_ac: mode "all" is not one of its values; give "none", "full", "selective" or "memory_budget"'),
     (lambda m, _: apply_ac(m, None, plan=PLAN), 'apply_ac: mode None is not one of its values; give "none", "full", "selective" or "memory_budget"'),
-    (lambda m, _: apply_ac(m, selective_option="0", plan=PLAN), "apply_ac: selective_option '0' is not one of its values; give \"op\", or every how many blocks, such as \"2\""),
+    (lambda m, _: apply_ac(m, selective_option="0", plan=PLAN), "apply_ac: selective_option '0' is not one of its values; give \"op\", or a block interval such as \"2\""),
     (lambda m, _: apply_ac(m, "memory_budget", memory_budget=1.5, plan=PLAN), "apply_ac: memory_budget 1.5 is out of range; give 0 to 1"),
     (lambda m, _: apply_ac(m, recompute_mm_of="wq", plan=PLAN), 'apply_ac: recompute_mm_of is "wq"; give a tuple of names'),
     (lambda m, _: apply_ac(m, determinism_check="off", plan=PLAN), 'apply_ac: determinism_check "off" is not one of its values; give "default" or "none"'),

@@ -1,6 +1,6 @@
 """The loss curve of a run as a PNG.
 
-Drawn through matplotlib's objects alone: pyplot would keep global state and look for a screen.
+It uses matplotlib's objects without pyplot, which keeps global state and looks for a display.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 _TRAIN, _VALIDATION, _REFERENCE = "#1f5fa8", "#d1495b", "#6b7280"
-# Curves of more steps than this are drawn faint, with their running mean over them.
+# The running mean is over 1/60 of the steps. If that is more than one step, the mean is drawn, and
+# the curve itself faintly.
 _STEPS_A_WINDOW = 60
 
 
 class Record(Protocol):
-    """What is drawn of a step: the StepRecords of a run have it."""
+    """The values of a step that are drawn; a run's StepRecords have them."""
 
     @property
     def step(self) -> int: ...
@@ -35,7 +36,7 @@ class Record(Protocol):
     def validation_loss(self) -> float | None: ...
 
 
-# Characters of a title that fit above the axes.
+# The number of title characters that fit above the axes.
 _TITLE_WIDTH = 84
 
 
@@ -48,9 +49,9 @@ def save_loss_curve(
 ) -> None:
     """Draw the loss by step as a PNG, 1,152 x 720 pixels.
 
-    Training loss, validation loss where measured, and, with `vocab_size`, the loss ln(vocab_size)
-    of a model that has learned nothing; the right-hand axis is the same in bits per dimension.
-    Steps whose loss is not finite are left out. Raises ValueError where there are no records.
+    Draws the training loss, the validation loss if measured, and, with `vocab_size`, the loss
+    ln(vocab_size) of uniform predictions. The right-hand axis shows bits per dimension. Steps whose
+    loss is not finite are left out. Raises ValueError if there are no records.
     """
     if not records:
         raise ValueError("there are no records to draw")
@@ -119,15 +120,15 @@ def _dress(axes: Axes, title: str) -> None:
     axes.set_axisbelow(True)
     axes.spines["top"].set_visible(False)
     axes.margins(x=0.02)
-    # Above the plot, where no curve can be under it.
+    # Above the plot, so that it covers no curve.
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
     if title:
         title = textwrap.fill(title, _TITLE_WIDTH)
-        # As it is: what stands between two dollars is no formula.
+        # Without parse_math=False, text between two dollar signs would become a formula.
         axes.set_title(title, loc="left", fontsize=12, pad=28, parse_math=False)
 
 
-# matplotlib hands these arrays, and empty ones too.
+# matplotlib passes arrays to these functions, also empty ones.
 def _nats_to_bits(nats: Any) -> Any:
     return nats / math.log(2)
 

@@ -1,4 +1,4 @@
-"""The mesh as a drawing: which rank sits where on which axis, in plain ASCII."""
+"""A drawing of the mesh in plain ASCII: the position of each rank on the axes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Protocol
 _MAX_WIDTH = 80
 _MAX_ROWS = 8
 _MAX_GROUP = 8
-# A place in a truncated axis where coordinates are left out.
+# Marks the place in a truncated axis where coordinates are left out.
 _GAP = None
 Place = tuple[int | None, ...]  # a coordinate on each axis
 
 
 class Degrees(Protocol):
-    """What `draw_mesh` needs to know: axes outermost first, and each rank's place on them."""
+    """What `draw_mesh` needs: the axes, outermost first, and each rank's coordinates on them."""
 
     @property
     def degrees(self) -> Mapping[str, int]: ...
@@ -27,10 +27,10 @@ class Degrees(Protocol):
 
 
 def draw_mesh(dims: Degrees) -> str:
-    """A cell a rank: the innermost axis across, the others down; axes of degree 1 are left out.
+    """Draw one cell per rank: the innermost axis across, the others down, without degree-1 axes.
 
-    At most 80 columns and some 30 lines: of an axis too long for that the first coordinates and
-    the last are shown. Below the drawing stands each axis's group that rank 0 is in.
+    The drawing has at most 80 columns and about 30 lines. Of an axis that is too long, the first
+    coordinates and the last one are shown. The groups of rank 0 on each axis are listed below.
     """
     axes = [(axis, size) for axis, size in dims.degrees.items() if size > 1]
     if not axes:
@@ -64,7 +64,7 @@ def _grid(axes: Sequence[tuple[str, int]], rank_at: Mapping[Place, int]) -> list
     label_widths = [len(_label(axis, size - 1)) for axis, size in outer]
     label_width = max(sum(label_widths) + 2 * max(len(outer) - 1, 0), len(across), len("rank"))
     room = _MAX_WIDTH - label_width - 2
-    # A row of ranks that only fits without a blank behind each number is still better whole.
+    # If a row fits only without a blank after each number, draw it so rather than truncate it.
     tight = num_columns * (digits + 2) <= room < num_columns * (digits + 3)
     cell = digits + (1 if tight else 2)
     fitting = room // (cell + 1)
@@ -102,7 +102,7 @@ def _label(axis: str, at: int | None) -> str:
 
 
 def _rows(outer: Sequence[tuple[str, int]]) -> list[Place]:
-    """The places on the outer axes to draw; a gap on one axis stands for all places inside it."""
+    """The places on the outer axes to draw; a gap on one axis covers all inner axes too."""
     limits = [size for _, size in outer]
     while _product(limits) > _MAX_ROWS and max(limits) > 1:
         limits[limits.index(max(limits))] -= 1
@@ -118,7 +118,7 @@ def _rows(outer: Sequence[tuple[str, int]]) -> list[Place]:
 
 
 def _new(place: Place, previous: Place) -> list[bool]:
-    """Which coordinates of a row need their label: those from the first change to a gap."""
+    """Which coordinates of a row get a label: from the first that changed, up to a gap."""
     shown = []
     for i in range(len(place)):
         inside_gap = _GAP in place[:i]
@@ -127,7 +127,7 @@ def _new(place: Place, previous: Place) -> list[bool]:
 
 
 def _shown(size: int, limit: int) -> list[int | None]:
-    """Coordinates 0 .. size - 1, or the first of them, a gap, and the last: `limit` and the gap."""
+    """Coordinates 0 .. size - 1; if more than `limit`, the first ones, a gap, and the last."""
     if size <= limit:
         return list(range(size))
     if limit == 1:

@@ -1,4 +1,4 @@
-"""Colours of a diagram: the hue says which microbatch, the lightness what is done with it."""
+"""The colours of a diagram: hue for the microbatch, lightness for the kind of work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import cos, pi, sin
 _LIGHTNESS = {"F": 0.84, "B": 0.68, "I": 0.68, "W": 0.54}
 MOVING = {"SEND": "#b9b9b9", "FETCH": "#8a8a8a", "REDUCE_GRAD": "#4d4d4d"}
 OTHER = "#8a8a8a"
-# Okabe and Ito's colours, strong beside the pastels of the work.
+# Okabe and Ito's colours, stronger than the pastel colours of the work.
 LANES = {
     "SEND_TO": "#0072b2",
     "RECEIVE": "#e69f00",
@@ -22,7 +22,7 @@ def fill(kind: str, microbatch: int | None, num_microbatches: int) -> str:
     if kind not in _LIGHTNESS or microbatch is None:
         return MOVING.get(kind) or LANES.get(kind, OTHER)
     hue = 250 + 310 * microbatch / max(1, num_microbatches)
-    # Neighbours are close in hue when there are many: lightness tells them apart.
+    # With many microbatches, neighbours have similar hues and alternate in lightness.
     shade = 0.03 * (microbatch % 2) if num_microbatches > 12 else 0.0
     return _oklch_to_hex(_LIGHTNESS[kind] - shade, 0.105, hue)
 
@@ -33,7 +33,7 @@ def ink(kind: str) -> str:
 
 
 def line(row: int, num_rows: int) -> str:
-    """The colour of a row's curve: rows in order from violet to green."""
+    """The colour of a row's curve; rows range from violet to green."""
     return _oklch_to_hex(0.42 + 0.33 * row / max(1, num_rows - 1), 0.12, 300 - 150 * row / num_rows)
 
 

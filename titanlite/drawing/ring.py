@@ -1,9 +1,9 @@
-"""Drawings of the sequence layouts and of the ring, made from the layout objects themselves.
+"""Drawings of sequence layouts and ring attention, made from the layout objects that the code uses.
 
     python -m titanlite.drawing.ring docs/images/context_parallel
 
-writes layouts.svg (who computes which part of the score matrix) and, for each layout,
-ring_<layout>.svg (who holds what at each step). What the code does is what the picture shows.
+writes layouts.svg (which rank computes which part of the score matrix) and, for each layout,
+ring_<layout>.svg (which keys each rank holds at each step).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def draw_layouts(num_tokens: int = 32) -> str:
 def draw_ring(layout: Layout, n: int = 8) -> str:
     """SVG: which keys each rank holds at each step of the ring, and what it computes with them.
 
-    Rows are ranks, columns steps. A square is one block's score matrix, its filled part what is
-    computed; the bar above it is the keys held, as much of them as has travelled this far.
+    Rows are ranks, columns are steps. A square is the score matrix of one block; its filled part is
+    computed. The bar above it shows the keys held: the part that was sent this far.
     """
     side, step_width, row_height, left, top = 64, 150, 112, 84, 92
     drawing = _Drawing(
@@ -62,7 +62,7 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
         f"Ring attention, {layout.name} layout, {layout.num_ranks} ranks",
     )
     drawing.text(12, 20, f"{layout.name}: the causal ring on {layout.num_ranks} ranks", bold=True)
-    # On a line of its own: fonts are of many widths.
+    # On a separate line, because font widths differ.
     drawing.text(
         12,
         38,
@@ -113,7 +113,7 @@ def _draw_block(
 
 
 def _outline(tile: Tile, x: float, y: float, unit: float) -> list[tuple[float, float]]:
-    """A tile's corners; a causal tile is a staircase, one stair a token."""
+    """A tile's corners; a causal tile is a staircase with one stair per token."""
     rows, keys = tile.queries, tile.keys
     left, right = x + keys.start * unit, x + keys.stop * unit
     top, bottom = y + rows.start * unit, y + rows.stop * unit
@@ -149,7 +149,7 @@ class _Drawing:
     def arrow(
         self, start: tuple[float, float], end: tuple[float, float], colour: str, width: float
     ) -> None:
-        """A curve that leaves and arrives level; none where nothing is carried."""
+        """A curve with horizontal ends; nothing is drawn if `width` is 0."""
         if not width:
             return
         (x0, y0), (x1, y1) = start, end

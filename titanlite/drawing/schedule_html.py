@@ -1,4 +1,4 @@
-"""A timeline as one self-contained HTML page: the SVG, with hover and zoom at any size."""
+"""Timelines as one self-contained HTML page: SVGs with hover text and zoom."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from titanlite.schedule.timeline import Timeline
 
 
 def draw_html(timelines: Sequence[Timeline] | Timeline, table: str = "") -> str:
-    """A page with one picture under the other, and `table` (HTML) above them.
+    """A page with the pictures below each other, and `table` (HTML) above them.
 
-    Hovering shows a cell's work, row, start and end; the buttons zoom.
+    Hovering over a cell shows its work, row, start and end. Two buttons zoom.
     """
     if isinstance(timelines, Timeline):
         timelines = [timelines]

@@ -1,4 +1,4 @@
-"""A timeline as a PNG file, where matplotlib is installed."""
+"""A timeline as a PNG file; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlite.schedule.timeline import WORK, Timeline
 
 
 def draw_png(timeline: Timeline, path: str | Path, dpi: int = 110) -> None:
-    """Write `timeline` to `path`. Raises ScheduleError where matplotlib is missing."""
+    """Write `timeline` to `path`. Raises ScheduleError if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

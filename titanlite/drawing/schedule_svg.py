@@ -1,4 +1,4 @@
-"""A timeline as SVG: a row a rank, columns time, colour by microbatch, curves below."""
+"""A timeline as SVG: one row per rank, time across, coloured by microbatch, curves below."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_CELLS_WITH_HOVER = 4000  # beyond that, cells of one colour are drawn as o
 
 @dataclass(frozen=True)
 class Canvas:
-    """Where things are, in pixels; `x(time)` and `y(row)` are upper left corners."""
+    """The layout of a picture in pixels; `x(time)` and `y(row)` are upper left corners."""
 
     timeline: Timeline
     left: float
@@ -31,7 +31,7 @@ class Canvas:
     def of(cls, timeline: Timeline) -> Canvas:
         rows = len(timeline.rows)
         row_height = 24.0 if rows <= 12 else 18.0 if rows <= 24 else 12.0 if rows <= 48 else 9.0
-        # Below the work each kind of communication has a lane, and then a gap to the next row.
+        # Below the work there is a lane per kind of communication, then a gap to the next row.
         lane_height = row_height / 6 if timeline.lanes else 0.0
         row_height += lane_height * (len(timeline.lanes) + 1.5 * bool(timeline.lanes))
         left = 14 + 6.2 * max((len(row) for row in timeline.rows), default=0)
@@ -45,7 +45,7 @@ class Canvas:
 
     @property
     def work_height(self) -> float:
-        """The part of a row that work is drawn in."""
+        """The height of the part of a row in which work is drawn."""
         lanes = self.timeline.lanes
         return self.row_height - self.lane_height * (len(lanes) + 1.5 * bool(lanes))
 
@@ -78,9 +78,9 @@ class Canvas:
 
 
 def draw_svg(*timelines: Timeline) -> str:
-    """One SVG element that needs nothing else, several timelines one under the other.
+    """One self-contained SVG element, with several timelines below each other.
 
-    Cells have a hover text unless there are thousands of them.
+    Cells have a hover text, unless there are more than 4,000.
     """
     canvases = canvases_of(timelines)
     pictures = [draw_canvas(canvas) for canvas in canvases]
@@ -95,7 +95,7 @@ def draw_svg(*timelines: Timeline) -> str:
 
 
 def canvases_of(timelines: Sequence[Timeline]) -> list[Canvas]:
-    """A canvas each, with one scale and one time axis for all, so that they can be compared."""
+    """One canvas per timeline, all with the same scale and time axis, for comparison."""
     until = max(timeline.drawn_end for timeline in timelines)
     canvases = [Canvas.of(replace(timeline, until=until)) for timeline in timelines]
     scale, left = max(o.scale for o in canvases), max(o.left for o in canvases)
@@ -157,7 +157,7 @@ def _cells(canvas: Canvas) -> Iterator[str]:
             y, height = canvas.y(span.row) + canvas.work_height, canvas.lane_height
             y, height, width = y + lane * height, height - 0.5, max(2.5, width)
         elif span.kind not in WORK and span.kind != "SEND":
-            # Fetches and reductions go on beside the work: a strip along the foot of the row.
+            # Fetches and reductions run beside the work: a strip at the bottom of the row.
             y, height = y + 0.72 * height, 0.28 * height
         width = max(0.4, width - min(0.6, 0.15 * width))
         color = palette.fill(span.kind, span.microbatch, timeline.num_microbatches)
@@ -220,7 +220,7 @@ def _legend(canvas: Canvas) -> Iterator[str]:
 
 
 def _kinds(timeline: Timeline) -> list[str]:
-    """What a legend explains, in its order."""
+    """The kinds in the legend, in its order."""
     kinds = {span.kind for span in timeline.spans}
     return [kind for kind in NAMES if kind in kinds]
 
@@ -230,7 +230,7 @@ def _legend_step(kind: str) -> float:
 
 
 def shown_curves(timeline: Timeline) -> list[tuple[int, str]]:
-    """The curves that are named, with their place: all of few, else the first and the last."""
+    """The index and name of each curve in the key: all, or of more than 8 the first and last."""
     names = list(timeline.curves)
     return (
         list(enumerate(names)) if len(names) <= 8 else [(0, names[0]), (len(names) - 1, names[-1])]
@@ -244,7 +244,7 @@ def _curves(canvas: Canvas) -> Iterator[str]:
     top, height = canvas.bottom + 46, _CURVES_HEIGHT
     most = max((value for curve in timeline.curves.values() for _, value in curve), default=0) or 1
     yield _text(canvas.left, top - 8, timeline.curves_label, 10, "#444444")
-    # What is held is counted: no half of it is marked.
+    # The values are counts, so ticks are whole numbers.
     for tick in (tick for tick in _ticks(most, 4) if tick == round(tick)):
         y = top + height * (1 - tick / most)
         yield f"<path d='M{canvas.left:g} {y:.1f}H{canvas.right:.1f}' stroke='#e4e4e4'/>"
@@ -265,7 +265,7 @@ def _curves(canvas: Canvas) -> Iterator[str]:
 
 
 def _curve_key(canvas: Canvas, y: float) -> Iterator[str]:
-    """Which colour is which row."""
+    """The key: the colour of each row's curve."""
     names = list(canvas.timeline.curves)
     x = canvas.left + 6.2 * len(canvas.timeline.curves_label) + 16
     for row, name in shown_curves(canvas.timeline):
@@ -276,7 +276,7 @@ def _curve_key(canvas: Canvas, y: float) -> Iterator[str]:
 
 
 def _ticks(length: float, about: int = 12) -> list[float]:
-    """Round numbers from 0 up to `length`, about so many."""
+    """About `about` round numbers from 0 up to `length`."""
     if length <= 0:
         return [0]
     power = 10.0 ** (
@@ -287,7 +287,7 @@ def _ticks(length: float, about: int = 12) -> list[float]:
 
 
 def _leading(fraction: float) -> int:
-    """Places after the point to the first digit of a number below one."""
+    """The decimal place of the first nonzero digit of a number below one."""
     places = 0
     while fraction < 1:
         fraction *= 10

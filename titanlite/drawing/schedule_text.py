@@ -1,4 +1,4 @@
-"""A timeline as text for a terminal: a row a rank, in colour where the terminal has it."""
+"""A timeline as text for a terminal: one row per rank, in colour if supported."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from titanlite.schedule.timeline import WORK, Span, Timeline
 def draw_text(timeline: Timeline, width: int | None = None, color: bool | None = None) -> str:
     """`timeline` in lines of at most `width` characters (default: the terminal's).
 
-    Cells that start and end on whole steps show what runs and the stage if that fits, and after a
-    dot the microbatch, if there is no colour to tell it. Otherwise a character stands for what
-    runs in the middle of its share of the time. The idle part of each row stands at its end.
+    If cells start and end on whole steps and the labels fit, a cell shows the kind of work and the
+    stage, and without colour also the microbatch, after a dot. Otherwise each character shows what
+    runs in the middle of its share of the time. The end of each row shows its idle fraction.
     """
     if color is None:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -45,7 +45,7 @@ def draw_text(timeline: Timeline, width: int | None = None, color: bool | None =
 def _choose_labels(
     timeline: Timeline, spans: list[Span], room: int, color: bool
 ) -> tuple[dict[Span, str], int]:
-    """The fullest labels that fit into `room`, and how much they take; no labels if none fit."""
+    """The longest labels that fit into `room`, and the width they take; empty if none fit."""
     step = min((span.end - span.start for span in spans), default=0)
     if not step or not all(_is_whole(time / step) for s in spans for time in (s.start, s.end)):
         return {}, room

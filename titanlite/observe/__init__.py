@@ -1,1 +1,1 @@
-"""What a person sees of a run: its plan, its progress, its figures, its pictures and its traces."""
+"""What a run shows: its plan, progress, metrics, pipeline timelines and profiler traces."""

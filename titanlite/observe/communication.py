@@ -1,8 +1,8 @@
-"""When a rank sent, received, gathered and reduced: read from the marks that torch leaves itself.
+"""Records when a rank sends, receives, gathers and reduces, from the profiler ranges of torch.
 
-Each send, receive and collective of torch.distributed is a range of the profiler, from its call to
-its end, whoever calls it: a pipeline's schedule, FSDP2, DTensor, compiled code. Of the profiler
-only those ranges are switched on, so that a step runs as fast as without.
+torch.distributed marks each send, receive and collective as a profiler range, whoever calls it: a
+pipeline schedule, FSDP2, DTensor, compiled code. Only these ranges are recorded, so a step runs as
+fast as without the profiler.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch._C._profiler import (
 from titanlite.schedule.timeline import EXCHANGE, GATHER, RECEIVE, REDUCE, SEND_TO
 
 BACKENDS = ("gloo:", "nccl:")
-# What a name holds -> what it is; the first that fits.
+# (Part of a range's name, its kind); the first match counts.
 _KINDS = (
     ("recv", RECEIVE),
     ("send", SEND_TO),
@@ -50,26 +50,27 @@ class Move(NamedTuple):
 
 @contextlib.contextmanager
 def recording_communication() -> Iterator[list[Move]]:
-    """What this rank communicates inside; the list is filled when the block ends.
+    """Records what this rank communicates inside; the list is filled when the block ends.
 
-    A receive begins when it is posted, so its length is mostly waiting. A send is the moment it is
-    posted: its range ends where the schedule asks for it, which may be at the end of the step. On
-    CUDA a range is the call, not the transfer. Stays empty where another profiler is on.
+    A receive starts when it is posted, so most of its time is waiting. A send has length zero at
+    the time it is posted, because its range ends when the schedule waits for it, possibly at the
+    end of the step. On CUDA a range is the call, not the transfer. The list stays empty if another
+    profiler is running.
     """
     moves: list[Move] = []
     if _profiler_enabled():
         yield moves
         return
-    # Its start and its end are no news to a person.
+    # Hide Kineto's messages about the start and end of profiling.
     os.environ.setdefault("KINETO_LOG_LEVEL", "4")
     config = ProfilerConfig(
         ProfilerState.KINETO, False, False, False, False, False, _ExperimentalConfig()
     )
     _prepare_profiler(config, {ProfilerActivity.CPU})
-    # torch's own annotation lacks the scopes.
+    # torch's type annotation lacks the argument for scopes.
     enable: Any = _enable_profiler
     enable(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
-    # The profiler's times are those of the wall clock.
+    # The profiler's times are wall-clock times.
     offset = time.perf_counter() - time.time()
     result = None
     try:
@@ -85,6 +86,6 @@ def recording_communication() -> Iterator[list[Move]]:
 
 
 def kind_of(name: str) -> str:
-    """What a range named as "gloo:all_gather" is: one of the kinds of a timeline's lanes."""
+    """The kind of a range with a name such as "gloo:all_gather": one of a timeline's lanes."""
     operation = name.partition(":")[2].lower()
     return next(kind for part, kind in _KINDS if part in operation)

@@ -1,4 +1,4 @@
-"""Says when torch.compile is at work: a run stands still meanwhile, for seconds or minutes."""
+"""Reports when torch.compile compiles, which pauses a run for seconds or minutes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch._dynamo.callback import callback_handler
 class CompileReport:
     """`with CompileReport("4 blocks with inductor", say): ...`, and `end_step` after each step.
 
-    Says so as soon as Dynamo begins, which is in the first forward pass, and again for a later
-    step that needs new graphs, as the first validation does. `what` is the text for a person. The
-    time is that of this process; every rank compiles its own graphs at the same time.
+    Calls `say` with a line when Dynamo starts, in the first forward pass, and again if a later step
+    needs new graphs, such as the first validation. `what` describes what is compiled. The time is
+    that of this process; all ranks compile their graphs at the same time.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CompileReport:
         callback_handler.remove_end_callback(self._end)
 
     def end_step(self) -> None:
-        """Say how long it took, where anything was compiled since the last call."""
+        """Report the time taken if anything was compiled since the last call."""
         if not self._num_graphs:
             return
         graphs = "1 graph" if self._num_graphs == 1 else f"{self._num_graphs} graphs"

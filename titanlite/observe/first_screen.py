@@ -1,10 +1,10 @@
-"""The first screen of a run: what it trains, on what, and how it is cut, before the first step.
+"""The first screen of a run, printed before the first step.
 
     facts          one line each: device, model, data, batch, steps, output
     plan           each parallel feature as requested and as active
-    mesh           which rank is where
+    mesh           the position of each rank
 
-All of it is given as plain values; run_facts.py makes the facts from a job.
+The input is plain values; run_facts.py derives the facts from a job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEAST_NOTE = 24
 
 @dataclass(frozen=True)
 class Fact:
-    """One line about the run; `differs` where it is not what the job asks for."""
+    """One line about the run; `differs` if it is not what the job requests."""
 
     name: str
     text: str
@@ -39,7 +39,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class _Line:
-    """`text`, whose first `num_bold` characters are a name."""
+    """A line of text; its first `num_bold` characters are shown in bold."""
 
     text: str
     num_bold: int = 0
@@ -55,11 +55,11 @@ def render_screen(
     stream: TextIO | None = None,
     color: bool = True,
 ) -> str:
-    """The screen as text to print to `stream`: with colors for a terminal, else plain ASCII.
+    """The screen as text to print to `stream`: colored for a terminal, otherwise plain ASCII.
 
-    It is as wide as the terminal, up to 110 columns, and 80 columns elsewhere; longer texts go on
-    below themselves. What is not as requested is marked "!", in yellow on a terminal. `mesh` is a
-    drawing as draw_mesh makes it.
+    It is as wide as the terminal, at most 110 columns, or 80 columns if `stream` is no terminal.
+    Longer texts are wrapped and indented. Lines that differ from the request are marked "!", on a
+    terminal in yellow. `mesh` is the result of draw_mesh.
     """
     on_terminal = stream is not None and is_terminal(stream)
     width = PLAIN_WIDTH
@@ -76,9 +76,9 @@ def render_screen(
 
 
 def beside(mesh: str, width: int) -> list[str]:
-    """The lines of a mesh drawing, with what stands below its grid beside it where there is room.
+    """The lines of a mesh drawing, with the groups to the right of the grid if there is room.
 
-    `mesh` is a title, a grid and a list of groups, with an empty line between each two.
+    `mesh` has a title, a grid and a list of groups, separated by empty lines.
     """
     title, *blocks = mesh.split("\n\n")
     if not blocks:
@@ -105,7 +105,7 @@ def _fact_lines(facts: Iterable[Fact], width: int) -> list[_Line]:
 
 
 def _plan_lines(rows: Sequence[PlanRow], width: int) -> list[_Line]:
-    """The rows of what is on, or was asked for; those of what is off share the last one."""
+    """One row per feature that is on or requested; the last row lists those that are off."""
     shown = [row for row in rows if row.differs or row.active != "off"]
     off = [row.feature for row in rows if row not in shown]
     cells = [(row.feature, row.requested, row.active) for row in shown]
@@ -131,9 +131,9 @@ def _mark(differs: bool) -> str:
 def _hanging(
     head: str, text: str, width: int, is_marked: bool, num_bold: int | None = None
 ) -> list[_Line]:
-    """`text` behind `head`, going on below itself where it is too long for one line.
+    """`head` and `text`, wrapped with a hanging indent.
 
-    On a narrow terminal it goes on further left, so that a word still fits.
+    On a narrow terminal the indent is smaller, so that a word still fits.
     """
     indent = len(head) if width - len(head) >= _LEAST_NOTE else 4
     wrapped = textwrap.wrap(

@@ -1,7 +1,6 @@
-"""The figures of a run, one record a step: metrics.jsonl always, TensorBoard and W&B where asked.
+"""The metrics of a run, one record per step: metrics.jsonl, and on request TensorBoard and W&B.
 
-Also the few measures that turn into figures here: peak memory, bits per dimension, and model
-FLOP/s utilization against what a known GPU can do.
+Also computes peak memory, bits per dimension, and model FLOP/s utilization for known GPUs.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from titanlite.errors import ConfigError
 from titanlite.files import hold, open_regular
 
 FILE_NAME = "metrics.jsonl"
-# The ranks of a run that was killed may take so long to end, and let go of the file.
+# How long the ranks of a killed run may take to end and release the file.
 PATIENCE_SECONDS = 10.0
 
 
 @dataclass
 class StepRecord:
-    """What one optimizer step came to, over all ranks.
+    """The metrics of one optimizer step, over all ranks.
 
-    `loss` and `validation_loss` are nats a token, `seconds` is the step's own wall-clock time,
-    `memory_bytes` the peak of the largest rank, `mfu` a fraction of 1. A None was not measured.
+    `loss` and `validation_loss` are in nats per token, `seconds` is the step's wall-clock time,
+    `memory_bytes` the highest peak of any rank, `mfu` a fraction of 1. None: not measured.
     """
 
     step: int
@@ -53,22 +52,22 @@ class StepRecord:
 
 
 class MetricsLog:
-    """Writes each StepRecord to {dump_folder}/metrics.jsonl, and to the writers asked for.
+    """Writes each StepRecord to {dump_folder}/metrics.jsonl, and to TensorBoard and W&B if enabled.
 
-    One JSON object a line, flushed at once: a run that dies leaves every step it finished. A
-    number that is not finite is written as null, since JSON has no NaN; keys of measures not
-    taken are left out.
+    The file has one JSON object per line and is flushed after each, so a killed run keeps every
+    finished step. A number that is not finite is written as null, since JSON has no NaN. Metrics
+    that were not measured are left out.
 
-    One run at a time writes to the file: it is locked. It holds one record a step: before the first
-    one is written, lines of steps from `first_step` on, and lines that are no records, move to
-    metrics.N.jsonl, N the next free number. So a new run starts clean, a resumed one goes on where
-    its checkpoint was, and nothing that was recorded is lost. Where a whole run moves, the files of
-    `pictures` that are there move with it, as NAME.N.png.
+    The file is locked, so only one run writes to it. It has one record per step. Before the first
+    record is written, records from step `first_step` on and lines that are not records are moved to
+    metrics.N.jsonl, with the next free number N. A new run thus starts with an empty file, a
+    resumed run continues after its checkpoint, and no record is lost. If all records of a run are
+    moved, its existing files named in `pictures` move too, to NAME.N.png.
 
-    TensorBoard files go to {dump_folder}/{save_tb_folder}/{time of start}; W&B reads its own
-    WANDB_* variables and gets `job_config`. With `enabled` False (every rank but the first)
-    nothing is written. Raises ConfigError where a writer's package is missing, and where another
-    run is writing to the file.
+    TensorBoard files go to {dump_folder}/{save_tb_folder}/{time of start}. W&B reads its own
+    WANDB_* variables and gets `job_config`. With `enabled` False (on all ranks but the first)
+    nothing is written. Raises ConfigError if a writer's package is missing, or if another run is
+    writing to the file.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class MetricsLog:
             self._wandb = wandb.init(dir=str(folder), config=dict(job_config or {}))
 
     def log(self, record: StepRecord) -> str:
-        """Append one step. A line for a person, or "": on records that were there and moved."""
+        """Append one record. Returns a line to print if older records were moved, otherwise ""."""
         if self._file is None:
             return ""
         moved = "" if self._has_written else self._make_way()
@@ -124,7 +123,7 @@ class MetricsLog:
         return moved
 
     def _make_way(self) -> str:
-        """Move what is not a record of a step before the first; what was moved, and where to."""
+        """Move all lines but the records before `first_step`; returns a line about it, or ""."""
         assert self._file is not None
         kept: list[bytes] = []
         moved: list[bytes] = []
@@ -152,8 +151,8 @@ class MetricsLog:
             with contextlib.suppress(FileNotFoundError):
                 (folder / name).rename(folder / _numbered(name, number))
                 names.append(_numbered(name, number))
-        # Put in its place in one go, and held before it is there: a run killed here keeps its past,
-        # and no other run comes in between.
+        # Replace the file atomically, and lock the new one first: a run that is killed here loses
+        # no records, and no other run can lock the file in between.
         shorter = self.path.with_name(f"{FILE_NAME}.new")
         shorter.unlink(missing_ok=True)
         opened = _open_to_append(shorter)
@@ -190,11 +189,10 @@ class MetricsLog:
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
-    """The records of a metrics.jsonl, or of the dump folder that holds one, in the file's order.
+    """The records of a metrics.jsonl, given as the file or its dump folder, in the file's order.
 
-    null is read as NaN; keys that StepRecord lacks are passed over. A last line that was cut
-    short is left out. Raises ConfigError where another line is no record, and where the file cannot
-    be read.
+    null is read as NaN, and unknown keys are ignored. An incomplete last line is skipped. Raises
+    ConfigError if any other line is not a record, or if the file cannot be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -207,16 +205,16 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
                 if record is not None:
                     records.append(record)
                 elif line.endswith(b"\n") and line.strip():
-                    raise ConfigError(f"job.dump_folder: line {number} of {path} is no record")
+                    raise ConfigError(f"job.dump_folder: line {number} of {path} is not a record")
     except OSError as error:
         raise ConfigError(f"job.dump_folder: {path}: {error.strerror or error}") from error
     return records
 
 
 def check_extras(*, enable_tensorboard: bool, enable_wandb: bool) -> None:
-    """Refuse a writer whose package is not installed, naming the extra that brings it.
+    """Raise ConfigError if a writer's package is not installed; the error names the extra.
 
-    Imports nothing, so it can be asked before any rank is started. Raises ConfigError.
+    Imports none of the packages, so it can run before any rank starts.
     """
     wanted = {"tensorboard": enable_tensorboard, "wandb": enable_wandb}
     problems = [
@@ -230,12 +228,12 @@ def check_extras(*, enable_tensorboard: bool, enable_wandb: bool) -> None:
 
 
 def bits_per_dim(loss_nats: float) -> float:
-    """A loss in nats a token as bits a token: of images, the bits per dimension of the papers."""
+    """A loss in nats per token, as bits per token; for images, the usual bits per dimension."""
     return loss_nats / math.log(2)
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:
-    """The most memory this rank has held: allocated on its GPU, or resident on CPU."""
+    """This rank's peak memory: allocated on its GPU, or resident on CPU."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -247,17 +245,17 @@ def peak_memory_bytes(device: torch.device | str) -> int:
 
 
 def mfu(flops_per_second: float, gpu_name: str, num_gpus: int) -> float | None:
-    """Model FLOP/s utilization, the fraction of the GPUs' peak; None on a GPU not known here.
+    """Model FLOP/s utilization, as a fraction of the GPUs' peak; None for an unknown GPU.
 
-    `flops_per_second` counts the model's own operations over all GPUs, none of recomputation.
+    `flops_per_second` counts the model's operations on all GPUs, without recomputation.
     Source: Chowdhery et al. 2022, PaLM, appendix B.
     """
     peak = peak_flops_per_second(gpu_name)
     return None if peak is None else flops_per_second / (peak * num_gpus)
 
 
-# Dense bfloat16 matrix peaks of the vendors' data sheets. The first entry whose words all stand in
-# the device's name wins, so variants come before the plain name.
+# Peaks of dense bfloat16 matrix products, from the vendors' data sheets. The first entry whose
+# words are all in the device's name counts, so variants come before the plain name.
 _PEAK_FLOPS_PER_SECOND = (
     ("GB300", 2.5e15),
     ("GB200", 2.5e15),
@@ -290,9 +288,9 @@ _PEAK_FLOPS_PER_SECOND = (
 
 
 def peak_flops_per_second(gpu_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU by its CUDA device name; None where it is not known.
+    """Dense bfloat16 FLOP/s of a GPU by its CUDA device name; None if unknown.
 
-    A MIG slice is not known: its name says the whole GPU.
+    A MIG slice counts as unknown, because its name is that of the whole GPU.
     """
     name = gpu_name.upper()
     if "MIG" in name.split():
@@ -301,7 +299,7 @@ def peak_flops_per_second(gpu_name: str) -> float | None:
 
 
 def _has_words(name: str, part: str) -> bool:
-    """Whether `part` stands in `name` as whole words: L4 is not in L40, H20 not in H200."""
+    """Whether `name` has all words of `part` as whole words: L40 has no L4, H200 no H20."""
     words = name.replace("-", " ").split()
     return all(word in words for word in part.split())
 
@@ -312,7 +310,7 @@ _MOST_CHARACTERS = 10_000
 
 
 def _record_of(line: bytes) -> StepRecord | None:
-    """The record that a line holds, None where it holds none."""
+    """The record on a line, or None if it is not a complete record."""
     if len(line) > _MOST_CHARACTERS or not line.endswith(b"\n"):
         return None
     try:
@@ -330,7 +328,7 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _open_held(path: Path) -> BinaryIO:
-    """The file, which no other run writes to as long as it is open."""
+    """Open and lock the file; no other run writes to it while it is open."""
     while True:
         file = _open_to_append(path)
         try:
@@ -339,7 +337,7 @@ def _open_held(path: Path) -> BinaryIO:
                     f"job.dump_folder: another run is writing to {path.parent}; end that one, or "
                     "give another folder"
                 )
-            # The run that held it may have put another one in its place.
+            # The previous holder of the lock may have replaced the file; then open the new one.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                     return file
@@ -351,6 +349,6 @@ def _open_held(path: Path) -> BinaryIO:
 
 def _open_to_append(path: Path) -> BinaryIO:
     path.touch()
-    # A pipe would keep it waiting.
+    # Opening a pipe would block, so check first that it is a regular file.
     open_regular(path).close()
     return path.open("a+b")

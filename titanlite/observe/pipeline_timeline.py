@@ -1,8 +1,8 @@
-"""What each rank of a pipeline did when: recorded in a real step, gathered, drawn and traced.
+"""The timeline of a real pipeline step: recorded, gathered from all ranks, drawn and exported.
 
-The clock is read where a stage begins and ends a forward pass, a backward pass or a part of one.
-Beside that stand the sends, receives, gathers and reductions of the same run
-(communication.py); what is left over is the bubble.
+It has the start and end of each forward pass, backward pass, and part of a split backward pass of a
+stage, and the sends, receives, gathers and reductions of the same run (communication.py). The
+remaining time is the bubble.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from titanlite.schedule.trace import make_trace
 
 
 class PipelineRecorder:
-    """Notes what this rank does in each run of a pipeline's schedule, while `is_on`.
+    """Records what this rank does in each run of a pipeline schedule while `is_on` is true.
 
     `pipeline` has `stages` with the methods of torch.distributed.pipelining's PipelineStage, and a
-    `step` that runs the schedule once; they are wrapped in place. On CUDA each action is waited
-    for, so that its end is seen: a recorded step takes longer. `row` is this rank's row.
+    `step` that runs the schedule once; these are wrapped in place. On CUDA the recorder
+    synchronizes after each action to measure its end, so a recorded step takes longer. `row` is
+    this rank's row in the timeline.
     """
 
     def __init__(self, pipeline: Any, row: int, device: torch.device) -> None:
@@ -49,9 +50,9 @@ class PipelineRecorder:
         pipeline.on_loss = self._count_in
 
     def take(self) -> list[Span]:
-        """The last run that was recorded, in seconds of a clock that a machine's ranks share.
+        """The spans of the last recorded run, in seconds of a clock shared by a machine's ranks.
 
-        First what was computed, in order, then what was communicated.
+        Computation comes first, in order, then communication. Clears the record.
         """
         moves = [Span(self._row, move.start, move.end, move.kind) for move in self._moves]
         spans = [*self._spans, *moves]
@@ -59,7 +60,7 @@ class PipelineRecorder:
         return spans
 
     def _count_in(self) -> None:
-        """Let the last action end now: the loss belongs to the last stage's forward pass."""
+        """Extend the last action to now: the loss belongs to the last stage's forward pass."""
         if self.is_on:
             self._spans[-1] = self._spans[-1]._replace(end=self._now())
 
@@ -73,7 +74,7 @@ class PipelineRecorder:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if not self.is_on:
                 return run(*args, **kwargs)
-            # With accumulation a step is several runs: the last one stays.
+            # With accumulation a step has several runs; only the last one is kept.
             self._spans = []
             with recording_communication() as moves:
                 result = run(*args, **kwargs)
@@ -100,11 +101,11 @@ class PipelineRecorder:
 def gather_timeline(
     spans: Sequence[Span], places: Sequence[str], title: str, *, one_machine: bool = True
 ) -> Timeline | None:
-    """The spans of all ranks of the world as one timeline in milliseconds, on the first rank.
+    """Gather the spans of all ranks into one timeline in milliseconds, on rank 0.
 
-    Every rank must call this; None on all but the first. `places` says where each rank is on the
-    mesh, such as "pp 1, tp 0". Over several machines the spans are put on their wall clocks, and
-    are as good as those agree.
+    Every rank must call this; the others get None. `places` has each rank's coordinates on the
+    mesh, such as "pp 1, tp 0". On several machines the times are wall-clock times, only as accurate
+    as the clocks agree.
     """
     offset = 0.0 if one_machine else time.time() - time.perf_counter()
     own = [span._replace(start=span.start + offset, end=span.end + offset) for span in spans]
@@ -119,7 +120,7 @@ def gather_timeline(
 def make_timeline(
     of_ranks: Sequence[Sequence[Span]], places: Sequence[str], title: str
 ) -> Timeline:
-    """What each rank did, in seconds of one clock, as a timeline in milliseconds: a row a rank."""
+    """A timeline in milliseconds, one row per rank, from spans in seconds of one clock."""
     rows = [f"rank {rank} ({place})" for rank, place in enumerate(places)]
     first = min(span.start for of_rank in of_ranks for span in of_rank)
     moved = [
@@ -131,7 +132,7 @@ def make_timeline(
     ]
     curves: dict[str, list[tuple[float, float]]] = {}
     for name, of_rank in zip(rows, moved, strict=True):
-        # One rank at a time: ranks that split a stage between them run the same microbatches.
+        # One rank at a time, because ranks that share a stage run the same microbatches.
         curves |= activation_curves([name], [span._replace(row=0) for span in of_rank])
     spans = [span for of_rank in moved for span in of_rank]
     bubbles = Timeline(title, rows, spans).bubbles()
@@ -147,7 +148,7 @@ def make_timeline(
 
 
 def save_timeline(timeline: Timeline, folder: Path, name: str) -> Path:
-    """Write `name`.svg, the diagram, and `name`.json, a trace for Perfetto; the diagram's path."""
+    """Write the diagram `name`.svg and the Perfetto trace `name`.json; returns the SVG's path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(make_trace(timeline))
     diagram = folder / f"{name}.svg"

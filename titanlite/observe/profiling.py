@@ -1,6 +1,6 @@
-"""Traces of what a rank does: Kineto timelines for Perfetto, and CUDA memory snapshots.
+"""Profiler traces of a rank for Perfetto, and CUDA memory snapshots.
 
-Both write {folder}/iteration_N/ with one file a rank, so the ranks of a step lie side by side.
+Both write one file per rank to {folder}/iteration_N/.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_MEMORY_EVENTS = 100_000
 
 
 class StepCounter:
-    """What the profiling contexts give: call `step()` after each training step."""
+    """Returned by the profiling contexts: call `step()` after each training step."""
 
     def __init__(self, on_step: Callable[[], None] = lambda: None) -> None:
         self._on_step = on_step
@@ -42,11 +42,11 @@ def profile_steps(
 ) -> Iterator[StepCounter]:
     """Trace the last `profiler_active` steps of every `profile_freq`, with torch.profiler.
 
-    Writes {folder}/iteration_N/rankR_trace.json, N the step the trace ends with. The
-    `profiler_warmup` steps before them run with the profiler on but its events dropped, since its
-    start distorts times. A cycle that the run ends in leaves no file. Where there is CUDA its
-    kernels are traced too. Open the files at https://ui.perfetto.dev. Raises ConfigError where
-    the warmup and the active steps do not fit into `profile_freq`.
+    Writes {folder}/iteration_N/rankR_trace.json, where N is the last step of the trace. In the
+    `profiler_warmup` steps before, the profiler runs but its events are dropped, since starting it
+    distorts times. A cycle that is not finished when the run ends leaves no file. With CUDA, its
+    kernels are traced too. Open the files at https://ui.perfetto.dev. Raises ConfigError if the
+    warmup and active steps do not fit into `profile_freq`.
     """
     if not enabled:
         yield StepCounter()
@@ -56,7 +56,7 @@ def profile_steps(
     running = True
 
     def save_trace(profiler: profile) -> None:
-        # Leaving the block ends an unfinished cycle too; its trace would be of a part of a step.
+        # Leaving the block also ends an unfinished cycle; its trace would be incomplete.
         if not running:
             return
         iteration = Path(folder) / f"iteration_{first_step - 1 + profiler.step_num}"
@@ -79,7 +79,7 @@ def profile_steps(
 
         def step() -> None:
             with warnings.catch_warnings():
-                # Each cycle has its own file, so nothing is lost when the next one begins.
+                # Each cycle has its own file, so no events are lost when the next cycle starts.
                 warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
                 profiler.step()
 
@@ -90,7 +90,7 @@ def profile_steps(
 
 
 def check_profile_schedule(profile_freq: int, profiler_active: int, profiler_warmup: int) -> None:
-    """Refuse a cycle too short for its parts, with a ConfigError."""
+    """Raise ConfigError if the warmup and active steps do not fit into a cycle."""
     needed = profiler_active + profiler_warmup
     if needed > profile_freq:
         raise ConfigError(
@@ -112,10 +112,9 @@ def snapshot_memory(
 ) -> Iterator[StepCounter]:
     """Save CUDA's memory history every `profile_freq` steps.
 
-    Writes {folder}/iteration_N/rankR_memory_snapshot.pickle; a run that ends out of memory saves
-    a last one in iteration_N_exit. Open the files at
-    https://pytorch.org/memory_viz. There is no such history on CPU: `on_note` gets one line that
-    says so and nothing is written.
+    Writes {folder}/iteration_N/rankR_memory_snapshot.pickle. A run that ends out of memory saves a
+    last one in iteration_N_exit. Open the files at https://pytorch.org/memory_viz. On CPU there is
+    no memory history: nothing is written, and `on_note` gets a line that says so.
     """
     if enabled and torch.device(device).type != "cuda":
         on_note(

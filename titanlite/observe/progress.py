@@ -1,7 +1,7 @@
-"""A run's progress: one live bar on a terminal, plain lines everywhere else.
+"""A run's progress: a live bar on a terminal, plain lines elsewhere.
 
-Both say the same: step, loss, gradient norm, learning rate, tokens/s, FLOP/s, MFU on a known GPU,
-memory a rank, time left. Only one rank shows it: the others pass enabled=False.
+Both show step, loss, gradient norm, learning rate, tokens/s, FLOP/s, MFU on a known GPU, memory per
+rank and time left. Only one rank shows it; the others pass enabled=False.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from titanlite.observe.quantities import format_bytes, format_count, format_dura
 from titanlite.observe.terminal import is_terminal, terminal_width
 
 _REDRAW_SECONDS = 0.1
-# Outside a terminal, a slow run says something at least this often.
+# Outside a terminal, a slow run prints a line at the next step after this time.
 _LONGEST_SILENCE_SECONDS = 30.0
-# A step's weight in the running mean of seconds a step.
+# The weight of a new step in the running mean of seconds per step.
 _NEW_WEIGHT = 0.1
 _NUMBER = r"(?<!\S)-?\d\S*"
 
@@ -34,12 +34,11 @@ _NUMBER = r"(?<!\S)-?\d\S*"
 class Progress:
     """Shows the steps of a run as they end: `with Progress(steps) as p: ... p.update(record)`.
 
-    On a terminal one bar stays at the bottom and `print` writes above it. Elsewhere a line is
-    written for the first step, the last, every `log_freq`-th, each validated one, and one that ends
-    half a minute after the last line; it holds no control character. `color` False takes colors
-    away, on a terminal too. However the block ends, Ctrl-C included, the bar stands as it was last
-    and the terminal is as before.
-    A resumed run passes its `first_step`.
+    On a terminal the bar stays at the bottom and `print` writes above it. Elsewhere a line without
+    control characters is written for the first step, the last, every `log_freq`-th, each validated
+    one, and any step that ends half a minute after the previous line. With `color` False there are
+    no colors on a terminal either. However the block ends, Ctrl-C included, the bar keeps its last
+    state and the terminal is restored. A resumed run passes its `first_step`.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Progress:
                 color_system="auto" if color else None,
                 width=terminal_width(self._stream),
             )
-            # No thread redraws: a rank that forks or compiles has no need of another one.
+            # No thread redraws, because the process may fork or compile.
             self._live = Live(
                 get_renderable=self._screen, console=console, auto_refresh=False, transient=False
             )
@@ -79,7 +78,7 @@ class Progress:
         self._start_time = self._last_time = self._clock()
         if self._live is not None:
             self._live.start(refresh=True)
-            # A rank may be killed at any time, and a killed one would leave the cursor hidden.
+            # Keep the cursor visible: a killed rank could not show it again.
             self._live.console.show_cursor(True)
         return self
 
@@ -93,7 +92,7 @@ class Progress:
             self._live.stop()
 
     def update(self, record: StepRecord) -> None:
-        """Show a step that has ended."""
+        """Show a finished step."""
         if not self._enabled:
             return
         now = self._clock()
@@ -119,7 +118,7 @@ class Progress:
             self.print("  ".join(part for part in parts if part))
 
     def print(self, line: str) -> None:
-        """Write a line: above the bar on a terminal, in its turn elsewhere."""
+        """Write a line; on a terminal, above the bar."""
         if not self._enabled:
             return
         if self._live is not None:
@@ -129,13 +128,13 @@ class Progress:
                 self._stream.write(line + "\n")
                 self._stream.flush()
             except BrokenPipeError as error:
-                raise OutputClosedError("the output is closed, and the run ends with it") from error
+                raise OutputClosedError("the output is closed, so the run ends") from error
 
     def _count_time(self, now: float) -> None:
         elapsed, self._last_time = now - self._last_time, now
         self._num_timed += 1
         if self._num_timed <= 2:
-            # The first step also sets up and compiles: it says nothing of those to come.
+            # The first step includes setup and compilation, so it does not count in the mean.
             self._seconds_per_step = elapsed
         else:
             self._seconds_per_step += _NEW_WEIGHT * (elapsed - self._seconds_per_step)
@@ -178,7 +177,7 @@ class Progress:
 
 
 def _packed(parts: list[str], width: int) -> list[str]:
-    """The parts in lines of at most `width` columns, none of them broken."""
+    """The parts joined into lines of at most `width` columns; no part is split."""
     lines = [""]
     for part in parts:
         longer = f"{lines[-1]}  {part}" if lines[-1] else part

@@ -1,4 +1,4 @@
-"""Quantities as a person reads them: 12.3k, 1.50 GiB, 0:04:10. Three figures, never more."""
+"""Human-readable quantities: 12.3k, 1.50 GiB, 0:04:10. At most three significant digits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as hours:minutes:seconds, with days before them from 24 hours on."""
+    """Seconds as hours:minutes:seconds, preceded by days from 24 hours on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -33,7 +33,7 @@ def format_duration(seconds: float) -> str:
 
 def _scale(value: float, base: int, prefixes: tuple[str, ...]) -> tuple[float, str]:
     for prefix in prefixes[:-1]:
-        # 999.5 would be rounded to 1000 of this unit: it is 1.00 of the next.
+        # 999.5 would round to 1000 of this unit, so it is shown as 1.00 of the next.
         if abs(value) < base and abs(value) < 999.5:
             return value, prefix
         value /= base

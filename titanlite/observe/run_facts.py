@@ -1,6 +1,6 @@
 """The facts of the first screen, from plain values: device, model, data, batch, steps, output.
 
-What the parallel features do is said by the steps that applied them (titanlite/parallelize).
+The steps in titanlite/parallelize report the parallel features.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titanlite.observe.first_screen import Fact
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run runs on: `device_type` "cpu" or "cuda", and the counts of this machine."""
+    """The hardware of a run: `device_type` "cpu" or "cuda", and the counts of this machine."""
 
     device_type: str
     backend: str
@@ -31,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Data:
-    """Sequences of an epoch, None where they are endless; None too where nothing is validated."""
+    """Sequences per epoch; None if the data is endless or, for validation, not used."""
 
     num_training: int | None
     num_validation: int | None = None
@@ -47,10 +47,10 @@ def run_facts(
     first_step: int = 1,
     starts_from: Path | None = None,
 ) -> list[Fact]:
-    """What a person looks for first about a run, a line each.
+    """The main facts about a run, one line each.
 
-    `num_parameters` are those of the whole model, `folder` is where the run writes, `starts_from`
-    the checkpoint or weights that it has loaded.
+    `num_parameters` counts the whole model, `folder` is the output folder, `starts_from` the
+    checkpoint or weights that were loaded.
     """
     config = resolved.config
     return [
@@ -71,7 +71,7 @@ def run_facts(
 
 
 def name_idle_keys(config: JobConfig) -> str:
-    """One line about the keys that the job sets and that have no effect; "" without any."""
+    """A line that lists the keys that the job sets without effect; "" if there are none."""
     idle = []
     for key in job_keys().values():
         if key.inert:
@@ -82,7 +82,7 @@ def name_idle_keys(config: JobConfig) -> str:
                 idle.append(key.name)
     if not idle:
         return ""
-    return f"no effect here, as the TorchTitan feature is not on: {', '.join(idle)}"
+    return f"no effect here, because their TorchTitan feature is off: {', '.join(idle)}"
 
 
 def _device(config: JobConfig, machine: Machine, num_ranks: int) -> Fact:
@@ -183,7 +183,7 @@ def _learning_rate(config: JobConfig) -> Fact:
     text = f"peak {peak:g}: {', '.join(parts)}"
     if section.total_steps is not None and total != config.training.steps:
         text += f", a schedule of {total} steps"
-    # A default that gives way is not a request.
+    # A default that is shortened is not reported, since the job did not request it.
     is_set = "warmup_steps" in section.model_fields_set
     asked_warmup = section.warmup_steps if is_set else warmup
     asked_decay = decay if section.decay_ratio is None else round(total * section.decay_ratio)

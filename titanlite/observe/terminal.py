@@ -1,4 +1,4 @@
-"""Whether a stream is a terminal, and how wide: what decides between ruled and plain output."""
+"""Whether a stream is a terminal, and its width: decides between live and plain output."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ DEFAULT_WIDTH = 100
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether control characters sent to `stream` reach a screen that obeys them."""
+    """Whether `stream` is a terminal that interprets control characters."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
 def terminal_width(stream: TextIO) -> int:
-    """Columns of the terminal behind `stream`; 100 where it does not say."""
+    """The number of columns of the terminal `stream`; 100 if unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
-"""Turn a plain model into its parallel form, one step after the other in one order: STEPS.
+"""Make a plain model parallel by applying the steps in STEPS, in that order.
 
-Pipeline parallelism stands outside: it cuts the model first, and each part goes through the same
-steps (pipeline_parallel.py).
+Pipeline parallelism is not one of them: it splits the model into stages first, and each stage then
+goes through the same steps (pipeline_parallel.py).
 
-Each step takes only what it needs and can be called by hand; `parallelize` turns a job's
-configuration into their arguments.
+Each step takes only what it needs and can be called by hand. `parallelize` derives the arguments of
+all steps from a job's configuration.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from titanlite.plan_row import PlanRow
 from titanlite.schedule import walk
 
 if TYPE_CHECKING:
-    # By hand, no step needs the configuration.
+    # Steps called by hand do not need the configuration.
     from titanlite.config.pipeline import PipelinePlan
     from titanlite.config.schema import JobConfig
 
@@ -65,30 +65,30 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Step:
-    """One step: what does it, and why it stands where it does."""
+    """One step: the function that applies it, and the reason for its place in the order."""
 
     apply: Callable[[Part], PlanRow]
     why_here: str
 
 
 STEPS = (
-    Step(steps.float8, "it changes what a linear layer is, which all others then work on"),
+    Step(steps.float8, "it replaces linear layers, which all other steps then work on"),
     Step(
         steps.tensor_parallel, "its plan names the model's own modules, before wrappers rename them"
     ),
     Step(
         steps.async_tensor_parallel,
-        "it says what of TP overlaps, and asks the compiler for the rest before that runs",
+        "it reports which TP modules are rings, and configures the compiler before it runs",
     ),
     Step(
         steps.context_parallel,
         "it replaces the attention inside each block, before blocks are wrapped",
     ),
-    Step(steps.activation_checkpoint, "it wraps blocks whose insides are cut already"),
-    Step(steps.compile_blocks, "around it, so that what is recomputed is part of the graph"),
+    Step(steps.activation_checkpoint, "it wraps blocks whose modules are already sharded"),
+    Step(steps.compile_blocks, "after it, so that recomputation is part of the compiled graph"),
     Step(steps.data_parallel, "last, so that its hooks stay outside the compiled blocks"),
 )
-"""The order in which every model, and every stage of one, is made parallel."""
+"""The steps in the order in which they are applied to every model and every pipeline stage."""
 
 
 def parallelize(
@@ -100,11 +100,12 @@ def parallelize(
     *,
     whole: nn.Module | None = None,
 ) -> tuple[list[PlanRow], RecomputationReport]:
-    """Apply every step that `config` asks for to `model`, in place; say what each did.
+    """Apply every step that `config` enables to `model`, in place.
 
-    The model may be on the "meta" device; it gets storage and values afterwards. The plan is the
-    one registered for its class unless given. Where the model is a part of one, `whole` is that
-    one: a module that the part lacks and the whole has is no mistake in the plan.
+    Returns one row of the effective plan per step, and the report of activation checkpointing. The
+    model may be on the "meta" device, and get storage and values later. `plan` defaults to the one
+    registered for the model's class. For a pipeline stage, `whole` is the whole model: the plan may
+    name modules that only the whole model has.
     """
     part = Part(model, config, dims, meshes, plan or find_plan(model), whole)
     rows = [step.apply(part) for step in STEPS]
@@ -113,9 +114,9 @@ def parallelize(
 
 @dataclass
 class Parallelized:
-    """A model in its parallel form: this rank's parts of it, and what was done to them.
+    """A parallelized model: this rank's parts and what was applied to them.
 
-    One part without pipeline parallelism, and no pipeline.
+    Without pipeline parallelism there is one part and `pipeline` is None.
     """
 
     parts: list[nn.Module]
@@ -133,11 +134,11 @@ def split_and_parallelize(
     example: Batch,
     plan: ParallelPlan | None = None,
 ) -> Parallelized:
-    """Cut `model`, on "meta", into the stages of `pipeline_plan`; `parallelize` this rank's.
+    """Split `model` into the stages of `pipeline_plan` and `parallelize` those of this rank.
 
-    Without a pipeline plan the model is the one part. `example` is a microbatch as this rank gets
-    them, of which a pipeline uses the shapes; `plan` is the one registered for the model's class
-    unless given.
+    The model is on the "meta" device. Without a pipeline plan it is the only part. `example` is one
+    of this rank's microbatches; the pipeline uses only its shapes. `plan` defaults to the one
+    registered for the model's class.
     """
     plan = plan or find_plan(model)
     if pipeline_plan is None or meshes.pp is None:
@@ -169,8 +170,8 @@ def split_and_parallelize(
         if row.active != "off":
             notes = [row.note] if row.note else []
             if row.feature == "activation checkpoint" and splits:
-                # Measured: 10 forward passes of a block in place of 4, for two blocks a stage.
-                notes.append("under a split backward pass blocks are recomputed twice and more")
+                # Measured with two blocks per stage: 10 forward passes of a block instead of 4.
+                notes.append("a split backward pass recomputes blocks more than once")
             note = f"stage {stages[0]}: {'; '.join(notes)}"
             rows[index] = replace(row, note=note)
     reports = [report for _, report in done.values()]
@@ -187,8 +188,8 @@ def _pipeline_parallel(plan: PipelinePlan, dims: ParallelDims) -> PlanRow:
     blocks = [sum("." in name for name in stage) for stage in plan.stages]
     note = (
         f"{schedule.name}, {schedule.num_microbatches} microbatches of {plan.microbatch_size}; "
-        f"blocks a stage: {', '.join(map(str, blocks))}; "
-        f"bubble {sum(bubbles) / len(bubbles):.0%} were stages equal"
+        f"blocks per stage: {', '.join(map(str, blocks))}; "
+        f"bubble {sum(bubbles) / len(bubbles):.0%} if all stages take equal time"
     )
     return PlanRow("pipeline parallel", f"PP {dims.pp}", f"PP {dims.pp}", note)
 

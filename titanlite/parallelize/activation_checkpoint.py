@@ -1,4 +1,4 @@
-"""apply_ac: keep less of the forward pass, and compute it again when the backward pass needs it."""
+"""apply_ac: save fewer activations, and recompute the others in the backward pass."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from titanlite.parallelize.ring_product import PRODUCT_SCATTER
 
 aten = torch.ops.aten
 
-# The outputs of these are saved: matrix multiplications and attention cost the most to repeat, a
-# collective would be sent twice, and the largest magnitudes, max of a tensor and amax of rows, are
-# what low-precision casts are scaled by, sent over ranks by all_reduce.
+# The outputs of these operators are saved. Matrix multiplications and attention cost the most to
+# recompute. Collectives would communicate twice. max and amax are the magnitudes from which the
+# scales of low-precision casts are computed, after an all_reduce over ranks.
 SAVED_OPERATORS = (
     aten.mm.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -55,13 +55,13 @@ CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 @dataclass
 class OperatorTally:
-    """How often a block's forward pass met each listed operator, and what became of its output."""
+    """How often a block called each operator of SAVED_OPERATORS: output saved, or recomputed."""
 
     saved: Counter[str] = field(default_factory=Counter)
     recomputed: Counter[str] = field(default_factory=Counter)
 
     def describe(self) -> str:
-        """One line: what is saved and what is recomputed, with counts per block."""
+        """One line: which operators are saved and which are recomputed, with counts per block."""
         if not self.saved and not self.recomputed:
             return "nothing counted yet"
         parts = []
@@ -74,7 +74,7 @@ class OperatorTally:
 
 @dataclass(frozen=True)
 class RecomputationReport:
-    """What apply_ac did: the blocks it wrapped, and the operators of the first of them."""
+    """What apply_ac did: the blocks it wrapped, and the operator counts of one block."""
 
     wrapped: tuple[str, ...]
     tally: OperatorTally | None = None
@@ -96,19 +96,19 @@ def apply_ac(
 ) -> RecomputationReport:
     """Checkpoint the blocks of `model` in place.
 
-    mode "none" saves everything. "full" saves only each block's input and computes the block again
-    in the backward pass. "selective" with `selective_option` "n", a number, does so to every n-th
-    block; with "op" it does so to every block, but the outputs of SAVED_OPERATORS are saved, all
-    but every second matrix multiplication. The matrix multiplications of the linear layers named
-    in `recompute_mm_of` (suffixes of their names) are always computed again. "memory_budget" hands
-    the choice to the compiler: 0 is as "full", 1 as "none".
+    mode "none" saves everything. "full" saves only each block's input and recomputes the block in
+    the backward pass. "selective" with a number n as `selective_option` does this for every n-th
+    block. "selective" with "op" does it for every block, but saves the outputs of SAVED_OPERATORS,
+    of matrix multiplications every other one. Those of the linear layers named in `recompute_mm_of`
+    (suffixes of their names) are always recomputed. "memory_budget" leaves the choice to the
+    compiler: a budget of 0 equals "full", 1 equals "none".
 
-    `save_cpu_attention` also saves the output of the CPU's attention operator under "full" and
-    "n": AOTAutograd mistakes its recomputation for one that needs a random state, and then fails
-    on tensor-parallel graphs.
+    `save_cpu_attention` also saves the output of the CPU attention operator under "full" and "n".
+    AOTAutograd assumes that its recomputation needs a random state, and would fail on
+    tensor-parallel graphs.
 
-    Raises TitanliteError for an argument that is wrong, and where `model` lacks the container of
-    blocks that the plan names.
+    Raises TitanliteError for an invalid argument, and if `model` lacks the container of blocks that
+    the plan names.
 
     Sources: arXiv 2205.05198 (selective recomputation);
     https://pytorch.org/blog/activation-checkpointing-techniques/
@@ -153,7 +153,7 @@ def apply_ac(
     container = find_container(model, plan, "activation checkpointing")
     wrapped = []
     for index, (key, block) in enumerate(list(container.named_children())):
-        # A part of a split model has its blocks under the keys of the whole.
+        # In a pipeline stage, blocks keep their keys of the whole model.
         place = int(key) if key.isdigit() else index
         if (place + 1) % every == 0:
             container.register_module(key, checkpoint_wrapper(block, **options))
@@ -162,21 +162,21 @@ def apply_ac(
 
 
 def _block_interval(selective_option: object) -> int:
-    """Every how many blocks one is checkpointed; 1 for "op"."""
+    """The n of "every n-th block is checkpointed"; 1 for "op"."""
     text = str(selective_option)
     if text != "op" and not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise TitanliteError(
             f'apply_ac: selective_option {selective_option!r} is not one of its values; give "op", '
-            'or every how many blocks, such as "2"'
+            'or a block interval such as "2"'
         )
     return 1 if text == "op" else int(text)
 
 
 def _selective_contexts(recomputed_shapes: frozenset[torch.Size], tally: OperatorTally) -> Any:
-    """The two contexts of one checkpointed call, with a policy that counts for this call alone."""
+    """The two contexts of one checkpointed call, with a policy that counts only this call."""
     tally.saved.clear()
     tally.recomputed.clear()
-    # One counter for the forward pass and one for its recomputation. With a shared one, a block
+    # Separate counters for the forward pass and its recomputation. With a shared counter, a block
     # with an odd number of matrix multiplications would look for outputs that were never saved.
     num_mm = {False: 0, True: 0}
 
@@ -197,12 +197,12 @@ def _selective_contexts(recomputed_shapes: frozenset[torch.Size], tally: Operato
 
 
 def _transposed_weight_shapes(model: nn.Module, suffixes: tuple[str, ...]) -> frozenset[torch.Size]:
-    """Shapes of the second operand in the products of the linear layers whose names end so."""
+    """Shapes of the second operand (weight.T) of the linear layers whose names end in a suffix."""
     shapes = set()
     for name, module in model.named_modules():
         named = any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes)
         if named and isinstance(module, nn.Linear):
-            # A TP style multiplies either the DTensor or its local shard.
+            # A TP style multiplies by either the DTensor or its local shard.
             weight = module.weight
             local = weight.to_local() if isinstance(weight, DTensor) else weight
             shapes |= {weight.shape[::-1], local.shape[::-1]}

@@ -1,6 +1,7 @@
-"""What the apply_* are given, checked: a mistake is one line that says what to give instead.
+"""Checks of the arguments of apply_*: an error is one line that says what to give instead.
 
-By hand there is no configuration that has checked it before.
+A job's arguments come from its configuration, which is already checked. Arguments given by hand are
+not.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Plan: TypeAlias = ParallelPlan | Mapping[str, ParallelStyle]
 
 
 def as_plan(step: str, model: nn.Module, plan: Plan | None) -> ParallelPlan:
-    """The plan registered for the model's class, or the one given.
+    """`plan` as a ParallelPlan; if None, the plan registered for the model's class.
 
-    A dictionary of module name to style is a plan with that tensor parallelism, whose blocks are
-    in `layers`. Raises TitanliteError for what is neither.
+    A dictionary of module name to style becomes a plan with that tensor parallelism and blocks in
+    `layers`. Raises TitanliteError for anything else.
     """
     check_model(step, model)
     if plan is None:
@@ -46,13 +47,13 @@ def as_plan(step: str, model: nn.Module, plan: Plan | None) -> ParallelPlan:
 
 
 def check_model(step: str, model: object) -> None:
-    """Raises TitanliteError where it is no module."""
+    """Raises TitanliteError unless `model` is an nn.Module."""
     if not isinstance(model, nn.Module):
         raise TitanliteError(f"{step}: model is {_a(model)}; give an nn.Module")
 
 
 def check_mesh(step: str, name: str, mesh: object, most_axes: int = 1) -> None:
-    """Raises TitanliteError where it is no device mesh, or one of too many axes."""
+    """Raises TitanliteError unless `mesh` is a DeviceMesh with at most `most_axes` axes."""
     if not isinstance(mesh, DeviceMesh):
         raise TitanliteError(
             f'{step}: {name} is {_a(mesh)}; give an axis of a DeviceMesh, as in mesh["tp"]'
@@ -68,7 +69,7 @@ def check_mesh(step: str, name: str, mesh: object, most_axes: int = 1) -> None:
 
 
 def check_choice(step: str, name: str, value: object, legal: Sequence[str]) -> None:
-    """Raises TitanliteError where `value` is none of the `legal` ones."""
+    """Raises TitanliteError unless `value` is one of `legal`."""
     if value in legal:
         return
     near = difflib.get_close_matches(value, legal, n=1) if isinstance(value, str) else []
@@ -78,14 +79,14 @@ def check_choice(step: str, name: str, value: object, legal: Sequence[str]) -> N
 
 
 def check_flags(step: str, **flags: object) -> None:
-    """Raises TitanliteError for one that is neither True nor False."""
+    """Raises TitanliteError for a flag that is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TitanliteError(f"{step}: {name} is {_quoted(value)}; give True or False")
 
 
 def check_dtypes(step: str, **dtypes: object) -> None:
-    """Raises TitanliteError for one that is neither a dtype of floating point nor None."""
+    """Raises TitanliteError for a value that is neither a floating-point dtype nor None."""
     for name, value in dtypes.items():
         is_dtype = isinstance(value, torch.dtype) and value.is_floating_point
         if value is not None and not is_dtype:
@@ -96,7 +97,7 @@ def check_dtypes(step: str, **dtypes: object) -> None:
 
 
 def check_names(step: str, name: str, value: object) -> None:
-    """Raises TitanliteError where it is no collection of strings, as a string alone is none."""
+    """Raises TitanliteError unless `value` is a collection of strings; a string is not."""
     is_names = isinstance(value, Collection) and not isinstance(value, (str, Mapping))
     if not is_names or not all(isinstance(item, str) for item in value):  # type: ignore[attr-defined]
         raise TitanliteError(f"{step}: {name} is {_quoted(value)}; give a tuple of names")

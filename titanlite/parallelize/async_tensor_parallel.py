@@ -1,8 +1,8 @@
-"""Asynchronous tensor parallelism: what of it is active.
+"""Asynchronous tensor parallelism: enable it and report what is active.
 
-As rings it is in the TP styles (ring_product.py). On symmetric memory it is inductor's: its
-micro-pipeline pass replaces an all-gather with its products, or a product with its reduce-scatter,
-by one fused operator, wherever it finds them; `Fusions` counts what it found.
+It has two backends. Rings are part of the TP styles (ring_product.py). On symmetric memory,
+inductor's micro-pipeline pass replaces each all-gather and its product, and each product and its
+reduce-scatter, by one fused operator where it can; `Fusions` counts these operators.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ _FUSED = {
 }
 
 LEAST_COMPILED_FLOPS = 100e6
-"""Compiled for CPU, a chunk's product from where on a ring is no slower than a collective, with no
-slow link between the ranks: measured, docs/async_tp.md. Not compiled, rings are never slower."""
+"""Break-even size of a chunk's product in blocks compiled for CPU, if the link is not slow.
+
+With smaller products a ring is slower than a collective (measured, docs/async_tp.md). In eager
+mode a ring is never slower."""
 
 
 def has_ring_styles(model: nn.Module, plan: ParallelPlan) -> bool:
-    """Whether the plan cuts any module of `model` by a style that has a ring form."""
+    """Whether the plan gives any module of `model` a style that has a ring form."""
     return any(
         isinstance(style, RingStyle) and match_modules(model, pattern)
         for pattern, style in plan.tensor_parallel.items()
@@ -46,7 +48,7 @@ def has_ring_styles(model: nn.Module, plan: ParallelPlan) -> bool:
 
 
 def describe_rings(rings: Mapping[str, str]) -> str:
-    """How many pairs are rings: of modules cut as rings, the names of their styles."""
+    """How many pairs run as rings; `rings` maps module names to the names of their styles."""
     counts = Counter(rings.values())
     num_gathers = counts.pop(GatherColwise.__name__, 0)
     return f"{num_gathers} {GATHER} and {sum(counts.values())} {SCATTER} pairs are rings"
@@ -54,7 +56,7 @@ def describe_rings(rings: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class RingProduct:
-    """A product that a ring multiplies chunk by chunk: its module, rows, inputs and outputs."""
+    """The product of one chunk in a ring: its module, rows, input and output features."""
 
     name: str
     rows: int
@@ -72,9 +74,9 @@ class RingProduct:
 def ring_products(
     model: nn.Module, plan: ParallelPlan, num_ranks: int, num_tokens: int
 ) -> list[RingProduct]:
-    """The products of a chunk that the plan's rings make of the plain `model`, on one rank.
+    """The chunk products on one rank if the plan's styles run as rings; `model` is unsharded.
 
-    `num_tokens` is what the ranks of the tp axis compute at once, sequences times tokens.
+    `num_tokens` is the number of tokens (sequences times length) that the tp ranks process at once.
     """
     rows, found = num_tokens // num_ranks, []
     for pattern, style in plan.tensor_parallel.items():
@@ -91,20 +93,20 @@ def ring_products(
 
 
 def warn_of_small_chunks(products: Iterable[RingProduct]) -> str:
-    """A line where rings in compiled blocks on CPU are likely to be slower than collectives."""
+    """A warning if rings in blocks compiled for CPU are likely slower than collectives, or ""."""
     smallest = min(products, key=lambda product: product.flops, default=None)
     if smallest is None or smallest.flops >= LEAST_COMPILED_FLOPS:
         return ""
     return (
         "warning: parallelism.enable_async_tensor_parallel: compiled for CPU, rings are likely to "
         "take up to 1.1 times as long as collectives here, unless the link is slow: a chunk's "
-        f"product ({smallest.describe()}) is {smallest.flops / 1e6:.2g} MFLOP, and they pay from "
-        f"about {LEAST_COMPILED_FLOPS / 1e6:.0f} MFLOP on"
+        f"product ({smallest.describe()}) is {smallest.flops / 1e6:.2g} MFLOP; they pay off from "
+        f"about {LEAST_COMPILED_FLOPS / 1e6:.0f} MFLOP"
     )
 
 
 def enable_symmetric_memory(tp_mesh: DeviceMesh | None) -> None:
-    """Have inductor fuse over `tp_mesh` from now on, and count it; None: have it do neither."""
+    """Let inductor fuse over `tp_mesh` from now on, and count fusions; None disables both."""
     inductor: Any = torch._inductor.config
     if tp_mesh is not None:
         inductor._micro_pipeline_tp = True
@@ -116,22 +118,22 @@ def enable_symmetric_memory(tp_mesh: DeviceMesh | None) -> None:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         with warnings.catch_warnings():
-            # torch 2.13 says that it need not be called; the pass still asks whether it was.
+            # torch 2.13 deprecates this call, but the pass still checks that it was made.
             warnings.simplefilter("ignore", FutureWarning)
             enable_symm_mem_for_group(tp_mesh.get_group().group_name)
 
 
 class Fusions:
-    """The pairs that inductor has fused since this was made, in the graphs compiled since.
+    """Counts the pairs that inductor has fused in graphs compiled since this object was created.
 
-    A graph that is found on disk counts as when it was compiled.
+    A graph loaded from the disk cache counts like a newly compiled one.
     """
 
     def __init__(self) -> None:
         self._before = Counter(counters["inductor"])
 
     def counts(self) -> dict[str, int]:
-        """Pair and pass -> how many."""
+        """Pair and pass -> number of fusions."""
         now = counters["inductor"]
         return {
             f"{kind} {way}": now[_counter(kind, way)] - self._before[_counter(kind, way)]
@@ -145,21 +147,21 @@ class Fusions:
         return f"pairs fused on symmetric memory in the graphs that equal blocks share: {listed}"
 
     def require(self) -> None:
-        """Raises TitanliteError where nothing was fused, and a run would be as without."""
+        """Raises TitanliteError if nothing was fused, so that nothing overlaps."""
         if not any(self.counts().values()):
             raise TitanliteError(
-                "parallelism.enable_async_tensor_parallel: inductor has found no all-gather and "
-                "matrix product, and no matrix product and reduce-scatter, that it could fuse on "
-                "symmetric memory; set it to false, or "
+                "parallelism.enable_async_tensor_parallel: inductor found no all-gather with a "
+                "matrix product, and no matrix product with a reduce-scatter, that it can fuse on "
+                "symmetric memory; set it to false, or set "
                 'parallelism.async_tensor_parallel_backend = "ring"'
             )
 
 
 class _CountFusions(CustomGraphPass):
-    """Counts fused operators in a graph after inductor's passes over it.
+    """Counts fused operators in a graph after inductor's passes.
 
-    In inductor's own counters, which it stores with a compiled graph and adds again where it takes
-    the graph from disk.
+    The counts are kept in inductor's own counters: it stores them with a compiled graph, and adds
+    them again when it loads the graph from disk.
     """
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -1,4 +1,4 @@
-"""apply_compile: compile a model block by block, so that one graph serves all equal blocks."""
+"""apply_compile: compile a model block by block, so that equal blocks share one graph."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ def apply_compile(
     fullgraph: bool = True,
     plan: Plan | None = None,
 ) -> int:
-    """Compile each block of `model` in place; return how many.
+    """Compile each block of `model` in place; return the number of blocks.
 
-    Dynamo meets one block's code once and reuses its graph for every block of the same shape. With
-    `fullgraph` a block that cannot be one graph raises instead of running in pieces. Raises
-    TitanliteError for an argument that is wrong, and where `model` lacks the container of blocks
-    that the plan names.
+    Dynamo traces a block's code once and reuses the graph for every block with the same shapes.
+    With `fullgraph`, a graph break in a block raises an error. Raises TitanliteError for an invalid
+    argument, and if `model` lacks the container of blocks that the plan names.
     """
     plan = as_plan("apply_compile", model, plan)
     check_flags("apply_compile", fullgraph=fullgraph)
     if not callable(backend):
         known = torch._dynamo.list_backends(exclude_tags=())
         check_choice("apply_compile", "backend", backend, known)
-    # Every rank compiles at the same time: more workers than its share of cores only contend.
+    # All ranks compile at the same time, so each uses only its share of the cores.
     torch._inductor.config.compile_threads = torch.get_num_threads()
     if dist.is_initialized() and dist.get_rank() != 0:
-        # What it says of activation checkpointing is said once.
+        # Its warnings about activation checkpointing are shown on rank 0 only.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     container = find_container(model, plan, "compile")
     blocks = list(container.named_children())
     for key, block in blocks:
         compiled: Any = torch.compile(block, backend=backend, fullgraph=fullgraph)
-        # Outside the graph: AOTAutograd differentiates a pending collective wrongly, in silence.
+        # Wait outside the graph: AOTAutograd silently computes wrong gradients of a pending
+        # collective.
         compiled.register_forward_pre_hook(_wait_for_inputs)
         container.register_module(key, compiled)
     return len(blocks)
 
 
 def keep_caches_apart(tp_mesh: DeviceMesh | None) -> None:
-    """From now on compiled code on disk is found by ranks of the same place on `tp_mesh` alone.
+    """Give each rank of `tp_mesh` its own entries in the compile cache on disk, from now on.
 
-    PyTorch looks for the code of a graph with DTensors by their whole shapes. But ranks may hold
-    unequal shards (9 and 8 of 17 logits), and the name of the process group is in the code.
+    The cache key of a graph with DTensors contains only their full shapes. But ranks may hold
+    unequal shards (9 and 8 of 17 logits), and the code contains the name of the process group.
     """
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     if tp_mesh is not None:
@@ -73,7 +73,7 @@ def _wait(tensor: Tensor) -> Tensor:
 
 
 class _Wait(torch.autograd.Function):
-    """The result of a collective once it is there; its own `wait` would cut the graph."""
+    """Waits for a collective's result; calling `wait` alone would cut it off from autograd."""
 
     @staticmethod
     def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""apply_cp: let each rank hold a part of every sequence, and its attention see all of it."""
+"""apply_cp: shard every sequence over ranks, with ring attention over the whole sequence."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def apply_cp(
     rotate_method: str = "alltoall",
     plan: Plan | None = None,
 ) -> int:
-    """Put ring attention in place of each block's inner attention; return how many.
+    """Replace each block's inner attention by ring attention; return the number of blocks.
 
-    `plan.attention` names it within a block: a module that is called with q [B, H, T, E] and k, v
-    [B, K, T, E] and is causal. Everything else in a block works token by token and stays as it is,
-    given the tokens' true positions: `layout` says which tokens each rank of the 1-D `cp_mesh`
-    holds, and cuts the batch accordingly where it enters. Raises TitanliteError for an argument
-    that is wrong, where the model lacks the container of blocks that the plan names, where a block
-    has no such module, and where the model's forward takes no `positions`: it would count a rank's
-    tokens from 0.
+    `plan.attention` is the name, within a block, of a causal attention module that is called with
+    q [B, H, T, E] and k, v [B, K, T, E]. The rest of a block works token by token and is unchanged,
+    but needs the tokens' positions in the whole sequence. `layout` determines which tokens each
+    rank of the 1-D `cp_mesh` holds; the caller shards the batch accordingly.
+
+    Raises TitanliteError for an invalid argument, and if the model lacks the container of blocks
+    that the plan names, if a block lacks the attention module, or if the model's forward takes no
+    `positions` (it would number each rank's tokens from 0).
     """
     plan = as_plan("apply_cp", model, plan)
     check_mesh("apply_cp", "cp_mesh", cp_mesh)
@@ -40,16 +41,16 @@ def apply_cp(
     blocks = dict(find_container(model, plan, "context parallelism").named_children())
     if not takes(model, "positions"):
         raise TitanliteError(
-            f"context parallelism needs a model that is told which tokens it has, and forward of "
-            f"{type(model).__name__} takes no `positions`; let it take them, [T] or [B, T]"
+            f"context parallelism needs the positions of a rank's tokens, but forward of "
+            f"{type(model).__name__} takes no `positions`; add this argument, [T] or [B, T]"
         )
     for key, block in blocks.items():
         try:
             block.get_submodule(plan.attention)
         except AttributeError:
             raise TitanliteError(
-                f"context parallelism needs {plan.blocks}.{key}.{plan.attention}, the module that "
-                "takes q, k and v; the plan's `attention` names it"
+                f"context parallelism needs a module {plan.blocks}.{key}.{plan.attention} that "
+                "takes q, k and v; give its name in the plan's `attention`"
             ) from None
         block.set_submodule(plan.attention, RingAttention(cp_mesh, layout, rotate_method))
     return len(blocks)

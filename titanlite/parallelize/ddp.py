@@ -1,4 +1,4 @@
-"""apply_ddp: one whole replica a rank, gradients summed in buckets while the backward pass runs."""
+"""apply_ddp: replicate the model; gradients are reduced in buckets during the backward pass."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,12 +17,12 @@ BUCKET_CAP_MB = 100
 def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False) -> int:
     """Replicate `model` over the 1-D `replicate_mesh`; return the bucket size in MB.
 
-    Where blocks are `compiled`, Dynamo's DDP optimizer is turned on: it splits graphs at bucket
-    boundaries, so that reductions overlap with the backward pass of compiled code.
+    `compiled` enables Dynamo's DDP optimizer. It splits graphs at bucket boundaries, so that
+    reductions overlap with the backward pass of compiled blocks.
 
-    Gradients are summed, not averaged: the loss is already divided by the tokens of the whole step.
-    Parameters on the "meta" device must have been given storage and values first. Raises
-    TitanliteError for an argument that is wrong.
+    Gradients are summed, not averaged: the loss is already divided by the number of tokens of the
+    whole step. Parameters must have storage and values, not be on the "meta" device. Raises
+    TitanliteError for an invalid argument.
     """
     check_model("apply_ddp", model)
     check_mesh("apply_ddp", "replicate_mesh", replicate_mesh)
@@ -36,11 +36,11 @@ def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = 
 
 
 def _fix_layout(replica: Any) -> None:
-    """Lay the buckets out once, before the first step, in reverse order of the parameters.
+    """Fix the bucket layout before the first step, in reverse order of the parameters.
 
-    DDP would do so after the first backward pass, by when gradients arrived. Where in a bucket a
-    gradient lies decides in which order the ranks' values are added, so that a run that goes on
-    from a checkpoint would differ in the last bit from the one that was never stopped.
+    DDP would rebuild its buckets after the first backward pass, in the order in which gradients
+    arrived. The position of a gradient in its bucket determines the order in which the ranks'
+    values are added. A resumed run would then differ in the last bit from an uninterrupted one.
     """
     state = replicate.state(replica)
     state._param_list = _LastFirst()
@@ -50,12 +50,12 @@ def _fix_layout(replica: Any) -> None:
         state._ddp.reducer._rebuild_buckets()
         hook.remove()
 
-    # DDP itself is made at the first forward pass, by a hook that runs before this one.
+    # A hook that runs before this one creates the DDP object at the first forward pass.
     hook = replica.register_forward_pre_hook(lay_out)
 
 
 class _LastFirst(nn.ParameterList):
-    """Parameters in the order in which their gradients arrive, near enough: the last one first."""
+    """Parameters in reverse order, which is about the order in which their gradients arrive."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(list(super().named_parameters(*args, **kwargs))[::-1])

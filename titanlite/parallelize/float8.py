@@ -1,8 +1,8 @@
-"""apply_float8: linear layers that multiply in float8, and which of a model's those are.
+"""apply_float8: choose the linear layers of a model that multiply in float8, and convert them.
 
-A layer keeps its parameters, in their own precision: initialisation, optimizer and checkpoints are
-those of the plain layer. How it multiplies is float8_linear.py, how FSDP2 gathers its weight in
-float8 is float8_gather.py.
+Parameters keep their dtype, so initialization, optimizer and checkpoints are those of the plain
+layer. float8_linear.py has the layer and its products; float8_gather.py lets FSDP2 gather its
+weight in float8.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from titanlite.parallelize.styles import GatherColwise, RowwiseLocal
 from titanlite.parallelize.torchao import find_recipe, load_torchao
 
 AUTO_FILTER = "auto_filter_small_kn"
-"""What among filter_fqns stands for torchao's own filter of layers too small to gain."""
+"""The entry of filter_fqns that selects torchao's own filter of layers too small to gain."""
 
 
 @dataclass(frozen=True)
 class Float8Report:
-    """What apply_float8 did: the layers it converted, and the others, each with the reason."""
+    """What apply_float8 did: the layers it converted, and the skipped ones with the reason."""
 
     converted: tuple[str, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -45,15 +45,16 @@ def apply_float8(
     tp_mesh: DeviceMesh | None = None,
     whole: nn.Module | None = None,
 ) -> Float8Report:
-    """Let the linear layers of `model` multiply in float8, in place, by one of torchao's recipes.
+    """Convert the linear layers of `model` to float8, in place, with one of torchao's recipes.
 
-    Left as they are: layers whose name contains one of `filter_fqns`, those with a dimension that
-    is no multiple of 16, and subclasses of nn.Linear. Call it before apply_tp, whose styles then
-    use each layer's own product. Scales are over all ranks that hold other tokens of a microbatch,
-    those along the dimensions of `token_mesh`, and over those of the 1-D `tp_mesh` that hold other
-    features. With `emulate` no float8 unit of a device is used.
+    A layer is skipped if its name contains one of `filter_fqns`, if a dimension is not a multiple
+    of 16, or if it is a subclass of nn.Linear. Call this before apply_tp, whose styles then use
+    each layer's own product. Scales cover all ranks that hold tokens of the same microbatch (every
+    dimension of `token_mesh`) or other features of the layer (the 1-D `tp_mesh`). With `emulate`,
+    the device's float8 units are not used.
 
-    Raises TitanliteError where no layer is left; where `model` is a part of `whole`, of that.
+    Raises TitanliteError if no layer can be converted. For a pipeline stage, `whole` is the whole
+    model, and one of its layers is enough.
     """
     chosen, skipped = choose_layers(model, recipe, filter_fqns)
     if not chosen and (whole is None or not choose_layers(whole, recipe, filter_fqns)[0]):
@@ -68,7 +69,10 @@ def apply_float8(
         assert isinstance(layer, nn.Linear)
         converted = Float8Linear(layer, of_recipe, groups, emulate=emulate)
         if not name:
-            raise TitanliteError("a model that is one linear layer has no place for another")
+            raise TitanliteError(
+                "apply_float8: model is itself a linear layer and cannot be replaced in place; "
+                "give a module that contains it"
+            )
         model.set_submodule(name, converted)
     if chosen:
         _require_products(model)
@@ -78,10 +82,10 @@ def apply_float8(
 def choose_layers(
     model: nn.Module, recipe: str, filter_fqns: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
-    """The linear layers to convert, by name, and why the others stay; by their whole shapes.
+    """The names of the linear layers to convert, and the others with the reason.
 
-    So it is the same ones under every plan. The rules are TorchTitan's, and torchao's where
-    `filter_fqns` has AUTO_FILTER.
+    The choice depends on unsharded shapes, so it is the same under every plan. The rules are those
+    of TorchTitan, and of torchao if `filter_fqns` contains AUTO_FILTER.
     """
     load_torchao()
     names = [one for one in filter_fqns if one != AUTO_FILTER]
@@ -101,7 +105,7 @@ def choose_layers(
         if named is not None:
             skipped[name] = f"named by {named}"
         elif odd is not None:
-            skipped[name] = f"{odd} is no multiple of {MULTIPLE}"
+            skipped[name] = f"{odd} is not a multiple of {MULTIPLE}"
         elif type(layer) is not nn.Linear:
             skipped[name] = f"is a {type(layer).__name__}"
         elif is_large is not None and not is_large(layer, name):
@@ -112,13 +116,13 @@ def choose_layers(
 
 
 def none_left(model: str, skipped: Mapping[str, str]) -> str:
-    """That no layer is converted, and why."""
+    """The message if no layer can be converted, with the reasons."""
     reasons = describe_skipped(skipped) or "it has none"
-    return f"none of the linear layers of {model} is left to convert to float8: {reasons}"
+    return f"no linear layer of {model} is left to convert to float8: {reasons}"
 
 
 def describe_skipped(skipped: Mapping[str, str]) -> str:
-    """The layers that stay, by reason, those of equal blocks as one."""
+    """The skipped layers, grouped by reason; layers of equal blocks are listed once."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in skipped.items():
         by_reason.setdefault(reason, []).append(name)
@@ -126,14 +130,15 @@ def describe_skipped(skipped: Mapping[str, str]) -> str:
 
 
 def compact(names: Sequence[str]) -> list[str]:
-    """Names in which a block's number is "*", each once."""
+    """The distinct names after each block number is replaced by "*"."""
     return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
 
 
 def refused_shapes(model: nn.Module, plan: ParallelPlan, chosen: Sequence[str], tp: int) -> str:
-    """Why float8 units would refuse a layer's shard over `tp` ranks; "" where they take all.
+    """Why float8 units would refuse a layer's shard over `tp` ranks; "" if they accept all.
 
-    The plan's styles say how a layer is cut; of one that titanlite does not know, nothing is known.
+    The plan's styles determine how a layer is sharded. Styles that titanlite does not know are not
+    checked.
     """
     styles = {**plan.tensor_parallel, **plan.loss_parallel}
     for pattern, style in styles.items():
@@ -147,14 +152,14 @@ def refused_shapes(model: nn.Module, plan: ParallelPlan, chosen: Sequence[str], 
                 if size % (MULTIPLE * tp):
                     what = ("output", "input")[dim]
                     return (
-                        f"{compact([layer])[0]} has {size} {what} features, which over {tp} ranks "
-                        f"are no multiples of {MULTIPLE}, as float8 units need them"
+                        f"{compact([layer])[0]} has {size} {what} features; split over {tp} ranks "
+                        f"they are not a multiple of {MULTIPLE}, which float8 units require"
                     )
     return ""
 
 
 def _cut_layers(name: str, style: ParallelStyle) -> list[tuple[str, int]]:
-    """The linear layers that a style cuts in the module of this name, with the dimension."""
+    """The linear layers that a style shards in the module `name`, with the dimension of each."""
     if isinstance(style, GatherColwise):
         return [(f"{name}.{layer}" if name else layer, 0) for layer in style.layers]
     if isinstance(style, ColwiseParallel):
@@ -163,16 +168,16 @@ def _cut_layers(name: str, style: ParallelStyle) -> list[tuple[str, int]]:
 
 
 def _groups_of(mesh: DeviceMesh) -> Groups:
-    """The process groups of a mesh's dimensions, but for those of one rank."""
+    """The process groups of the mesh dimensions with more than one rank."""
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     return tuple(group.group_name for group in groups)
 
 
 def _require_products(model: nn.Module) -> None:
-    """Have the first forward pass make sure that every float8 layer has multiplied as one.
+    """Check in the first forward pass that the product of every float8 layer was called.
 
-    A tensor-parallel style or a module that uses a layer's weight by itself would train it in full
-    precision, in silence. What is compiled cannot be seen here.
+    A tensor-parallel style or a module that multiplies by the layer's weight itself would silently
+    train it in full precision. Compiled modules are not checked.
     """
 
     def check(model: nn.Module, inputs: object, output: object) -> None:
@@ -189,10 +194,10 @@ def _require_products(model: nn.Module) -> None:
                 and not name.startswith(compiled)
             ):
                 raise TitanliteError(
-                    f"{canonical_name(name)} is a float8 layer, and the forward pass did not call "
-                    "its product: what computes in its place would train it in full precision; "
-                    "let its tensor-parallel style, or the module that holds it, call "
-                    f'product(x, weight), or name it in filter_fqns ("{canonical_name(name)}")'
+                    f"{canonical_name(name)} is a float8 layer, but the forward pass did not call "
+                    "its product, so it would be trained in full precision; call "
+                    "product(x, weight) in its tensor-parallel style or in the module that holds "
+                    f'it, or name it in filter_fqns ("{canonical_name(name)}")'
                 )
 
     hook = model.register_forward_hook(check)

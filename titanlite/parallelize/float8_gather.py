@@ -1,10 +1,10 @@
-"""FSDP2's all-gather of float8 layers' weights, in float8: a byte an element, and a scale.
+"""All-gather the weights of float8 layers in float8: one byte per element, and one scale.
 
-    gather_in_float8     has FSDP2 cast each shard before it is gathered
-    precompute_scales    all weights' scales at once, after an optimizer step
+    gather_in_float8     lets FSDP2 cast each shard before it gathers it
+    precompute_scales    computes the scales of all weights at once, after an optimizer step
 
-FSDP2 asks a shard for `fsdp_pre_all_gather` and `fsdp_post_all_gather`. Shards stay what they are,
-in full precision: the optimizer and checkpoints see no float8.
+It uses FSDP2's extension points `fsdp_pre_all_gather` and `fsdp_post_all_gather`. The shards
+themselves stay in full precision, so the optimizer and checkpoints see no float8.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from titanlite.parallelize.float8_linear import (
 
 
 class Float8Shard(torch.Tensor):
-    """A shard of a weight that is cast before FSDP2 gathers it; else a plain tensor."""
+    """A shard of a weight that FSDP2 gathers in float8; otherwise a plain tensor."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As any tensor's; what is copied from the CPU to be gathered stays such a shard."""
+        """Tensor.to, but the result is a Float8Shard too: CPU offload copies shards this way."""
         return super().to(*args, **kwargs).as_subclass(Float8Shard)
 
     def fsdp_pre_all_gather(
@@ -46,7 +46,7 @@ class Float8Shard(torch.Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, torch.Size]]:
-        """The bytes to gather, and what goes with them: the scale, and the whole's size."""
+        """The bytes to gather, and the metadata: the scale and the size of the whole weight."""
         assert isinstance(module, Float8Linear)
         shard = _as_computed(self.as_subclass(torch.Tensor), mp_policy.param_dtype)
         amax = _precomputed(module)
@@ -56,7 +56,7 @@ class Float8Shard(torch.Tensor):
         recipe = module.recipe
         data, scale = cast(shard, scale_of(amax, recipe.dtype, recipe), recipe.dtype)
         rows = math.ceil(outer_size[0] / mesh.size())
-        # Collectives of gloo take no float8, and FSDP2 gathers shards of one size.
+        # gloo's collectives do not support float8, and FSDP2 gathers shards of equal size.
         padded = nn.functional.pad(data.view(torch.uint8), (0, 0, 0, rows - data.size(0)))
         return (padded,), (scale, outer_size)
 
@@ -68,23 +68,23 @@ class Float8Shard(torch.Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight; where there is one from before, `out`, its values are there already."""
+        """The whole weight; `out`, if given, already has the new values and gets the scale."""
         (data,), (scale, size) = all_gather_outputs, metadata
         if out is not None:
             weight = out._local_tensor if isinstance(out, DTensor) else out
             assert isinstance(weight, Float8Weight)
             weight.scale = scale
             return None
-        # Views of what FSDP2 allocates and frees: there is nothing more for it to free.
+        # These are views of memory that FSDP2 frees itself, so no inner tensors are returned.
         data8 = data.narrow(0, 0, size[0]).view(torch.float8_e4m3fn)
         return Float8Weight(data8, scale, param_dtype), ()
 
 
 def gather_in_float8(model: nn.Module) -> int:
-    """Have FSDP2 gather the weights of float8 layers in float8, from now on; return how many.
+    """Let FSDP2 gather the weights of float8 layers in float8 from now on; return their number.
 
-    For a model that apply_fsdp has sharded and that has its storage. Weights that no ranks share
-    are not gathered.
+    The model must be sharded by apply_fsdp and have storage. Weights on a shard axis of one rank
+    are not gathered, and not counted.
     """
     count = 0
     for fsdp_param in _sharded_weights(model):
@@ -98,9 +98,9 @@ def gather_in_float8(model: nn.Module) -> int:
 
 @torch.no_grad()
 def precompute_scales(model: nn.Module) -> None:
-    """Find the largest magnitude of each weight that is gathered in float8, all at once.
+    """Compute the amax of every weight that is gathered in float8, in one reduction per group.
 
-    For the forward passes until the next change of the weights; every rank must call it.
+    The result is used until the weights change. Every rank must call this.
     """
     weights = [
         fsdp_param
@@ -126,7 +126,7 @@ def precompute_scales(model: nn.Module) -> None:
 
 
 def _precomputed(layer: Float8Linear) -> Tensor | None:
-    """The weight's largest magnitude, where it was found since the weight last changed."""
+    """The weight's precomputed amax, or None if the weight has changed since."""
     if layer.precomputed is None:
         return None
     amax, version = layer.precomputed
@@ -134,23 +134,23 @@ def _precomputed(layer: Float8Linear) -> Tensor | None:
 
 
 def _version(parameter: Any) -> tuple[int, int]:
-    # An operator on the DTensor counts there, one on its local part here.
+    # An operator increments the version of the DTensor or of its local tensor, not of both.
     return parameter._version, parameter._local_tensor._version
 
 
 def _as_computed(shard: Tensor, param_dtype: torch.dtype | None) -> Tensor:
-    """The shard in the dtype that is cast to float8 where it is gathered in that dtype."""
+    """The shard in `param_dtype`, the dtype from which it is cast to float8; None: unchanged."""
     return shard if param_dtype is None else shard.to(param_dtype)
 
 
 def _groups_of(layer: Float8Linear, shards: str, local_size: torch.Size) -> Groups:
-    """The groups whose ranks hold other parts of a weight: FSDP2's, and tp's where that cuts it."""
+    """The groups over which a weight is sharded: FSDP2's, and tp's if tp shards it."""
     is_cut = tuple(local_size) != (layer.out_features, layer.in_features)
     return (shards, *layer.groups.features) if is_cut else (shards,)
 
 
 def _sharded_weights(model: nn.Module) -> list[Any]:
-    """FSDP2's own records of the float8 layers' weights that it shards over several ranks."""
+    """The FSDPParams of float8 layers' weights that FSDP2 shards over more than one rank."""
     found = []
     for module in model.modules():
         if isinstance(module, FSDPModule):

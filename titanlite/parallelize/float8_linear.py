@@ -1,11 +1,12 @@
-"""A linear layer whose products have their operands in float8.
+"""Float8Linear: a linear layer that multiplies in float8.
 
     amax -> scale -> cast -> product, for each operand of the three products of a layer
 
-An amax is the largest magnitude of all that a scale is for, on whatever ranks that is: the tokens
-of a microbatch over every axis that cuts them, features over tp. So the numbers are those of one
-process under every plan. A product is torch._scaled_mm's, or emulated: the operands are multiplied
-as the values that they stand for, in the layer's own dtype, at least float32.
+An amax is the largest magnitude among all values that share a scale. These values may be spread
+over ranks: the tokens of a microbatch over every axis that splits them, the features over tp. The
+amax is reduced over these ranks, so scales and results equal those of one process under every plan.
+A product runs in torch._scaled_mm or is emulated: the operands are converted back from float8 and
+multiplied in the layer's dtype, at least float32.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from torch.distributed.tensor.placement_types import Placement
 from titanlite.errors import TitanliteError
 from titanlite.parallelize.torchao import Recipe
 
-# torchao's, against a division by zero.
+# The same as torchao's; it prevents a division by zero.
 LEAST_AMAX = 1e-12
-# The bits of a float32's sign and exponent: a power of two has no others.
+# The sign and exponent bits of a float32; in a power of two, all other bits are zero.
 EXPONENT = -0x00800000
-# What torch._scaled_mm needs both dimensions of an operand to be multiples of.
+# torch._scaled_mm requires both dimensions of an operand to be multiples of this.
 MULTIPLE = 16
 
 Groups = tuple[str, ...]
-"""Names of process groups, one after the other: a maximum over each is one over all."""
+"""Names of process groups. A maximum over each in turn is a maximum over all their ranks."""
 
 
 @dataclass(frozen=True)
 class AmaxGroups:
-    """The process groups whose ranks hold the other parts of what an amax is of.
+    """The process groups over which an amax may be reduced.
 
-    `tokens`: those whose ranks hold other tokens of a microbatch. `features`: tensor parallelism's,
-    over which a layer's input features are cut ("in"), its output features ("out"), or neither.
+    `tokens`: groups whose ranks hold different tokens of a microbatch. `features`: the groups of
+    tensor parallelism, over which a layer is sharded by its input features ("in"), by its output
+    features ("out"), or not at all.
     """
 
     tokens: Groups = ()
@@ -48,49 +50,49 @@ class AmaxGroups:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The recipe and the groups of a layer that is cut in one way: all that its products need."""
+    """The recipe and the process groups that the products of one layer need."""
 
     recipe: Recipe
     groups: AmaxGroups
     cut: str
-    """The features that tp cuts: "in", "out", or "" where each rank has the whole layer."""
+    """The features that tp shards: "in", "out", or "" if the layer is replicated."""
     hardware: bool
-    """Whether products are torch._scaled_mm's."""
+    """Whether products run in torch._scaled_mm."""
 
     def over_tokens(self) -> Groups:
-        """Of an amax over tokens, for each feature."""
-        # Of a layer that is not cut the ranks of tp may hold other tokens.
+        """The groups of an amax over tokens, one amax per feature."""
+        # If the layer is replicated, the ranks of tp may hold different tokens.
         return self.groups.tokens if self.cut else self.groups.tokens + self.groups.features
 
     def over_features(self, which: str) -> Groups:
-        """Of an amax over the layer's input or output features ("in", "out")."""
+        """The groups of an amax over the layer's input or output features ("in", "out")."""
         return self.groups.features if self.cut == which else ()
 
     def over_all(self, which: str) -> Groups:
-        """Of an amax over the tokens and features of the input ("in") or output ("out")."""
+        """The groups of an amax over all tokens and features of the input or output."""
         return self.over_tokens() + self.over_features(which)
 
     def over_weight(self) -> Groups:
-        """Of an amax over a whole weight."""
+        """The groups of an amax over a whole weight."""
         return self.groups.features if self.cut else ()
 
 
 class Cast(NamedTuple):
-    """A matrix in float8, and its scale: one, or one a row ([rows, 1])."""
+    """A float8 matrix and its scale: a scalar, or one scale per row ([rows, 1])."""
 
     data: Tensor
     scale: Tensor
 
     def t(self) -> Cast:
-        """The transposed matrix, of one scale."""
+        """The transposed matrix; only for a scalar scale."""
         return Cast(self.data.t(), self.scale)
 
 
 class Float8Weight(torch.Tensor):
-    """A weight that was gathered in float8: its float8 values and its one scale.
+    """A weight that was gathered in float8: its float8 values and their scalar scale.
 
-    To autograd it is a tensor of the dtype that its gradient has. There are no other values, so
-    that any operator but a Float8Linear's raises.
+    Autograd sees a tensor with the dtype of the gradient. It has no values in that dtype, so every
+    operator except the product of Float8Linear raises TitanliteError.
     """
 
     data8: Tensor
@@ -124,11 +126,11 @@ class Float8Weight(torch.Tensor):
         own = args[0]
         if func in _SAME_SHAPE and isinstance(own, Float8Weight):
             if func in _VIEWS and tuple(args[1]) != tuple(own.shape):
-                raise TitanliteError(f"a weight gathered in float8 stays of one shape, not {args}")
+                raise TitanliteError(f"a weight gathered in float8 cannot be reshaped: {args}")
             return Float8Weight(own.data8.detach(), own.scale, own.dtype)
         raise TitanliteError(
-            f"{func} was called with a weight that was gathered in float8, which only its layer's "
-            "own product multiplies; let what computes in its place call `product`"
+            f"{func} cannot use a weight that was gathered in float8; call the layer's "
+            "product(x, weight) instead"
         )
 
 
@@ -138,10 +140,10 @@ _SAME_SHAPE = (*_VIEWS, _aten.detach.default, _aten.alias.default)
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear with products in float8; parameters are those of `layer`, in its precision.
+    """nn.Linear with products in float8. It takes over the parameters of `layer` unchanged.
 
-    `product(x, weight)` is what a style that cuts the layer calls with a shard of the weight, and
-    `products` the same for several layers with one input.
+    A tensor-parallel style calls `product(x, weight)` with a shard of the weight, or `products`
+    for several layers that share an input.
     """
 
     def __init__(
@@ -152,10 +154,9 @@ class Float8Linear(nn.Linear):
         self.recipe, self.groups, self.emulate = recipe, groups, emulate
         self.was_multiplied = False
         self.observed: list[tuple[bool, float]] | None = None
-        """Where it is a list, joined by what each product scales its input by: whether by rows, and
-        the largest amax."""
+        """If a list, each product appends (input is scaled by rows, largest amax of the input)."""
         self.precomputed: tuple[Tensor, tuple[int, int]] | None = None
-        """Of a weight that is gathered in float8: its amax, and at which version of the weight."""
+        """For a weight that is gathered in float8: its amax, and the weight's version then."""
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe.name}"
@@ -167,14 +168,14 @@ class Float8Linear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`x` [..., K] times the weight, or a shard of it, [N, K] -> [..., N]; no bias."""
+        """x [..., K] @ weight.T -> [..., N], without bias; `weight` [N, K] may be a shard."""
         return self.products([self], x, [weight])[0]
 
     @staticmethod
     def products(
         layers: Sequence[Float8Linear], x: Tensor, weights: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """The products of layers that have one input and are cut alike; its cast is shared."""
+        """The products of layers with the same input and the same sharding; `x` is cast once."""
         scaling = layers[0].scaling_of(x, weights[0])
         if not torch.compiler.is_compiling():
             for layer in layers:
@@ -186,14 +187,14 @@ class Float8Linear(nn.Linear):
         return _Products.apply(scaling, x, *weights)
 
     def scaling_of(self, x: Tensor, weight: Tensor) -> Scaling:
-        """How the product of this layer's weight, or of a shard of it, is scaled."""
+        """The scaling of a product with this layer's weight or a shard of it."""
         cut = "out" if weight.size(0) < self.out_features else ""
         cut = "in" if weight.size(1) < self.in_features else cut
         hardware = not self.emulate and has_hardware(x.device, x.dtype, self.recipe.name)
         return Scaling(self.recipe, self.groups, cut, hardware)
 
     def _forward_of_shards(self, x: Tensor, weight: DTensor) -> Tensor:
-        """The forward pass where PyTorch's own styles have made weight and input DTensors."""
+        """The forward pass under PyTorch's own styles, where weight and input are DTensors."""
         mesh, (placement,) = weight.device_mesh, weight.placements
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -227,9 +228,9 @@ class Float8Linear(nn.Linear):
 
 
 def has_hardware(device: torch.device | str, dtype: torch.dtype, recipe: str) -> bool:
-    """Whether torch._scaled_mm multiplies such operands on this device's own float8 units.
+    """Whether torch._scaled_mm supports this recipe and dtype on the float8 units of `device`.
 
-    Its rowwise products come in bfloat16 alone.
+    Its rowwise products have only bfloat16 outputs.
     """
     dtypes = (torch.bfloat16, torch.float32) if recipe == "tensorwise" else (torch.bfloat16,)
     if torch.device(device).type != "cuda" or dtype not in dtypes:
@@ -238,10 +239,10 @@ def has_hardware(device: torch.device | str, dtype: torch.dtype, recipe: str) ->
 
 
 class _Products(torch.autograd.Function):
-    """x @ W.T for each of several weights W; its gradients are float8 products as well.
+    """x @ W.T for each of several weights W; the gradients are float8 products too.
 
-    What is saved is the input, in float8 where one cast serves both products that it is in, and
-    each weight as it is, which FSDP2 frees and gathers again: it is cast once more.
+    The backward pass saves the input, in float8 if the same cast serves both of its products. It
+    saves each weight uncast, so that FSDP2 can free and re-gather it; the weight is cast again.
     """
 
     @staticmethod
@@ -274,7 +275,7 @@ class _Products(torch.autograd.Function):
         )
         shapes = [(*x.shape[:-1], size) for size in sizes]
         if len(outputs) == 1:
-            # No view, of which FSDP2 would warn.
+            # Not a view, because FSDP2 warns about views.
             return (torch.ops.aten._unsafe_view(outputs[0], shapes[0]),)
         return tuple(out.reshape(shape) for out, shape in zip(outputs, shapes, strict=True))
 
@@ -336,8 +337,8 @@ def _rowwise_gradients(
     recipe = scaling.recipe
     x, *weights = saved
     over_features, over_tokens = scaling.over_features("out"), scaling.over_tokens()
-    # Of the output gradients by tokens and of the weights by input features, for the input's
-    # gradient; of the output gradients and the input by features, for the weights'.
+    # For the input's gradient: amaxes of the output gradients per token, and of the weights per
+    # input feature. For the weights' gradients: of the output gradients and the input per feature.
     weight_dim = 0 if recipe.rowwise_weight_for_input else None
     over_weight = over_features if recipe.rowwise_weight_for_input else scaling.over_weight()
     wanted: list[tuple[Tensor, Groups]] = []
@@ -375,23 +376,23 @@ def _rowwise_gradients(
 
 
 def _of_input(scaling: Scaling, rows: Tensor) -> tuple[Tensor, Groups]:
-    """The amax of the input in the forward product, as this rank has it, and over which groups."""
+    """This rank's amax of the input of the forward product, and the groups to reduce it over."""
     if scaling.recipe.rowwise:
         return amax_of(rows, 1), scaling.over_features("in")
     return amax_of(rows, None), scaling.over_all("in")
 
 
 def amax_of(x: Tensor, dim: int | None) -> Tensor:
-    """The largest magnitude of this rank's part of a matrix, or of each row or column of it."""
+    """The largest magnitude of this rank's part of a matrix, or of each of its rows or columns."""
     magnitudes = x.abs()
     if dim is None:
-        # What selective activation checkpointing saves (SAVED_OPERATORS).
+        # Selective activation checkpointing saves the output of max (SAVED_OPERATORS).
         return magnitudes.max() if x.numel() else magnitudes.new_zeros(())
     return magnitudes.amax(dim, keepdim=True)
 
 
 def reduce_max(amaxes: Sequence[tuple[Tensor, Groups]]) -> list[Tensor]:
-    """Each tensor's maximum over the ranks of its groups; one collective for those of one group."""
+    """Reduce each amax by MAX over its groups; amaxes with the same groups share a collective."""
     reduced = [amax for amax, _ in amaxes]
     for groups in dict.fromkeys(groups for _, groups in amaxes if groups):
         places = [i for i, (_, of_amax) in enumerate(amaxes) if of_amax == groups]
@@ -407,8 +408,8 @@ def reduce_max(amaxes: Sequence[tuple[Tensor, Groups]]) -> list[Tensor]:
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
-    """What takes an amax to the largest value of a float8 dtype, in float32, as torchao has it."""
-    # In float64, so that compiled code divides as eager code does.
+    """The scale that maps an amax to the largest value of `dtype`, in float32 as in torchao."""
+    # The division is in float64, so that compiled and eager code agree.
     scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST_AMAX)).float()
     if recipe.power_of_two:
         scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
@@ -416,7 +417,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Cast:
-    """`x` times its scale in float8; what is too large becomes the largest value."""
+    """`x` times its scale, cast to float8; values that are too large saturate."""
     most = torch.finfo(dtype).max
     return Cast((x.float() * scale).clamp(-most, most).to(dtype), scale)
 
@@ -428,7 +429,7 @@ def _cast_weight(weight: Tensor, scale: Tensor, recipe: Recipe) -> Cast:
 
 
 def _values(operand: Cast, dtype: torch.dtype) -> Tensor:
-    """The values that a float8 matrix stands for, in at least float32."""
+    """The values of a float8 matrix, divided by its scale, in at least float32."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return operand.data.to(wide) / operand.scale.to(wide)
 
@@ -456,7 +457,7 @@ def _multiply(a: Cast, b: Cast, dtype: torch.dtype, scaling: Scaling, *, fast: b
 
 
 def _with_zeros(data: Tensor, count: int) -> Tensor:
-    """A float8 matrix with so many more columns of zeros."""
+    """A float8 matrix with `count` columns of zeros appended."""
     return nn.functional.pad(data.view(torch.uint8), (0, count)).view(data.dtype)
 
 
@@ -469,9 +470,10 @@ def _multiply_joined(
     *,
     is_forward: bool = False,
 ) -> list[Tensor]:
-    """x @ part.T of each of several matrices in the forward pass, else part @ x.T.
+    """x @ part.T for each part in the forward pass, part @ x.T otherwise.
 
-    One product where it can hold a scale for each: where scales are of rows, or it is emulated.
+    The parts are joined into one product if it can keep a scale for each: with rowwise scales, or
+    if products are emulated.
     """
     fast = is_forward and scaling.recipe.fast_accumulation
 
@@ -490,7 +492,7 @@ def _multiply_joined(
 def _sum_of_products(
     a: Sequence[Cast], b: Sequence[Cast], dtype: torch.dtype, scaling: Scaling
 ) -> Tensor:
-    """The sum of a @ b.T over pairs; one product where it is emulated."""
+    """The sum of a @ b.T over pairs, as one product if products are emulated."""
     if scaling.hardware or len(a) == 1:
         first, *others = [
             _multiply(one, other, dtype, scaling, fast=False)

@@ -41,20 +41,21 @@ def apply_fsdp(
     pin_memory: bool = True,
     plan: Plan | None = None,
 ) -> int:
-    """Shard `model` in place with FSDP2; return the number of units it was cut into.
+    """Shard `model` in place with FSDP2; return the number of units.
 
-    A unit (the embeddings, each block, the head, and whatever is left) is gathered before it
-    computes and its gradients are reduced after: a 1-D `dp_mesh` shards over it, a 2-D one
-    replicates over its first axis and shards over its second (HSDP). Parameters compute in
-    `param_dtype` and gradients are reduced in `reduce_dtype`, each the parameter's own if None.
+    A unit (the embeddings, each block, the head, and the remaining parameters) is gathered before
+    it computes, and its gradients are reduced afterwards. A 1-D `dp_mesh` shards. A 2-D one
+    replicates over its first axis and shards over its second (HSDP). Computation is in
+    `param_dtype` and reduction in `reduce_dtype`; None means the parameter's own dtype.
 
     `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the
-    backward pass, "default" is "always", but "never" when `pipelined`, where each microbatch would
-    gather it again. The head and the last block are needed again at once: they stay gathered but
-    under "always".
+    backward pass. "default" equals "always", or "never" if `pipelined`, where each microbatch would
+    gather it again. The backward pass needs the head and the last block first, so they are freed
+    only under "always".
 
-    Gradients are summed, not averaged: the loss is already divided by the tokens of the whole
-    step. Raises TitanliteError for an argument that is wrong. Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    Gradients are summed, not averaged: the loss is already divided by the number of tokens of the
+    whole step. Raises TitanliteError for an invalid argument.
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     plan = as_plan("apply_fsdp", model, plan)
     check_mesh("apply_fsdp", "dp_mesh", dp_mesh, most_axes=2)
@@ -62,8 +63,8 @@ def apply_fsdp(
     check_dtypes("apply_fsdp", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     check_flags("apply_fsdp", pipelined=pipelined, cpu_offload=cpu_offload, pin_memory=pin_memory)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        # Warned of for changes in place, which would skip a hook. What a tensor-parallel style puts
-        # out is such a view wherever it is a DTensor's local part.
+        # FSDP2 warns about views because in-place changes to them would skip a hook. The output of
+        # a tensor-parallel style is such a view if it is the local tensor of a DTensor.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     reshard = {"always": True, "never": False, "default": not pipelined}[reshard_after_forward]
     offload = (
@@ -78,7 +79,7 @@ def apply_fsdp(
 
     def shard(module: nn.Module | list[nn.Module], reshard_unit: bool) -> None:
         for part in module if isinstance(module, list) else [module]:
-            # Sharded, they are other objects.
+            # Sharding replaces the parameter objects.
             left.difference_update(id(parameter) for parameter in part.parameters())
         fully_shard(
             module,
@@ -102,13 +103,13 @@ def apply_fsdp(
     for block in blocks:
         shard(block, reshard_after_forward == "always" if block is blocks[-1] else reshard)
         units += 1
-    # The root takes what is left; often there is nothing.
+    # The root unit gets the remaining parameters, often none.
     units += bool(left)
     shard(model, reshard)
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Dividing by one is a PREMUL_SUM to FSDP2, which gloo does not have.
+            # FSDP2 implements a division, even by one, as PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
     return units

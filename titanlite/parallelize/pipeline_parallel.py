@@ -1,10 +1,10 @@
-"""Pipeline parallelism: a model cut into stages, and the schedule that runs them.
+"""Pipeline parallelism: a model split into stages, and the schedule that runs them.
 
-    split_model         the model's parts, one a stage, each with its modules under their own names
-    PipelineRunner      the stages of one rank: a step by schedule, and a forward pass alone
+    split_model         splits a model into stages; modules keep their names
+    PipelineRunner      runs the stages of one rank: a scheduled step, or only a forward pass
 
-The engine is torch.distributed.pipelining. Between the two each part goes through the same
-parallelize steps as a whole model does.
+Between the two, each stage goes through the same parallelize steps as a whole model.
+torch.distributed.pipelining executes the schedule.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from titanlite.schedule.actions import COMPUTE_KINDS
 
 
 def split_model(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
-    """Copies of `model`, one for each of `stages`, with the modules that stage names.
+    """Copies of `model`, one per stage, each with only the modules that the stage names.
 
-    A module keeps its name in every part: one that a part lacks is taken out of its ModuleDict, or
-    is None where it is an attribute. `stages` together name each such module once. Raises
-    TitanliteError for a name that the model does not have, and for tied weights, which would be
-    two parameters on two ranks.
+    Modules keep their names. A module of another stage is removed from its ModuleDict, or set to
+    None if it is an attribute. `stages` must name each module once; modules that no stage names are
+    in every copy. Raises TitanliteError for a name that the model does not have, and for tied
+    weights, which would become two parameters on two ranks.
     """
     refuse_tied_weights(model)
     names = [name for stage in stages for name in stage]
@@ -49,7 +49,7 @@ def split_model(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[nn.Mo
             model.get_submodule(name)
         except AttributeError:
             raise TitanliteError(
-                f"{type(model).__name__} has no module '{name}' to cut into stages"
+                f"{type(model).__name__} has no module '{name}', which a stage names"
             ) from None
     parts = []
     for stage in stages:
@@ -69,18 +69,18 @@ LossFunction = Callable[[Any, Batch], Tensor]
 
 
 class _Stage(PipelineStage):
-    """A stage whose replicas exchange gradients when told to, not after every run of a schedule."""
+    """A stage that reduces gradients over replicas on request, not after every schedule run."""
 
     reduces_over_replicas = True
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # Torch 2.11 has neighbours greet each other at the first step, as NCCL needs it. In a V a
-        # stage's neighbour may be on its own rank, to which gloo cannot send.
+        # At the first step, torch 2.11 sends a message between neighbouring stages, which NCCL
+        # needs. In a V-shaped schedule both may be on one rank, and gloo cannot send to itself.
         parent: Any = super()
         return [] if self.device.type == "cpu" else parent._get_init_p2p_neighbors_ops()
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """Nothing: torch 2.11 compares strides, even of dimensions of one, and the last output."""
+        """No check: torch 2.11 compares even strides of size-1 dimensions and last outputs."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         part: Any = self.submod
@@ -92,7 +92,7 @@ class _Stage(PipelineStage):
             FSDPModule.set_requires_gradient_sync(part, required)
             FSDPModule.set_requires_all_reduce(part, False)
 
-        # PyTorch's method asks for both reductions at once, and then makes them.
+        # PyTorch's method enables both reductions at once and then runs them.
         part.set_requires_gradient_sync = reduce_over_shards
         try:
             super().perform_reduce_grad(grad_scale_factor)
@@ -101,15 +101,14 @@ class _Stage(PipelineStage):
 
 
 class PipelineRunner:
-    """The stages that one rank of the 1-D `pp_mesh` holds, run by a schedule.
+    """Runs the stages of one rank of the 1-D `pp_mesh` by a schedule.
 
-    `parts` are this rank's, by stage, parallelized; `plain_parts` those of all stages as
-    split_model made them on the "meta" device, from which the shapes between stages come. Such
-    activations have dtype `dtype` and are sharded `num_shards` ways along `sequence_dim`, or whole
-    on every rank if that is None. `example` is a microbatch as this rank gets them, of which only
-    shapes and dtypes are used; a batch is `schedule.num_microbatches` such. The schedule is
-    PyTorch's of that name; where it has none, or `from_table` asks for it, PyTorch's runtime
-    executes the table.
+    `parts` maps stages to this rank's parallelized modules. `plain_parts` are the modules of all
+    stages as split_model returns them, on the "meta" device; they give the shapes of activations
+    between stages. These have dtype `dtype` and are sharded `num_shards` ways along `sequence_dim`,
+    or replicated if that is None. `example` is one of this rank's microbatches; only its shapes and
+    dtypes are used. A batch has `schedule.num_microbatches` of them. PyTorch's schedule of that
+    name is used; if there is none, or with `from_table`, PyTorch's runtime executes the table.
     """
 
     def __init__(
@@ -135,17 +134,17 @@ class PipelineRunner:
         self._example, self._dtype = example.to(torch.device("meta")), dtype
         self._num_shards, self._sequence_dim = num_shards, sequence_dim
         self._known_shapes: dict[int, list[torch.Size]] = {}
-        # Of the batch that is being run.
+        # The batch and loss function of the running step.
         self._batch: Batch | None = None
         self._loss_function: LossFunction | None = None
         self.on_loss: Callable[[], None] | None = None
-        """Called after each microbatch's loss, as part of the last stage's forward pass."""
+        """Called after the loss of each microbatch, within the last stage's forward pass."""
         self.stages = [self._make_stage(stage) for stage in self._parts]
         self._schedule = self._make_schedule(from_table)
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Which stages this rank holds, in the order of its parts."""
+        """The stages of this rank, in ascending order."""
         return list(self._parts)
 
     @property
@@ -157,22 +156,22 @@ class PipelineRunner:
         return self.table.num_stages - 1 in self._parts
 
     def step(self, batch: Batch, loss_function: LossFunction, *, is_last: bool = True) -> None:
-        """Run the schedule on a batch, and add the gradients to the parameters'.
+        """Run the schedule on a batch and accumulate the gradients.
 
-        Every stage gets the fields that its forward asks for. `loss_function(outputs, microbatch)`
-        is called for each microbatch, on the rank that has the last stage; the gradients are those
-        of its sum. Where several batches make up a step, only the last of them has replicas
-        exchange gradients.
+        Every stage gets the fields that its forward takes. The rank with the last stage calls
+        `loss_function(outputs, microbatch)` for each microbatch; the gradients are those of the sum
+        of losses. If a step accumulates several batches, gradients are reduced over replicas only
+        in the last one (`is_last`).
         """
         self._batch, self._loss_function = batch, loss_function
         for stage in self.stages:
             stage.reduces_over_replicas = is_last
         inputs = (batch.tokens,) if self.has_first else ()
-        # PyTorch hands the loss of a microbatch its part of the target: here its row numbers,
-        # which say what of every field is in it.
+        # PyTorch splits the target and passes each part to the loss. Here the target holds row
+        # numbers, by which the loss selects its microbatch from every field.
         target = torch.arange(batch.num_sequences) if self.has_last else None
         fields = asked_for(self.stages[0].submod, batch)
-        # Not every class of schedule takes it as an argument.
+        # Not every schedule class takes this as an argument.
         self._schedule._kwargs_chunk_spec = {
             name: _Replicate() if (dim := batch.dims[name].batch) is None else TensorChunkSpec(dim)
             for name in fields
@@ -182,9 +181,9 @@ class PipelineRunner:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
-        """What the model puts out for a batch, on the rank of the last stage; else None.
+        """The model's output for a batch, on the rank with the last stage; None elsewhere.
 
-        PyTorch's schedules cannot run forwards alone where they are V-shaped.
+        Runs without a schedule, because V-shaped ones of PyTorch cannot run only forward passes.
         """
         shapes = self._shapes(batch.num_sequences)
         place = self.table.stage_to_rank
@@ -206,23 +205,23 @@ class PipelineRunner:
             assert work is not None
             work.wait()
         for part in self._parts.values():
-            # A schedule expects its stages as a step leaves them.
+            # A schedule expects its stages resharded, as a step leaves them.
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
         return x if self.has_last else None
 
     def parameters(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Each parameter of each stage: its name, its rank on the pp axis, and a "meta" tensor."""
+        """Each parameter of all stages: its name, its rank on the pp axis, and a "meta" tensor."""
         for place, part in zip(self.table.stage_to_rank, self._plain_parts, strict=True):
             for name, parameter in part.named_parameters():
                 yield name, place, parameter
 
     def _shapes(self, batch_size: int) -> list[torch.Size]:
-        """The shape that each stage hands to the next, as this rank holds it."""
+        """The shape of each activation between stages, as sharded on this rank."""
         if batch_size in self._known_shapes:
             return self._known_shapes[batch_size]
-        # A batch of any size is as many copies of one sequence.
+        # Only shapes matter, so the batch repeats one sequence.
         batch = join([self._example.rows(0, 1)] * batch_size)
         x: Tensor | None = None
         shapes = []
@@ -238,7 +237,7 @@ class PipelineRunner:
         return shapes
 
     def _make_stage(self, stage: int) -> _Stage:
-        """With all shapes given, PyTorch need not run the model once to learn them."""
+        """The stage with all shapes given, so that PyTorch does not run the model to infer them."""
 
         def activation(index: int) -> Tensor:
             shape = self._shapes(self._example.num_sequences)[index]
@@ -251,7 +250,7 @@ class PipelineRunner:
             self.table.num_stages,
             self._device,
             input_args=(self._example.tokens,) if stage == 0 else (activation(stage - 1),),
-            # Nobody receives what the last stage puts out.
+            # The last stage's output is not sent, so any shape will do.
             output_args=(activation(min(stage, last - 1)),),
             group=self.group,
         )
@@ -266,7 +265,7 @@ class PipelineRunner:
                 self.on_loss()
             return loss
 
-        # The loss is a sum, divided by what it is to be divided by: gradients are not scaled.
+        # The loss is already divided by the number of targets, so gradients are not scaled.
         options: dict[str, Any] = {
             "n_microbatches": self.table.num_microbatches,
             "loss_fn": loss_function,

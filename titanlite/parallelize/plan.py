@@ -1,4 +1,4 @@
-"""What a model says about how it can be cut: a ParallelPlan, data beside the model (plan.py)."""
+"""ParallelPlan: how a model can be parallelized, as data in plan.py beside the model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from titanlite.errors import TitanliteError
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model class is cut.
+    """How a model class is parallelized.
 
-    `tensor_parallel` maps module names, as the plain model has them, to TP styles; `*` stands for
-    one part of a name. `loss_parallel` replaces entries of it where the loss is computed on logits
-    that are sharded over the vocabulary. `blocks` names the container of the repeated blocks:
-    activation checkpointing, compile and FSDP work block by block. `embeddings` and `head` are the
-    modules before and after the blocks; each group is one FSDP unit. `attention` is the name,
-    within a block, of the module that takes q, k and v. `sequence_dim` is the dimension along
-    which tensor parallelism shards what passes from block to block; None where each rank has all
-    of it, as in tensor parallelism without sequence parallelism.
+    `tensor_parallel` maps module names of the plain model to TP styles; `*` stands for one part of
+    a name. `loss_parallel` overrides its entries if the loss is computed on logits sharded over the
+    vocabulary. `blocks` names the container of the repeated blocks: activation checkpointing,
+    compile and FSDP work block by block. `embeddings` and `head` name the modules before and after
+    the blocks; each group is one FSDP unit. `attention` is the name, within a block, of the module
+    that takes q, k and v. `sequence_dim` is the dimension along which tensor parallelism shards the
+    activations between blocks; None if they are replicated (no sequence parallelism).
     """
 
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -44,9 +43,9 @@ class ParallelPlan:
 def find_plan(model: nn.Module) -> ParallelPlan:
     """The plan registered for the model's class: `PLANS[class]` in plan.py beside its module.
 
-    Raises TitanliteError where there is none.
+    Raises TitanliteError if there is none.
     """
-    # FSDP2 and replicate put a class of their own before the model's.
+    # FSDP2 and replicate insert their own class before the model's.
     for cls in type(model).__mro__:
         package = getattr(sys.modules.get(cls.__module__), "__package__", None)
         if package and find_spec(package) and find_spec(f"{package}.plan"):
@@ -60,7 +59,7 @@ def find_plan(model: nn.Module) -> ParallelPlan:
 
 
 def match_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """The submodules whose names match `pattern`, in which `*` stands for one part of a name."""
+    """The submodules whose names match `pattern`; `*` stands for one part of a name."""
     parts = pattern.split(".")
     matches = {}
     for name, module in model.named_modules():
@@ -71,9 +70,9 @@ def match_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def find_container(model: nn.Module, plan: ParallelPlan, step: str) -> nn.Module:
-    """The module that holds the blocks; it may be empty, as in a stage that has none.
+    """The module that contains the blocks; in a pipeline stage it may be empty.
 
-    Raises TitanliteError where `model` has none, since `step` would then do nothing.
+    Raises TitanliteError if `model` lacks it, because `step` would then do nothing.
     """
     containers = match_modules(model, plan.blocks)
     if plan.blocks not in containers:
@@ -85,9 +84,9 @@ def find_container(model: nn.Module, plan: ParallelPlan, step: str) -> nn.Module
 
 
 def refuse_tied_weights(model: nn.Module) -> None:
-    """Raises TitanliteError where two names are one parameter.
+    """Raises TitanliteError if two names refer to the same parameter.
 
-    Cut, or given storage on several ranks, it would become two in silence.
+    Sharding it, or allocating it on several ranks, would silently make it two parameters.
     """
     first: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -99,6 +98,6 @@ def refuse_tied_weights(model: nn.Module) -> None:
 
 
 def find_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
-    """The repeated blocks of `model` by their key in the container; empty where it has none."""
+    """The repeated blocks of `model` by their key in the container; empty if it has none."""
     containers = match_modules(model, plan.blocks)
     return dict(containers[plan.blocks].named_children()) if containers else {}

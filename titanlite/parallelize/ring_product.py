@@ -1,14 +1,14 @@
-"""All-gather with the product that reads it, and product with the reduce-scatter of its result,
-each as a ring: the next chunk travels from rank to rank while the present one is multiplied.
+"""Ring products: matrix products that overlap with an all-gather or a reduce-scatter.
 
-    gather_product     the product of the gathered input with a weight, and the gathered input
-    product_scatter    this rank's part of the sum over ranks of their products
+    gather_product     all-gather of the input, then its product with a weight
+    product_scatter    product with a weight, then reduce-scatter of the output
 
-They are custom operators, so that the compiler sees one opaque call and a checkpoint policy can
-name them, and each is the other's backward pass. It takes nothing but P2P transfers: gloo on CPU,
-NCCL on GPUs.
+Both run as a ring of P2P transfers (gloo on CPU, NCCL on GPUs): the next chunk is transferred while
+the current one is multiplied. They are custom operators, so the compiler sees one opaque call and a
+checkpoint policy can name them. The backward pass of each is the other.
 
-Letters: x [.., D, .., K] with D the gathered or scattered dimension, weight [N, K] as nn.Linear's.
+Shapes: x [.., D, .., K], where D is the gathered or scattered dimension; weight [N, K] as in
+nn.Linear.
 Source: S. Wang et al., Overlap Communication with Dependent Computation via Decomposition, 2023
 (https://doi.org/10.1145/3567955.3567959).
 """
@@ -30,13 +30,13 @@ from titanlite.errors import TitanliteError
 
 
 def gather_product(x: Tensor, weight: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """all_gather(x, dim) @ weight.T, each rank's chunk multiplied while the next one travels.
+    """all_gather(x, dim) @ weight.T; each chunk is multiplied while the next one is transferred.
 
-    x is this rank's shard along `dim`, of the same size on every rank; the last dimension cannot be
-    gathered. Equal to the last bit to the product of the gathered input wherever the matrix product
-    does not depend on the number of rows, as with a chunk of more than a few rows it does not. Its
-    gradients are a ring of product_scatter for x, and one product for the weight, for which the
-    gathered input is kept.
+    x is this rank's shard along `dim`, of the same size on every rank. The result is bitwise equal
+    to the product of the gathered input, unless a chunk has so few rows that the matrix product
+    takes another kernel. The gradient of x is a product_scatter ring. The gradient of the weight is
+    one product, for which the gathered input is saved. Raises TitanliteError if `dim` is the last
+    dimension.
     """
     dim = _checked_dim(x, dim, "gathered")
     return torch.ops.titanlite.gather_product(x, weight, dim, group.size(), group.group_name)[0]
@@ -45,17 +45,17 @@ def gather_product(x: Tensor, weight: Tensor, dim: int, group: dist.ProcessGroup
 def product_scatter(x: Tensor, weight: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """reduce_scatter(x @ weight.T, dim): this rank's chunk of the sum over all ranks.
 
-    A chunk's sum goes round the ring and gains each rank's product, the last one on the rank that
-    keeps it: added in the order of the ring. Its gradients are a ring of gather_product for x, and
-    one product for the weight. Raises TitanliteError where the ranks' chunks would not be of one
-    size.
+    The partial sum of a chunk passes around the ring. Each rank adds its product, and the rank that
+    keeps the chunk is last, so the order of additions is that of the ring. The gradient of x is a
+    gather_product ring, that of the weight is one product. Raises TitanliteError if `dim` is the
+    last dimension, or if the number of ranks does not divide its size.
     """
     dim = _checked_dim(x, dim, "scattered")
     if x.size(dim) % group.size():
         raise TitanliteError(
-            f"a ring of {group.size()} ranks cannot share out {x.size(dim)} evenly (dimension "
+            f"a ring of {group.size()} ranks cannot split {x.size(dim)} evenly (dimension "
             f"{dim} of {list(x.shape)}); give a sequence length that is a multiple of "
-            f"{group.size()}, or do without asynchronous tensor parallelism"
+            f"{group.size()}, or disable asynchronous tensor parallelism"
         )
     return torch.ops.titanlite.product_scatter(x, weight, dim, group.size(), group.group_name)
 
@@ -64,15 +64,15 @@ def _checked_dim(x: Tensor, dim: int, verb: str) -> int:
     dim %= x.dim()
     if dim == x.dim() - 1:
         raise TitanliteError(
-            f"the last dimension of {list(x.shape)} is multiplied, and cannot be {verb} chunk by "
-            "chunk; give another one"
+            f"the last dimension of {list(x.shape)} is multiplied and cannot be {verb} chunk by "
+            "chunk; give another dimension"
         )
     return dim
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Who holds what at which step; a chunk is known by the rank whose part of the whole it is."""
+    """Which chunk this rank has at each step; a chunk's number is the rank of its shard."""
 
     rank: int
     size: int
@@ -86,20 +86,20 @@ class Ring:
         return (self.rank - 1) % self.size
 
     def gathered(self, step: int) -> int:
-        """The chunk that a gather has here at a step: its own, then what the one before had."""
+        """The chunk a gather has at `step`: its own, then the previous rank's last chunk."""
         return (self.rank - step) % self.size
 
     def summed(self, step: int) -> int:
-        """The chunk that a scatter adds to here at a step: its own at the last."""
+        """The chunk a scatter adds to at `step`; its own chunk is last."""
         return (self.rank - 1 - step) % self.size
 
 
 @dataclass
 class Transfer:
-    """A tensor on its way to the next rank, and one that comes from the rank before.
+    """A send to the next rank and a receive from the previous one.
 
-    Both are posted as one batch, so that even batches that run in order cannot deadlock. On CPU
-    gloo's own thread moves them, on a GPU NCCL's own stream.
+    Both are posted in one batch, so they cannot deadlock even if batches run in order. They run
+    beside the computation: in gloo's thread on CPU, on NCCL's stream on a GPU.
     """
 
     group: dist.ProcessGroup
@@ -107,7 +107,7 @@ class Transfer:
     pending: list[dist.Work] = field(default_factory=list)
 
     def post(self, sent: Tensor, received: Tensor) -> None:
-        """Begin; neither tensor may be touched before `wait` has returned."""
+        """Start the transfer; do not read or write either tensor before `wait` returns."""
         self.pending = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, sent, group=self.group, group_peer=self.ring.next),
@@ -116,18 +116,18 @@ class Transfer:
         )
 
     def wait(self) -> None:
-        """Return when both are there; on a GPU, have what follows wait for them."""
+        """Wait for both; on a GPU, only later work on the current stream waits."""
         for work in self.pending:
             work.wait()
 
 
 def multiply(chunk: Tensor, weight: Tensor, out: Tensor) -> None:
-    """A chunk [.., K] times weight [N, K], into `out` [.., N]."""
+    """Write chunk [.., K] @ weight.T into `out` [.., N], for weight [N, K]."""
     torch.mm(chunk.flatten(0, -2), weight.t(), out=out.view(-1, out.size(-1)))
 
 
 def add(total: Tensor, product: Tensor) -> None:
-    """One rank's product onto the sum that has come from the rank before."""
+    """Add this rank's product to the sum received from the previous rank."""
     total.add_(product)
 
 
@@ -135,7 +135,7 @@ def add(total: Tensor, product: Tensor) -> None:
 def _gather_product(
     x: Tensor, weight: Tensor, dim: int, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """(the product, the gathered input)."""
+    """Returns (the product, the gathered input)."""
     group = _find_group(group_name)
     ring = Ring(group.rank(), num_ranks)
     shard = x.movedim(dim, 0)
@@ -183,7 +183,7 @@ def _product_scatter(
 
 
 def _joined(chunks: Tensor, dim: int) -> Tensor:
-    """[n, t, ..] as one tensor with n t at `dim`."""
+    """Merge the first two dimensions of [n, t, ..] and move the result, n * t, to `dim`."""
     return chunks.flatten(0, 1).movedim(0, dim).contiguous()
 
 
@@ -234,7 +234,7 @@ def _differentiate_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     grad_x = grad_weight = None
     wants_x, wants_weight = _is_wanted(ctx, 0), _is_wanted(ctx, 1)
-    # In a backward pass of two parts, the second finds here what the first has gathered.
+    # If the backward pass is split, its second part reuses the gradient that the first gathered.
     whole_grad = None if wants_x or ctx.kept is None else ctx.kept.of(grad)
     if whole_grad is None:
         grad_x, whole_grad = torch.ops.titanlite.gather_product(grad, weight.t(), *ctx.settings)
@@ -248,7 +248,7 @@ def _differentiate_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a gradient is when gathered, as long as it is the same gradient."""
+    """A gathered gradient, kept for a second backward pass with the same gradient."""
 
     grad: Tensor
     version: int
@@ -256,7 +256,7 @@ class _Kept:
 
     def of(self, grad: Tensor) -> Tensor | None:
         own = self.grad
-        # As `grad` is held here, no other tensor can have come to lie in its place.
+        # `self.grad` keeps its memory alive, so an equal address means the same memory.
         same = (own.data_ptr(), own.shape, own.stride()) == (
             grad.data_ptr(),
             grad.shape,
@@ -270,22 +270,22 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _is_wanted(ctx: Any, index: int) -> bool:
-    """Whether this backward pass asks for the gradient of an input.
+    """Whether this backward pass needs the gradient of an input.
 
-    A pipeline schedule may take the gradients of inputs and weights in two passes; autograd says so
-    to its own functions alone.
+    A pipeline schedule may compute the gradients of inputs and weights in two passes. Custom
+    operators see no difference in `ctx.needs_input_grad`, so this asks the autograd engine.
     """
     node = ctx.next_functions[index][0]
     if node is None:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf, in torch.autograd.grad
+    except RuntimeError:  # raised for a leaf in torch.autograd.grad
         return True
 
 
 PRODUCT_SCATTER = torch.ops.titanlite.product_scatter.default
-"""The operator, as a checkpoint policy sees it."""
+"""The operator that a checkpoint policy compares with."""
 
 _gather_product.register_autograd(_differentiate_gather, setup_context=_save_gathered)
 _product_scatter.register_autograd(_differentiate_scatter, setup_context=_save_scattered)

@@ -1,6 +1,6 @@
-"""The parallelize steps of a job: each takes from the configuration what its apply_x needs.
+"""The parallelize steps of a job: each calls its apply_x with arguments from the configuration.
 
-Each returns its row of the effective plan. Their order is STEPS in __init__.py.
+Each returns its row of the effective plan. STEPS in __init__.py has their order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from titanlite.parallelize.tensor_parallel import apply_tp
 from titanlite.plan_row import PlanRow
 
 if TYPE_CHECKING:
-    # By hand, no apply_x needs the configuration.
+    # An apply_x called by hand does not need the configuration.
     from titanlite.config.schema import JobConfig
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -41,7 +41,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclass
 class Part:
-    """A model, or a part of one, on its way through the steps; what they need of the job."""
+    """A model or pipeline stage during the steps, with what the steps need of the job."""
 
     model: nn.Module
     config: JobConfig
@@ -54,7 +54,7 @@ class Part:
 
 
 def float8(part: Part) -> PlanRow:
-    """Let linear layers multiply in float8."""
+    """Convert linear layers to float8."""
     config, dims, meshes = part.config, part.dims, part.meshes
     section = config.quantize.linear.float8
     if not config.converts_to_float8:
@@ -74,30 +74,30 @@ def float8(part: Part) -> PlanRow:
     if report.converted:
         notes[0] += f": {', '.join(compact(report.converted))}"
     if report.skipped:
-        notes.append(f"not {describe_skipped(report.skipped)}")
+        notes.append(f"skipped: {describe_skipped(report.skipped)}")
     dtype, device = config.training.param_dtype, meshes.world.device_type
     if section.emulate:
         notes.append("products emulated")
     elif has_hardware(device, DTYPES[dtype], recipe):
         notes.append("products by torch._scaled_mm")
     else:
-        notes.append(f"products emulated, as {device} has none for {recipe} in {dtype}")
+        notes.append(f"products emulated: {device} has none for {recipe} in {dtype}")
     if section.enable_fsdp_float8_all_gather:
         notes.append(
             "weights gathered in float8"
-            + (", scales at once" if section.precompute_float8_dynamic_scale_for_fsdp else "")
+            + (", scales precomputed" if section.precompute_float8_dynamic_scale_for_fsdp else "")
             if dims.fsdp_enabled
-            else "no weight is sharded, so none is gathered in float8"
+            else "no weight is sharded, so none is gathered"
         )
     together = config.training.local_batch_size
     if dims.pp_enabled:
         together = config.parallelism.pipeline_parallel_microbatch_size
-    notes.append(f"scales over the {together * dims.dp} sequences of a microbatch of all ranks")
+    notes.append(f"scales over the {together * dims.dp} sequences of a microbatch on all ranks")
     return PlanRow("float8", recipe, recipe if report.converted else "off", "; ".join(notes))
 
 
 def tensor_parallel(part: Part) -> PlanRow:
-    """Cut modules over the tp axis."""
+    """Shard modules over the tp axis."""
     config, meshes, plan, whole = part.config, part.meshes, part.plan, part.whole
     degree = config.parallelism.tensor_parallel_degree
     if meshes.tp is None:
@@ -123,7 +123,7 @@ def tensor_parallel(part: Part) -> PlanRow:
         notes[0] += ", sequence parallel"
     notes.append("loss parallel" if loss_parallel else "logits gathered")
     if report.replicated:
-        notes.append(f"whole on every rank, having fewer rows: {', '.join(report.replicated)}")
+        notes.append(f"replicated, with fewer rows than ranks: {', '.join(report.replicated)}")
     if unmatched:
         notes.append(f"plan keys without a module: {', '.join(unmatched)}")
     return PlanRow("tensor parallel", f"TP {degree}", f"TP {meshes.tp.size()}", "; ".join(notes))
@@ -139,7 +139,7 @@ def async_tensor_parallel(part: Part) -> PlanRow:
     if backend is None or meshes.tp is None:
         return PlanRow(feature, "off", "off")
     if backend == "symmetric_memory":
-        note = "inductor fuses on symmetric memory; how much is said after the first step"
+        note = "inductor fuses on symmetric memory; fusions are reported after the first step"
         return PlanRow(feature, "symmetric memory", "symmetric memory", note)
     note = describe_rings(part.rings)
     if not part.rings:
@@ -147,14 +147,14 @@ def async_tensor_parallel(part: Part) -> PlanRow:
             raise ConfigError(
                 "parallelism.enable_async_tensor_parallel: the tensor-parallel plan of "
                 f"{type(part.model).__name__} has no style that can overlap; set it to false, or "
-                "cut linear layers with GatherColwise and RowwiseLocal"
+                "shard linear layers with GatherColwise and RowwiseLocal"
             )
-        note = "this part of the model has nothing to overlap"
+        note = "this stage has nothing to overlap"
     return PlanRow(feature, "ring", "ring" if part.rings else "off", note)
 
 
 def context_parallel(part: Part) -> PlanRow:
-    """Let attention see tokens that other ranks of the cp axis hold."""
+    """Shard sequences over the cp axis, with ring attention."""
     model, config, meshes = part.model, part.config, part.meshes
     if meshes.cp is None:
         return PlanRow("context parallel", "off", "off")
@@ -173,11 +173,11 @@ def context_parallel(part: Part) -> PlanRow:
 
 
 def activation_checkpoint(part: Part) -> PlanRow:
-    """Keep less of the forward pass."""
+    """Save fewer activations and recompute the others."""
     model, config, dims = part.model, part.config, part.dims
     section = config.activation_checkpoint
     compiled = config.compile.enable and "model" in config.compile.components
-    # Needed where AOTAutograd sees the recomputation of the CPU operator in a DTensor graph.
+    # Needed if AOTAutograd traces the CPU operator's recomputation in a graph with DTensors.
     cut = dims.tp > 1 and dims.cp == 1
     save_cpu_attention = compiled and cut and section.mode in ("full", "selective")
     report = apply_ac(
@@ -200,11 +200,11 @@ def activation_checkpoint(part: Part) -> PlanRow:
     if section.mode == "none":
         return PlanRow("activation checkpoint", "off", "off")
     if section.mode == "memory_budget":
-        note = f"the compiler keeps {section.memory_budget:.0%} of what saving all would take"
+        note = f"the compiler may use {section.memory_budget:.0%} of the memory of saving all"
         return PlanRow("activation checkpoint", requested, requested, note)
     notes = [f"{len(report.wrapped)} of {len(find_blocks(model, part.plan))} blocks"]
     if save_cpu_attention and report.tally is None:
-        notes.append("the CPU attention operator's output is saved, as compile with TP needs")
+        notes.append("the CPU attention operator's output is saved, which compile with TP needs")
     active = requested if report.wrapped else "off"
     return PlanRow("activation checkpoint", requested, active, "; ".join(notes))
 
@@ -233,7 +233,7 @@ def data_parallel(part: Part) -> PlanRow:
     asked = dims.degree_of(axes_where(batch="samples", weights="sharded"))
     requested = _data_parallel_name(dims.dp_replicate, asked)
     plain = not is_mixed and not training.enable_cpu_offload and not dims.fsdp_enabled
-    # DDP cannot be told which of a schedule's backward passes is the last.
+    # With a pipeline, DDP cannot know which backward pass of the schedule is the last.
     if plain and dims.tp == 1 and dims.pp == 1:
         if dims.dp_replicate == 1:
             return PlanRow("data parallel", requested, "off")

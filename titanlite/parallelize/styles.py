@@ -1,16 +1,17 @@
 """TP styles that compute on local shards.
 
-They say the same as PyTorch's ColwiseParallel, RowwiseParallel and SequenceParallel: parameters
-are DTensors and collectives are DTensor's. But what lies between two collectives runs on plain
-tensors, because DTensor's dispatch costs some 100 microseconds an operator and rank, which on CPU
-adds up to a tenth of a small model's step. Either kind may stand in a plan, and both in one.
+They correspond to PyTorch's ColwiseParallel, RowwiseParallel and SequenceParallel: parameters are
+DTensors, and DTensor runs the collectives. But the computation between two collectives runs on
+plain tensors, because DTensor's dispatch costs about 100 microseconds per operator and rank, on CPU
+a tenth of a small model's step. A plan may mix these styles with PyTorch's.
 
-A linear layer whose class has a method `product(x, weight)`, on plain tensors, is multiplied by
-that: a layer of low precision stays one when it is cut. Its forward is that product and the bias.
-Where the class has `products(layers, x, weights)` too, layers that share an input share that.
+If the class of a linear layer has a method `product(x, weight)` on plain tensors, the styles call
+it, so a low-precision layer keeps its precision when it is sharded. Its forward must equal that
+product plus the bias. If the class also has `products(layers, x, weights)`, layers that share an
+input are multiplied by one call of it.
 
-GatherColwise and RowwiseLocal have a ring form, in which collective and product are one operator
-that overlaps them (ring_product.py).
+GatherColwise and RowwiseLocal have a ring form: one operator that overlaps collective and product
+(ring_product.py).
 """
 
 from __future__ import annotations
@@ -35,36 +36,35 @@ from titanlite.parallelize.ring_product import gather_product, product_scatter
 
 
 class RingStyle(ParallelStyle):
-    """A style with a collective beside its product, which can be one ring of P2P transfers."""
+    """A style whose collective and product can be fused into a ring of P2P transfers."""
 
     is_ring = False
 
     def as_ring(self) -> RingStyle:
-        """The same style with its collective and its product overlapped."""
+        """A copy of this style that overlaps its collective with its product."""
         ring = copy.copy(self)
         ring.is_ring = True
         return ring
 
     def _require_plain_product(self, layer: nn.Module, name: str = "") -> None:
-        """Raises TitanliteError for what a ring cannot multiply chunk by chunk."""
+        """Raises TitanliteError if this is a ring and `layer` does not multiply as nn.Linear."""
         if self.is_ring and _has_product(layer):
             who = f"{name}, a {type(layer).__name__}," if name else f"a {type(layer).__name__}"
             raise TitanliteError(
-                f"{type(self).__name__} as a ring multiplies chunk by chunk as nn.Linear does, and "
-                f"{who} has a product of its own; leave asynchronous tensor parallelism off, or "
-                "the layer plain"
+                f"{type(self).__name__} as a ring multiplies as nn.Linear does, but {who} has its "
+                "own product; disable asynchronous tensor parallelism, or use nn.Linear itself"
             )
 
 
 class GatherColwise(RingStyle):
-    """Gather a module's input once for the linear layers in it that read it, cut by their outputs.
+    """Gather a module's input once for several linear layers, sharded by their output features.
 
-    `layers` names those children; the module must hand its first argument to them and use it for
-    nothing else. That argument: the local shard along `dim`, all-gathered in the forward pass; its
-    gradient is reduce-scattered in the backward pass, once for all layers. Output of each layer:
-    the local shard of its last dimension. The layers are one matrix product, because cutting them
-    leaves each too narrow to be a fast one; layers with a `product` of their own are multiplied by
-    that. The module's other arguments pass unchanged.
+    `layers` names these layers, children of the module. The module must pass its first argument to
+    them and use it for nothing else. Input: this argument's local shard along `dim`. It is
+    all-gathered in the forward pass, and its gradient reduce-scattered in the backward pass, once
+    for all layers. Output of each layer: the local shard of the last dimension. The layers run as
+    one matrix product, because each shard alone is too narrow to be fast, unless they have a
+    `product` of their own. The module's other arguments are unchanged.
     """
 
     def __init__(self, dim: int, *layers: str) -> None:
@@ -79,7 +79,7 @@ class GatherColwise(RingStyle):
             self._require_plain_product(layer, name)
             placements = {"weight": Shard(0), "bias": Shard(0)}
             _distribute(layer, device_mesh, placements, self.src_data_rank)
-            # The module hands each layer all outputs in place of the input they share.
+            # The hook below replaces the shared input by a dictionary of all layers' outputs.
             _replace_forward(layer, lambda _, outputs, name=name: outputs[name])
 
         group = device_mesh.get_group()
@@ -107,10 +107,10 @@ class GatherColwise(RingStyle):
 
 
 class RowwiseLocal(RingStyle):
-    """A linear layer cut by its input features, its output's sum scattered along `scatter_dim`.
+    """A linear layer sharded by its input features; its output is scattered along `scatter_dim`.
 
-    Input: the local shard of the last dimension. Output: the local shard along `scatter_dim`.
-    Reduce-scatters in the forward pass and all-gathers in the backward pass.
+    Input: the local shard of the last dimension. Output: the local shard along `scatter_dim`. The
+    forward pass has a reduce-scatter, the backward pass an all-gather.
     """
 
     def __init__(self, scatter_dim: int) -> None:
@@ -140,10 +140,10 @@ class RowwiseLocal(RingStyle):
 
 
 class NormLocal(ParallelStyle):
-    """An RMSNorm or LayerNorm, whole on every rank, over sequence shards.
+    """A replicated RMSNorm or LayerNorm on sequence shards.
 
-    Input and output: the local shard. The gradients of its parameters stay pending sums over the
-    ranks, made by FSDP2 or before the gradient norm is taken.
+    Input and output: the local shard. The gradients of its parameters are Partial over the ranks;
+    FSDP2 reduces them, or the step does so before it computes the gradient norm.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -164,11 +164,11 @@ class NormLocal(ParallelStyle):
 
 
 class EmbeddingLocal(ParallelStyle):
-    """An embedding table, whole on every rank, looked up for this rank's part of the output.
+    """A replicated embedding table, in which each rank looks up only its part of the output.
 
     Input: indices, the same on every rank. Output: the local shard along `dim` of the embeddings,
-    all of them where `dim` is None. No collective; the gradient of the table stays a pending sum
-    over the ranks. Cheaper than cutting the table by rows where it is smaller than the activations.
+    or all of them if `dim` is None. No collective; the gradient of the table is Partial over the
+    ranks. Cheaper than sharding the table by rows if the table is smaller than the activations.
     """
 
     def __init__(self, dim: int | None) -> None:
@@ -189,10 +189,10 @@ class EmbeddingLocal(ParallelStyle):
 
 
 class TokenDropoutLocal(ParallelStyle):
-    """A TokenDropout over the local shard along `dim` of its input.
+    """A TokenDropout on the local shard of its input along `dim`.
 
-    `dim` is one of the tokens' dimensions, of whose numbers a rank then takes its own, or the last
-    of the input, -1, where a rank holds some of the features. No collective.
+    If `dim` is a dimension of the tokens, each rank uses the token numbers of its shard. If `dim`
+    is -1, the features are sharded. No collective.
     """
 
     def __init__(self, dim: int) -> None:
@@ -218,12 +218,12 @@ def _has_product(layer: nn.Module) -> bool:
 
 
 def _product(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """A linear layer's input times a shard of its weight, as the layer's class multiplies."""
+    """x @ weight.T by the layer's own `product` if it has one; `weight` may be a shard."""
     return layer.product(x, weight) if _has_product(layer) else F.linear(x, weight)
 
 
 def _products(layers: Mapping[str, Any], x: Tensor) -> list[Tensor]:
-    """The input times the local weight of each layer, those of one class by its `products`."""
+    """The product of `x` with each layer's local weight; one call of `products` per class."""
     found: dict[str, Tensor] = {}
     joined: dict[Any, list[str]] = {}
     for name, layer in layers.items():
@@ -245,7 +245,7 @@ def _products(layers: Mapping[str, Any], x: Tensor) -> list[Tensor]:
 
 
 def _local(parameter: Tensor | None, grad_placement: Placement | None = None) -> Any:
-    """The local shard of a parameter; its gradient has the parameter's placement or the given."""
+    """A parameter's local shard. Its gradient has `grad_placement`, or the parameter's own."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=None if grad_placement is None else [grad_placement])
@@ -275,10 +275,9 @@ def _require(
     style: ParallelStyle,
     name: str = "",
 ) -> None:
-    """Raises TitanliteError unless `module` computes just what `style` computes in its place.
+    """Raises TitanliteError unless `module` computes what `style` computes in its place.
 
-    A subclass that computes something else (LoRA, a norm of another formula) would be trained as
-    the plain layer.
+    A subclass with another forward (LoRA, another norm) would be trained as the plain layer.
     """
     kinds = kind if isinstance(kind, tuple) else (kind,)
     base = next((k for k in kinds if isinstance(module, k)), None)
@@ -305,9 +304,9 @@ def _require(
         reason = f"has {' and '.join(options)} set" if options else ""
     if reason:
         raise TitanliteError(
-            f"{type(style).__name__} computes what {base.__name__} computes, and {who}, {reason}, "
-            f"which would be left out; give {INSTEAD[base]} of "
-            "torch.distributed.tensor.parallel for it, which calls the module itself"
+            f"{type(style).__name__} computes a plain {base.__name__}, but {who}, {reason}, which "
+            f"it would ignore; use {INSTEAD[base]} of torch.distributed.tensor.parallel, which "
+            "calls the module itself"
         )
 
 

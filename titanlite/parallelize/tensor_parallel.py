@@ -1,4 +1,4 @@
-"""apply_tp: cut a model's modules over the tensor axis as its plan says."""
+"""apply_tp: shard a model's modules over the tp axis by the styles of its plan."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from titanlite.parallelize.styles import EmbeddingLocal, RingStyle
 
 @dataclass(frozen=True)
 class TensorParallelReport:
-    """What apply_tp did: modules cut, tables kept whole, and plan keys that matched nothing.
+    """What apply_tp did: modules parallelized, tables replicated, plan keys without a module.
 
-    `rings` are those of the modules cut whose collective and product overlap in a ring, with the
-    names of their styles.
+    `rings` maps the modules whose collective and product overlap in a ring to the names of their
+    styles.
     """
 
     parallelized: tuple[str, ...]
@@ -40,18 +40,18 @@ def apply_tp(
     rings: bool = False,
     known_unmatched: frozenset[str] = frozenset(),
 ) -> TensorParallelReport:
-    """Cut `model` in place over the 1-D mesh `tp_mesh`, each module by the style its plan gives.
+    """Shard `model` in place over the 1-D mesh `tp_mesh`, each module by its style in the plan.
 
-    The plan is the one registered for the model's class, or the one given: a ParallelPlan, or a
-    plain dictionary of module name to style. A key that matches no module is warned about and
-    skipped, as by `parallelize_module`, unless it is among `known_unmatched`. With `rings` the
-    styles that can (GatherColwise, RowwiseLocal) overlap their collectives with their products.
+    `plan` is a ParallelPlan or a plain dictionary of module name to style, and defaults to the plan
+    registered for the model's class. A key that matches no module is skipped with a warning, as in
+    `parallelize_module`; keys in `known_unmatched` give no warning. With `rings`, GatherColwise and
+    RowwiseLocal overlap their collectives with their products.
 
-    Raises TitanliteError for an argument that is wrong, and for tied weights, which would become
-    two parameters in silence.
+    An embedding table with fewer rows than ranks is replicated, because FSDP2 refuses the empty
+    shard of a rank without rows.
 
-    An embedding table with fewer rows than there are ranks stays whole on each: a rank without a
-    row would break FSDP2, which refuses empty shards.
+    Raises TitanliteError for an invalid argument, and for tied weights, which would silently become
+    two parameters.
     """
     plan = as_plan("apply_tp", model, plan)
     check_mesh("apply_tp", "tp_mesh", tp_mesh)
@@ -94,7 +94,7 @@ def apply_tp(
 def _style_of_short_table(
     module: nn.Module, style: ParallelStyle, num_ranks: int
 ) -> EmbeddingLocal | None:
-    """What replaces a cut by rows where there are fewer rows than ranks."""
+    """The style that replaces row-wise sharding of a table with fewer rows than ranks."""
     if not isinstance(module, nn.Embedding) or not isinstance(style, RowwiseParallel):
         return None
     if module.num_embeddings >= num_ranks:

@@ -1,7 +1,7 @@
-"""torchao, imported in silence: its recipes for float8.
+"""torchao's float8 recipes, imported without its log messages.
 
-Importing it logs libraries that are made for other machines and a deprecation in torch; neither
-says anything of a job.
+On import torchao logs libraries built for other machines and a deprecation in torch. Neither
+concerns a job.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 class Recipe:
     """How the operands of a linear layer's three products are scaled and cast.
 
-    Rowwise, each row of an operand has a scale: its largest magnitude over the dimension that the
-    product sums over. Tensorwise, an operand has one.
+    Rowwise: one scale per row of an operand, from the largest magnitude along the dimension that
+    the product sums over. Tensorwise: one scale per operand.
     """
 
     name: str
     rowwise: bool
-    """Whether inputs, weights and output gradients are scaled by rows; else by one scale."""
+    """Whether inputs, weights and output gradients have a scale per row instead of one scale."""
     rowwise_weight_for_input: bool
-    """The same of the weight in the product that gives the input's gradient."""
+    """The same for the weight in the product that computes the input's gradient."""
     casts_for_weight: bool
-    """Whether the product that gives the weight's gradient has its operands in float8."""
+    """Whether the product that computes the weight's gradient has float8 operands."""
     gradient_dtype: torch.dtype
-    """The format of output gradients; inputs and weights have `dtype`."""
+    """The float8 dtype of output gradients; inputs and weights have `dtype`."""
     dtype: torch.dtype
     power_of_two: bool
     """Whether scales are rounded down to a power of two."""
     fast_accumulation: bool
-    """Whether hardware may sum the forward product in fewer bits."""
+    """Whether hardware may accumulate the forward product in lower precision."""
 
 
 def load_torchao() -> ModuleType:
-    """torchao.float8; raises ConfigError where it is not installed."""
+    """Import torchao.float8; raises ConfigError if it is not installed."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         import torchao.float8
 
-        # Inductor's minimum and maximum break Triton's float8 stores; torchao mends that where a
-        # model is converted by it.
+        # Inductor's minimum and maximum break Triton's float8 stores. torchao applies this patch
+        # only to models that it converts itself.
         from torchao.float8 import _inductor_patch
 
         if torch.cuda.is_available():
@@ -65,7 +65,7 @@ def load_torchao() -> ModuleType:
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe that torchao has under `name`, one of RECIPES."""
+    """torchao's recipe `name`, one of RECIPES."""
     config = load_torchao().Float8LinearConfig.from_recipe_name(name)
 
     def is_rowwise(cast: object) -> bool:
