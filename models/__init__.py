@@ -1,91 +1,124 @@
-"""The registry of models. It holds only names, so that a job can be checked without torch.
+"""The models by name; names only, so that a mistake in a job is found before torch is imported.
 
-A model has three parts, named here as "module:attribute" and imported when first used:
+A model needs two things, and may have more. Each is given as "module:attribute", which is imported
+when it is first needed, or as an object. A registering module that imports no torch keeps a job's
+checks fast; one that imports it works too.
 
-config  a frozen dataclass whose typed fields are keys of [model], besides `name` and `flavor`.
-        `Annotated[..., pydantic.Field(gt=0, description=...)]` gives a field bounds and its text
-        in --help. The module is torch-free and has `FLAVORS`, a dict from flavor name to an
-        instance. Required fields, properties or methods:
-            vocab_size
-            num_parameters               of the whole model
-            flops_per_token(seq_len)     forward and backward, in sequences of that length
-            problems(dims, seq_len)      list of (key, message), such as
-                                         ("model.num_heads", "4 does not divide dim 90; ...")
-        Optional:
-            seq_len                      for a model of fixed sequence length; any other model
-                                         gets training.seq_len
-            module_names                 the modules in the order of the forward pass, between
-                                         which a pipeline can split the model
-            image_height, image_width, image_channels    for a model of images of one size
-model   an nn.Module class, constructed as `model(config)`. `forward(tokens, positions)` returns
-        next-token logits [B, T, V] for tokens [B, T] at `positions` [T] or [B, T] in their
-        sequences; the tokens may be any part of the sequences. `positions` and the other fields of
-        the data set are passed by name to every pipeline stage whose forward takes them. Context
-        parallelism requires `positions`. Optional methods:
-            init_parameter(name, parameter, generator)    fills a whole parameter in place
-            init_buffers()               sets the buffers' values; required if there are buffers
-            make_cache(seq_len)          the cache that `forward(tokens, cache=...)` fills while
-                                         sampling; its `keep_first(num_sequences)` drops the other
-                                         sequences. Without it, sampling recomputes all earlier
-                                         tokens for each new token
-plan    how the model is sharded: see models/image_transformer/plan.py.
+build   a callable that returns the plain nn.Module for a configuration, such as its class. The
+        first argument of its forward is the first field of a batch; it receives other fields by
+        name: `forward(tokens, positions)` gets the token indices [B, T] and their positions in the
+        sequence, [T] or [B, T]. Every pipeline stage that has an argument of that name gets it.
+config  a dataclass, whose fields are keys of [model] beside `name` and `flavor`. They are typed,
+        and with `Annotated[..., pydantic.Field(gt=0, description=...)]` bounded and explained in
+        --help. It may have
+            vocab_size              checked against the data set's
+            seq_len                 the only length that the model takes; any other model gets
+                                    training.seq_len
+            problems(dims, seq_len) sizes that do not fit together or to the mesh: a list of
+                                    (key, message) pairs such as
+                                    ("model.num_heads", "4 does not divide dim 90; give 5")
+            num_parameters, flops_per_token(seq_len)    counted on the "meta" device if missing
+            module_names            the modules in the order of the forward pass, between which a
+                                    pipeline can split; by default the plan's embeddings, blocks
+                                    and head
+            image_height, image_width, image_channels   for a model of images of one size
+flavors configurations by name; by default FLAVORS of the module of `config`, or a single "default"
+        that has all defaults. The first one is the default of model.flavor.
+plan    how the model is sharded: a ParallelPlan, a dict from model class to plan, or a function
+        from the plain model to its plan. By default the one in plan.py beside the model.
+init    a function that sets the initial values of the whole model on the CPU. See below.
+inputs  the arguments of forward besides the first, if their names are not those of fields: a dict
+        from argument to field, or a function from the batch to keyword arguments.
+output  a function from forward's result to the tensor that the loss gets, such as
+        `lambda result: result.logits`.
 
-A model outside this folder registers itself: `[experimental] custom_import = "package.module"`
-imports a module that calls `register(ModelSpec(...))`.
+Initial values. A model class may define `init_parameter(name, parameter, generator)`, which fills
+one whole parameter in place, and `init_buffers()`. Then no rank holds more than its shards plus one
+whole parameter. Without it, the whole model is built on the CPU of each machine, `init`, or else
+the model's own `init_weights()`, is called, and each rank copies its shards.
+
+A class may also define `make_cache(seq_len)`, which `forward(tokens, cache=...)` fills while
+sampling, with `keep_first(num_sequences)`; without it each token reads all previous ones again.
+
+A model outside this package registers itself: `[experimental] custom_import = "package.module"`
+imports a module that calls `titanlite.register_model(...)`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 
-def load(path: str) -> Any:
-    """Import "module:attribute" and return the attribute."""
+def load(path: Any) -> Any:
+    """The object that "module:attribute" names; any other object is returned as it is."""
+    if not isinstance(path, str):
+        return path
     module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    found: Any = importlib.import_module(module)
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    return found
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The parts of a model, each as "module:attribute"; imported only by the load methods."""
+    """The parts of a model, each as "module:attribute" or as an object; see this module."""
 
     name: str
-    config: str
-    model: str
-    plan: str
+    config: str | type
+    build: str | Callable[[Any], Any]
+    plan: str | Any = None
+    flavors: str | Mapping[str, Any] | None = None
+    init: str | Callable[[Any], None] | None = None
+    inputs: str | Mapping[str, str] | Callable[[Any], Mapping[str, Any]] | None = None
+    output: str | Callable[[Any], Any] | None = None
 
     def load_config_class(self) -> Any:
-        """The model's configuration dataclass; imports no torch for the models of this folder."""
+        """The model's configuration dataclass."""
         return load(self.config)
 
     def load_flavors(self) -> dict[str, Any]:
-        """Flavor name -> configuration: `FLAVORS` of the module that holds the config class."""
-        return load(self.config.partition(":")[0] + ":FLAVORS")
+        """Flavor name -> configuration."""
+        if self.flavors is not None:
+            return dict(load(self.flavors))
+        config_class = self.load_config_class()
+        module = config_class.__module__
+        if isinstance(self.config, str):
+            module = self.config.partition(":")[0]
+        found = getattr(sys.modules.get(module), "FLAVORS", None)
+        if found is not None:
+            return dict(found)
+        if any(
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            for field in dataclasses.fields(config_class)
+        ):
+            raise AttributeError(
+                f"{config_class.__name__} has fields without default and no FLAVORS"
+            )
+        return {"default": config_class()}
 
-    def load_model_class(self) -> Any:
-        """The nn.Module class; imports torch."""
-        return load(self.model)
-
-    def load_plans(self) -> Any:
-        """The parallelize plans; imports torch."""
-        return load(self.plan)
+    def load_build(self) -> Any:
+        """The callable that builds the model; imports torch."""
+        return load(self.build)
 
 
 MODELS: dict[str, ModelSpec] = {}
 """Every registered model by name."""
 
 REGISTERED_BY: dict[str, set[str]] = {}
-"""Name of a model -> the modules whose import called `register`."""
+"""Model name -> the modules whose import registered it."""
 
 
 def register(spec: ModelSpec) -> None:
-    """Register a model as `spec.name`; raises ValueError if another model has that name."""
+    """Register a model as `spec.name`. Raises ValueError if a different one has that name."""
     if MODELS.setdefault(spec.name, spec) != spec:
-        raise ValueError(f"a model named {spec.name!r} is registered already")
+        raise ValueError(f"a different model named {spec.name!r} is already registered")
     REGISTERED_BY.setdefault(spec.name, set()).update(registering_modules())
 
 
@@ -106,6 +139,8 @@ def is_built_in(name: str) -> bool:
 def registering_modules() -> set[str]:
     """The module that calls this function's caller, and the modules whose import led there."""
     frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "titanlite.registry":
+        frame = frame.f_back
     assert frame is not None
     names = {frame.f_globals.get("__name__", "")}
     if names == {__name__}:
@@ -126,7 +161,7 @@ register(
     ModelSpec(
         name="image_transformer",
         config="titanlite.models.image_transformer.config:ImageTransformerConfig",
-        model="titanlite.models.image_transformer.model:ImageTransformer",
+        build="titanlite.models.image_transformer.model:ImageTransformer",
         plan="titanlite.models.image_transformer.plan:PLANS",
     )
 )

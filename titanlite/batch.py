@@ -8,7 +8,7 @@ whole batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,12 +33,13 @@ class FieldDims(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of T tokens, or one rank's part of them.
+    """Samples, or one rank's part of them: mostly sequences of T tokens.
 
-    Every batch has "tokens" [B, T], the model's first argument; "targets" [B, T], where
-    IGNORE_INDEX masks a target; and "positions", the index of each token in its sequence, [T], or
-    [B, T] if it differs between sequences. Batches of a data set also have "token_numbers" [B, T],
-    the number of each token among all tokens of a run (see dropout.py).
+    The first field is the model's first argument: "tokens" [B, T], or for other data any tensor
+    [B, ...], such as images. "targets", [B, T] or [B], is masked by IGNORE_INDEX. A batch of tokens
+    has "positions", the index of each token in its sequence, [T], or [B, T] if it differs between
+    sequences. If it comes from a data set, it also has "token_numbers" [B, T], the number of each
+    token among all tokens of a run (see dropout.py).
     """
 
     fields: Mapping[str, Tensor]
@@ -46,6 +47,16 @@ class Batch:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
+
+    @property
+    def input_name(self) -> str:
+        """The name of the field that is the model's first argument."""
+        return next(iter(self.fields))
+
+    @property
+    def input(self) -> Tensor:
+        """The model's first argument."""
+        return self.fields[self.input_name]
 
     @property
     def tokens(self) -> Tensor:
@@ -61,11 +72,14 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
-        return self.tokens.size(0)
+        return self.input.size(0)
 
-    def to(self, device: torch.device) -> Batch:
-        """The batch on a device."""
-        moved = {name: field.to(device, non_blocking=True) for name, field in self.fields.items()}
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+        """The batch on a device, with floating-point fields in `dtype` if that is given."""
+        moved = {
+            name: field.to(device, dtype if field.is_floating_point() else None, non_blocking=True)
+            for name, field in self.fields.items()
+        }
         return Batch(moved, self.dims)
 
     def replace(self, **fields: Tensor) -> Batch:
@@ -99,8 +113,13 @@ class Batch:
         return Batch(cut, self.dims)
 
     def leave_out(self, is_out: Tensor) -> Batch:
-        """The batch with targets masked where `is_out`, a bool tensor that broadcasts to [B, T]."""
+        """The batch with targets masked where `is_out`, which broadcasts to their shape, is true.
+
+        A row of `is_out` masks a target that is one per sample if its first element is true.
+        """
         is_out = is_out.to(self.targets.device)
+        if self.targets.ndim == 1:
+            is_out = is_out[:, 0]
         return self.replace(targets=self.targets.masked_fill(is_out, IGNORE_INDEX))
 
     def count_targets(self) -> Tensor:
@@ -157,21 +176,61 @@ def join(batches: Sequence[Batch]) -> Batch:
     return Batch(fields, first.dims)
 
 
+Inputs = Mapping[str, str] | Callable[[Batch], Mapping[str, Any]] | None
+"""The arguments of a model's forward besides the first: argument -> field, or a function."""
+
+INPUTS = "titanlite_inputs"
+
+
+def set_call(
+    model: nn.Module, inputs: Inputs = None, output: Callable[[Any], Any] | None = None
+) -> None:
+    """Set how a model, and every stage that is split off it, is called and what it returns.
+
+    `inputs` gives the arguments of its forward besides the first; by default an argument gets the
+    field of its name. `output` is applied to a result that is not a tensor.
+    """
+    if inputs is not None:
+        setattr(model, INPUTS, inputs)
+    if output is not None:
+
+        def only_output(_module: nn.Module, _inputs: Any, result: Any) -> Any:
+            return result if isinstance(result, Tensor) else output(result)
+
+        model.register_forward_hook(only_output)
+
+
+def has_own_inputs(module: nn.Module) -> bool:
+    """Whether set_call has given the arguments of the module's forward."""
+    return hasattr(module, INPUTS)
+
+
 def asked_for(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The fields of the batch that the module's forward takes by name after its first argument."""
-    return {name: batch[name] for name in _names_taken(module, batch.fields)}
+    """The keyword arguments that the module's forward takes after its first argument."""
+    inputs: Inputs = getattr(module, INPUTS, None)
+    if inputs is None:
+        others = [name for name in batch.fields if name != batch.input_name]
+        return {name: batch[name] for name in _names_taken(module, others)}
+    if callable(inputs):
+        arguments = dict(inputs(batch))
+    else:
+        arguments = {argument: batch[field] for argument, field in inputs.items()}
+    return {name: arguments[name] for name in _names_taken(module, arguments)}
 
 
 def takes(module: nn.Module, name: str) -> bool:
     """Whether the module's forward takes a field with that name."""
-    return name in _names_taken(module, (name,))
+    inputs: Inputs = getattr(module, INPUTS, None)
+    if isinstance(inputs, Mapping):
+        return name in inputs.values()
+    return callable(inputs) or name in _names_taken(module, (name,))
 
 
 def _names_taken(module: nn.Module, names: Collection[str]) -> list[str]:
     parameters = list(inspect.signature(module.forward).parameters.values())
     taken = {parameter.name for parameter in parameters[1:]}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        taken |= set(names) - {"tokens", "targets", "token_numbers", parameters[0].name}
+        taken |= set(names) - {"targets", "token_numbers", parameters[0].name}
     return [name for name in names if name in taken]
 
 
@@ -180,6 +239,8 @@ def check_forward(module: nn.Module, fields: Collection[str]) -> None:
 
     `fields` are the names of a batch's fields except its tokens.
     """
+    if has_own_inputs(module):
+        return
     _, *others = inspect.signature(module.forward).parameters.values()
     for parameter in others:
         is_needed = parameter.default is parameter.empty and parameter.kind in (
@@ -197,7 +258,7 @@ def check_forward(module: nn.Module, fields: Collection[str]) -> None:
 
 def call_model(module: nn.Module, batch: Batch, x: Tensor | None = None) -> Any:
     """The output of a model for a batch, or of a stage for `x`, the previous stage's output."""
-    return module(batch.tokens if x is None else x, **asked_for(module, batch))
+    return module(batch.input if x is None else x, **asked_for(module, batch))
 
 
 def _cut(field: Tensor, dim: int, start: int, stop: int) -> Tensor:

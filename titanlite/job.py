@@ -28,6 +28,7 @@ from titanlite.errors import ConfigError, TitanliteError
 from titanlite.mesh.device_mesh import Meshes, build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models import load
+from titanlite.models.build import build_model, count_flops, initial_model, plan_of
 from titanlite.names import canonical_name
 from titanlite.parallelize import (
     DTYPES,
@@ -35,7 +36,6 @@ from titanlite.parallelize import (
     ParallelPlan,
     PipelineRunner,
     find_blocks,
-    find_plan,
     gather_in_float8,
     precompute_scales,
     split_and_parallelize,
@@ -53,7 +53,13 @@ from titanlite.parallelize.plan import refuse_tied_weights
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
-from titanlite.training.initialize import initialize
+from titanlite.registry import LOSSES
+from titanlite.training.initialize import (
+    LARGEST_WHOLE,
+    draws_by_name,
+    initialize,
+    whole_values,
+)
 from titanlite.training.optimizer import build_optimizer, build_scheduler
 from titanlite.training.shards import whole_tensor
 from titanlite.training.step import StepResult, Trainer
@@ -86,6 +92,8 @@ class Job:
     """The fusions of async TP by the compiler; None if it is not asked to fuse."""
     notes: tuple[str, ...] = ()
     """Lines to print at the start."""
+    flops_per_token: float | None = None
+    """Forward and backward FLOPs; None if they could not be counted."""
 
     @property
     def config(self) -> JobConfig:
@@ -184,7 +192,7 @@ class Job:
 
     def _own_part(self, batch: Batch) -> Batch:
         """The batch on this rank's device; with CP, only this rank's tokens."""
-        batch = batch.to(self.world.device)
+        batch = batch.to(self.world.device, DTYPES[self.config.training.dtype])
         if not self.dims.cp_enabled:
             return batch
         return batch.shard(self.layout, self.dims.token_rank(self.world.rank))
@@ -228,6 +236,8 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     model, plan = _build_model(resolved, data)
     slow = _warn_of_slow_rings(resolved, world, model, plan)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    by_name = draws_by_name(model)
+    flops_per_token = _count_flops(resolved, model, data, dataset)
     made = split_and_parallelize(
         model,
         config,
@@ -238,9 +248,8 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         plan,
     )
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
-    storage_device = torch.device("cpu") if config.training.enable_cpu_offload else world.device
-    for part in made.parts:
-        initialize(part, config.debug.seed, storage_device)
+    if row := _initialize(resolved, world, made.parts, model_bytes, by_name):
+        made.applied.append(row)
     trainer = _build_trainer(resolved, world, meshes, made, data, axes)
     if config.converts_to_float8:
         _gather_in_float8(config, made.parts, trainer)
@@ -271,7 +280,20 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         layout=layout,
         fusions=_watch_fusions(config, world, made.parts, plan),
         notes=(slow,) if slow else (),
+        flops_per_token=flops_per_token,
     )
+
+
+def _count_flops(
+    resolved: ResolvedJob, model: nn.Module, data: DatasetSpec, dataset: Dataset
+) -> float | None:
+    """The FLOPs of a token, from the model's configuration or else counted on "meta"."""
+    if hasattr(resolved.model, "flops_per_token"):
+        return resolved.model.flops_per_token(resolved.seq_len)
+    dtype = DTYPES[resolved.config.training.dtype]
+    batch = read_batch(dataset, [0], data.fields).to(torch.device("meta"), dtype)
+    total = count_flops(model, batch)
+    return None if total is None else total / resolved.seq_len
 
 
 def _warn_of_slow_rings(
@@ -322,21 +344,40 @@ def check_float8(resolved: ResolvedJob) -> None:
 def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, ParallelPlan]:
     """The plain model on the "meta" device, and its parallel plan."""
     spec = load_model_spec(resolved.config)
-    try:
-        model_class, plans = spec.load_model_class(), spec.load_plans()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model.name: loading {spec.model} or {spec.plan} failed with "
-            f"{type(error).__name__} ({error}); correct the ModelSpec of {spec.name}"
-        ) from error
     with torch.device("meta"):
-        model = model_class(resolved.model).to(DTYPES[resolved.config.training.dtype])
+        model = build_model(spec, resolved.model, DTYPES[resolved.config.training.dtype])
     try:
         refuse_tied_weights(model)
         check_forward(model, ["positions", "token_numbers", *data.fields])
+        return model, plan_of(spec, model)
     except TitanliteError as error:
         raise ConfigError(f"model.name: {error}") from None
-    return model, plans.get(model_class) or find_plan(model)
+
+
+def _initialize(
+    resolved: ResolvedJob, world: World, parts: list[nn.Module], whole_bytes: int, by_name: bool
+) -> PlanRow | None:
+    """Give this rank's parts storage and initial values; the row of the effective plan, if any."""
+    config = resolved.config
+    seed = config.debug.seed
+    device = torch.device("cpu") if config.training.enable_cpu_offload else world.device
+    if by_name:
+        for part in parts:
+            initialize(part, seed, device)
+        return None
+    spec = load_model_spec(config)
+    if whole_bytes > LARGEST_WHOLE:
+        raise ConfigError(
+            f"model.name: {spec.name} has {whole_bytes / 2**30:.0f} GiB of parameters, too many to "
+            f"build it whole on one machine (the limit is {LARGEST_WHOLE >> 30} GiB); give its "
+            "class init_parameter(name, parameter, generator), and init_buffers() if it has buffers"
+        )
+    dtype = DTYPES[config.training.dtype]
+    with whole_values(lambda: initial_model(spec, resolved.model, dtype, seed), world) as values:
+        for part in parts:
+            initialize(part, seed, device, values)
+    way = "the whole model is built on the CPU of each machine, then sharded"
+    return PlanRow("initial values", "whole", "whole", way)
 
 
 def _gather_in_float8(config: JobConfig, parts: list[nn.Module], trainer: Trainer) -> None:
@@ -359,7 +400,8 @@ def _example(resolved: ResolvedJob, data: DatasetSpec, dataset: Dataset, layout:
     """One microbatch of a rank, without storage, from which a pipeline infers shapes."""
     size = 1 if resolved.pipeline is None else resolved.pipeline.microbatch_size
     batch = read_batch(dataset, [0] * size, data.fields)
-    return batch.shard(layout, 0).to(torch.device("meta"))
+    dtype = DTYPES[resolved.config.training.dtype]
+    return batch.shard(layout, 0).to(torch.device("meta"), dtype)
 
 
 def _build_trainer(
@@ -391,7 +433,8 @@ def _build_trainer(
         decay_type=config.lr_scheduler.decay_type,
         min_lr_factor=config.lr_scheduler.min_lr_factor,
     )
-    loss = load(data.loss)
+    own = config.training.loss
+    loss = load(data.loss) if own is None else LOSSES[own].load()
     if config.compile.enable and "loss" in config.compile.components:
         loss = loss.compiled(config.compile.backend)
     return Trainer(

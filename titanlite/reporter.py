@@ -195,7 +195,9 @@ class Reporter:
         """
         job, resolved = self._job, self._job.resolved
         tokens_per_second = resolved.global_batch_size * resolved.seq_len / result.seconds
-        flops_per_second = tokens_per_second * resolved.model.flops_per_token(resolved.seq_len)
+        flops_per_second = None
+        if job.flops_per_token is not None:
+            flops_per_second = tokens_per_second * job.flops_per_token
         most = torch.tensor(
             [peak_memory_bytes(job.world.device), int(stops)], device=job.world.device
         )
@@ -298,7 +300,7 @@ class Reporter:
         save_loss_curve(
             curve,
             records,
-            vocab_size=job.resolved.model.vocab_size,
+            vocab_size=getattr(job.resolved.model, "vocab_size", None),
             title=job.config.job.description,
         )
         return f"loss curve: {curve}"
@@ -406,7 +408,7 @@ def _plural(noun: str, count: int) -> str:
     return noun if count == 1 else f"{noun}s"
 
 
-def _mfu(flops_per_second: float, job: Job) -> float | None:
-    if job.world.device.type != "cuda":
+def _mfu(flops_per_second: float | None, job: Job) -> float | None:
+    if flops_per_second is None or job.world.device.type != "cuda":
         return None
     return mfu(flops_per_second, torch.cuda.get_device_name(job.world.device), job.world.size)

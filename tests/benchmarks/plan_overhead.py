@@ -69,7 +69,7 @@ def bare_loop(config: JobConfig) -> Callable[[], None]:
     from titanlite.data.images.build import build_dataset
 
     model_config = make_model_config(config)
-    model = load_model_spec(config).load_model_class()(model_config)
+    model = load_model_spec(config).load_build()(model_config)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )

@@ -606,7 +606,14 @@ MUTANTS = [
         also(TP, **FULL),
         r"start",
         INITIALIZE,
-        ("        name = canonical_name(name)\n        full", "        full"),
+        (
+            "            draw(name, full, generator_for(seed, name))",
+            "            draw(name, full, generator_for(seed, given))",
+        ),
+        (
+            "        name = canonical_name(name)\n        if values",
+            "        given, name = name, canonical_name(name)\n        if values",
+        ),
     ),
     # The norm and clipping.
     mutant(
@@ -829,10 +836,8 @@ MUTANTS = [
         r"weights are not in training\.dtype float32: .* is in bfloat16",
         JOB,
         (
-            "        model = model_class(resolved.model).to("
-            "DTYPES[resolved.config.training.dtype])",
-            "        model = model_class(resolved.model).to("
-            "DTYPES[resolved.config.training.param_dtype])",
+            "resolved.model, DTYPES[resolved.config.training.dtype])",
+            "resolved.model, DTYPES[resolved.config.training.param_dtype])",
         ),
     ),
     mutant(

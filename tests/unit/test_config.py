@@ -476,7 +476,7 @@ def test_a_module_that_registers_no_model_is_refused(
                 load_config([f"--experimental.custom_import={module}"])
             assert caught.value.problems == (
                 f'experimental.custom_import: "{module}" registers no model and no data set; give '
-                "a module that does (models.register(ModelSpec(...))), or remove this key",
+                "a module that does (titanlite.register_model(...)), or remove this key",
             )
         own = ("--model.name=own", "--model.flavor=small")
         # The second time, and from inside the package, the import itself registers nothing.
@@ -497,7 +497,7 @@ def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     spec = models.find_model("image_transformer")
     models.register(spec)
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match="already registered"):
         models.register(ModelSpec("image_transformer", "a:B", "a:C", "a:D"))
     with pytest.raises(KeyError):
         models.find_model("no such model")
@@ -509,9 +509,9 @@ def test_a_spec_that_names_nothing_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError) as caught:
         load_config(["--model.name=hollow"])
     assert caught.value.problems == (
-        'model.name: loading "no_such_module:Config" or its FLAVORS failed with '
+        'model.name: loading "no_such_module:Config" or its flavors failed with '
         "ModuleNotFoundError (No module named 'no_such_module'); "
-        'correct the ModelSpec of "hollow"',
+        'correct the registration of "hollow"',
     )
 
 

@@ -102,7 +102,7 @@ def test_a_rank_that_is_asked_to_stop_leaves_off(model, monkeypatch):
             rank=0, size=1, device=torch.device("cpu"), set_timeout=lambda *limit: None
         ),
         resolved=SimpleNamespace(seq_len=NUM_TOKENS),
-        data=SimpleNamespace(prompt_length=1, fields={}),
+        data=SimpleNamespace(prompt_length=1, fields={}, has_tokens=True),
         config=SimpleNamespace(debug=SimpleNamespace(seed=0)),
         dataset=SimpleNamespace(sample=lambda index: torch.zeros(NUM_TOKENS, dtype=torch.long)),
     )

@@ -27,11 +27,14 @@ from titanlite.config.data import (
     unlike_problems,
 )
 from titanlite.config.degrees import DEGREES
+from titanlite.config.keys import one_of
+from titanlite.config.model import size_problems
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where, divisors
+from titanlite.registry import LOSSES
 
 
 def check_machine(config: JobConfig, device_type: str) -> None:
@@ -140,7 +143,7 @@ def _recorder(job: Draft) -> Iterator[str]:
 def _split(job: Draft) -> Iterator[str]:
     """The model's sizes fit together, and the tensor parallel degree divides the heads, the key and
     value heads, the SwiGLU's hidden width and the tokens, and is at most the vocabulary size."""
-    for key, message in job.model.problems(job.dims, job.seq_len):
+    for key, message in size_problems(job.model, job.dims, job.seq_len):
         yield f"{key}: {message}"
 
 
@@ -149,6 +152,18 @@ def _source(job: Draft) -> Iterator[str]:
     """The data set exists; dataset_path is set for a data set on disk, and for no other."""
     training = job.config.training
     yield from source_problems("training", training.dataset, training.dataset_path)
+
+
+@reads("training.loss", "experimental.custom_import")
+def _loss(job: Draft) -> Iterator[str]:
+    """training.loss names a registered loss."""
+    name = job.config.training.loss
+    if name is not None and name not in LOSSES:
+        advice = f"give {one_of(map(quote, LOSSES))}, or" if LOSSES else "remove this key, or"
+        yield (
+            f"training.loss: no loss {quote(name)} is registered; {advice} set "
+            "experimental.custom_import to a module that calls titanlite.register_loss"
+        )
 
 
 @reads("validation", "training.dataset", "training.dataset_path")
@@ -173,7 +188,7 @@ def _validation_data(job: Draft) -> Iterator[str]:
     config, dataset = job.config, job.config.validation_dataset
     if config.validation.enable and dataset != config.training.dataset:
         yield from fit_problems("validation", dataset, config, job.model, job.seq_len)
-        yield from unlike_problems(config.training.dataset, dataset)
+        yield from unlike_problems(config.training.dataset, dataset, config.training.loss)
 
 
 @reads(MODEL, "training.seq_len", "training.dataset", "validation.enable", "validation.seq_len")
@@ -279,9 +294,9 @@ def _split_backward(job: Draft) -> Iterator[str]:
 @reads(MODEL, "parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel")
 def _loss_parallel(job: Draft) -> Iterator[str]:
     """With loss parallel, each tensor parallel rank has a part of the vocabulary."""
-    vocab, tp = job.model.vocab_size, job.dims.tp
+    vocab, tp = getattr(job.model, "vocab_size", None), job.dims.tp
     is_off = tp == 1 or job.config.parallelism.disable_loss_parallel
-    if is_off or job.model.problems(job.dims, job.seq_len):
+    if vocab is None or is_off or size_problems(job.model, job.dims, job.seq_len):
         return
 
     def count_parts(degree: int) -> int:
@@ -327,7 +342,7 @@ def _async_tensor_parallel(job: Draft) -> Iterator[str]:
             "parallelism.tensor_parallel_degree to 2 or more"
         )
     tokens, remainder = divmod(job.seq_len, dims.cp)
-    if not remainder and tokens % dims.tp and not job.model.problems(dims, job.seq_len):
+    if not remainder and tokens % dims.tp and not size_problems(job.model, dims, job.seq_len):
         yield (
             f"{ASYNC_TP}: {tokens} tokens are not a multiple of tensor_parallel_degree {dims.tp}, "
             "but async TP needs equal chunks; set tensor_parallel_degree to "

@@ -48,8 +48,13 @@ DEFAULT_SEQ_LEN = 2048
 
 
 def sequence_length(config: JobConfig, model: Any) -> int:
-    """Tokens in a sequence: set by the model, else the job, else the data, else DEFAULT_SEQ_LEN."""
+    """Tokens in a sequence: set by the model, else the job, else the data, else DEFAULT_SEQ_LEN.
+
+    A sample without tokens counts as one.
+    """
     spec = DATASETS.get(config.training.dataset)
+    if spec is not None and not spec.has_tokens:
+        return own_length(model) or 1
     lengths = (
         own_length(model),
         config.training.seq_len,
@@ -89,7 +94,7 @@ def fit_problems(
     )
 
 
-def unlike_problems(training: str, validation: str) -> Iterator[str]:
+def unlike_problems(training: str, validation: str, loss: str | None) -> Iterator[str]:
     """Why a model trained on one data set cannot be validated on the other."""
     own, other = DATASETS.get(training), DATASETS.get(validation)
     if own is None or other is None:
@@ -97,7 +102,7 @@ def unlike_problems(training: str, validation: str) -> Iterator[str]:
     if own.fields != other.fields:
         theirs, ours = (", ".join(sorted({"tokens", *spec.fields})) for spec in (other, own))
         what = f"the fields {theirs}, but {quote(training)} has {ours}"
-    elif own.loss != other.loss:
+    elif own.loss != other.loss and loss is None:
         what = f"another loss than {quote(training)}"
     else:
         return

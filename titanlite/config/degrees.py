@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from titanlite.config.data import sequence_length
-from titanlite.config.model import resolve_model
+from titanlite.config.model import resolve_model, size_problems
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import AXES, TABLE, ParallelDims, divisors
@@ -69,4 +69,4 @@ def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest:
 def _takes(config: JobConfig, dims: ParallelDims) -> bool:
     """Whether the model can be sharded with these degrees; True if its sizes are not known."""
     model = resolve_model(config).sizes
-    return model is None or not model.problems(dims, sequence_length(config, model))
+    return model is None or not size_problems(model, dims, sequence_length(config, model))

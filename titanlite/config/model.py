@@ -28,6 +28,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote, show_name
 from titanlite.data.catalog import datasets_of
 from titanlite.errors import ConfigError
+from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models import ModelSpec
 
 TORCHTITAN_MODELS = ("llama3", "llama4", "deepseek_v3", "qwen3", "gpt_oss", "flux", "vlm")
@@ -46,7 +47,7 @@ def load_model_spec(config: JobConfig) -> ModelSpec:
         if not registers and (name not in models.MODELS or models.is_built_in(name)):
             raise ConfigError(
                 f"experimental.custom_import: {quote(module)} registers no model and no data set; "
-                "give a module that does (models.register(ModelSpec(...))), or remove this key"
+                "give a module that does (titanlite.register_model(...)), or remove this key"
             )
     if name not in models.MODELS:
         wrong = f"there is no model {quote(name)}"
@@ -59,28 +60,40 @@ def load_model_spec(config: JobConfig) -> ModelSpec:
     return models.find_model(name)
 
 
-REQUIRED = ("vocab_size", "num_parameters", "flops_per_token", "problems")
-"""The attributes that every model's configuration must have."""
-
-
 def load_config_class(spec: ModelSpec) -> Any:
     """The configuration class of a model; raises ConfigError if it cannot be loaded or used."""
     try:
         flavors = spec.load_flavors()
         config_class = spec.load_config_class()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"model.name: loading {quote(spec.config)} or its FLAVORS failed with {_told(error)}; "
-            f"correct the ModelSpec of {quote(spec.name)}"
+            f"model.name: loading {_shown(spec.config)} or its flavors failed with {_told(error)}; "
+            f"correct the registration of {quote(spec.name)}"
         ) from error
-    missing = [name for name in REQUIRED for made in flavors.values() if not hasattr(made, name)]
-    if missing or not dataclasses.is_dataclass(config_class):
-        what = f"lacks {', '.join(dict.fromkeys(missing))}" if missing else "is not a dataclass"
+    wrong = [name for name, made in flavors.items() if not isinstance(made, config_class)]
+    if not dataclasses.is_dataclass(config_class) or wrong or not flavors:
+        what = "is not a dataclass"
+        if dataclasses.is_dataclass(config_class):
+            what = f"is not the class of flavor {quote(wrong[0])}" if wrong else "has no flavor"
         raise ConfigError(
-            f"model.name: {quote(spec.config)}, the configuration of {quote(spec.name)}, {what}; "
-            "see models/__init__.py for what it must have"
+            f"model.name: {_shown(spec.config)}, the configuration of {quote(spec.name)}, {what}; "
+            "see titanlite/models/__init__.py for what it must be"
         )
     return config_class
+
+
+def _shown(part: Any) -> str:
+    return quote(part) if isinstance(part, str) else getattr(part, "__qualname__", repr(part))
+
+
+def flavor_of(config: JobConfig, flavors: Collection[str]) -> str:
+    """The flavor that [model] names, or else the model's first."""
+    return config.model.flavor if config.model.flavor is not None else next(iter(flavors))
+
+
+def size_problems(model: Any, dims: ParallelDims, seq_len: int) -> list[tuple[str, str]]:
+    """Sizes of a model that do not fit together, or to the mesh: (key, message); see models."""
+    return model.problems(dims, seq_len) if hasattr(model, "problems") else []
 
 
 def make_model_config(config: JobConfig) -> Any:
@@ -114,7 +127,8 @@ def resolve_model(config: JobConfig, *, flavor_is_known: bool = True) -> Resolve
     except ConfigError as error:
         found.problems += error.problems
         return found
-    flavors, flavor = spec.load_flavors(), config.model.flavor
+    flavors = spec.load_flavors()
+    flavor = flavor_of(config, flavors)
     values = _read_overrides(config.model.overrides, config_class, spec.name, found)
     if flavor_is_known and flavor not in flavors:
         found.problems.append(

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config.keys import one_of
+from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
-from titanlite.errors import ConfigError, collecting, nearest
+from titanlite.errors import ConfigError, TitanliteError, collecting, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, divisors
 from titanlite.schedule import (
     SCHEDULES,
@@ -68,11 +69,12 @@ def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> Pip
 
     Raises ConfigError if stages, microbatches and schedule do not fit together.
     """
-    names: tuple[str, ...] = getattr(model, "module_names", ())
+    names: tuple[str, ...] = getattr(model, "module_names", ()) or _names_of(config, model)
     if not names:
         raise ConfigError(
-            f"{KEY}degree: {config.model.name} does not list the modules to split; add "
-            "module_names, the modules in the order of the forward pass, to its configuration class"
+            f"{KEY}degree: {config.model.name} has no modules to split: its plan names no blocks; "
+            "name them in its ParallelPlan, or give its configuration class module_names, the "
+            "modules in the order of the forward pass"
         )
     problems: list[str] = []
     path = config.parallelism.pipeline_parallel_schedule_csv
@@ -100,6 +102,16 @@ def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> Pip
         raise ConfigError(*problems)
     size = config.parallelism.pipeline_parallel_microbatch_size
     return PipelinePlan(schedule, stages, size, bool(path))
+
+
+def _names_of(config: JobConfig, model: Any) -> tuple[str, ...]:
+    """The modules of the plan, in the order of the forward pass; builds the model on "meta"."""
+    from titanlite.models.build import module_names
+
+    try:
+        return module_names(load_model_spec(config), model)
+    except TitanliteError as error:
+        raise ConfigError(f"model.name: {error}") from None
 
 
 def _make_stages(

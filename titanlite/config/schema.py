@@ -100,7 +100,9 @@ class Model(Section):
     model_config = ConfigDict(extra="allow")
 
     name: str = key("image_transformer", "name of the model", torchtitan="llama3")
-    flavor: str = key("digits", "set of sizes: digits, cifar or debug", torchtitan="debugmodel")
+    flavor: str | None = key(
+        None, "set of sizes of the model; default: its first", torchtitan="debugmodel"
+    )
     hf_assets_path: Inert[str] = key(
         "./tests/assets/tokenizer", "folder of Hugging Face assets, such as a text tokenizer"
     )
@@ -170,6 +172,7 @@ class DataLoader(Section):
 class Training(Section):
     """Data set, batch, sequence length, steps and dtypes"""
 
+    loss: str | None = key(None, "registered loss; default: that of the data set", torchtitan=OWN)
     dataset: str = key("digits", f"data set: {', '.join(DATASETS)}", torchtitan="c4_test")
     dataset_path: str | None = key(None, "folder of a data set on disk (cifar10)")
     local_batch_size: PositiveInt = key(8, "sequences per data-parallel rank and accumulation step")

@@ -93,12 +93,29 @@ def iterate_once(
 
 
 def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, int | None]) -> Batch:
-    """The samples with these indices as a batch; tokens are numbered by index and position."""
+    """The samples with these indices as a batch; tokens are numbered by index and position.
+
+    Raises ConfigError if a sample does not have exactly the registered fields.
+    """
     indices = list(indices)
     samples = [_fields_of(dataset.sample(index)) for index in indices]
+    for sample in samples[:1]:
+        if sample.keys() - {"tokens"} != fields.keys() - {"tokens"}:
+            raise ConfigError(
+                f"training.dataset: a sample has the fields {', '.join(sample)}, but the data set "
+                f"is registered with {', '.join(fields) or 'tokens only'}; name in `fields` all "
+                "but tokens"
+            )
+        if "targets" not in sample and "tokens" not in sample:
+            raise ConfigError(
+                "training.dataset: a sample without tokens needs `targets`, an integer per sample "
+                "or token, with -100 where none counts"
+            )
     stacked = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    if "tokens" not in stacked:
+        return Batch(stacked, {name: _dims_of(fields[name]) for name in stacked})
     more = {
-        name: (stacked[name], FieldDims(0, None if dim is None else dim + 1))
+        name: (stacked[name], _dims_of(dim))
         for name, dim in fields.items()
         if name not in ("targets", "positions")
     }
@@ -114,6 +131,11 @@ def first_tokens(dataset: Dataset, indices: Iterable[int], count: int | None = N
     """The first `count` tokens of these samples (all if None): int64 [N, count]."""
     samples = [_fields_of(dataset.sample(index))["tokens"][:count] for index in indices]
     return torch.stack(samples)
+
+
+def _dims_of(sequence: int | None) -> FieldDims:
+    """The dimensions of a stacked field whose samples have the token dimension `sequence`."""
+    return FieldDims(0, None if sequence is None else sequence + 1)
 
 
 def _fields_of(sample: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:

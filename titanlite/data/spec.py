@@ -71,6 +71,9 @@ class DatasetSpec:
     sample_name: str = "sequence"
     token_name: str = "token"
     """The words for a sample and for a token in messages to users."""
+    has_tokens: bool = True
+    """Whether samples have tokens. If not, the first field of a sample is the model's input, and
+    "targets" is one of its fields; nothing can be sampled."""
     prompt_length: int = 1
     """The number of given tokens that sampling starts from; the first token has no predecessor."""
     samples_file: str = "samples.txt"
@@ -86,11 +89,12 @@ class DatasetSpec:
 
     def misfit(self, model: Any, seq_len: int) -> Misfit | None:
         """Why this model configuration cannot read the data set; None if it can."""
-        if self.vocab_size is None or model.vocab_size >= self.vocab_size:
+        takes = getattr(model, "vocab_size", None)
+        if self.vocab_size is None or takes is None or takes >= self.vocab_size:
             return None
         return Misfit(
             f"{self.vocab_size} values",
-            f"{model.vocab_size}",
+            f"{takes}",
             (f"model.vocab_size to {self.vocab_size}",),
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.keys import job_keys
+from titanlite.config.model import flavor_of, load_model_spec
 from titanlite.config.resolve import ResolvedJob
 from titanlite.config.schema import JobConfig
 from titanlite.observe.first_screen import Fact
@@ -104,15 +105,18 @@ def _device(config: JobConfig, machine: Machine, num_ranks: int) -> Fact:
 
 def _model(resolved: ResolvedJob, num_parameters: int) -> Fact:
     section = resolved.config.model
-    text = f"{section.name}, flavor {section.flavor}: {num_parameters:,} parameters"
+    flavor = flavor_of(resolved.config, load_model_spec(resolved.config).load_flavors())
+    text = f"{section.name}, flavor {flavor}: {num_parameters:,} parameters"
     if section.overrides:
         text += f"; with {', '.join(f'{key} {value}' for key, value in section.overrides.items())}"
     return Fact("model", text)
 
 
 def _sequence(resolved: ResolvedJob) -> Fact:
-    vocabulary = resolved.model.vocab_size
-    return Fact("sequence", f"{resolved.seq_len:,} tokens of a vocabulary of {vocabulary:,}")
+    text = f"{resolved.seq_len:,} token{'s' * (resolved.seq_len != 1)}"
+    if vocabulary := getattr(resolved.model, "vocab_size", None):
+        text += f" of a vocabulary of {vocabulary:,}"
+    return Fact("sequence", text)
 
 
 def _data(config: JobConfig, data: Data) -> Fact:

@@ -166,7 +166,7 @@ class PipelineRunner:
         self._batch, self._loss_function = batch, loss_function
         for stage in self.stages:
             stage.reduces_over_replicas = is_last
-        inputs = (batch.tokens,) if self.has_first else ()
+        inputs = (batch.input,) if self.has_first else ()
         # PyTorch splits the target and passes each part to the loss. Here the target holds row
         # numbers, by which the loss selects its microbatch from every field.
         target = torch.arange(batch.num_sequences) if self.has_last else None
@@ -249,7 +249,7 @@ class PipelineRunner:
             stage,
             self.table.num_stages,
             self._device,
-            input_args=(self._example.tokens,) if stage == 0 else (activation(stage - 1),),
+            input_args=(self._example.input,) if stage == 0 else (activation(stage - 1),),
             # The last stage's output is not sent, so any shape will do.
             output_args=(activation(min(stage, last - 1)),),
             group=self.group,

@@ -155,7 +155,7 @@ def _check_size(sections: dict[str, dict[str, Any]], source: Path, stored_bytes:
         return  # make_config will raise it
     given = sections.get("training", {}).get("seq_len")
     lengths = (own_length(model) or (given if isinstance(given, int) else 0), "tokens")
-    for number, what in ((model.num_parameters, "parameters"), lengths):
+    for number, what in ((getattr(model, "num_parameters", 0), "parameters"), lengths):
         if number > max(stored_bytes, BUILT_AT_ONCE):
             raise ConfigError(
                 f"checkpoint: {source} has {stored_bytes:,} bytes, but its [model] has "

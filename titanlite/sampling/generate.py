@@ -21,10 +21,16 @@ from titanlite.config import load_model_spec
 from titanlite.data.sampler import first_tokens
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
+from titanlite.models.build import build_model, initial_model
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
 from titanlite.ranks.world import free_memory_bytes
-from titanlite.training.initialize import generator_for, init_buffers
+from titanlite.training.initialize import (
+    draws_by_name,
+    generator_for,
+    has_buffers,
+    init_buffers,
+)
 from titanlite.training.shards import whole_tensor
 
 # The most tokens in one batch of sequences, which bounds the key/value cache.
@@ -55,6 +61,8 @@ def sample_sequences(
     true, a rank drops its unfinished sequences. Raises NoSamplesError if the whole model does not
     fit in memory beside the shards, or needs batch fields other than tokens and positions.
     """
+    if not job.data.has_tokens:
+        raise NoSamplesError(f"the samples of {job.data.name} are not tokens")
     for name in job.data.fields:
         if name not in ("targets", "positions") and _is_taken(job, name):
             raise NoSamplesError(f"the model takes `{name}`, which sampling cannot provide")
@@ -207,13 +215,17 @@ def whole_model(job: Job) -> nn.Module:
     dtype = DTYPES[job.config.training.dtype]
     if job.world.device.type == "cpu" and dtype == torch.bfloat16:
         dtype = torch.float32
+    sizes, seed = job.resolved.model, job.config.debug.seed
     with torch.device("meta"):
-        model = spec.load_model_class()(job.resolved.model).to(dtype)
-    model.to_empty(device=job.world.device)
+        model = build_model(spec, sizes, dtype)
+    if not has_buffers(model) or draws_by_name(model):
+        model.to_empty(device=job.world.device)
+        init_buffers(model, seed)
+    else:
+        model = initial_model(spec, sizes, dtype, seed).to(job.world.device)
     own = dict(model.named_parameters())
     for name, whole in job.whole_parameters():
         own[name].copy_(whole)
-    init_buffers(model, job.config.debug.seed)
     buffers = dict(model.named_buffers())
     for part in job.parts:
         for name, buffer in part.named_buffers():

@@ -1,43 +1,109 @@
 """Initial weights that do not depend on the plan.
 
-Each parameter is drawn at its full shape from its own generator, seeded by the job's seed and the
-parameter's canonical name. The rank then keeps its shard. DTensor's own random operators would give
-every shard the same numbers on CPU.
+A model with `init_parameter` is initialized one parameter at a time: each is drawn at its full
+shape from its own generator, seeded by the job's seed and the parameter's canonical name, and the
+rank keeps its shard. DTensor's own random operators would give every shard the same numbers on CPU.
+Any other model is built whole on the CPU, once per machine, and each rank copies its shards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.dropout import TokenDropout
 from titanlite.errors import TitanliteError
 from titanlite.names import canonical_name
+from titanlite.ranks.world import World
 from titanlite.training.shards import local_part, shard_of
+
+# The largest model, in bytes of its parameters, that is built whole on the CPU of each machine.
+LARGEST_WHOLE = 64 << 30
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, device: torch.device) -> None:
+def initialize(
+    model: nn.Module,
+    seed: int,
+    device: torch.device,
+    values: Mapping[str, Tensor] | None = None,
+) -> None:
     """Allocate a model built on "meta" on `device` and give it its initial values.
 
-    Values depend only on `seed` and the parameter's name, not on the plan or the device: they are
-    drawn on the CPU in float32, with one full parameter in memory at a time. The model can define
-    `init_parameter(name, parameter, generator)`. By default matrices are normal with standard
-    deviation 0.02; vectors are one if they are called weight, else zero. A model with buffers sets
-    them in `init_buffers()`; every TokenDropout gets its key here.
+    With `values`, the whole parameters and buffers by canonical name, each rank copies its shards
+    of them. Otherwise values depend only on `seed` and the parameter's name, not on the plan or the
+    device: they are drawn on the CPU in float32, with one full parameter in memory at a time. The
+    model can define `init_parameter(name, parameter, generator)`. By default matrices are normal
+    with standard deviation 0.02; vectors are one if they are called weight, else zero. A model with
+    buffers sets them in `init_buffers()`; every TokenDropout gets its key here.
     """
     plain: Any = _plain_model(model)
     draw = getattr(plain, "init_parameter", _init_parameter)
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
-        full = torch.empty(parameter.shape, dtype=torch.float32)
-        draw(name, full, generator_for(seed, name))
+        if values is not None:
+            full = values[name]
+        else:
+            full = torch.empty(parameter.shape, dtype=torch.float32)
+            draw(name, full, generator_for(seed, name))
         local_part(parameter).copy_(shard_of(full, parameter))
-    init_buffers(model, seed)
+    if values is None:
+        init_buffers(model, seed)
+        return
+    for name, buffer in model.named_buffers():
+        local_part(buffer).copy_(shard_of(values[canonical_name(name)], buffer))
+    _set_dropout_keys(model, seed)
+
+
+@contextlib.contextmanager
+def whole_values(build: Callable[[], nn.Module], world: World) -> Iterator[Mapping[str, Tensor]]:
+    """Inside, the parameters and buffers of the whole model that `build` returns, by name.
+
+    The first rank of each machine calls `build` and stores the values in a temporary file, which
+    the other ranks of the machine map into memory. Every rank of the world must call this.
+    """
+    if world.size == 1:
+        yield _values_of(build())
+        return
+    token = [secrets.token_hex(8)]
+    dist.broadcast_object_list(token, src=0, device=torch.device("cpu"))
+    path = Path(tempfile.gettempdir()) / f"titanlite-initial-{token[0]}.pt"
+    error = None
+    if world.local_rank == 0:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                torch.save(_values_of(build()), file)
+        except BaseException as raised:
+            error = raised
+            path.unlink(missing_ok=True)
+    try:
+        values = None
+        # All ranks learn whether every machine has its file before any waits for it.
+        failed = torch.tensor(error is not None, dtype=torch.int)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if error is not None:
+            raise error
+        if failed:
+            raise TitanliteError("another machine could not build the model's initial values")
+        values = torch.load(path, mmap=True, weights_only=True)
+        dist.barrier()
+    finally:
+        # A mapped file keeps its content without its name.
+        if world.local_rank == 0:
+            path.unlink(missing_ok=True)
+    yield values
 
 
 def init_buffers(model: nn.Module, seed: int) -> None:
@@ -46,13 +112,7 @@ def init_buffers(model: nn.Module, seed: int) -> None:
     Raises TitanliteError if the model has buffers other than TokenDropout's and no
     `init_buffers()`.
     """
-    dropouts = {
-        canonical_name(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, TokenDropout)
-    }
-    keys = {id(dropout.key) for dropout in dropouts.values()}
-    if any(id(buffer) not in keys for buffer in model.buffers()):
+    if has_buffers(model):
         plain: Any = _plain_model(model)
         if not hasattr(plain, "init_buffers"):
             raise TitanliteError(
@@ -60,14 +120,40 @@ def init_buffers(model: nn.Module, seed: int) -> None:
                 "values"
             )
         plain.init_buffers()
-    for name, dropout in dropouts.items():
-        dropout.set_key(seed, name)
+    _set_dropout_keys(model, seed)
+
+
+def has_buffers(model: nn.Module) -> bool:
+    """Whether the model has buffers other than the keys of TokenDropout."""
+    keys = {id(m.key) for m in model.modules() if isinstance(m, TokenDropout)}
+    return any(id(buffer) not in keys for buffer in model.buffers())
+
+
+def draws_by_name(model: nn.Module) -> bool:
+    """Whether the model class initializes its parameters one by one, and its buffers if any."""
+    plain: Any = _plain_model(model)
+    return hasattr(plain, "init_parameter") and (
+        not has_buffers(model) or hasattr(plain, "init_buffers")
+    )
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
     """A CPU generator seeded by (seed, name)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _set_dropout_keys(model: nn.Module, seed: int) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, TokenDropout):
+            module.set_key(seed, canonical_name(name))
+
+
+def _values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        canonical_name(name): tensor.detach()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 def _plain_model(model: Any) -> Any:

@@ -46,13 +46,15 @@ def next_token_loss(logits_BTV: Tensor, batch: Batch) -> Tensor:
 def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The sum of the cross-entropies (nats) at the positions whose target is not IGNORE_INDEX.
 
+    A classifier has logits [B, V] and targets [B].
+
     Computed in at least float32. With logits that are sharded over the vocabulary, the call and its
     backward pass must be inside `loss_context(True)`.
     """
     dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
     loss = F.cross_entropy(
-        logits_BTV.flatten(0, 1).to(dtype),
-        targets_BT.flatten(0, 1),
+        logits_BTV.flatten(0, -2).to(dtype),
+        targets_BT.flatten(),
         ignore_index=IGNORE_INDEX,
         reduction="sum",
     )

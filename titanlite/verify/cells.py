@@ -70,12 +70,14 @@ def cells_of(plan: ResolvedJob) -> tuple[Cell, ...]:
 
 def cut_cells(batch: Batch, cells: tuple[Cell, ...], plan: ResolvedJob) -> Iterator[Batch]:
     """For each cell, its sequences with all targets of other cells masked."""
-    dims, seq_len = plan.dims, batch.tokens.size(1)
+    dims, seq_len = plan.dims, plan.seq_len
     layout = make_layout(plan.config.parallelism.context_parallel_load_balancer, dims.cp)
     count = 1 + max(microbatch for _, microbatch, _ in cells)
     size = batch.num_sequences // dims.dp // count
     for data, microbatch, part in cells:
         first = data * batch.num_sequences // dims.dp + microbatch * size
-        is_out = torch.ones(seq_len, dtype=torch.bool)
-        is_out[layout.positions(part, seq_len) if dims.cp_enabled else slice(None)] = False
+        is_out = torch.ones(1, seq_len, dtype=torch.bool)
+        is_out[:, layout.positions(part, seq_len) if dims.cp_enabled else slice(None)] = False
+        if batch.targets.ndim > 1:
+            is_out = is_out[:, : batch.targets.size(1)]
         yield batch.rows(first, first + size).leave_out(is_out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -125,21 +125,35 @@ def differences(
             ("state", [s.state for s in seen]),
             ("buffer", [s.buffers for s in seen]),
         ):
-            least = max((agreement.scale for _, agreement in _items(tensors)), default=0.0)
+            largest = _largest(tensors)
             for name, agreement in _items(tensors):
-                key, difference = (kind, name), agreement.difference
-                parameter = name.rpartition(".")[0] if kind == "state" else name
+                difference = _difference(kind, name, agreement, noise or (), largest)
                 if step and kind == "gradient" and name in small:
                     difference = 0.0
-                elif kind in ("weight", "state") and parameter in (noise or ()):
-                    difference = agreement.error / least if least else difference
-                of_step[key] = max(of_step.get(key, 0.0), difference)
+                of_step[kind, name] = max(of_step.get((kind, name), 0.0), difference)
         found.append(of_step)
-    _add_reloaded(runs, found[-1])
+    _add_reloaded(runs, found[-1], noise or ())
     return found
 
 
-def _add_reloaded(runs: Sequence[RankRun], last: dict[Key, float]) -> None:
+def _difference(
+    kind: str, name: str, agreement: Agreement, noise: Collection[str], largest: float
+) -> float:
+    """The difference of a tensor; `noise` are the parameters whose gradient is rounding error.
+
+    The weight and the state of such a parameter are compared relative to `largest`.
+    """
+    parameter = name.rpartition(".")[0] if kind == "state" else name
+    if kind in ("weight", "state") and parameter in noise and largest:
+        return agreement.error / largest
+    return agreement.difference
+
+
+def _largest(tensors: Iterable[Mapping[str, Agreement]]) -> float:
+    return max((agreement.scale for _, agreement in _items(tensors)), default=0.0)
+
+
+def _add_reloaded(runs: Sequence[RankRun], last: dict[Key, float], noise: Collection[str]) -> None:
     """Add the differences after a reload, less those that were there before the save."""
     loaded = [loaded for run in runs for loaded in (run.reloaded, run.reloaded_alone) if loaded]
     for of_job in loaded:
@@ -148,8 +162,10 @@ def _add_reloaded(runs: Sequence[RankRun], last: dict[Key, float]) -> None:
             ("state", of_job.state),
             ("buffer", of_job.buffers),
         ):
+            largest = _largest([of_kind])
             for name, agreement in of_kind.items():
-                more = max(0.0, agreement.difference - last.get((kind, name), 0.0))
+                difference = _difference(kind, name, agreement, noise, largest)
+                more = max(0.0, difference - last.get((kind, name), 0.0))
                 last["reloaded", name] = max(last.get(("reloaded", name), 0.0), more)
 
 

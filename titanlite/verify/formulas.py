@@ -69,7 +69,8 @@ def wrong_validation(job: Job, shown: float) -> Iterator[str]:
     with torch.no_grad():
         for first in range(0, num_samples, at_once):
             indices = range(first, min(first + at_once, num_samples))
-            batch = read_batch(dataset, indices, job.data.fields).to(job.world.device)
+            batch = read_batch(dataset, indices, job.data.fields)
+            batch = batch.to(job.world.device, getattr(torch, job.config.training.dtype))
             total += job.trainer.loss.total(call_model(model, batch), batch).item()
             count += int((batch.targets != IGNORE_INDEX).sum())
     model.train()

@@ -28,8 +28,10 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
 def label_dimensions(model: nn.Module, batch: Batch) -> dict[str, tuple[int | None, ...]]:
     """Module -> (batch dimension, token dimension) of its output, found by trial runs."""
     two = join([batch.rows(0, 1)] * 2)
-    half = batch.tokens.size(1) // 2
-    whole, one, short = (_shapes_of(model, b) for b in (two, two.rows(0, 1), two.tokens_to(half)))
+    dim = batch.dims[batch.input_name].sequence
+    # Without a dimension of tokens no output changes its shape.
+    half = two if dim is None else two.tokens_to(batch.input.size(dim) // 2)
+    whole, one, short = (_shapes_of(model, b) for b in (two, two.rows(0, 1), half))
 
     def changed(name: str, other: Mapping[str, torch.Size]) -> int | None:
         shape, others = whole[name], other.get(name, whole[name])

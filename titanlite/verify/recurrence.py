@@ -45,7 +45,7 @@ class Recurrence:
     ) -> Iterator[str]:
         """What is wrong in `step`; `record` has its tensors, `numbers` its loss, norm and rate."""
         if self._has_own_samples:
-            wrong = list(self._wrong_samples(step, record["fields"]["tokens"]))
+            wrong = list(self._wrong_samples(step, record["fields"]))
             self._has_own_samples = not wrong
             yield from wrong
         yield from self._wrong_count(step, batches, numbers.num_targets)
@@ -56,15 +56,17 @@ class Recurrence:
             yield from found
         self._weights, self._state = record["weights"], record["state"]
 
-    def _wrong_samples(self, step: int, tokens: Tensor) -> Iterator[str]:
+    def _wrong_samples(self, step: int, fields: Mapping[str, Tensor]) -> Iterator[str]:
         """Whether the step trains on the samples that follow those of the previous step."""
         size = self._job.resolved.global_batch_size
+        name, rows = next(iter(fields.items()))
         first = (step - 1) * size
         expected: Counter[bytes] = Counter()
         for index in range(first, first + size):
             sample = self._job.dataset.sample(index)
-            expected[_bytes(sample if isinstance(sample, Tensor) else sample["tokens"])] += 1
-        missing = expected - Counter(_bytes(row) for row in tokens)
+            field = sample if isinstance(sample, Tensor) else sample[name]
+            expected[_bytes(field.to(rows.dtype))] += 1
+        missing = expected - Counter(_bytes(row) for row in rows)
         if missing:
             yield (
                 f"even on one process, step {step} does not train on samples {first} to "

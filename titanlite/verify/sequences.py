@@ -18,9 +18,10 @@ def leave_out_targets(
 ) -> list[Batch]:
     """The batches with the first i/2G of the targets of sequence i of G masked.
 
-    No two ranks, microbatches or parts of the sequence then have equally many targets, so that a
-    mean of means differs from the mean. A sequence's index i is found by comparison with `known`,
-    the fields of the reference's batch; without `known`, it follows from the order.
+    If a sample has one target, that of i = 1, 4, 7, ... is masked. Otherwise no two ranks,
+    microbatches or parts of the sequence have equally many targets left, so that a mean of means
+    differs from the mean. A sequence's index i is found by comparison with `known`, the fields of
+    the reference's batch; without `known`, it follows from the order.
     """
     held, seq_len, total = job.held_positions, job.resolved.seq_len, job.resolved.global_batch_size
     first = _first_sequence(job)
@@ -30,7 +31,10 @@ def leave_out_targets(
         if known is not None:
             found = torch.tensor(_sequences_of(job, batch, known, first))
             numbers = torch.where(found < 0, numbers, found)
-        is_out = held[None] < (numbers * seq_len // (2 * total))[:, None]
+        if batch.targets.ndim == 1:
+            is_out = (numbers % 3 == 1)[:, None]
+        else:
+            is_out = held[None] < (numbers * seq_len // (2 * total))[:, None]
         left.append(batch.leave_out(is_out))
         first += batch.num_sequences
     return left
@@ -50,17 +54,23 @@ def _sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int)
     `known` are the fields of that batch; `first` is the index of the first sequence if the order is
     right. A rank may hold only some tokens of each sequence.
     """
-    tokens, all_known = own.tokens.cpu(), known["tokens"][:, job.held_positions]
+    rows, all_known = own.input.cpu(), _held(job, own, known, own.input_name)
     numbers = []
     for row, number in enumerate(range(first, first + own.num_sequences)):
-        if number < len(all_known) and torch.equal(tokens[row], all_known[number]):
+        if number < len(all_known) and torch.equal(rows[row], all_known[number]):
             numbers.append(number)
             continue
         same = all_known[:0]
-        if tokens.shape[1:] == all_known.shape[1:]:
-            same = (all_known == tokens[row]).all(1).nonzero()
+        if rows.shape[1:] == all_known.shape[1:]:
+            same = (all_known == rows[row]).flatten(1).all(1).nonzero()
         numbers.append(int(same[0]) if len(same) else -1)
     return numbers
+
+
+def _held(job: Job, own: Batch, known: Mapping[str, Tensor], name: str) -> Tensor:
+    """A field of the reference's batch, at the positions of a sequence that this rank holds."""
+    dim = own.dims[name].sequence
+    return known[name] if dim is None else known[name].index_select(dim, job.held_positions)
 
 
 def _first_sequence(job: Job) -> int:
@@ -71,12 +81,14 @@ def _first_sequence(job: Job) -> int:
 
 def look_at_data(job: Job, own: Batch, known: Mapping[str, Tensor]) -> dict[str, Any]:
     """Which sequences this rank received, and whether positions and targets match them."""
-    own, held = own.to(torch.device("cpu")), job.held_positions
+    own = own.to(torch.device("cpu"))
     sequences = _sequences_of(job, own, known, _first_sequence(job))
-    known_targets = known["targets"][:, held]
+    known_targets = _held(job, own, known, "targets")
+    has_positions = "positions" in own.fields
     return {
         "sequences": tuple(sequences),
-        "positions_agree": _positions_agree(own, known["positions"][..., held], sequences),
+        "positions_agree": not has_positions
+        or _positions_agree(own, _held(job, own, known, "positions"), sequences),
         "targets_agree": -1 in sequences or torch.equal(own.targets, known_targets[sequences]),
     }
 

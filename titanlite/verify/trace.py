@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from titanlite.batch import Batch, join, takes
+from titanlite.batch import Batch, has_own_inputs, join, takes
 from titanlite.config import ResolvedJob
 from titanlite.job import Job
 from titanlite.names import canonical_name
@@ -337,7 +337,7 @@ def _blind_stages(job: Job, kept: _Kept, batches: list[Batch]) -> dict[int, str]
     """This rank's stages that take positions and do not receive those of their tokens."""
     blind = {}
     for index, (stage, part) in enumerate(zip(job.stage_numbers, job.parts, strict=True)):
-        if not takes(part, "positions"):
+        if has_own_inputs(part) or not takes(part, "positions"):
             continue
         given = kept.positions[index]
         if any(positions is None for positions in given):

@@ -6,7 +6,7 @@ register(
     ModelSpec(
         name="odd",
         config="odd_model.config:OddConfig",
-        model="odd_model.model:OddModel",
+        build="odd_model.model:OddModel",
         plan="odd_model.model:PLANS",
     )
 )

@@ -6,7 +6,7 @@ register(
     ModelSpec(
         name="plain",
         config="plain_model.config:PlainConfig",
-        model="plain_model.model:PlainModel",
+        build="plain_model.model:PlainModel",
         plan="plain_model.plan:PLANS",
     )
 )

@@ -7,7 +7,7 @@ for name, model in (("rotary", "RotaryModel"), ("rotary_sp", "SequenceParallelRo
         ModelSpec(
             name=name,
             config="rotary_model.config:RotaryConfig",
-            model=f"rotary_model.model:{model}",
+            build=f"rotary_model.model:{model}",
             plan="rotary_model.plan:PLANS",
         )
     )

@@ -11,7 +11,7 @@ register(
     ModelSpec(
         name="wide",
         config="wide_model.sizes:WideConfig",
-        model="wide_model.model:WideModel",
+        build="wide_model.model:WideModel",
         plan="wide_model.plan:PLANS",
     )
 )

@@ -1,0 +1,133 @@
+"""Build a registered model: the plain nn.Module, its plan, its initial values and its counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from titanlite.batch import Batch, call_model, set_call
+from titanlite.errors import ConfigError, TitanliteError
+from titanlite.models import ModelSpec, load
+from titanlite.parallelize.plan import ParallelPlan, find_plan
+
+
+def build_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype) -> nn.Module:
+    """The plain model of this configuration, its parameters in `dtype`.
+
+    It is built on the default device: `with torch.device("meta")` builds it without storage. Raises
+    ConfigError if the registered functions cannot be imported or do not return a model.
+    """
+    inputs, output = _load(spec, "inputs"), _load(spec, "output")
+    model = _load(spec, "build")(sizes)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.name: `build` of {spec.name} returns a {type(model).__name__}; return an "
+            "nn.Module"
+        )
+    set_dtype(model, dtype)
+    set_call(model, inputs, output)
+    return model
+
+
+def plan_of(spec: ModelSpec, model: nn.Module) -> ParallelPlan:
+    """The parallel plan of a plain model; raises TitanliteError if it has none."""
+    plan = _load(spec, "plan")
+    if isinstance(plan, Mapping):
+        plan = plan.get(type(model))
+    elif callable(plan):
+        plan = plan(model)
+    if plan is not None and not isinstance(plan, ParallelPlan):
+        raise TitanliteError(
+            f"`plan` of {spec.name} is a {type(plan).__name__}; give a ParallelPlan, a dict from "
+            "model class to ParallelPlan, or a function from the model to its plan"
+        )
+    return plan or find_plan(model)
+
+
+def set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert floating-point parameters to `dtype`; buffers are only widened.
+
+    A float32 buffer becomes float64 in a float64 model, and a complex64 one complex128. In a
+    bfloat16 model they keep their dtype, since tables of rotary embeddings need it.
+    """
+
+    def converted(tensor: Tensor) -> Tensor:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor.to(torch.promote_types(tensor.dtype, dtype))
+
+    model._apply(converted)
+
+
+def initial_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The whole model on the CPU with its own initial values, a function of `seed` only.
+
+    The values come from its constructor and then from the registered `init`, or else from the
+    model's `init_weights()` if it has one that needs no arguments.
+    """
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            model = build_model(spec, sizes, torch.float32)
+            init: Callable[[Any], Any] | None = _load(spec, "init")
+            with torch.no_grad():
+                if init is not None:
+                    init(model)
+                elif callable(own := getattr(model, "init_weights", None)):
+                    own()
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+    set_dtype(model, dtype)
+    return model
+
+
+def module_names(spec: ModelSpec, sizes: Any) -> tuple[str, ...]:
+    """The modules between which a pipeline can split: the plan's embeddings, blocks and head."""
+    with torch.device("meta"):
+        model = build_model(spec, sizes, torch.float32)
+    plan = plan_of(spec, model)
+    modules = dict(model.named_modules())
+    blocks = modules.get(plan.blocks)
+    inside = [f"{plan.blocks}.{name}" for name, _ in blocks.named_children()] if blocks else []
+    return tuple(name for name in (*plan.embeddings, *inside, *plan.head) if name in modules)
+
+
+def count_flops(model: nn.Module, batch: Batch) -> int | None:
+    """Forward and backward FLOPs of a model for `batch`, both on "meta"; None if it does not run.
+
+    Counts matrix products, convolutions and attention (torch.utils.flop_counter). Attention is
+    counted without causal masking.
+    """
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            outputs = call_model(model, batch)
+            outputs.sum().backward()
+    except Exception:  # any operator of a user's model may need values
+        return None
+    finally:
+        model.zero_grad(set_to_none=True)
+    return counter.get_total_flops()
+
+
+def _load(spec: ModelSpec, name: str) -> Any:
+    path = getattr(spec, name)
+    try:
+        return load(path)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model.name: loading {path} failed with {type(error).__name__} ({error}); correct "
+            f"`{name}` in the registration of {spec.name}"
+        ) from error
