@@ -63,8 +63,11 @@ class RingAttention(nn.Module):
         mesh: DeviceMesh | dist.ProcessGroup,
         layout: str | Layout = "headtail",
         rotate_method: str = "alltoall",
+        *,
+        is_causal: bool = True,
     ) -> None:
         super().__init__()
+        self.is_causal = is_causal
         if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
             raise ConfigError(
                 f"mesh: ring attention needs one axis, but this mesh has {mesh.ndim}; "
@@ -84,8 +87,32 @@ class RingAttention(nn.Module):
         self.group_name = group.group_name
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool | None = None,
+        scale: float | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool | None = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
+        """Attention of q [B, H, T, E] over k, v [B, K, T, E] of all ranks; [B, H, T, E].
+
+        Takes the arguments of torch.nn.functional.scaled_dot_product_attention too. Whether it is
+        causal is set by the call, or else by the constructor. Fewer heads in k and v than in q are
+        always grouped. Raises ConfigError for a mask or dropout, which it does not have.
+        """
+        if attn_mask is not None or dropout_p:
+            what = "a mask" if attn_mask is not None else f"dropout of {dropout_p:g}"
+            raise ConfigError(
+                f"parallelism.context_parallel_degree: the attention module is called with {what}, "
+                "but ring attention has neither masks nor dropout; call it without"
+            )
+        given = causal if is_causal is None else is_causal
+        causal = self.is_causal if given is None else given
         _check_shapes(q, k, v)
         if self.layout.num_ranks == 1:
             grouped = q.size(1) != k.size(1)

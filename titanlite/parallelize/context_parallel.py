@@ -24,10 +24,11 @@ def apply_cp(
 ) -> int:
     """Replace each block's inner attention by ring attention; return the number of blocks.
 
-    `plan.attention` is the name, within a block, of a causal attention module that is called with
-    q [B, H, T, E] and k, v [B, K, T, E]. The rest of a block works token by token and is unchanged,
-    but needs the tokens' positions in the whole sequence. `layout` determines which tokens each
-    rank of the 1-D `cp_mesh` holds; the caller shards the batch accordingly.
+    `plan.attention` is the name, within a block, of an attention module that is called with
+    q [B, H, T, E] and k, v [B, K, T, E], and `plan.is_causal` says whether it is causal. The rest
+    of a block works token by token and is unchanged, but needs the tokens' positions in the whole
+    sequence. `layout` determines which tokens each rank of the 1-D `cp_mesh` holds; the caller
+    shards the batch accordingly.
 
     Raises TitanliteError for an invalid argument, and if the model lacks the container of blocks
     that the plan names, if a block lacks the attention module, or if the model's forward takes no
@@ -52,5 +53,6 @@ def apply_cp(
                 f"context parallelism needs a module {plan.blocks}.{key}.{plan.attention} that "
                 "takes q, k and v; give its name in the plan's `attention`"
             ) from None
-        block.set_submodule(plan.attention, RingAttention(cp_mesh, layout, rotate_method))
+        ring = RingAttention(cp_mesh, layout, rotate_method, is_causal=plan.is_causal)
+        block.set_submodule(plan.attention, ring)
     return len(blocks)

@@ -27,8 +27,9 @@ class ParallelPlan:
     vocabulary. `blocks` names the container of the repeated blocks: activation checkpointing,
     compile and FSDP work block by block. `embeddings` and `head` name the modules before and after
     the blocks; each group is one FSDP unit. `attention` is the name, within a block, of the module
-    that takes q, k and v. `sequence_dim` is the dimension along which tensor parallelism shards the
-    activations between blocks; None if they are replicated (no sequence parallelism).
+    that takes q, k and v, and `is_causal` says whether it is causal. `sequence_dim` is the
+    dimension along which tensor parallelism shards the activations between blocks; None if they
+    are replicated (no sequence parallelism).
     """
 
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class ParallelPlan:
     embeddings: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
     attention: str = "attention.inner"
+    is_causal: bool = True
     sequence_dim: int | None = 0
 
 

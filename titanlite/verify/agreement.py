@@ -80,6 +80,8 @@ def same_part(whole: Tensor, parameter: Tensor) -> Tensor:
 def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:
     """`own`, a rank's part, compared with `expected`, the same part of the reference's `whole`."""
     digest = digest_of(own)
+    if whole.is_complex():
+        own, expected, whole = (torch.view_as_real(tensor) for tensor in (own, expected, whole))
     scale = whole.double().abs().max().item() if whole.numel() else 0.0
     if own.shape != expected.shape:
         return Agreement(math.inf, scale, 0.0, 0.0, 0.0, digest)
