@@ -8,8 +8,8 @@ verification, sampling and benchmarks all run on a Job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -49,10 +49,11 @@ from titanlite.parallelize.async_tensor_parallel import (
 )
 from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.parallelize.float8 import choose_layers, none_left, refused_shapes
-from titanlite.parallelize.plan import refuse_tied_weights
+from titanlite.parallelize.tensor_parallel import check_tied_placements
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
+from titanlite.tied import find_tied
 from titanlite.training.initialize import initialize
 from titanlite.training.optimizer import build_optimizer, build_scheduler
 from titanlite.training.shards import whole_tensor
@@ -86,6 +87,8 @@ class Job:
     """The fusions of async TP by the compiler; None if it is not asked to fuse."""
     notes: tuple[str, ...] = ()
     """Lines to print at the start."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """The further names of tied weights: further name -> first name."""
 
     @property
     def config(self) -> JobConfig:
@@ -97,12 +100,16 @@ class Job:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, or its shards of them, by canonical name."""
-        return {
-            canonical_name(name): parameter
-            for part in self.parts
-            for name, parameter in part.named_parameters()
-        }
+        """This rank's parameters, or its shards of them, by canonical name.
+
+        A tied weight has its first name. If this rank has several copies of it, the first is here.
+        """
+        found: dict[str, nn.Parameter] = {}
+        for part in self.parts:
+            for name, parameter in part.named_parameters():
+                name = canonical_name(name)
+                found.setdefault(self.tied.get(name, name), parameter)
+        return found
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -227,6 +234,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     model, plan = _build_model(resolved, data)
     slow = _warn_of_slow_rings(resolved, world, model, plan)
+    tied = find_tied(model)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     made = split_and_parallelize(
         model,
@@ -240,7 +248,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
     storage_device = torch.device("cpu") if config.training.enable_cpu_offload else world.device
     for part in made.parts:
-        initialize(part, config.debug.seed, storage_device)
+        initialize(part, config.debug.seed, storage_device, tied)
     trainer = _build_trainer(resolved, world, meshes, made, data, axes)
     if config.converts_to_float8:
         _gather_in_float8(config, made.parts, trainer)
@@ -271,6 +279,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         layout=layout,
         fusions=_watch_fusions(config, world, made.parts, plan),
         notes=(slow,) if slow else (),
+        tied=tied,
     )
 
 
@@ -332,11 +341,18 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
     with torch.device("meta"):
         model = model_class(resolved.model).to(DTYPES[resolved.config.training.dtype])
     try:
-        refuse_tied_weights(model)
         check_forward(model, ["positions", "token_numbers", *data.fields])
+        plan = plans.get(model_class) or find_plan(model)
+        if resolved.dims.tp_enabled:
+            check_tied_placements(
+                model,
+                plan,
+                resolved.dims.tp,
+                loss_parallel=uses_loss_parallel(resolved.config, resolved.dims),
+            )
     except TitanliteError as error:
         raise ConfigError(f"model.name: {error}") from None
-    return model, plans.get(model_class) or find_plan(model)
+    return model, plan
 
 
 def _gather_in_float8(config: JobConfig, parts: list[nn.Module], trainer: Trainer) -> None:
@@ -372,8 +388,10 @@ def _build_trainer(
 ) -> Trainer:
     """The trainer: this rank's parts of the model with optimizer, scheduler and loss."""
     config, dims = resolved.config, resolved.dims
+    followers = set() if made.pipeline is None else set(made.pipeline.copies.followers())
+    parameters = chain.from_iterable(part.parameters() for part in made.parts)
     optimizer = build_optimizer(
-        chain.from_iterable(part.parameters() for part in made.parts),
+        [parameter for parameter in parameters if parameter not in followers],
         name=config.optimizer.name,
         lr=config.optimizer.lr,
         beta1=config.optimizer.beta1,

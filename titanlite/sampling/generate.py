@@ -24,6 +24,7 @@ from titanlite.job import Job
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
 from titanlite.ranks.world import free_memory_bytes
+from titanlite.tied import find_tied, tie
 from titanlite.training.initialize import generator_for, init_buffers
 from titanlite.training.shards import whole_tensor
 
@@ -209,7 +210,9 @@ def whole_model(job: Job) -> nn.Module:
         dtype = torch.float32
     with torch.device("meta"):
         model = spec.load_model_class()(job.resolved.model).to(dtype)
+    tied = find_tied(model)
     model.to_empty(device=job.world.device)
+    tie(model, tied)
     own = dict(model.named_parameters())
     for name, whole in job.whole_parameters():
         own[name].copy_(whole)

@@ -8,6 +8,7 @@ every shard the same numbers on CPU.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from torch import Tensor, nn
 from titanlite.dropout import TokenDropout
 from titanlite.errors import TitanliteError
 from titanlite.names import canonical_name
+from titanlite.tied import find_tied, tie
 from titanlite.training.shards import local_part, shard_of
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, device: torch.device) -> None:
+def initialize(
+    model: nn.Module, seed: int, device: torch.device, tied: Mapping[str, str] | None = None
+) -> None:
     """Allocate a model built on "meta" on `device` and give it its initial values.
 
     Values depend only on `seed` and the parameter's name, not on the plan or the device: they are
@@ -28,12 +32,18 @@ def initialize(model: nn.Module, seed: int, device: torch.device) -> None:
     `init_parameter(name, parameter, generator)`. By default matrices are normal with standard
     deviation 0.02; vectors are one if they are called weight, else zero. A model with buffers sets
     them in `init_buffers()`; every TokenDropout gets its key here.
+
+    A tied weight is drawn once, by its first name. For a pipeline stage, `tied` is find_tied of the
+    whole model: the stage may have a further name of a weight.
     """
     plain: Any = _plain_model(model)
     draw = getattr(plain, "init_parameter", _init_parameter)
+    tied_here = find_tied(model)
     model.to_empty(device=device)
+    tie(model, tied_here)
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
+        name = (tied or {}).get(name, name)
         full = torch.empty(parameter.shape, dtype=torch.float32)
         draw(name, full, generator_for(seed, name))
         local_part(parameter).copy_(shard_of(full, parameter))
