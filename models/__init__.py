@@ -28,6 +28,7 @@ model   an nn.Module class, constructed as `model(config)`. `forward(tokens, pos
                                          sampling; its `keep_first(num_sequences)` drops the other
                                          sequences. Without it, sampling recomputes all earlier
                                          tokens for each new token
+        Two names may be one parameter (tied weights): `self.output.weight = self.tok_emb.weight`
 plan    how the model is sharded: see models/image_transformer/plan.py.
 
 A model outside this folder registers itself: `[experimental] custom_import = "package.module"`
