@@ -496,7 +496,7 @@ MUTANTS = [
         FSDP_FILE,
         (
             "            module.set_gradient_divide_factor(1.0)\n",
-            "            inside = module in blocks\n"
+            "            inside = module in blocks.values()\n"
             "            module.set_gradient_divide_factor(float(dp_mesh.size()) if inside else 1.0)\n",
         ),
     ),
@@ -606,7 +606,7 @@ MUTANTS = [
         also(TP, **FULL),
         r"start",
         INITIALIZE,
-        ("        name = canonical_name(name)\n        full", "        full"),
+        ("        name = canonical_name(name)\n        name", "        name"),
     ),
     # The norm and clipping.
     mutant(
@@ -924,8 +924,8 @@ REFACTORINGS: list[Mutant] = [
         "",
         FSDP_FILE,
         (
-            '        (plan.head, reshard_after_forward == "always"),',
-            "        (plan.head, reshard),",
+            "len(group) == 1 else group, always if is_needed_first else reshard)",
+            "len(group) == 1 else group, reshard)",
         ),
     ),
     mutant(

@@ -101,14 +101,14 @@ def apply_fsdp(
         for names in (plan.embeddings, plan.head)
     )
     blocks = find_blocks(model, plan)
+    last_block = next(reversed(blocks.values()), None)
+    always = reshard_after_forward == "always"
     units = 0
     for group, is_needed_first in _outer_units(model, embeddings, head, blocks):
-        always = reshard_after_forward == "always"
         shard(group[0] if len(group) == 1 else group, always if is_needed_first else reshard)
         units += 1
-    last = next(reversed(blocks), None)
-    for key, block in blocks.items():
-        shard(block, reshard_after_forward == "always" if key == last else reshard)
+    for block in blocks.values():
+        shard(block, always if block is last_block else reshard)
         units += 1
     # The root unit gets the remaining parameters, often none.
     units += bool(left)
