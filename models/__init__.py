@@ -32,6 +32,8 @@ inputs  the arguments of forward besides the first, if their names are not those
 output  a function from forward's result to the tensor that the loss gets, such as
         `lambda result: result.logits`.
 
+Two names may be one parameter (tied weights): `self.output.weight = self.tok_emb.weight`.
+
 Initial values. A model class may define `init_parameter(name, parameter, generator)`, which fills
 one whole parameter in place, and `init_buffers()`. Then no rank holds more than its shards plus one
 whole parameter. Without it, the whole model is built on the CPU of each machine, `init`, or else

@@ -15,6 +15,7 @@ from titanlite.batch import Batch, call_model, set_call
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.models import ModelSpec, load
 from titanlite.parallelize.plan import ParallelPlan, find_plan
+from titanlite.tied import find_tied, tie
 
 
 def build_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype) -> nn.Module:
@@ -64,7 +65,9 @@ def set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             return tensor.to(dtype)
         return tensor.to(torch.promote_types(tensor.dtype, dtype))
 
+    tied = find_tied(model)
     model._apply(converted)
+    tie(model, tied)
 
 
 def initial_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype, seed: int) -> nn.Module:

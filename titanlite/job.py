@@ -8,8 +8,8 @@ verification, sampling and benchmarks all run on a Job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -49,11 +49,12 @@ from titanlite.parallelize.async_tensor_parallel import (
 )
 from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.parallelize.float8 import choose_layers, none_left, refused_shapes
-from titanlite.parallelize.plan import refuse_tied_weights
+from titanlite.parallelize.tensor_parallel import check_tied_placements
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
 from titanlite.registry import LOSSES
+from titanlite.tied import find_tied
 from titanlite.training.initialize import (
     LARGEST_WHOLE,
     draws_by_name,
@@ -94,6 +95,8 @@ class Job:
     """Lines to print at the start."""
     flops_per_token: float | None = None
     """Forward and backward FLOPs; None if they could not be counted."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """The further names of tied weights: further name -> first name."""
 
     @property
     def config(self) -> JobConfig:
@@ -105,12 +108,16 @@ class Job:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, or its shards of them, by canonical name."""
-        return {
-            canonical_name(name): parameter
-            for part in self.parts
-            for name, parameter in part.named_parameters()
-        }
+        """This rank's parameters, or its shards of them, by canonical name.
+
+        A tied weight has its first name. If this rank has several copies of it, the first is here.
+        """
+        found: dict[str, nn.Parameter] = {}
+        for part in self.parts:
+            for name, parameter in part.named_parameters():
+                name = canonical_name(name)
+                found.setdefault(self.tied.get(name, name), parameter)
+        return found
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -235,6 +242,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     model, plan = _build_model(resolved, data)
     slow = _warn_of_slow_rings(resolved, world, model, plan)
+    tied = find_tied(model)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = draws_by_name(model)
     flops_per_token = _count_flops(resolved, model, data, dataset)
@@ -248,7 +256,8 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         plan,
     )
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
-    if row := _initialize(resolved, world, made.parts, model_bytes, by_name):
+    row = _initialize(resolved, world, made.parts, model_bytes, by_name=by_name, tied=tied)
+    if row is not None:
         made.applied.append(row)
     trainer = _build_trainer(resolved, world, meshes, made, data, axes)
     if config.converts_to_float8:
@@ -281,6 +290,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         fusions=_watch_fusions(config, world, made.parts, plan),
         notes=(slow,) if slow else (),
         flops_per_token=flops_per_token,
+        tied=tied,
     )
 
 
@@ -347,15 +357,28 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
     with torch.device("meta"):
         model = build_model(spec, resolved.model, DTYPES[resolved.config.training.dtype])
     try:
-        refuse_tied_weights(model)
         check_forward(model, ["positions", "token_numbers", *data.fields])
-        return model, plan_of(spec, model)
+        plan = plan_of(spec, model)
+        if resolved.dims.tp_enabled:
+            check_tied_placements(
+                model,
+                plan,
+                resolved.dims.tp,
+                loss_parallel=uses_loss_parallel(resolved.config, resolved.dims),
+            )
     except TitanliteError as error:
         raise ConfigError(f"model.name: {error}") from None
+    return model, plan
 
 
 def _initialize(
-    resolved: ResolvedJob, world: World, parts: list[nn.Module], whole_bytes: int, by_name: bool
+    resolved: ResolvedJob,
+    world: World,
+    parts: list[nn.Module],
+    whole_bytes: int,
+    *,
+    by_name: bool,
+    tied: Mapping[str, str],
 ) -> PlanRow | None:
     """Give this rank's parts storage and initial values; the row of the effective plan, if any."""
     config = resolved.config
@@ -363,7 +386,7 @@ def _initialize(
     device = torch.device("cpu") if config.training.enable_cpu_offload else world.device
     if by_name:
         for part in parts:
-            initialize(part, seed, device)
+            initialize(part, seed, device, tied)
         return None
     spec = load_model_spec(config)
     if whole_bytes > LARGEST_WHOLE:
@@ -375,7 +398,7 @@ def _initialize(
     dtype = DTYPES[config.training.dtype]
     with whole_values(lambda: initial_model(spec, resolved.model, dtype, seed), world) as values:
         for part in parts:
-            initialize(part, seed, device, values)
+            initialize(part, seed, device, tied, values)
     way = "the whole model is built on the CPU of each machine, then sharded"
     return PlanRow("initial values", "whole", "whole", way)
 
@@ -414,8 +437,10 @@ def _build_trainer(
 ) -> Trainer:
     """The trainer: this rank's parts of the model with optimizer, scheduler and loss."""
     config, dims = resolved.config, resolved.dims
+    followers = set() if made.pipeline is None else set(made.pipeline.copies.followers())
+    parameters = chain.from_iterable(part.parameters() for part in made.parts)
     optimizer = build_optimizer(
-        chain.from_iterable(part.parameters() for part in made.parts),
+        [parameter for parameter in parameters if parameter not in followers],
         name=config.optimizer.name,
         lr=config.optimizer.lr,
         beta1=config.optimizer.beta1,

@@ -496,7 +496,7 @@ MUTANTS = [
         FSDP_FILE,
         (
             "            module.set_gradient_divide_factor(1.0)\n",
-            "            inside = module in blocks\n"
+            "            inside = module in blocks.values()\n"
             "            module.set_gradient_divide_factor(float(dp_mesh.size()) if inside else 1.0)\n",
         ),
     ),
@@ -606,14 +606,7 @@ MUTANTS = [
         also(TP, **FULL),
         r"start",
         INITIALIZE,
-        (
-            "            draw(name, full, generator_for(seed, name))",
-            "            draw(name, full, generator_for(seed, given))",
-        ),
-        (
-            "        name = canonical_name(name)\n        if values",
-            "        given, name = name, canonical_name(name)\n        if values",
-        ),
+        ("        name = canonical_name(name)\n        name", "        name"),
     ),
     # The norm and clipping.
     mutant(
@@ -929,8 +922,8 @@ REFACTORINGS: list[Mutant] = [
         "",
         FSDP_FILE,
         (
-            '        (plan.head, reshard_after_forward == "always"),',
-            "        (plan.head, reshard),",
+            "len(group) == 1 else group, always if is_needed_first else reshard)",
+            "len(group) == 1 else group, reshard)",
         ),
     ),
     mutant(

@@ -30,7 +30,7 @@ def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [
         name
         for name in sys.modules
-        if name.startswith(("plain_model", "odd_model", "rotary_model", "wide_model"))
+        if name.startswith(("plain_model", "odd_model", "rotary_model", "tied_model", "wide_model"))
     ]:
         del sys.modules[name]
 

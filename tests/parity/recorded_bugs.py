@@ -202,6 +202,20 @@ def norm_counts_replicas() -> AbstractContextManager[Any]:
     return patch.object(gradient_norm, "_is_counted_here", lambda parameter, mesh: True)
 
 
+def tied_gradients_not_summed() -> AbstractContextManager[Any]:
+    """Each stage keeps the gradient of its own use of a tied weight."""
+    from titanlite.parallelize.stage_copies import StageCopies
+
+    return patch.object(StageCopies, "sum_gradients", lambda self: None)
+
+
+def norm_counts_copies() -> AbstractContextManager[Any]:
+    """Every stage that has a copy of a tied weight counts its gradient."""
+    from titanlite.parallelize.stage_copies import StageCopies
+
+    return patch.object(StageCopies, "repeated", lambda self: [])
+
+
 def norm_misses_strided_shards() -> AbstractContextManager[Any]:
     """`Placement.is_shard()` is false for FSDP2's cut of what tensor parallelism has cut."""
     from titanlite.training import gradient_norm

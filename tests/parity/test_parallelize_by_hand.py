@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -319,28 +320,198 @@ def test_a_step_that_would_do_nothing_says_so():
     assert done == [0, 0, 0]
 
 
-def test_tied_weights_are_not_untied_in_silence():
+def tied_by_hand(world):
+    """A plain tied model by each apply_x, and in two stages, against the model on one process."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    from titanlite.parallelize import ParallelPlan, apply_ac, apply_ddp, apply_fsdp, apply_tp
+    from titanlite.training.gradient_norm import gradient_norm
+    from titanlite.training.shards import whole_tensor
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(17, 8)
+            self.layers = nn.ModuleDict({str(i): nn.Linear(8, 8) for i in range(2)})
+            self.output = nn.Linear(8, 17, bias=False)
+            self.output.weight = self.table.weight
+
+        def forward(self, tokens):
+            x = self.table(tokens)
+            for layer in self.layers.values():
+                x = x + layer(x).tanh()
+            return self.output(x)
+
+    tokens = torch.arange(4 * 6).reshape(4, 6) * 5 % 17
+    reference = Model().double()
+    reference(tokens).square().sum().backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    norm = torch.cat([grad.flatten() for grad in expected.values()]).norm()
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    all_ranks = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_replicate",))
+    styles = {
+        "table": RowwiseParallel(input_layouts=Replicate()),
+        "output": ColwiseParallel(output_layouts=Replicate()),
+    }
+    outer = ParallelPlan(styles, embeddings=("table",), head=("output",))
+    own = tokens.chunk(2)[mesh["dp_shard"].get_local_rank()]
+    units = []
+
+    def fsdp(model, plan, **options):
+        units.append(apply_fsdp(model, mesh["dp_shard"], plan=plan, **options))
+
+    for steps, batch, world_mesh in (
+        ([lambda m: apply_tp(m, mesh["tp"], styles)], tokens, mesh),
+        ([lambda m: fsdp(m, outer)], own, mesh),
+        ([lambda m: fsdp(m, ParallelPlan(), reshard_after_forward="always")], own, mesh),
+        ([lambda m: fsdp(m, ParallelPlan(embeddings=("table",)))], own, mesh),
+        (
+            [
+                lambda m: apply_tp(m, mesh["tp"], outer),
+                lambda m: apply_ac(m, "full", plan=outer),
+                lambda m: fsdp(m, outer),
+            ],
+            own,
+            mesh,
+        ),
+        ([lambda m: apply_ddp(m, all_ranks)], tokens[[world.rank]], all_ranks),
+    ):
+        model = Model().double()
+        for step in steps:
+            step(model)
+        assert model.output.weight is model.table.weight
+        model(batch).square().sum().backward()
+        assert model.output.weight is model.table.weight
+        parameters = list(model.parameters())
+        assert len(parameters) == len(expected)
+        for (name, whole), parameter in zip(expected.items(), parameters, strict=True):
+            grad = parameter.grad
+            if isinstance(grad, DTensor):
+                grad = grad.redistribute(placements=parameter.placements)
+            torch.testing.assert_close(whole_tensor(grad), whole, msg=name)
+        torch.testing.assert_close(gradient_norm(parameters, world_mesh), norm)
+    return units
+
+
+def test_tied_weights_stay_one_parameter():
+    # Table and output layer are one unit, or left to the root unit if the plan does not name both.
+    assert on_ranks(tied_by_hand) == [[3, 3, 3, 3]] * 4
+
+
+def tied_stages_by_hand(world):
+    """Two stages of a tied model, whose copies get the gradient of both uses."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from titanlite.batch import make_batch
+    from titanlite.parallelize import PipelineRunner, split_model
+    from titanlite.schedule import make_schedule
+    from titanlite.tied import find_tied
+    from titanlite.training.initialize import initialize
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.output = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+            self.layers = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(2)})
+            self.output.weight = self.table.weight
+
+        def forward(self, tokens):
+            x = tokens if self.table is None else self.table(tokens)
+            for layer in self.layers.values():
+                x = x + layer(x).tanh()
+            return x if self.output is None else self.output(x)
+
+    def build():
+        with torch.device("meta"):
+            return Model().double()
+
+    cpu, tokens = torch.device("cpu"), torch.arange(12).reshape(4, 3) % 5
+    reference = build()
+    initialize(reference, 0, cpu)
+    reference(tokens).square().sum().backward()
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = build()
+    parts = split_model(model, [["table", "layers.0"], ["layers.1", "output"]])
+    own = copy.deepcopy(parts[world.rank])
+    runner = PipelineRunner(
+        make_schedule("1F1B", 2, 2),
+        {world.rank: own},
+        parts,
+        mesh,
+        example=make_batch(torch.zeros(2, 3, dtype=torch.long)),
+        dtype=torch.float64,
+        tied=find_tied(model),
+    )
+    initialize(own, 0, cpu, find_tied(model))
+    runner.step(make_batch(tokens), lambda outputs, batch: outputs.square().sum())
+    runner.copies.sum_gradients()
+    weight = (own.table or own.output).weight
+    assert torch.equal(weight, reference.table.weight)
+    torch.testing.assert_close(weight.grad, reference.table.weight.grad)
+    assert [name for name, _, _ in runner.parameters()].count("table.weight") == 1
+    return [len(runner.copies.repeated()), weight.grad.tolist()]
+
+
+def test_tied_weights_of_two_stages_have_one_gradient():
+    (first, grad), (last, same) = on_ranks(tied_stages_by_hand, num_ranks=2)
+    assert (first, last) == (0, 1)
+    assert grad == same
+
+
+def refused_ties(world):
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
     from titanlite.errors import TitanliteError
+    from titanlite.parallelize import ParallelPlan, apply_fsdp, apply_tp
 
-    def tied(world, step):
-        from torch import nn
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel
-
-        from titanlite.parallelize import apply_tp, split_model
-
+    def build():
         model = nn.ModuleDict({"table": nn.Embedding(4, 4), "output": nn.Linear(4, 4, bias=False)})
         model["output"].weight = model["table"].weight
-        if step == "apply_tp":
-            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-            apply_tp(model, mesh, {"output": ColwiseParallel()})
-        else:
-            split_model(model, [["table"], ["output"]])
+        return model
 
-    message = "output.weight and table.weight of ModuleDict are one parameter, and tied weights"
-    for step in ("apply_tp", "split_model"):
-        with pytest.raises(TitanliteError, match=message):
-            run_ranks(_in_world_with, 1, tied, step, timeout_seconds=60)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    said = []
+    for apply in (
+        lambda: apply_tp(build(), mesh, {"output": ColwiseParallel()}),
+        lambda: apply_tp(build(), mesh, {"table": ColwiseParallel(), "output": ColwiseParallel()}),
+        lambda: apply_fsdp(
+            nn.ModuleDict({"layers": build()}), mesh, plan=ParallelPlan(embeddings=("x",))
+        ),
+    ):
+        try:
+            apply()
+        except TitanliteError as error:
+            said.append(str(error))
+    return said
+
+
+def test_tied_weights_are_not_untied_in_silence():
+    said = on_ranks(refused_ties, num_ranks=1)[0]
+    who = "output.weight and table.weight of ModuleDict are one parameter, but the tensor-parallel "
+    advice = (
+        "; give both one placement, such as RowwiseParallel for the embedding table and "
+        "ColwiseParallel for the output layer"
+    )
+    assert said == [
+        f"{who}plan has the first sharded by rows (ColwiseParallel) and the second replicated "
+        f"(no style){advice}",
+        f"{who}plan has the first sharded by rows (ColwiseParallel) and the second sharded by "
+        f"columns (ColwiseParallel){advice}",
+        "apply_fsdp: layers.output.weight and layers.table.weight are one parameter, but in two "
+        "FSDP units, block output and block table; tie weights within a block, or between the "
+        "plan's embeddings and head",
+    ]
 
 
 def shards_of_every_kind(world):

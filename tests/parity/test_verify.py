@@ -107,7 +107,6 @@ def odd_job(flavor: str, **parallelism: int) -> JobConfig:
     [
         ("dropout", "model.name: on one process the same batch gives another loss at step 1"),
         ("not finite", "model.name: on one process the loss of step 1 is nan"),
-        ("tied", "model.name: output.weight and tok_emb.weight of OddModel are one parameter"),
         (
             "batch statistics",
             "model.name: the output of output for a sequence depends on the other sequences of the",

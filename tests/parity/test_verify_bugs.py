@@ -38,6 +38,13 @@ ROTARY: Sections = {
 }
 
 
+TIED: Sections = {
+    "model": {"name": "tied", "flavor": "small"},
+    "experimental": {"custom_import": "tied_model"},
+    "training": {"local_batch_size": 8},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A bug, the plan to which it is applied, and a pattern for the diagnosis."""
@@ -149,6 +156,27 @@ CASES = [
         DDP,
         "gradients replicated over dp_replicate are counted 2 times",
         is_slow=True,
+    ),
+    Case(
+        bugs.tied_gradients_not_summed,
+        PP,
+        "the gradient of tok_emb.weight is correct only after a sum over the stages that hold this "
+        "tied weight: each has the gradient of its own use of it only. Sum the gradients of the",
+        TIED,
+    ),
+    Case(
+        bugs.tied_gradients_not_summed,
+        {**PP, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+        "the gradient of tok_emb.weight is correct only after a sum over the stages that hold this",
+        TIED,
+        is_slow=True,
+    ),
+    Case(
+        bugs.norm_counts_copies,
+        PP,
+        "the gradient norm is .*, but every gradient agrees: the tied weight tok_emb.weight is "
+        "counted once on each stage that has a copy of it",
+        TIED,
     ),
     Case(
         bugs.norm_misses_strided_shards,

@@ -33,6 +33,7 @@ from titanlite.parallelize.steps import DTYPES, Part
 from titanlite.parallelize.tensor_parallel import apply_tp
 from titanlite.plan_row import PlanRow
 from titanlite.schedule import walk
+from titanlite.tied import find_tied
 
 if TYPE_CHECKING:
     # Steps called by hand do not need the configuration.
@@ -146,6 +147,7 @@ def split_and_parallelize(
         return Parallelized(
             [model], None, [PlanRow("pipeline parallel", "off", "off"), *applied], report
         )
+    tied = find_tied(model)
     plain_parts = split_model(model, pipeline_plan.stages)
     stages = pipeline_plan.stages_of(meshes.pp.get_local_rank())
     parts = {stage: copy.deepcopy(plain_parts[stage]) for stage in stages}
@@ -163,6 +165,7 @@ def split_and_parallelize(
         num_shards=dims.tp,
         sequence_dim=plan.sequence_dim,
         from_table=pipeline_plan.is_from_file,
+        tied=tied,
     )
     rows = [_pipeline_parallel(pipeline_plan, dims), *done[stages[0]][0]]
     splits = pipeline_plan.schedule.splits_backward

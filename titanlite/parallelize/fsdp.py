@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from titanlite.errors import TitanliteError
+from titanlite.names import canonical_name
 from titanlite.parallelize.arguments import (
     Plan,
     as_plan,
@@ -25,6 +28,7 @@ from titanlite.parallelize.arguments import (
     check_mesh,
 )
 from titanlite.parallelize.plan import find_blocks
+from titanlite.tied import find_tied
 
 RESHARD = ("default", "always", "never")
 
@@ -44,8 +48,9 @@ def apply_fsdp(
     """Shard `model` in place with FSDP2; return the number of units.
 
     A unit (the embeddings, each block, the head, and the remaining parameters) is gathered before
-    it computes, and its gradients are reduced afterwards. A 1-D `dp_mesh` shards. A 2-D one
-    replicates over its first axis and shards over its second (HSDP). Computation is in
+    it computes, and its gradients are reduced afterwards. If a weight is tied between embeddings
+    and head, both are one unit, gathered from the first to the last. A 1-D `dp_mesh` shards. A 2-D
+    one replicates over its first axis and shards over its second (HSDP). Computation is in
     `param_dtype` and reduction in `reduce_dtype`; None means the parameter's own dtype.
 
     `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the
@@ -54,7 +59,8 @@ def apply_fsdp(
     only under "always".
 
     Gradients are summed, not averaged: the loss is already divided by the number of tokens of the
-    whole step. Raises TitanliteError for an invalid argument.
+    whole step. Raises TitanliteError for an invalid argument, and for a weight that is tied between
+    a block and another unit.
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     plan = as_plan("apply_fsdp", model, plan)
@@ -90,18 +96,19 @@ def apply_fsdp(
         )
 
     modules = dict(model.named_modules())
+    embeddings, head = (
+        [modules[name] for name in names if name in modules]
+        for names in (plan.embeddings, plan.head)
+    )
+    blocks = find_blocks(model, plan)
+    last_block = next(reversed(blocks.values()), None)
+    always = reshard_after_forward == "always"
     units = 0
-    for names, reshard_unit in (
-        (plan.embeddings, reshard),
-        (plan.head, reshard_after_forward == "always"),
-    ):
-        group = [modules[name] for name in names if name in modules]
-        if group:
-            shard(group[0] if len(group) == 1 else group, reshard_unit)
-            units += 1
-    blocks = list(find_blocks(model, plan).values())
-    for block in blocks:
-        shard(block, reshard_after_forward == "always" if block is blocks[-1] else reshard)
+    for group, is_needed_first in _outer_units(model, embeddings, head, blocks):
+        shard(group[0] if len(group) == 1 else group, always if is_needed_first else reshard)
+        units += 1
+    for block in blocks.values():
+        shard(block, always if block is last_block else reshard)
         units += 1
     # The root unit gets the remaining parameters, often none.
     units += bool(left)
@@ -113,3 +120,46 @@ def apply_fsdp(
             # FSDP2 implements a division, even by one, as PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
     return units
+
+
+def _outer_units(
+    model: nn.Module,
+    embeddings: list[nn.Module],
+    head: list[nn.Module],
+    blocks: Mapping[str, nn.Module],
+) -> list[tuple[list[nn.Module], bool]]:
+    """The units outside the blocks, each with whether the backward pass needs it first.
+
+    Embeddings and head are one unit if they share a parameter: FSDP2 replaces the parameters of a
+    unit, and would untie one that another unit has, too. If one of its names is in neither, both
+    are left to the root unit.
+    """
+    groups = {"embeddings": embeddings, "head": head} | {
+        f"block {key}": [block] for key, block in blocks.items()
+    }
+    places = {
+        id(module): place
+        for place, group in groups.items()
+        for part in group
+        for module in part.modules()
+    }
+
+    def place_of(name: str) -> str:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        return places.get(id(owner), "the root unit")
+
+    separate = [(embeddings, False), (head, True)]
+    for name, first in find_tied(model).items():
+        apart = {place_of(name), place_of(first)}
+        if len(apart) == 1:
+            continue
+        if any(place.startswith("block ") for place in apart):
+            raise TitanliteError(
+                f"apply_fsdp: {canonical_name(name)} and {canonical_name(first)} are one "
+                f"parameter, but in two FSDP units, {' and '.join(sorted(apart))}; tie weights "
+                "within a block, or between the plan's embeddings and head"
+            )
+        if "the root unit" in apart:
+            return []
+        separate = [(embeddings + head, True)]
+    return [(group, is_needed_first) for group, is_needed_first in separate if group]

@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import (
 
 from titanlite.batch import Batch, asked_for, call_model, join
 from titanlite.errors import TitanliteError
-from titanlite.parallelize.plan import refuse_tied_weights
+from titanlite.parallelize.stage_copies import StageCopies
 from titanlite.schedule import Schedule
 from titanlite.schedule.actions import COMPUTE_KINDS
 
@@ -39,10 +39,9 @@ def split_model(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[nn.Mo
 
     Modules keep their names. A module of another stage is removed from its ModuleDict, or set to
     None if it is an attribute. `stages` must name each module once; modules that no stage names are
-    in every copy. Raises TitanliteError for a name that the model does not have, and for tied
-    weights, which would become two parameters on two ranks.
+    in every copy. A tied weight becomes a parameter of every stage that has one of its names
+    (stage_copies.py). Raises TitanliteError for a name that the model does not have.
     """
-    refuse_tied_weights(model)
     names = [name for stage in stages for name in stage]
     for name in names:
         try:
@@ -109,6 +108,8 @@ class PipelineRunner:
     or replicated if that is None. `example` is one of this rank's microbatches; only its shapes and
     dtypes are used. A batch has `schedule.num_microbatches` of them. PyTorch's schedule of that
     name is used; if there is none, or with `from_table`, PyTorch's runtime executes the table.
+    `tied` is find_tied of the whole model; after the last batch of a step the caller then sums the
+    gradients of tied weights by `copies.sum_gradients()`.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class PipelineRunner:
         num_shards: int = 1,
         sequence_dim: int | None = 0,
         from_table: bool = False,
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         self.table = schedule
         self._parts = dict(sorted(parts.items()))
@@ -133,6 +135,15 @@ class PipelineRunner:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._example, self._dtype = example.to(torch.device("meta")), dtype
         self._num_shards, self._sequence_dim = num_shards, sequence_dim
+        self._tied = tied or {}
+        self.copies = StageCopies(
+            self._tied,
+            self._parts,
+            plain_parts,
+            schedule.stage_to_rank,
+            self.group,
+            self._device,
+        )
         self._known_shapes: dict[int, list[torch.Size]] = {}
         # The batch and loss function of the running step.
         self._batch: Batch | None = None
@@ -164,6 +175,7 @@ class PipelineRunner:
         in the last one (`is_last`).
         """
         self._batch, self._loss_function = batch, loss_function
+        self.copies.update_followers()
         for stage in self.stages:
             stage.reduces_over_replicas = is_last
         inputs = (batch.input,) if self.has_first else ()
@@ -185,6 +197,7 @@ class PipelineRunner:
 
         Runs without a schedule, because V-shaped ones of PyTorch cannot run only forward passes.
         """
+        self.copies.update_followers()
         shapes = self._shapes(batch.num_sequences)
         place = self.table.stage_to_rank
         rank = dist.get_rank(self.group)
@@ -212,10 +225,17 @@ class PipelineRunner:
         return x if self.has_last else None
 
     def parameters(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Each parameter of all stages: its name, its rank on the pp axis, and a "meta" tensor."""
+        """Each parameter of all stages: its name, its rank on the pp axis, and a "meta" tensor.
+
+        A tied weight comes once, by its first name, with the rank of its first copy.
+        """
+        seen = set()
         for place, part in zip(self.table.stage_to_rank, self._plain_parts, strict=True):
-            for name, parameter in part.named_parameters():
-                yield name, place, parameter
+            for own, parameter in part.named_parameters():
+                name = self._tied.get(own, own)
+                if name not in seen:
+                    seen.add(name)
+                    yield name, place, parameter
 
     def _shapes(self, batch_size: int) -> list[torch.Size]:
         """The shape of each activation between stages, as sharded on this rank."""

@@ -85,20 +85,6 @@ def find_container(model: nn.Module, plan: ParallelPlan, step: str) -> nn.Module
     return containers[plan.blocks]
 
 
-def refuse_tied_weights(model: nn.Module) -> None:
-    """Raises TitanliteError if two names refer to the same parameter.
-
-    Sharding it, or allocating it on several ranks, would silently make it two parameters.
-    """
-    first: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(parameter, name) != name:
-            raise TitanliteError(
-                f"{name} and {first[parameter]} of {type(model).__name__} are one parameter, and "
-                "tied weights are not supported; give each its own"
-            )
-
-
 def find_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
     """The repeated blocks of `model` by their key in the container; empty if it has none."""
     containers = match_modules(model, plan.blocks)

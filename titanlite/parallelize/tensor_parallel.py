@@ -8,13 +8,30 @@ from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from titanlite.errors import TitanliteError
 from titanlite.parallelize.arguments import Plan, as_plan, check_flags, check_mesh
-from titanlite.parallelize.plan import match_modules, refuse_tied_weights
-from titanlite.parallelize.styles import EmbeddingLocal, RingStyle
+from titanlite.parallelize.plan import ParallelPlan, match_modules
+from titanlite.parallelize.styles import (
+    EmbeddingLocal,
+    GatherColwise,
+    NormLocal,
+    RingStyle,
+    RowwiseLocal,
+    TokenDropoutLocal,
+)
+from titanlite.tied import find_tied
 
 
 @dataclass(frozen=True)
@@ -50,16 +67,15 @@ def apply_tp(
     An embedding table with fewer rows than ranks is replicated, because FSDP2 refuses the empty
     shard of a rank without rows.
 
-    Raises TitanliteError for an invalid argument, and for tied weights, which would silently become
-    two parameters.
+    A tied weight is distributed once, and all its names keep one DTensor. Raises TitanliteError for
+    an invalid argument, and if the plan gives the names of a tied weight different placements.
     """
     plan = as_plan("apply_tp", model, plan)
     check_mesh("apply_tp", "tp_mesh", tp_mesh)
     check_flags("apply_tp", loss_parallel=loss_parallel)
-    refuse_tied_weights(model)
-    styles = dict(plan.tensor_parallel)
-    if loss_parallel:
-        styles.update(plan.loss_parallel)
+    styles = _styles_of(plan, loss_parallel)
+    tied = find_tied(model)
+    check_tied_placements(model, plan, tp_mesh.size(), loss_parallel=loss_parallel)
     parallelized: list[str] = []
     replicated: list[str] = []
     unmatched: list[str] = []
@@ -85,10 +101,83 @@ def apply_tp(
                 raise TitanliteError(
                     f"tensor-parallel plan, {name or 'the model'}: {error}"
                 ) from None
+            _share_distributed(model, tied)
             (replicated if whole else parallelized).append(name)
     return TensorParallelReport(
         tuple(parallelized), tuple(replicated), tuple(unmatched), made_rings
     )
+
+
+def check_tied_placements(
+    model: nn.Module, plan: ParallelPlan, num_ranks: int, *, loss_parallel: bool = False
+) -> None:
+    """Check that `plan` places every name of a tied weight alike on `num_ranks` ranks.
+
+    Raises TitanliteError otherwise. Only reads the plan, so the model may be plain and without
+    storage. The placement of a style that titanlite does not know is not checked.
+    """
+    if not (tied := find_tied(model)):
+        return
+    placed: dict[str, tuple[str, str]] = {}
+    unknown: list[str] = []
+    for pattern, style in _styles_of(plan, loss_parallel).items():
+        for name, module in match_modules(model, pattern).items():
+            used = _style_of_short_table(module, style, num_ranks) or style
+            for layer, how in _weight_placements(name, module, used).items():
+                placed[f"{layer}.weight"] = how, type(used).__name__
+            if not isinstance(used, KNOWN_STYLES):
+                unknown.append(f"{name}." if name else "")
+    for name, first in tied.items():
+        if any(one.startswith(tuple(unknown)) for one in (name, first)):
+            continue
+        (how, style_name), (first_how, first_style) = (
+            placed.get(one, ("replicated", "no style")) for one in (name, first)
+        )
+        if how != first_how:
+            raise TitanliteError(
+                f"{name} and {first} of {type(model).__name__} are one parameter, but the "
+                f"tensor-parallel plan has the first {how} ({style_name}) and the second "
+                f"{first_how} ({first_style}); give both one placement, such as RowwiseParallel "
+                "for the embedding table and ColwiseParallel for the output layer"
+            )
+
+
+def _weight_placements(name: str, module: nn.Module, style: ParallelStyle) -> dict[str, str]:
+    """Layer -> how a style places its weight, in words, for the styles that shard weights."""
+    if isinstance(style, GatherColwise):
+        return {f"{name}.{layer}" if name else layer: "sharded by rows" for layer in style.layers}
+    if isinstance(style, EmbeddingLocal):
+        return {name: "replicated"}
+    rows = isinstance(
+        style, RowwiseParallel if isinstance(module, nn.Embedding) else ColwiseParallel
+    )
+    if isinstance(style, ColwiseParallel | RowwiseParallel | RowwiseLocal):
+        return {name: "sharded by rows" if rows else "sharded by columns"}
+    return {}
+
+
+KNOWN_STYLES = (
+    *(ColwiseParallel, RowwiseParallel, SequenceParallel),
+    *(PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput),
+    *(GatherColwise, RowwiseLocal, EmbeddingLocal, NormLocal, TokenDropoutLocal),
+)
+"""The styles of which `check_tied_placements` knows which weights they shard."""
+
+
+def _share_distributed(model: nn.Module, tied: Mapping[str, str]) -> None:
+    """Give all names of a tied weight the DTensor that one of them has; `tied` is find_tied's."""
+    for first in dict.fromkeys(tied.values()):
+        names = [first, *(name for name, one in tied.items() if one == first)]
+        parameters = [model.get_parameter(name) for name in names]
+        shared = next((p for p in parameters if isinstance(p, DTensor)), None)
+        for name in names if shared is not None else ():
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(leaf, shared)
+
+
+def _styles_of(plan: ParallelPlan, loss_parallel: bool) -> dict[str, ParallelStyle]:
+    """The styles of `plan` by pattern, in the order in which they are applied."""
+    return {**plan.tensor_parallel, **(plan.loss_parallel if loss_parallel else {})}
 
 
 def _style_of_short_table(

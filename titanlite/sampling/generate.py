@@ -25,6 +25,7 @@ from titanlite.models.build import build_model, initial_model
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
 from titanlite.ranks.world import free_memory_bytes
+from titanlite.tied import find_tied, tie
 from titanlite.training.initialize import (
     draws_by_name,
     generator_for,
@@ -218,11 +219,13 @@ def whole_model(job: Job) -> nn.Module:
     sizes, seed = job.resolved.model, job.config.debug.seed
     with torch.device("meta"):
         model = build_model(spec, sizes, dtype)
+    tied = find_tied(model)
     if not has_buffers(model) or draws_by_name(model):
         model.to_empty(device=job.world.device)
         init_buffers(model, seed)
     else:
         model = initial_model(spec, sizes, dtype, seed).to(job.world.device)
+    tie(model, tied)
     own = dict(model.named_parameters())
     for name, whole in job.whole_parameters():
         own[name].copy_(whole)

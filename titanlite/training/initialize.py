@@ -25,6 +25,7 @@ from titanlite.dropout import TokenDropout
 from titanlite.errors import TitanliteError
 from titanlite.names import canonical_name
 from titanlite.ranks.world import World
+from titanlite.tied import find_tied, tie
 from titanlite.training.shards import local_part, shard_of
 
 # The largest model, in bytes of its parameters, that is built whole on the CPU of each machine.
@@ -36,6 +37,7 @@ def initialize(
     model: nn.Module,
     seed: int,
     device: torch.device,
+    tied: Mapping[str, str] | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Allocate a model built on "meta" on `device` and give it its initial values.
@@ -46,12 +48,18 @@ def initialize(
     model can define `init_parameter(name, parameter, generator)`. By default matrices are normal
     with standard deviation 0.02; vectors are one if they are called weight, else zero. A model with
     buffers sets them in `init_buffers()`; every TokenDropout gets its key here.
+
+    A tied weight is drawn once, by its first name. For a pipeline stage, `tied` is find_tied of the
+    whole model: the stage may have a further name of a weight.
     """
     plain: Any = _plain_model(model)
     draw = getattr(plain, "init_parameter", _init_parameter)
+    tied_here = find_tied(model)
     model.to_empty(device=device)
+    tie(model, tied_here)
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
+        name = (tied or {}).get(name, name)
         if values is not None:
             full = values[name]
         else:

@@ -39,8 +39,22 @@ class StepResult:
     """Why the step was skipped; "" if the weights were updated."""
 
 
+class Copies(Protocol):
+    """The copies of tied weights in the stages of a pipeline."""
+
+    def sum_gradients(self) -> None:
+        """Sum the gradient of each tied weight over the stages that have a copy of it."""
+
+    def repeated(self) -> list[nn.Parameter]:
+        """This rank's parameters of which another copy counts in the gradient norm."""
+
+
 class Stages(Protocol):
     """Runs the parts of a model that is split into stages: a pipeline schedule."""
+
+    @property
+    def copies(self) -> Copies:
+        """The copies of tied weights."""
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -107,7 +121,9 @@ class Trainer:
         loss, num_targets = self.compute_gradients(batches)
         if on_gradients is not None:
             on_gradients()
-        norm = gradient_norm(self.parameters, self.world_mesh)
+        repeated = set() if self.stages is None else set(self.stages.copies.repeated())
+        counted = [parameter for parameter in self.parameters if parameter not in repeated]
+        norm = gradient_norm(counted, self.world_mesh)
         if self.before_update is not None:
             self.before_update()
         note = ""
@@ -128,6 +144,8 @@ class Trainer:
             for loss in self._forward_backward(batch, num_targets, is_last=is_last):
                 loss_sum += loss
         reduce_partial_gradients(self.parameters)
+        if self.stages is not None:
+            self.stages.copies.sum_gradients()
         return self._world_sum(loss_sum) / num_targets, num_targets
 
     @torch.no_grad()

@@ -92,6 +92,13 @@ def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
                 f"Partial over {axis}. All-reduce it over {axis} in that module's backward pass"
             )
             continue
+        if axis == "pp":
+            yield (
+                f"{who} {be(who)} correct only after a sum over the stages that hold this tied "
+                f"weight{words}: each has the gradient of its own use of it only. Sum the "
+                "gradients of the copies before the optimizer step"
+            )
+            continue
         yield (
             f"{who} {be(who)} correct only after a sum over {axis}{words}: each rank has the "
             f"gradient of its own tokens only. Add the missing all-reduce over {axis}"

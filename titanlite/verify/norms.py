@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from titanlite.verify.compare import holders_of
 from titanlite.verify.record import RankRun
-from titanlite.verify.words import how_in_words, is_near
+from titanlite.verify.words import how_in_words, is_near, listed
 
 
 def explain_norm(runs: Sequence[RankRun], step: int, norm: float) -> str:
@@ -32,6 +32,15 @@ def _squares(runs: Sequence[RankRun], step: int, name: str) -> float:
 def _local(runs: Sequence[RankRun], step: int, rank: int, name: str) -> float:
     gradient = runs[rank].steps[step].gradients.get(name)
     return 0.0 if gradient is None else gradient.aa
+
+
+def _num_stages(runs: Sequence[RankRun]) -> dict[str, int]:
+    """Parameter -> the number of ranks of pp that have it: several for a tied weight."""
+    places: dict[str, set[int]] = {}
+    for run in runs:
+        for name in run.placements:
+            places.setdefault(name, set()).add(run.coordinates["pp"])
+    return {name: len(found) for name, found in places.items()}
 
 
 def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str, float]]:
@@ -60,6 +69,12 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
             f"gradients replicated over {axis} are counted {degrees[axis]} times, once on each "
             "rank",
             math.sqrt(total + extra),
+        )
+    tied = {name: n for name, n in _num_stages(runs).items() if n > 1}
+    if tied:
+        yield (
+            f"the tied weight {listed(tied)} is counted once on each stage that has a copy of it",
+            math.sqrt(total + sum((n - 1) * once[name] for name, n in tied.items())),
         )
     copies = {name: len(next(iter(ranks.values()))) for name, ranks in holders.items()}
     yield (

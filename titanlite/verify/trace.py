@@ -425,6 +425,9 @@ def _sum_gradients(
             total = own.to(job.world.device).clone()
             dist.all_reduce(total, group=job.meshes.world[axis].get_group())
             sums[name][axis] = agreement(total, expected, record[name])
+        summed = None if job.pipeline is None else job.pipeline.copies.summed(name)
+        if summed is not None:
+            sums[name]["pp"] = agreement(summed, expected, record[name])
     return sums
 
 

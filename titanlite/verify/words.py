@@ -81,19 +81,20 @@ def name_parameters(names: Collection[str], runs: Sequence[RankRun], what: str) 
     """Words for a set of parameters: their names, and the stage or placement they share."""
     chosen = set(names)
     placed: dict[str, Mapping[str, str]] = {}
-    stages: dict[str, int] = {}
+    stages: dict[str, set[int]] = {}
     for run in runs:
         placed.update(run.placements)
-        stages.update(dict.fromkeys(run.placements, run.coordinates["pp"]))
+        for name in run.placements:
+            stages.setdefault(name, set()).add(run.coordinates["pp"])
     if chosen == set(placed):
         return f"all {len(placed)} {what}s"
     shown = f"{len(chosen)} of {len(placed)} {what}s ({listed(sorted(chosen), 3)}"
     if len(chosen) == 1:
         return f"the {what} of {min(chosen)}" if what != "parameter" else min(chosen)
-    places = sorted(set(stages.values()))
+    places = sorted(set().union(*stages.values()))
     for count in range(1, len(places)):
         for some in itertools.combinations(places, count):
-            if chosen == {name for name, place in stages.items() if place in some}:
+            if chosen == {name for name, held in stages.items() if not held.isdisjoint(some)}:
                 return f"{shown}; exactly those on pp {listed(some)})"
     axes = next(iter(placed.values()), {})
     for axis in axes:

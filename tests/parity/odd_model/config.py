@@ -18,7 +18,7 @@ FLAVORS = {
     name: OddConfig(oddity=name)
     for name in (
         "none",
-        *("dropout", "not finite", "tied", "called twice", "frozen", "raises"),
+        *("dropout", "not finite", "called twice", "frozen", "raises"),
         *("batch statistics", "rounds"),
     )
 }

@@ -18,8 +18,6 @@ class OddModel(PlainModel):
         self.oddity = config.oddity
         if self.oddity == "called twice":
             self.norm = nn.RMSNorm(config.dim, eps=1e-5)
-        if self.oddity == "tied":
-            self.output.weight = self.tok_emb.weight
         if self.oddity == "frozen":
             self.layers.requires_grad_(False)
 

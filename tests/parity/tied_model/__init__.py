@@ -1,0 +1,17 @@
+"""Models whose output layer is their embedding table, registered by custom_import."""
+
+from titanlite.models import ModelSpec, register
+
+for name, model in (
+    ("tied", "TiedModel"),
+    ("tied_sp", "SequenceParallelTiedModel"),
+    ("tied_apart", "TiedModelPlacedApart"),
+):
+    register(
+        ModelSpec(
+            name=name,
+            config="tied_model.config:TiedConfig",
+            model=f"tied_model.model:{model}",
+            plan="tied_model.plan:PLANS",
+        )
+    )

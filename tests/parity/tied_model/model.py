@@ -1,0 +1,24 @@
+"""The rotary model with tied weights: the output layer's weight is the embedding table."""
+
+from __future__ import annotations
+
+from rotary_model.config import RotaryConfig
+from rotary_model.model import RotaryModel
+
+
+class TiedModel(RotaryModel):
+    """Tokens [B, T] to logits [B, T, V]."""
+
+    def __init__(self, config: RotaryConfig) -> None:
+        super().__init__(config)
+        assert self.tok_emb is not None
+        assert self.output is not None
+        self.output.weight = self.tok_emb.weight
+
+
+class SequenceParallelTiedModel(TiedModel):
+    """The same, cut with sequence parallelism."""
+
+
+class TiedModelPlacedApart(TiedModel):
+    """The same, with a plan that replicates the table and cuts the output layer."""
