@@ -11,7 +11,7 @@ for name, model in (
         ModelSpec(
             name=name,
             config="tied_model.config:TiedConfig",
-            model=f"tied_model.model:{model}",
+            build=f"tied_model.model:{model}",
             plan="tied_model.plan:PLANS",
         )
     )
