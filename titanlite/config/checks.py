@@ -131,7 +131,7 @@ def _overlap(one: str, other: str) -> bool:
 
 @reads("comm")
 def _recorder(job: Draft) -> Iterator[str]:
-    """comm.mode = "debug" needs a flight recorder that keeps collectives."""
+    """comm.mode = "debug" needs torch's flight recorder: comm.trace_buf_size is not 0."""
     if job.config.comm.mode == "debug" and job.config.comm.trace_buf_size == 0:
         yield (
             'comm.trace_buf_size: 0 records no collectives, but comm.mode = "debug" compares them; '
@@ -149,7 +149,7 @@ def _split(job: Draft) -> Iterator[str]:
 
 @reads("training.dataset", "training.dataset_path")
 def _source(job: Draft) -> Iterator[str]:
-    """The data set exists; dataset_path is set for a data set on disk, and for no other."""
+    """The training data set exists; dataset_path is set for data on disk, and for no other data."""
     training = job.config.training
     yield from source_problems("training", training.dataset, training.dataset_path)
 
@@ -168,7 +168,7 @@ def _loss(job: Draft) -> Iterator[str]:
 
 @reads("validation", "training.dataset", "training.dataset_path")
 def _validation_source(job: Draft) -> Iterator[str]:
-    """The same holds for a data set that [validation] names."""
+    """If [validation] names a data set, it exists, with the same rule for its dataset_path."""
     own = job.config.validation.dataset or job.config.validation.dataset_path
     if job.config.validation.enable and own:
         dataset, path = job.config.validation_dataset, job.config.validation_dataset_path
@@ -177,14 +177,14 @@ def _validation_source(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "training.dataset")
 def _data(job: Draft) -> Iterator[str]:
-    """The data set has the sequence length and token values that the model takes."""
+    """The training data has the sequence length and token values that the model takes."""
     dataset = job.config.training.dataset
     yield from fit_problems("training", dataset, job.config, job.model, job.seq_len)
 
 
 @reads(MODEL, "validation", "training.dataset")
 def _validation_data(job: Draft) -> Iterator[str]:
-    """The same holds for the validation data, which also has the same fields and loss."""
+    """The validation data has them too, and the same fields and loss as the training data."""
     config, dataset = job.config, job.config.validation_dataset
     if config.validation.enable and dataset != config.training.dataset:
         yield from fit_problems("validation", dataset, config, job.model, job.seq_len)
@@ -193,7 +193,8 @@ def _validation_data(job: Draft) -> Iterator[str]:
 
 @reads(MODEL, "training.seq_len", "training.dataset", "validation.enable", "validation.seq_len")
 def _sequence(job: Draft) -> Iterator[str]:
-    """A model of fixed sequence length gets that length; validation uses the training length."""
+    """If the model has a fixed sequence length, training.seq_len is that length or not set;
+    validation.seq_len, if set, is the training length."""
     own, training = own_length(job.model), job.config.training.seq_len
     if own is not None and training not in (None, own):
         yield (
@@ -256,7 +257,8 @@ PIPELINE_KEYS = (
 
 @reads(MODEL, *PIPELINE_KEYS)
 def _pipeline(job: Draft) -> Iterator[str]:
-    """The blocks divide into the stages, the batch into microbatches, and the schedule can run."""
+    """The blocks divide into the pipeline stages, local_batch_size divides into microbatches, and
+    the schedule can run with them."""
     yield from job.pipeline_problems
 
 
@@ -265,8 +267,9 @@ RESHARD = "parallelism.fsdp_reshard_after_forward"
 
 @reads(MODEL, "compile", "activation_checkpoint", RESHARD, *PIPELINE_KEYS)
 def _split_backward(job: Draft) -> Iterator[str]:
-    """A schedule that splits the backward pass excludes a compiled model, activation checkpointing
-    by "op" and fsdp_reshard_after_forward = "always": PyTorch does not support these."""
+    """A pipeline schedule that splits the backward pass works neither with a compiled model, nor
+    with activation checkpointing by "op" or fsdp_reshard_after_forward = "always", because PyTorch
+    does not support these."""
     if job.pipeline is None or not job.pipeline.schedule.splits_backward:
         return
     name = job.pipeline.schedule.name
@@ -388,7 +391,7 @@ def _batch(job: Draft) -> Iterator[str]:
 
 @reads("lr_scheduler", "training.steps")
 def _schedule(job: Draft) -> Iterator[str]:
-    """The learning rate schedule is no shorter than the run. Warm-up and decay are cut to fit."""
+    """lr_scheduler.total_steps, if set, is at least training.steps."""
     total, steps = job.config.schedule_steps, job.config.training.steps
     if total < steps:
         yield (
@@ -399,7 +402,8 @@ def _schedule(job: Draft) -> Iterator[str]:
 
 @reads("activation_checkpoint", "compile")
 def _recomputation(job: Draft) -> Iterator[str]:
-    """mode = "memory_budget" needs a compiled model, and debug does not work with "op"."""
+    """activation_checkpoint.mode = "memory_budget" needs a compiled model, and
+    activation_checkpoint.debug does not work with "op"."""
     ac, compiled = job.config.activation_checkpoint, job.config.compile
     if ac.mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
         yield (
@@ -418,7 +422,8 @@ FLOAT8 = "quantize.linear.float8"
 
 @reads("model.converters", FLOAT8, ASYNC_TP)
 def _float8(job: Draft) -> Iterator[str]:
-    """Float8 needs torchao and excludes async TP; FSDP gathers in float8 only with "tensorwise"."""
+    """Float8 needs torchao and does not work with async TP; FSDP gathers in float8 only with the
+    recipe "tensorwise"."""
     section = job.config.quantize.linear.float8
     if not job.config.converts_to_float8:
         return
@@ -465,7 +470,8 @@ def _compilation(job: Draft) -> Iterator[str]:
 
 @reads("optimizer")
 def _optimizer(job: Draft) -> Iterator[str]:
-    """Only SGD has a momentum, and SGD cannot be fused: PyTorch's takes no sharded weights."""
+    """optimizer.momentum is only for SGD, and SGD cannot be "fused", because PyTorch's fused SGD
+    does not support sharded weights."""
     optimizer = job.config.optimizer
     if optimizer.momentum and optimizer.name != "SGD":
         yield (
@@ -497,7 +503,8 @@ def _dump_folder(job: Draft) -> Iterator[str]:
 
 @reads("profiling", "parallelism.pipeline_parallel_degree")
 def _profiling(job: Draft) -> Iterator[str]:
-    """profile_freq covers a trace and its warm-up; a pipeline timeline needs a pipeline."""
+    """profile_freq is at least profiler_warmup + profiler_active; a pipeline timeline needs a
+    pipeline."""
     profiling = job.config.profiling
     if profiling.enable_pipeline_timeline and not job.dims.pp_enabled:
         yield (

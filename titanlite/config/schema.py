@@ -226,7 +226,7 @@ class Parallelism(Section):
         1, "replicas of the weights (DDP; HSDP with a shard degree)"
     )
     data_parallel_shard_degree: CountOrMinusOne = key(
-        -1, "shards of the weights (FSDP2); -1: all ranks that the other degrees leave"
+        -1, "shards of the weights (FSDP2); -1: the number of ranks divided by the other degrees"
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
         "default", "whether FSDP frees gathered weights after the forward pass"
@@ -252,10 +252,10 @@ class Parallelism(Section):
         None, "PP: the names of each stage's modules"
     )
     pipeline_parallel_first_stage_less_layers: NonNegativeInt = key(
-        1, "PP: blocks fewer on the first stage, for the embeddings"
+        1, "PP: how many blocks fewer the first stage has, for the embeddings"
     )
     pipeline_parallel_last_stage_less_layers: NonNegativeInt = key(
-        1, "PP: blocks fewer on the last stage, for the output layer"
+        1, "PP: how many blocks fewer the last stage has, for the output layer"
     )
     pipeline_parallel_layers_per_stage: PositiveInt | None = key(None, "PP: blocks per stage")
     pipeline_parallel_schedule: str = key(
@@ -297,13 +297,14 @@ class ActivationCheckpoint(Section):
 
     mode: Literal["selective", "full", "memory_budget", "none"] = key(
         "selective",
-        "recompute some or all activations, as a memory budget requires (compile), or none",
+        "what to recompute: by selective_ac_option, all, by memory_budget (with compile), or none",
     )
     selective_ac_option: BlockIntervalOrOp = key(
         "2", '"n": recompute every n-th block; "op": save some operators, recompute the rest'
     )
     per_op_sac_force_recompute_mm_shapes_by_fqns: Values[str] = key(
-        ("moe.router.gate",), '"op": names of linear layers whose outputs are always recomputed'
+        ("moe.router.gate",),
+        '"op": names of linear layers; products with weights of their shapes are recomputed',
     )
     early_stop: bool = key(
         False, "stop recomputation as soon as the last needed tensor is recomputed"
