@@ -167,3 +167,13 @@ register(
         plan="titanlite.models.image_transformer.plan:PLANS",
     )
 )
+register(
+    ModelSpec(
+        name="hf",
+        config="titanlite.models.hf.config:HFConfig",
+        build="titanlite.models.hf.model:build",
+        plan="titanlite.models.hf.plan:plan",
+        inputs="titanlite.models.hf.model:inputs",
+        output="titanlite.models.hf.model:output",
+    )
+)

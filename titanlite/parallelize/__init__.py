@@ -148,7 +148,7 @@ def split_and_parallelize(
             [model], None, [PlanRow("pipeline parallel", "off", "off"), *applied], report
         )
     tied = find_tied(model)
-    plain_parts = split_model(model, pipeline_plan.stages)
+    plain_parts = split_model(model, pipeline_plan.stages, plan.stage_forward)
     stages = pipeline_plan.stages_of(meshes.pp.get_local_rank())
     parts = {stage: copy.deepcopy(plain_parts[stage]) for stage in stages}
     done = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -34,13 +35,18 @@ from titanlite.schedule import Schedule
 from titanlite.schedule.actions import COMPUTE_KINDS
 
 
-def split_model(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
+def split_model(
+    model: nn.Module,
+    stages: Sequence[Sequence[str]],
+    forward: Callable[..., Any] | None = None,
+) -> list[nn.Module]:
     """Copies of `model`, one per stage, each with only the modules that the stage names.
 
     Modules keep their names. A module of another stage is removed from its ModuleDict, or set to
     None if it is an attribute. `stages` must name each module once; modules that no stage names are
     in every copy. A tied weight becomes a parameter of every stage that has one of its names
-    (stage_copies.py). Raises TitanliteError for a name that the model does not have.
+    (stage_copies.py). `forward(stage, x, ...)` becomes the forward of every stage if it is given.
+    Raises TitanliteError for a name that the model does not have.
     """
     names = [name for stage in stages for name in stage]
     for name in names:
@@ -60,8 +66,21 @@ def split_model(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[nn.Mo
                 del parent[leaf]
             else:
                 setattr(parent, leaf, None)
+        if forward is not None:
+            part.forward = MethodType(forward, part)
         parts.append(part)
     return parts
+
+
+def _batch_dim(batch: Batch, name: str, value: Any) -> int | None:
+    """The dimension of an argument of forward along which microbatches are split, if any.
+
+    An argument that is not a field of the batch is split along dimension 0 if that counts samples.
+    """
+    if name in batch.fields and value is batch[name]:
+        return batch.dims[name].batch
+    is_split = isinstance(value, Tensor) and value.ndim > 0 and batch.num_sequences > 1
+    return 0 if is_split and value.size(0) == batch.num_sequences else None
 
 
 LossFunction = Callable[[Any, Batch], Tensor]
@@ -185,8 +204,10 @@ class PipelineRunner:
         fields = asked_for(self.stages[0].submod, batch)
         # Not every schedule class takes this as an argument.
         self._schedule._kwargs_chunk_spec = {
-            name: _Replicate() if (dim := batch.dims[name].batch) is None else TensorChunkSpec(dim)
-            for name in fields
+            name: _Replicate()
+            if (dim := _batch_dim(batch, name, value)) is None
+            else TensorChunkSpec(dim)
+            for name, value in fields.items()
         }
         self._schedule.step(*inputs, target=target, return_outputs=False, **fields)
         self._batch = self._loss_function = None

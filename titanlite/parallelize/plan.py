@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -29,7 +29,8 @@ class ParallelPlan:
     the blocks; each group is one FSDP unit. `attention` is the name, within a block, of the module
     that takes q, k and v, and `is_causal` says whether it is causal. `sequence_dim` is the
     dimension along which tensor parallelism shards the activations between blocks; None if they
-    are replicated (no sequence parallelism).
+    are replicated (no sequence parallelism). `stage_forward(stage, x, ...)` is the forward of a
+    pipeline stage if the model's own cannot skip modules that are None.
     """
 
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class ParallelPlan:
     attention: str = "attention.inner"
     is_causal: bool = True
     sequence_dim: int | None = 0
+    stage_forward: Callable[..., Any] | None = None
 
 
 def find_plan(model: nn.Module) -> ParallelPlan:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.stateless import _reparametrize_module
 
 from titanlite.dropout import TokenDropout
 from titanlite.errors import TitanliteError
@@ -140,17 +141,30 @@ class RowwiseLocal(RingStyle):
 
 
 class NormLocal(ParallelStyle):
-    """A replicated RMSNorm or LayerNorm on sequence shards.
+    """A replicated norm on local shards: of the sequence, or of heads if it normalizes each head.
 
-    Input and output: the local shard. The gradients of its parameters are Partial over the ranks;
-    FSDP2 reduces them, or the step does so before it computes the gradient norm.
+    Takes RMSNorm, LayerNorm, and any other module without submodules whose parameters are vectors
+    that it applies to each position. Input and output: the local shard. The gradients of its
+    parameters are Partial over the ranks; FSDP2 reduces them, or the step does so before it
+    computes the gradient norm.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = dict(module.named_parameters(recurse=False))
+        is_other = not isinstance(module, nn.RMSNorm | nn.LayerNorm)
+        if is_other and (any(module.children()) or any(p.ndim != 1 for p in own.values())):
+            _require(module, (nn.RMSNorm, nn.LayerNorm), self)
+        plain = type(module).forward
+        _distribute(module, device_mesh, dict.fromkeys(own, Replicate()), self.src_data_rank)
+
+        def other(module: nn.Module, x: Tensor) -> Tensor:
+            local = {name: _local(p, Partial()) for name, p in module._parameters.items()}
+            with _reparametrize_module(module, local):
+                return plain(module, x)
+
+        if is_other:
+            return _replace_forward(module, other)
         _require(module, (nn.RMSNorm, nn.LayerNorm), self)
-        _distribute(
-            module, device_mesh, {"weight": Replicate(), "bias": Replicate()}, self.src_data_rank
-        )
 
         def rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
             weight = _local(module.weight, Partial())

@@ -18,6 +18,11 @@ from titanlite.data.spec import Dataset, DatasetSpec, Misfit
 SIDES = ("image_height", "image_width", "image_channels")
 
 
+def _vocabulary(model: Any) -> int:
+    """The vocabulary of a model; 256, a byte per pixel, if its configuration does not give it."""
+    return getattr(model, "vocab_size", None) or 256
+
+
 @dataclass(frozen=True)
 class ImageSpec(DatasetSpec):
     """An image data set with the shape of its images; None means any size (synthetic).
@@ -58,11 +63,11 @@ class ImageSpec(DatasetSpec):
             return None
         if not is_known and self.max_height is None:
             return None
-        values = self.vocab_size or model.vocab_size
+        values = self.vocab_size or _vocabulary(model)
         takes = " x ".join(map(str, taken)) if taken else f"{seq_len} tokens"
         return Misfit(
             f"images of {self.size} and {values} values",
-            f"{takes} and {model.vocab_size}",
+            f"{takes} and {_vocabulary(model)}",
             tuple(changes),
         )
 
@@ -87,7 +92,7 @@ class ImageSpec(DatasetSpec):
             is_given = getattr(model, "seq_len", None) is None
             what = "training.seq_len" if is_given else "the sequence length of the model"
             changes.append(f"{what} to {math.prod(shape)}")
-        if self.vocab_size is not None and model.vocab_size < self.vocab_size:
+        if self.vocab_size is not None and _vocabulary(model) < self.vocab_size:
             changes.append(f"model.vocab_size to {self.vocab_size}")
         return changes
 
@@ -107,7 +112,7 @@ class ImageSpec(DatasetSpec):
             height=height,
             width=width,
             channels=channels,
-            vocab_size=model.vocab_size,
+            vocab_size=_vocabulary(model),
             **arguments,
         )
 

@@ -1,0 +1,130 @@
+"""Which Hugging Face model to build, and checks of its sizes; needs no torch.
+
+[model]
+name = "hf"
+path = "my_llama"                       # a folder with config.json
+# or
+config_class = "LlamaConfig"            # a class of transformers
+values = { hidden_size = 256, num_hidden_layers = 4 }
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from titanlite.mesh.parallel_dims import ParallelDims, divisors
+
+FAMILIES = {
+    "LlamaConfig": "llama",
+    "MistralConfig": "mistral",
+    "Qwen2Config": "qwen2",
+    "Qwen3Config": "qwen3",
+}
+"""The configuration classes that have a plan, and their `model_type` in config.json."""
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """A folder with config.json, or a configuration class and its values."""
+
+    path: Annotated[
+        str | None, Field(description="folder with config.json, whose sizes the model gets")
+    ] = None
+    config_class: Annotated[
+        str | None, Field(description="configuration class of transformers, such as LlamaConfig")
+    ] = None
+    values: Annotated[
+        dict[str, Any], Field(description="values of that configuration, such as hidden_size")
+    ] = field(default_factory=dict)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values of config.json, overridden by `values`."""
+        found: dict[str, Any] = {}
+        if self.path is not None:
+            found = json.loads((Path(self.path).expanduser() / "config.json").read_text())
+        return {**found, **self.values}
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The vocabulary size; None if neither the file nor `values` give it."""
+        try:
+            return self.given.get("vocab_size")
+        except (OSError, ValueError):
+            return None
+
+    def problems(self, dims: ParallelDims, seq_len: int) -> list[tuple[str, str]]:
+        """What is wrong with the folder, the class or the sizes, as (key, message)."""
+        if importlib.util.find_spec("transformers") is None:
+            return [
+                ("model.name", '"hf" needs transformers; install titanlite[hf], or another model')
+            ]
+        if (self.path is None) == (self.config_class is None):
+            return [("model.path", "give either path, a folder with config.json, or config_class")]
+        try:
+            given = self.given
+        except OSError as error:
+            return [
+                (
+                    "model.path",
+                    f'"{self.path}" has no config.json that can be read ({error}); give '
+                    "a folder that from_pretrained reads",
+                )
+            ]
+        except ValueError as error:
+            return [("model.path", f'"{self.path}/config.json" is not JSON ({error}); repair it')]
+        return [*self._family_problems(given), *self._size_problems(given, dims, seq_len)]
+
+    def _family_problems(self, given: dict[str, Any]) -> list[tuple[str, str]]:
+        known = ", ".join(FAMILIES)
+        if self.config_class is not None and self.config_class not in FAMILIES:
+            return [("model.config_class", f"{self.config_class} has no plan; give {known}")]
+        if self.path is not None and given.get("model_type") not in FAMILIES.values():
+            return [
+                (
+                    "model.path",
+                    f"models of type {given.get('model_type')} have no plan; give a "
+                    f"folder of one of {', '.join(FAMILIES.values())}",
+                )
+            ]
+        return []
+
+    def _size_problems(
+        self, given: dict[str, Any], dims: ParallelDims, seq_len: int
+    ) -> list[tuple[str, str]]:
+        found = []
+        heads = given.get("num_attention_heads")
+        kv_heads = given.get("num_key_value_heads") or heads
+        for name, number in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+            if isinstance(number, int) and number % dims.tp:
+                found.append(
+                    (
+                        "parallelism.tensor_parallel_degree",
+                        f"{dims.tp} does not divide {name} {number}; give one of "
+                        f"{', '.join(map(str, divisors(number)))}",
+                    )
+                )
+        window = given.get("sliding_window")
+        uses_window = given.get("use_sliding_window", True)
+        if isinstance(window, int) and uses_window and window < seq_len:
+            found.append(
+                (
+                    "training.seq_len",
+                    f"{seq_len} tokens are more than sliding_window {window}, and "
+                    f"windows are not supported; give at most {window}",
+                )
+            )
+        if dropout := given.get("attention_dropout"):
+            found.append(
+                ("model.values", f"attention_dropout {dropout} differs between plans; set it to 0")
+            )
+        return found
+
+
+FLAVORS = {"config": HFConfig()}

@@ -1,0 +1,80 @@
+"""Build a Hugging Face causal language model of one of the families in config.py.
+
+The model's own code runs. Two things are added: its attention calls a submodule of each attention
+layer, which context parallelism can replace, and a pipeline stage has a forward that skips what the
+stage does not have.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface
+
+from titanlite.models.hf.config import HFConfig
+
+if TYPE_CHECKING:
+    from titanlite.batch import Batch
+
+ATTENTION = "titanlite_attention"
+
+
+class CausalAttention(nn.Module):
+    """Causal attention of q [B, H, T, E] over k, v [B, K, T, E]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        )
+
+
+def build(sizes: HFConfig) -> nn.Module:
+    """The model of a folder's config.json or of a configuration class, with its own classes."""
+    if sizes.path is not None:
+        config = transformers.AutoConfig.from_pretrained(sizes.path, **sizes.values)
+    else:
+        config = getattr(transformers, str(sizes.config_class))(**sizes.values)
+    config.use_cache = False
+    transformers.AttentionInterface.register(ATTENTION, _attend)
+    # None: the attention itself is causal, and positions need not be consecutive.
+    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    for layer in model.model.layers:
+        layer.self_attn.add_module(ATTENTION, CausalAttention())
+    return model
+
+
+def _attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls; the output is [B, T, H, E]."""
+    attention: nn.Module = getattr(module, ATTENTION)
+    return attention(q, k, v, scale=scaling).transpose(1, 2), None
+
+
+def inputs(batch: Batch) -> dict[str, Any]:
+    """The arguments of forward besides the tokens."""
+    positions = batch.positions
+    return {"position_ids": positions.view(-1, positions.size(-1)), "use_cache": False}
+
+
+def output(result: Any) -> Tensor:
+    """The logits in the result of forward."""
+    return result.logits
+
+
+def stage_forward(self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False) -> Tensor:
+    """The forward pass of a pipeline stage: the layers that it has, in order."""
+    inner = self.model
+    if inner.embed_tokens is not None:
+        x = inner.embed_tokens(x)
+    embeddings = inner.rotary_emb(x, position_ids=position_ids)
+    for layer in inner.layers:
+        if layer is not None:
+            x = layer(x, position_ids=position_ids, position_embeddings=embeddings)
+    if inner.norm is not None:
+        x = inner.norm(x)
+    return x if self.lm_head is None else self.lm_head(x)

@@ -1,0 +1,44 @@
+"""How the models of models/hf are sharded: one plan for the families of config.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from titanlite.models.hf.model import ATTENTION, stage_forward
+from titanlite.parallelize.plan import ParallelPlan
+from titanlite.parallelize.styles import NormLocal
+
+
+def plan(model: nn.Module) -> ParallelPlan:
+    """Megatron's first form: heads, hidden units and vocabulary are sharded."""
+    layer = "model.layers.*"
+    columns = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+    rows = ["self_attn.o_proj", "mlp.down_proj"]
+    # Norms of single heads are replicated, while each rank has other heads.
+    norms = [name for name in ("q_norm", "k_norm") if _first_attention(model, name)]
+    return ParallelPlan(
+        tensor_parallel={
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+            **{f"{layer}.{name}": ColwiseParallel() for name in columns},
+            **{f"{layer}.{name}": RowwiseParallel() for name in rows},
+            **{f"{layer}.self_attn.{name}": NormLocal() for name in norms},
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        },
+        loss_parallel={
+            "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        },
+        blocks="model.layers",
+        embeddings=("model.embed_tokens",),
+        head=("model.norm", "lm_head"),
+        attention=f"self_attn.{ATTENTION}",
+        sequence_dim=None,
+        stage_forward=stage_forward,
+    )
+
+
+def _first_attention(model: Any, name: str) -> bool:
+    return hasattr(model.model.layers[0].self_attn, name)
