@@ -53,6 +53,7 @@ MUST_NOT_IMPORT = {
             "pool",
             "record",
             "report",
+            "result",
             "shares",
             "shrink",
             "updates",

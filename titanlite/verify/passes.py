@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from titanlite.verify.evidence import EXPLAINED, Evidence, pooled, ranks_of, worst
+from titanlite.verify.evidence import EXPLAINED, Evidence, JobEvidence, pooled, ranks_of, worst
 from titanlite.verify.gradients import explain_gradients
 from titanlite.verify.record import ModuleOutput, module_of
 from titanlite.verify.words import agree, is_near, listed, name_parameters, name_ranks
@@ -55,7 +55,7 @@ def explain_recomputation(e: Evidence) -> Iterator[str]:
         yield from _recomputed(e)
 
 
-def explain_float8(e: Evidence) -> Iterator[str]:
+def explain_float8(e: JobEvidence) -> Iterator[str]:
     """The first float8 layer whose input scales differ from those on one process."""
     known = {} if e.reference_trace is None else e.reference_trace.scaled
     for name in filter(known.__contains__, e.forward_order):
@@ -136,7 +136,7 @@ def explain_forward(e: Evidence) -> Iterator[str]:
     style = next((t.styles[module] for t in e.traces if module in t.styles), "")
     if style:
         parts.append(f"its entry in the tensor-parallel plan is {style}")
-    elif e.dims.cp_enabled and len(outputs) < len(holders[first]):
+    elif e.dims.degrees.get("cp", 1) > 1 and len(outputs) < len(holders[first]):
         parts.append(
             "other cp ranks agree, so this rank misses some of their keys and values, or uses some "
             "twice"
