@@ -69,6 +69,9 @@ class Tracer:
         for call, tensors in kept.first.items():
             known = record["outputs"].get(call)
             compared = self._compare(tensors, known) if known else None
+            if compared is None and known and len(tensors) > 2:
+                # A pipeline's first step starts with a call that only finds shapes.
+                compared = self._compare(tensors[1:], known)
             if compared is not None:
                 found[call], parts[call] = compared
                 found[call].recomputed = kept.recomputed_difference(call)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
 from titanlite.names import canonical_name
 from titanlite.training.shards import local_part
@@ -38,6 +39,9 @@ class Outputs:
         if isinstance(output, tuple | list) and output:
             output = output[0]
         if not isinstance(output, Tensor):
+            return
+        if isinstance(output, DTensor) and any(p.is_partial() for p in output.placements):
+            # DTensor reduces it where it is used, so its local part equals nothing on one process.
             return
         local = local_part(output.detach()).detach().cpu().clone()
         if torch._C._current_graph_task_id() != -1:
