@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -49,13 +49,13 @@ def loss(model, batch):
     return cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
-def make_batches(*, is_masked: bool = False, num_steps: int = 2):
+def make_batches(*, is_masked: bool = False, num_steps: int = 2, length: int = 7):
     """Global batches of 4 sequences; with `is_masked` their numbers of targets differ."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(num_steps):
-        tokens = torch.randint(VOCABULARY, (4, 7), generator=generator)
-        targets = torch.randint(VOCABULARY, (4, 7), generator=generator)
+        tokens = torch.randint(VOCABULARY, (4, length), generator=generator)
+        targets = torch.randint(VOCABULARY, (4, length), generator=generator)
         if is_masked:
             targets[0, 1:] = -100
         batches.append({"tokens": tokens, "targets": targets})
@@ -113,6 +113,25 @@ with_a_partial_output = functools.partial(with_plan, output=Partial())
 def with_fsdp2_and_plan(mesh):
     model = with_plan(mesh)
     return fully_shard(model, mesh=mesh["dp"])
+
+
+def with_a_pending_gradient(mesh):
+    """The bias of `head` is a replicated DTensor, and its gradient claims to be a Partial."""
+    model = with_plan(mesh)
+    bias = nn.Parameter(distribute_tensor(model.head.bias.detach(), mesh, [Replicate()]))
+
+    def claim(parameter):
+        local = parameter.grad.to_local()
+        parameter.grad = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+
+    bias.register_post_accumulate_grad_hook(claim)
+    model.head.bias = bias
+    model.head.forward = lambda x: nn.functional.linear(x, model.head.weight, bias.to_local())
+    return model
+
+
+def compiled(mesh):
+    return torch.compile(with_ddp(mesh), backend="aot_eager")
 
 
 # Megatron's pair of layers, made by hand.
@@ -290,3 +309,17 @@ def with_another_name():
 class RandomModel(Model):
     def forward(self, tokens):
         return nn.functional.dropout(super().forward(tokens), 0.5)
+
+
+def zigzag(batch, mesh):
+    """The first and last quarter of each sequence on rank 0, the middle on rank 1."""
+    index, length = mesh.get_local_rank("cp"), batch["tokens"].size(1)
+    quarters = torch.arange(length).chunk(4)
+    chosen = torch.cat([quarters[index], quarters[3 - index]])
+    return {name: field[:, chosen] for name, field in batch.items()}
+
+
+def with_a_larger_block(mesh):
+    model = Model()
+    model.blocks[1].register_forward_hook(lambda module, inputs, output: 1.5 * output)
+    return nn.parallel.DistributedDataParallel(model)

@@ -23,6 +23,11 @@ ROOT = Path(__file__).parents[2]
 
 DP: dict[str, Any] = {"ranks": {"dp": 2}, "split": "dp"}
 TP: dict[str, Any] = {"ranks": {"tp": 2}}
+CP: dict[str, Any] = {
+    "ranks": {"cp": 2},
+    "split": code.zigzag,
+    "batches": code.make_batches(length=8),
+}
 PP: dict[str, Any] = {"ranks": {"pp": 2}, "step": code.pipeline_step}
 BY_HAND: dict[str, Any] = {**TP, "shard": code.shard_by_hand, "rename": code.names_by_hand}
 
@@ -52,6 +57,8 @@ def compare(
         (code.with_plan, TP),
         (code.by_hand, BY_HAND),
         (code.with_pipeline, PP),
+        (code.with_ddp, CP),
+        pytest.param(code.compiled, {"ranks": 2, "split": "world"}, marks=pytest.mark.slow),
         pytest.param(
             code.with_fsdp2_and_plan,
             {"ranks": {"dp": 2, "tp": 2}, "split": "dp"},
@@ -111,6 +118,19 @@ FAULTS = [
         "blocks.0.down is the first module in forward order .* Summed over tp, the output is "
         "correct: it is a Partial that has not been reduced",
         "Partial output",
+    ),
+    Fault(
+        code.with_a_larger_block,
+        CP,
+        "blocks.1 is the first module in forward order whose output differs, on every rank; every "
+        "module before it agrees. It is 1.5 times as large as on one process",
+        "larger output of some tokens",
+    ),
+    Fault(
+        code.with_a_pending_gradient,
+        TP,
+        "the gradient of head.bias is still Partial at the optimizer step",
+        "Partial gradient",
     ),
     Fault(
         code.without_copy,

@@ -23,6 +23,7 @@ from titanlite.verify.compare import Tolerance, differences, failures, split_rep
 from titanlite.verify.pool import RankPool
 from titanlite.verify.record import RankRun, ReferenceTrace
 from titanlite.verify.result import Result
+from titanlite.verify.words import be, name_parameters
 
 if TYPE_CHECKING:
     from titanlite.equivalence.parallel import RankReport
@@ -265,8 +266,24 @@ class _Judging:
                 found.tolerance = Tolerance("float64", rounding, is_narrow)
                 found.failures = failures(found.differences, found.tolerance)
         found.splits = split_replicas(self.runs)
+        found.problems = self._pending()
         if not found.agrees:
-            found.findings = diagnose(self._evidence())
+            is_differing = found.failures or found.splits
+            found.findings = found.problems + (diagnose(self._evidence()) if is_differing else [])
+
+    def _pending(self) -> list[str]:
+        """Gradients that are Partial at the optimizer step, though their local parts agree."""
+        failed = self.found.failures
+        wrong = {f.name for f in failed if f.kind == "gradient" and f.step == failed[0].step}
+        names = {name for run in self.runs for name in run.pending} - wrong
+        if not names:
+            return []
+        who = name_parameters(names, self.runs, "gradient")
+        return [
+            f"{who} {be(who)} still Partial at the optimizer step, though the local part is "
+            "correct: an optimizer that reduces it would get a wrong gradient. Give it the "
+            "placements of its parameter before the optimizer step"
+        ]
 
     def _place(self) -> None:
         """Find along which axes each parameter is replicated: where ranks hold equal elements."""

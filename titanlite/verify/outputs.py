@@ -145,7 +145,7 @@ def _hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if not any(name.startswith(prefix) for prefix in compiled):
             yield name, module
             if isinstance(module, OptimizedModule):
-                compiled.append(f"{name}.")
+                compiled.append(f"{name}." if name else "")
 
 
 def _note_pending(kept: Outputs, name: str, inputs: tuple[Any, ...]) -> None:
