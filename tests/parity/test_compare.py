@@ -177,6 +177,8 @@ def test_weights_can_be_copied_from_the_reference(comparer):
     differing = compare(comparer, code.with_plan, options)
     assert differing.failures[0].kind == "start"
     assert compare(comparer, code.with_plan, {**options, "copy_weights": True}).agrees
+    options = {**DP, "seed": None, "copy_weights": True}
+    assert compare(comparer, code.with_fsdp1, options).agrees
 
 
 def test_float32_has_the_tolerance_of_its_rounding(comparer):

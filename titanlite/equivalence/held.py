@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class Held:
         like = like if isinstance(like, DTensor) else self.parameter
         return shard_of(part, like) if part.shape == like.shape else part
 
-    @property
+    @functools.cached_property
     def place(self) -> str:
         """A digest of the elements that this rank holds: equal for replicas."""
         numbers = torch.arange(self.shape.numel()).view(self.shape)

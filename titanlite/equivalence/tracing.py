@@ -271,7 +271,7 @@ class Tracer:
             shapes = [knowledge[rank]["outputs"].get(last, (False, None))[1] for rank in ranks]
             if last is None or any(last not in knowledge[rank]["backward"] for rank in ranks):
                 continue
-            if len(set(shapes)) > 1:
+            if shapes[0] is None or len(set(shapes)) > 1:
                 continue
             own = {knowledge[rank]["backward"][last][1] for rank in ranks}
             same = {knowledge[rank]["parts"].get(last) for rank in ranks}
