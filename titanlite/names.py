@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Prefixes added by activation checkpointing, torch.compile and DistributedDataParallel.
-WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+# Prefixes added by activation checkpointing, torch.compile, FSDP1 and DistributedDataParallel.
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.", "module.")
 
 
 def canonical_name(name: str) -> str:

@@ -53,6 +53,7 @@ MUST_NOT_IMPORT = {
             "pool",
             "record",
             "report",
+            "result",
             "shares",
             "shrink",
             "updates",
@@ -60,6 +61,13 @@ MUST_NOT_IMPORT = {
             "words",
         )
     },
+    # What verifies any parallel code knows nothing of jobs; its side of the caller loads no torch.
+    "titanlite/equivalence": ["titanlite.config", "titanlite.job", "titanlite.parallelize"],
+    **{
+        f"titanlite/equivalence/{name}.py": ["torch"]
+        for name in ("__init__", "comparison", "findings", "grid", "report", "request")
+    },
+    "titanlite/__init__.py": ["torch"],
     "titanlite/data/catalog.py": ["torch", "numpy"],
     "titanlite/batch.py": ["titanlite.job", "titanlite.parallelize", "titanlite.training"],
     # By hand, no step needs the configuration.
@@ -136,6 +144,17 @@ def test_schedules_meshes_and_losses_are_drawn_without_torch() -> None:
     run = [sys.executable, "-c", code]
     loaded = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert "torch" not in loaded.split()
+
+
+def test_compare_is_imported_without_torch() -> None:
+    """And only at its first use, so that `import titanlite` loads nothing."""
+    code = "import sys, titanlite; print(*sys.modules, '|'); titanlite.compare; print(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    loaded = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    before, _, after = loaded.partition("|")
+    assert "titanlite.equivalence" not in before.split()
+    assert "titanlite.equivalence.comparison" in after.split()
+    assert "torch" not in after.split()
 
 
 def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
 
 from titanlite.job import Job
 from titanlite.mesh.parallel_dims import AXES, axes_where
@@ -57,11 +58,17 @@ def agreement_of(tensor: Tensor, like: Tensor, known: Tensor | None) -> Agreemen
 
 def optimizer_state(job: Job) -> dict[str, tuple[Tensor, Tensor]]:
     """The optimizer state: "name.key" -> (tensor, a tensor with its placements)."""
-    state = job.trainer.optimizer.state
+    return state_of(job.trainer.optimizer, job.parameters)
+
+
+def state_of(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The state of an optimizer: "name.key" -> (tensor, a tensor with its placements)."""
     return {
         f"{name}.{key}": (value, parameter if value.shape == parameter.shape else value)
-        for name, parameter in job.parameters.items()
-        for key, value in state.get(parameter, {}).items()
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
 

@@ -8,8 +8,11 @@ numbers with the pattern of one kind of error: an extra sum, a missing part, a s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
 from titanlite.verify.compare import KINDS
-from titanlite.verify.evidence import Evidence
+from titanlite.verify.evidence import Evidence, JobEvidence
 from titanlite.verify.gradients import explain_gradients, explain_shares
 from titanlite.verify.inputs import (
     explain_count,
@@ -37,11 +40,18 @@ from titanlite.verify.updates import (
     explain_validation,
 )
 
+E = TypeVar("E", bound=Evidence)
 
-def diagnose(evidence: Evidence) -> list[str]:
-    """What is wrong, the most likely cause first."""
+
+def diagnose(evidence: JobEvidence) -> list[str]:
+    """What is wrong with a job's plan, the most likely cause first."""
+    return answers(evidence, QUESTIONS)
+
+
+def answers(evidence: E, questions: Iterable[Callable[[E], Iterable[str]]]) -> list[str]:
+    """What the questions find, the most likely cause first."""
     found: list[str] = []
-    for ask in QUESTIONS:
+    for ask in questions:
         found += [sentence for sentence in ask(evidence) if sentence not in found]
     if not found:
         found = [unexplained(evidence)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.verify.compare import Failure, Key, Split
 from titanlite.verify.record import Agreement, RankRun, RankTrace, ReferenceStep, ReferenceTrace
-from titanlite.verify.words import name_factor
+from titanlite.verify.words import Degrees, name_factor
 
 # A factor explains a difference if the residual is below this share of the whole.
 EXPLAINED = 1e-6
@@ -18,9 +18,9 @@ EXPLAINED = 1e-6
 
 @dataclass
 class Evidence:
-    """All measurements of a plan that differs, for `diagnose`."""
+    """All measurements of a parallel run that differs, for a diagnosis."""
 
-    job: ResolvedJob
+    dims: Degrees
     reference: Sequence[ReferenceStep]
     runs: Sequence[RankRun]
     differences: Sequence[dict[Key, float]]
@@ -30,10 +30,6 @@ class Evidence:
     traces: Sequence[RankTrace] = ()
     cured_by: Sequence[str] = ()
     """Settings with which the plan agrees, such as "compile.enable = false"."""
-
-    @property
-    def dims(self) -> ParallelDims:
-        return self.job.dims
 
     @property
     def step(self) -> int:
@@ -58,6 +54,18 @@ class Evidence:
         names = {name for run in self.runs for name in run.placements}
         return {name: place[m] for name in names if (m := holder_of(name)) in place}
 
+    def factor(self, value: float) -> str:
+        """The degree or count of the run that `value` equals, in words; "" for none."""
+        return name_factor(value, self.dims)
+
+
+@dataclass
+class JobEvidence(Evidence):
+    """All measurements of a job's plan that differs, for `diagnose`."""
+
+    dims: ParallelDims
+    job: ResolvedJob = field(kw_only=True)
+
     @property
     def num_microbatches(self) -> int:
         """Microbatches per rank and step."""
@@ -68,7 +76,6 @@ class Evidence:
         return job.global_batch_size // job.dims.dp // size
 
     def factor(self, value: float) -> str:
-        """The degree or count of the plan that `value` equals, in words; "" for none."""
         return name_factor(
             value,
             self.dims,

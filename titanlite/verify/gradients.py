@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from titanlite.verify.evidence import EXPLAINED, Evidence, holder_of, pooled
+from titanlite.verify.evidence import EXPLAINED, Evidence, JobEvidence, holder_of, pooled
 from titanlite.verify.shares import describe_shares
 from titanlite.verify.words import be, is_near, name_parameters, name_ranks
 
@@ -49,14 +49,14 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
     by_rank = list(_factors_of_ranks(e, wrong))
     yield from by_rank
     if not by_rank:
-        yield from _missing_sums(e, wrong)
+        yield from missing_sums(e, wrong)
     yield from _factors(e, wrong)
 
 
-def explain_shares(e: Evidence) -> Iterator[str]:
+def explain_shares(e: JobEvidence) -> Iterator[str]:
     """Gradients that sum the contributions of ranks or microbatches with wrong weights."""
     rest = [name for name in e.failed("gradient") if _factor_of(e, name) is None]
-    if rest and e.reference_trace is not None and not list(_missing_sums(e, rest)):
+    if rest and e.reference_trace is not None and not list(missing_sums(e, rest)):
         pipeline = e.job.pipeline
         yield from describe_shares(
             e.reference_trace,
@@ -68,7 +68,7 @@ def explain_shares(e: Evidence) -> Iterator[str]:
         )
 
 
-def _missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
+def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
     """Gradients that are correct once summed over an axis."""
     by_axis: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in wrong:

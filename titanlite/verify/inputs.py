@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from titanlite.mesh.parallel_dims import axes_where
 from titanlite.verify.compare import same_shards
-from titanlite.verify.evidence import Evidence, ranks_of, worst
+from titanlite.verify.evidence import Evidence, JobEvidence, ranks_of, worst
 from titanlite.verify.words import listed, name_parameters, name_ranks
 
 
@@ -38,7 +38,7 @@ def explain_start(e: Evidence) -> Iterator[str]:
     )
 
 
-def explain_data(e: Evidence) -> Iterator[str]:
+def explain_data(e: JobEvidence) -> Iterator[str]:
     step = max(1, e.step)
     per_rank = e.job.global_batch_size // e.dims.dp
     wrong: dict[int, tuple[int, ...]] = {}
@@ -95,7 +95,7 @@ def explain_data(e: Evidence) -> Iterator[str]:
         )
 
 
-def explain_stage_positions(e: Evidence) -> Iterator[str]:
+def explain_stage_positions(e: JobEvidence) -> Iterator[str]:
     """Pipeline stages that take positions and do not receive those of their tokens."""
     blind = {t.rank: t.blind_stages for t in e.traces if t.blind_stages}
     if not blind:

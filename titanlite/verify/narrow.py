@@ -6,7 +6,7 @@ Both are found in forward passes of the model on one process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -28,10 +28,16 @@ def find_narrowed(job: Job, batches: list[Batch]) -> tuple[str, ...]:
     float8 layers are not counted: in float64, practically no value is at the edge of two float8
     values.
     """
-    layers = job.parts[0].named_modules()
+    model = job.parts[0]
+    return narrowed_in(model, lambda: call_model(model, batches[0].rows(0, 1)))
+
+
+def narrowed_in(model: nn.Module, run: Callable[[], Any]) -> tuple[str, ...]:
+    """The modules of `model` that convert a tensor to a narrower dtype while `run` runs it."""
+    layers = model.named_modules()
     watch = _Conversions({name for name, layer in layers if isinstance(layer, Float8Linear)})
-    with torch.no_grad(), _watching(job.parts[0], watch.inside), watch:
-        call_model(job.parts[0], batches[0].rows(0, 1))
+    with torch.no_grad(), _watching(model, watch.inside), watch:
+        run()
     return tuple(watch.found)
 
 

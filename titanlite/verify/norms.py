@@ -55,7 +55,7 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
     yield "the ranks' own norms are added, not their squares", sum(map(math.sqrt, of_ranks))
     mean = sum(map(math.sqrt, of_ranks)) / len(of_ranks)
     yield "the mean of the ranks' own norms is taken", mean
-    stages = sorted({run.coordinates["pp"] for run in runs})
+    stages = sorted({run.coordinates.get("pp", 0) for run in runs})
     for stage in stages if len(stages) > 1 else []:
         held = {n for run in runs if run.coordinates["pp"] == stage for n in run.placements}
         yield (

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from titanlite.verify.evidence import EXPLAINED, Evidence, pooled, ranks_of, worst
+from titanlite.verify.evidence import EXPLAINED, Evidence, JobEvidence, pooled, ranks_of, worst
 from titanlite.verify.gradients import explain_gradients
 from titanlite.verify.record import ModuleOutput, module_of
 from titanlite.verify.words import agree, is_near, listed, name_parameters, name_ranks
@@ -55,7 +55,7 @@ def explain_recomputation(e: Evidence) -> Iterator[str]:
         yield from _recomputed(e)
 
 
-def explain_float8(e: Evidence) -> Iterator[str]:
+def explain_float8(e: JobEvidence) -> Iterator[str]:
     """The first float8 layer whose input scales differ from those on one process."""
     known = {} if e.reference_trace is None else e.reference_trace.scaled
     for name in filter(known.__contains__, e.forward_order):
@@ -136,7 +136,7 @@ def explain_forward(e: Evidence) -> Iterator[str]:
     style = next((t.styles[module] for t in e.traces if module in t.styles), "")
     if style:
         parts.append(f"its entry in the tensor-parallel plan is {style}")
-    elif e.dims.cp_enabled and len(outputs) < len(holders[first]):
+    elif e.dims.degrees.get("cp", 1) > 1 and len(outputs) < len(holders[first]):
         parts.append(
             "other cp ranks agree, so this rank misses some of their keys and values, or uses some "
             "twice"
@@ -174,7 +174,7 @@ def explain_loss(e: Evidence) -> Iterator[str]:
             f"the loss is {ratio:.6g} times as large as on one process, but all gradients agree: "
             "only the reported loss is wrong"
         )
-    elif _outputs_agree(e):
+    elif outputs_agree(e):
         yield (
             f"every module output agrees, including the model's logits, but the loss is "
             f"{ratio:.6g} times as large as on one process: the loss function, its targets or its "
@@ -182,15 +182,15 @@ def explain_loss(e: Evidence) -> Iterator[str]:
         )
 
 
-def _outputs_agree(e: Evidence) -> bool:
+def outputs_agree(e: Evidence) -> bool:
     """Whether outputs were recorded and all of them agree."""
     outputs = [output for trace in e.traces for output in trace.modules.values()]
     return bool(outputs) and not any(output.wrong_calls for output in outputs)
 
 
-def _wrong_backward(e: Evidence) -> str:
+def wrong_backward(e: Evidence) -> str:
     """The module whose backward pass is wrong, if the gradients of the outputs show it; or ""."""
-    if not _outputs_agree(e) or e.failed("loss"):
+    if not outputs_agree(e) or e.failed("loss"):
         return ""
     worst: dict[str, float] = defaultdict(float)
     for trace in e.traces:
@@ -217,9 +217,9 @@ def unexplained(e: Evidence) -> str:
         last = max(wrong, key=lambda name: order.get(name, -1))
         ranks = ranks_of(e, lambda run: worst(run, "gradients", e.step, sorted(wrong)))
         shown = name_parameters(wrong, e.runs, "gradient")
-        if place := _wrong_backward(e):
+        if place := wrong_backward(e):
             return f"every module output agrees, but {shown} {agree(shown, 'differ')}: {place}"
-        seen = "every recorded module output agrees" if _outputs_agree(e) else ""
+        seen = "every recorded module output agrees" if outputs_agree(e) else ""
         loss = "the loss differs" if e.failed("loss") else "the loss agrees"
         measured = f"{seen}, {loss}" if seen else loss
         where = (

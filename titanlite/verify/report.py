@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlite.verify.compare import NARROW_TOLERANCE, NUMBERS, Failure, Key, badness
+from titanlite.verify.result import Result
 from titanlite.verify.verify import Verification
 from titanlite.verify.words import listed
 
@@ -39,26 +40,32 @@ def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
 
 def format_verification(found: Verification) -> str:
     """The table of differences, the verdict, and the diagnosis if something differs."""
+    verdict = _verdict(found)
+    findings = [finding for finding in found.findings if finding != found.error_finding]
+    return format_result(found, verdict, findings, found.dtype)
+
+
+def format_result(found: Result, verdict: str, findings: Sequence[str], dtype: str) -> str:
+    """The table of differences, the verdict, and the findings."""
     lines = []
     if found.differences:
         lines += [_table(found), ""]
-    lines.append(textwrap.fill(_verdict(found), WIDTH, break_long_words=False))
-    if found.narrowed and found.dtype == "float64":
+    lines.append(textwrap.fill(verdict, WIDTH, break_long_words=False))
+    if found.narrowed and dtype == "float64":
         names = listed(found.narrowed, 3)
         told = (
-            f"note: {names} rounds to a narrower dtype inside this {found.dtype} run, so the "
+            f"note: {names} rounds to a narrower dtype inside this {dtype} run, so the "
             f"tolerance is at least {NARROW_TOLERANCE:.0e} and smaller errors are not found"
         )
         lines += ["", textwrap.fill(told, WIDTH, break_long_words=False)]
-    for index, finding in enumerate(found.findings):
-        if finding == found.error_finding:
-            continue
-        text = f"{'likely cause' if index == 0 else 'also seen'}: {finding}"
+    is_first = findings[:1] == found.findings[:1]
+    for index, finding in enumerate(findings):
+        text = f"{'likely cause' if index == 0 and is_first else 'also seen'}: {finding}"
         lines += ["", textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)]
     return "\n".join(lines)
 
 
-def _table(found: Verification) -> str:
+def _table(found: Result) -> str:
     rows = [HEADINGS]
     for step, of_step in enumerate(found.differences):
         kinds = ("start",) if step == 0 else ("loss", "norm", "gradient", "weight", "state")
@@ -85,7 +92,7 @@ def _table(found: Verification) -> str:
     return "\n".join(lines)
 
 
-def _cell(found: Verification, step: int, of_step: Mapping[Key, float], kind: str) -> str:
+def _cell(found: Result, step: int, of_step: Mapping[Key, float], kind: str) -> str:
     """The difference that is largest relative to its tolerance; "!" if any is too large."""
     values = {key: value for key, value in of_step.items() if key[0] == kind}
     if not values:
@@ -111,6 +118,14 @@ def _verdict(found: Verification) -> str:
     seconds = f"{found.seconds:.1f} s"
     if found.error is not None:
         return f"DOES NOT RUN: {found.error} ({seconds})"
+    if found.wrong_sums:
+        return f"DIFFERS: on one process, the batch in parts from the batch at once ({seconds})"
+    return judge(found)
+
+
+def judge(found: Result) -> str:
+    """Whether a run that has ended agrees, with the largest difference or what differs."""
+    seconds = f"{found.seconds:.1f} s"
     if found.agrees:
         step, key = found.worst
         if math.isinf(found.margin):
@@ -120,8 +135,6 @@ def _verdict(found: Verification) -> str:
             f"({describe_key(key)} at step {step}). The tolerance is "
             f"{found.tolerance.of(step, key):.1e}, {found.margin:,.0f} times as large ({seconds})"
         )
-    if found.wrong_sums:
-        return f"DIFFERS: on one process, the batch in parts from the batch at once ({seconds})"
     if found.problems and not found.failures:
         return f"DIFFERS: {found.problems[0]} ({seconds})"
     if not found.failures:

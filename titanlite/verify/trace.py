@@ -7,17 +7,14 @@ trace_plan        compares this rank's outputs with them, and its gradients with
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch import Tensor
 
 from titanlite.batch import Batch, has_own_inputs, join, takes
 from titanlite.config import ResolvedJob
@@ -30,6 +27,7 @@ from titanlite.verify.agreement import agreement, placements_of
 from titanlite.verify.cells import cells_file, cells_of, cut_cells, shares_of
 from titanlite.verify.failing import styles_of
 from titanlite.verify.jobs import Microbatches, microbatches_of
+from titanlite.verify.outputs import Outputs, recorded
 from titanlite.verify.parts import ExpectedPart, label_dimensions
 from titanlite.verify.record import (
     Agreement,
@@ -37,7 +35,6 @@ from titanlite.verify.record import (
     RankTrace,
     ReferenceTrace,
     module_of,
-    name_call,
 )
 from titanlite.verify.run import Patch, draw_zero_matrices, load, open_job
 from titanlite.verify.sequences import cut_again, leave_out_targets
@@ -62,7 +59,7 @@ def trace_reference(
     with _at_step(world, resolved, step, folder, microbatches) as (job, batches):
         model = job.parts[0]
         labels = label_dimensions(model, batches[0])
-        with _outputs_of(job) as kept, _scales_of(job) as scaled:
+        with recorded(job.parts, _puts_out_logits(job)) as kept, _scales_of(job) as scaled:
             job.trainer.compute_gradients(batches)
         job.trainer.optimizer.zero_grad(set_to_none=True)
         outputs, num_bytes, num_left_out = {}, 0, 0
@@ -124,7 +121,7 @@ def trace_plan(
         (patch or contextlib.nullcontext)(),
         _at_step(world, resolved, step, folder) as (job, batches),
     ):
-        with _outputs_of(job) as kept, _scales_of(job) as scaled:
+        with recorded(job.parts, _puts_out_logits(job)) as kept, _scales_of(job) as scaled:
             job.trainer.compute_gradients(batches)
         known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
         record = load(folder, step)["gradients"]
@@ -205,102 +202,6 @@ def _whole(calls: list[Tensor], batch_dim: int | None, microbatches: Microbatche
     return whole.index_select(batch_dim, torch.tensor(order).argsort())
 
 
-class _Kept:
-    """The module outputs of one step: of the forward pass, recomputed ones, and gradients."""
-
-    def __init__(self) -> None:
-        self.first: dict[str, list[Tensor]] = defaultdict(list)
-        self.again: dict[str, list[Tensor]] = defaultdict(list)
-        self.gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        """Call -> index in its list in `first` -> gradient of that output."""
-        self.pending_inputs: dict[str, None] = {}
-        self.positions: dict[int, list[Tensor | None]] = defaultdict(list)
-        """Index of a part of the model on this rank -> the positions that it received."""
-
-    def keep(self, name: str, output: Any, num_calls: Counter[str]) -> None:
-        """Keep an output; `num_calls` counts each module's calls in this forward pass."""
-        if isinstance(output, tuple | list) and output:
-            output = output[0]
-        if not isinstance(output, Tensor):
-            return
-        local = local_part(output.detach()).detach().cpu().clone()
-        if torch._C._current_graph_task_id() != -1:
-            # A module that runs inside a backward pass is recomputed.
-            self.again[name].append(local)
-            return
-        num_calls[name] += 1
-        call = name_call(name, num_calls[name])
-        place = len(self.first[call])
-        self.first[call].append(local)
-        if output.requires_grad:
-
-            def keep_gradient(gradient: Tensor) -> None:
-                own = local_part(gradient.detach()).detach().cpu().clone()
-                self.gradients[call][place] = own
-
-            output.register_hook(keep_gradient)
-
-    def gradients_of(self, call: str) -> list[Tensor] | None:
-        """The gradients of a module's outputs in the order of its calls; None if one is missing."""
-        found = self.gradients.get(call, {})
-        count = len(self.first[call])
-        return [found[i] for i in range(count)] if len(found) == count else None
-
-    def recomputed_difference(self, name: str) -> float:
-        """The largest difference of a recomputed output from the closest forward output.
-
-        The schedule may recompute microbatches in another order, so calls are not paired by index.
-        """
-        worst = 0.0
-        forward = [f for call in self.first if module_of(call) == name for f in self.first[call]]
-        for again in self.again.get(name, ()):
-            same = [first for first in forward if first.shape == again.shape]
-            if same:
-                worst = max(worst, min(agreement(again, f, f).difference for f in same))
-        return worst
-
-
-@contextlib.contextmanager
-def _outputs_of(job: Job) -> Iterator[_Kept]:
-    """Inside, the outputs of every module of the job are recorded, by canonical name."""
-    kept = _Kept()
-    hooks = []
-    for index, part in enumerate(job.parts):
-        hooks.append(
-            part.register_forward_pre_hook(
-                lambda part, args, kwargs, given=kept.positions[index]: given.append(
-                    _argument(part, "positions", args, kwargs)
-                ),
-                with_kwargs=True,
-            )
-        )
-        # A module and its wrappers share a canonical name; the innermost comes last and is kept.
-        named = {canonical_name(name): module for name, module in _hookable(part)}
-        if not _puts_out_logits(job, part):
-            del named[""]
-        num_calls: Counter[str] = Counter()
-        hooks.append(part.register_forward_pre_hook(lambda *_, calls=num_calls: calls.clear()))
-        for name, module in named.items():
-            hooks.append(
-                module.register_forward_hook(
-                    lambda module, inputs, output, name=name, calls=num_calls: kept.keep(
-                        name, output, calls
-                    )
-                )
-            )
-            if isinstance(module, OptimizedModule):
-                hooks.append(
-                    module.register_forward_pre_hook(
-                        lambda module, inputs, name=name: _note_pending(kept, name, inputs)
-                    )
-                )
-    try:
-        yield kept
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 @contextlib.contextmanager
 def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, float]]]:
     """Inside, record the input scales of each float8 layer; the dict is filled on exit."""
@@ -323,17 +224,7 @@ def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, float]]]:
             layer.observed = None
 
 
-def _argument(
-    module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Tensor | None:
-    """The tensor that a call passes for the argument `name`, by keyword or by position."""
-    with contextlib.suppress(TypeError):
-        value = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get(name)
-        return value if isinstance(value, Tensor) else None
-    return None
-
-
-def _blind_stages(job: Job, kept: _Kept, batches: list[Batch]) -> dict[int, str]:
+def _blind_stages(job: Job, kept: Outputs, batches: list[Batch]) -> dict[int, str]:
     """This rank's stages that take positions and do not receive those of their tokens."""
     blind = {}
     for index, (stage, part) in enumerate(zip(job.stage_numbers, job.parts, strict=True)):
@@ -357,26 +248,11 @@ def _is_part(own: Tensor | None, batch: Batch) -> bool:
     return any(torch.equal(own, part) for part in whole.unfold(0, len(own), 1).movedim(-1, 1))
 
 
-def _puts_out_logits(job: Job, part: nn.Module) -> bool:
-    """Whether a part's output is the logits: the whole model's, or the last stage's."""
+def _puts_out_logits(job: Job) -> list[bool]:
+    """Whether each part's output is the logits: the whole model's, or the last stage's."""
     if job.pipeline is None:
-        return True
-    return job.pipeline.has_last and part is job.parts[-1]
-
-
-def _hookable(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that can have hooks; those inside a compiled module are part of its graph."""
-    compiled: list[str] = []
-    for name, module in part.named_modules():
-        if not any(name.startswith(prefix) for prefix in compiled):
-            yield name, module
-            if isinstance(module, OptimizedModule):
-                compiled.append(f"{name}.")
-
-
-def _note_pending(kept: _Kept, name: str, inputs: tuple[Any, ...]) -> None:
-    if any(isinstance(value, AsyncCollectiveTensor) for value in inputs):
-        kept.pending_inputs[name] = None
+        return [True] * len(job.parts)
+    return [job.pipeline.has_last and part is job.parts[-1] for part in job.parts]
 
 
 def _sum_outputs(

@@ -24,15 +24,13 @@ from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.verify.compare import (
     Failure,
     Key,
-    Split,
     Tolerance,
-    badness,
     differences,
     failures,
     split_replicas,
 )
 from titanlite.verify.diagnose import diagnose
-from titanlite.verify.evidence import Evidence
+from titanlite.verify.evidence import JobEvidence
 from titanlite.verify.jobs import (
     PARTS,
     Microbatches,
@@ -45,6 +43,7 @@ from titanlite.verify.jobs import (
 )
 from titanlite.verify.pool import RankPool
 from titanlite.verify.record import RankRun, RankStep, ReferenceStep
+from titanlite.verify.result import Result
 from titanlite.verify.words import name_ranks
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -68,7 +67,7 @@ class Reference:
 
 
 @dataclass
-class Verification:
+class Verification(Result):
     """The result of verifying one job."""
 
     job: ResolvedJob
@@ -77,56 +76,14 @@ class Verification:
     num_steps: int
     reference_parts: int
     """The number of parts in which the reference processes its batch."""
-    differences: list[dict[Key, float]] = field(default_factory=list)
-    tolerance: Tolerance = field(default_factory=lambda: Tolerance("float64"))
-    failures: list[Failure] = field(default_factory=list)
-    splits: list[Split] = field(default_factory=list)
-    error: RankError | None = None
-    """The exception of a rank, if the plan did not run to its end."""
     wrong_sums: str = ""
     """How the batch in parts differs from the batch at once, on one process."""
-    narrowed: tuple[str, ...] = ()
-    """Modules that compute in a narrower dtype than that of their input, with both dtypes."""
-    problems: list[str] = field(default_factory=list)
-    """Sentences about what does not match the job's settings, even if no number differs."""
     resume_problems: list[str] = field(default_factory=list)
     """Sentences about what is wrong with a run that resumes from the plan's checkpoint."""
-    findings: list[str] = field(default_factory=list)
-    """What is wrong, the most likely cause first."""
-    seconds: float = 0.0
 
     @property
     def agrees(self) -> bool:
-        is_whole = self.error is None and not self.wrong_sums
-        has_problems = self.problems or self.resume_problems
-        return is_whole and not has_problems and not self.failures and not self.splits
-
-    @property
-    def cause(self) -> str:
-        """The most likely cause of the differences; empty if there are none."""
-        return self.findings[0] if self.findings else ""
-
-    @property
-    def worst(self) -> tuple[int, Key]:
-        """The step and key of the difference that is largest relative to its tolerance."""
-        return max(
-            (
-                (step, key)
-                for step, of_step in enumerate(self.differences)
-                for key in of_step
-                if key[0] != "start"
-            ),
-            key=lambda place: badness(
-                self.differences[place[0]][place[1]], self.tolerance.of(*place)
-            ),
-        )
-
-    @property
-    def margin(self) -> float:
-        """The smallest tolerance divided by its difference; infinite if all are equal."""
-        step, key = self.worst
-        times = badness(self.differences[step][key], self.tolerance.of(step, key))
-        return 1 / times if times else math.inf
+        return super().agrees and not self.wrong_sums and not self.resume_problems
 
     @property
     def error_finding(self) -> str:
@@ -320,13 +277,14 @@ class Verifier:
         patch: Patch | None,
     ) -> list[str]:
         """Run the first differing step again with detailed recording, and find the cause."""
-        evidence = Evidence(
-            found.job,
+        evidence = JobEvidence(
+            found.job.dims,
             reference.steps,
             runs,
             found.differences,
             found.failures,
             found.splits,
+            job=found.job,
         )
         step, names = max(1, evidence.step), evidence.failed("gradient")
         ranks, trace = self.pool(found.job.dims.world_size), "titanlite.verify.trace"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
-from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.verify.record import RankRun
 
 # The relative tolerance within which a factor counts as equal to a degree or a count: far above
@@ -14,10 +14,28 @@ from titanlite.verify.record import RankRun
 EXACT = 1e-6
 
 
+class Degrees(Protocol):
+    """The degree of each axis, and the number of ranks."""
+
+    @property
+    def degrees(self) -> Mapping[str, int]: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
 def name_factor(
-    factor: float, dims: ParallelDims, *, num_microbatches: int, num_targets: int, batch: int
+    factor: float,
+    dims: Degrees,
+    *,
+    num_microbatches: int = 0,
+    num_targets: int = 0,
+    batch: int = 0,
 ) -> str:
-    """The degree or count that equals a factor, such as "the degree of cp"; "" for none."""
+    """The degree or count that equals a factor, such as "the degree of cp"; "" for none.
+
+    A count of 0 is unknown.
+    """
     degrees = {axis: n for axis, n in dims.degrees.items() if n > 1}
     known: dict[str, float] = {f"the degree of {axis}": n for axis, n in degrees.items()}
     known |= {
@@ -28,8 +46,10 @@ def name_factor(
         known["the number of ranks"] = dims.world_size
     if num_microbatches > 1:
         known["the number of microbatches"] = num_microbatches
-    known["the number of targets in the step"] = num_targets
-    known["the number of sequences in the step"] = batch
+    if num_targets:
+        known["the number of targets in the step"] = num_targets
+    if batch:
+        known["the number of sequences in the step"] = batch
     squares = {f"the square of {words}": n * n for words, n in known.items()}
     for candidates in (known, squares):
         same = [words for words, n in candidates.items() if is_near(factor, n)]
@@ -85,7 +105,7 @@ def name_parameters(names: Collection[str], runs: Sequence[RankRun], what: str) 
     for run in runs:
         placed.update(run.placements)
         for name in run.placements:
-            stages.setdefault(name, set()).add(run.coordinates["pp"])
+            stages.setdefault(name, set()).add(run.coordinates.get("pp", 0))
     if chosen == set(placed):
         return f"all {len(placed)} {what}s"
     shown = f"{len(chosen)} of {len(placed)} {what}s ({listed(sorted(chosen), 3)}"
