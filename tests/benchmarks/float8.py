@@ -105,8 +105,8 @@ def draw(path: Path, curves: Mapping[str, list[Curve]]) -> None:
                 label=None if index else name,
             )
     axes.set_xlabel("step")
-    axes.set_ylabel("held-out loss (nats a pixel)")
-    axes.set_title("digits, every linear layer of every block in float8; a line a seed")
+    axes.set_ylabel("held-out loss (nats per pixel)")
+    axes.set_title("digits, every linear layer of every block in float8; one line per seed")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,111 @@
+"""Installed as a wheel in another project, titanlite trains, verifies and samples."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/own_model.md"
+
+
+def run(*words: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        list(map(str, words)),
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command `titanlite` of a virtual environment that has the wheel."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("installed")
+    source, environment = folder / "source", folder / "environment"
+    shutil.copytree(
+        ROOT,
+        source,
+        symlinks=True,
+        ignore=lambda at, names: [
+            name
+            for name in names
+            if name == "__pycache__"
+            or (Path(at) == ROOT and name not in ("titanlite", "models", "pyproject.toml"))
+        ],
+    )
+    (source / "README.md").write_text((ROOT / "README.md").read_text())
+    (source / "LICENSE").write_text((ROOT / "LICENSE").read_text())
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-build-isolation", "--no-index"]
+    run(*pip, "wheel", ".", *options, "--wheel-dir", folder, cwd=source)
+    (wheel,) = folder.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    # The dependencies are those of this environment.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python = environment / "bin/python"
+    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    shutil.rmtree(source)
+    return environment / "bin/titanlite"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Another project, with the model of docs/own_model.md and folders of the same names."""
+    for name in ("models", "configs", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not titanlite')\n")
+    for text in re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        if (name := re.match(r"# (\S+)\n", text)) is not None:
+            path = tmp_path / name[1]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    (tmp_path / "vit/loss.py").write_text(
+        "from torch.nn.functional import cross_entropy\n\n\n"
+        "def total(outputs, batch):\n"
+        "    return cross_entropy(outputs, batch.targets, label_smoothing=0.1, reduction='sum')\n"
+    )
+    with (tmp_path / "vit/__init__.py").open("a") as file:
+        file.write('titanlite.register_loss("smooth", "vit.loss:total")\n')
+    return tmp_path
+
+
+def test_an_outside_model_with_outside_data_and_loss_trains(command: Path, project: Path) -> None:
+    where = "import titanlite; print(titanlite.__file__)"
+    assert str(command.parents[1]) in run(command.with_name("python"), "-c", where, cwd=project)
+    said = run(
+        command,
+        *("train", "vit.toml", "--training.steps=2", "--training.loss=smooth"),
+        *("--parallelism.data_parallel_shard_degree=2", "--lr_scheduler.warmup_steps=1"),
+        cwd=project,
+    )
+    assert "vit, flavor default: 202,186 parameters" in said
+    assert re.search(r"step 2/2 +loss 2\.\d+", said)
+
+
+def test_other_commands_run(command: Path, project: Path) -> None:
+    (project / "job.toml").write_text(
+        "[model]\nflavor = 'debug'\n"
+        "[training]\ndataset = 'digits'\nglobal_batch_size = 8\nsteps = 1\n"
+        "[lr_scheduler]\nwarmup_steps = 1\n"
+        "[sampling]\nnum_samples = 1\n"
+    )
+    run(command, "train", "job.toml", "--checkpoint.enable", cwd=project)
+    run(command, "sample", "outputs/checkpoint", "--out=one.png", "--num-samples=1", cwd=project)
+    assert (project / "one.png").stat().st_size > 0
+    run(command, "verify", "job.toml", "--steps", "1", cwd=project)
+    assert "makespan" in run(command, "simulate", "1F1B", "--quiet", cwd=project)
+    assert "collectives" in run(command, "lab", cwd=project)
