@@ -21,6 +21,7 @@ from pydantic import Field
 from titanlite.mesh.parallel_dims import ParallelDims, divisors
 
 FAMILIES = {
+    "GPT2Config": "gpt2",
     "LlamaConfig": "llama",
     "MistralConfig": "mistral",
     "Qwen2Config": "qwen2",
@@ -95,10 +96,36 @@ class HFConfig:
             ]
         return []
 
+    def _is_gpt2(self, given: dict[str, Any]) -> bool:
+        return "gpt2" in (FAMILIES.get(self.config_class or ""), given.get("model_type"))
+
+    def _gpt2_problems(self, given: dict[str, Any], dims: ParallelDims) -> list[tuple[str, str]]:
+        found = []
+        if dims.tp > 1:
+            found.append(
+                (
+                    "parallelism.tensor_parallel_degree",
+                    "GPT-2 has one fused matrix for q, k and v, which has no tensor-parallel style "
+                    "yet; give 1",
+                )
+            )
+        # GPT-2's own default is 0.1.
+        names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+        if dropped := [name for name in names if given.get(name, 0.1)]:
+            found.append(
+                (
+                    "model.values",
+                    f"GPT-2 drops out differently under each plan; set {', '.join(dropped)} to 0",
+                )
+            )
+        return found
+
     def _size_problems(
         self, given: dict[str, Any], dims: ParallelDims, seq_len: int
     ) -> list[tuple[str, str]]:
         found = []
+        if self._is_gpt2(given):
+            return self._gpt2_problems(given, dims)
         heads = given.get("num_attention_heads")
         kv_heads = given.get("num_key_value_heads") or heads
         for name, number in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):

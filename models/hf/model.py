@@ -42,13 +42,20 @@ def build(sizes: HFConfig) -> nn.Module:
     # None: the attention itself is causal, and positions need not be consecutive.
     AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-    for layer in model.model.layers:
-        layer.self_attn.add_module(ATTENTION, CausalAttention())
+    for module in list(model.modules()):
+        if type(module).__name__.endswith("Attention"):
+            module.add_module(ATTENTION, CausalAttention())
     return model
 
 
 def _attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    scaling: float | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls; the output is [B, T, H, E]."""
     attention: nn.Module = getattr(module, ATTENTION)
@@ -64,6 +71,21 @@ def inputs(batch: Batch) -> dict[str, Any]:
 def output(result: Any) -> Tensor:
     """The logits in the result of forward."""
     return result.logits
+
+
+def gpt2_stage_forward(
+    self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False
+) -> Tensor:
+    """The same for GPT-2, which adds its table of positions to the embeddings."""
+    inner = self.transformer
+    if inner.wte is not None:
+        x = inner.drop(inner.wte(x) + inner.wpe(position_ids))
+    for block in inner.h:
+        if block is not None:
+            x = block(x, position_ids=position_ids)
+    if inner.ln_f is not None:
+        x = inner.ln_f(x)
+    return x if self.lm_head is None else self.lm_head(x)
 
 
 def stage_forward(self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False) -> Tensor:

@@ -8,13 +8,22 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from titanlite.models.hf.model import ATTENTION, stage_forward
+from titanlite.models.hf.model import ATTENTION, gpt2_stage_forward, stage_forward
 from titanlite.parallelize.plan import ParallelPlan
 from titanlite.parallelize.styles import NormLocal
 
 
 def plan(model: nn.Module) -> ParallelPlan:
-    """Megatron's first form: heads, hidden units and vocabulary are sharded."""
+    """Megatron's first form: heads, hidden units and vocabulary are sharded; GPT-2 without TP."""
+    if hasattr(model, "transformer"):
+        return ParallelPlan(
+            blocks="transformer.h",
+            embeddings=("transformer.wte", "transformer.wpe", "transformer.drop"),
+            head=("transformer.ln_f", "lm_head"),
+            attention=f"attn.{ATTENTION}",
+            sequence_dim=None,
+            stage_forward=gpt2_stage_forward,
+        )
     layer = "model.layers.*"
     columns = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
     rows = ["self_attn.o_proj", "mlp.down_proj"]

@@ -62,6 +62,19 @@ def test_tied_qwen3_with_norms_of_heads_agrees(transformers_verifier: Verifier) 
     assert 1e-6 / found.margin < 1e-12
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [("pipeline_parallel", "context_parallel"), ("data_parallel_shard",)]
+)
+def test_tied_gpt2_agrees(transformers_verifier: Verifier, axes: tuple[str, ...]) -> None:
+    sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 17}
+    off = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    sections = job("GPT2Config", {f"{axis}_degree": 2 for axis in axes})
+    sections["model"]["values"] = {**sizes, **off}
+    found = transformers_verifier.verify(make_config(sections), steps=2)
+    assert found.agrees, found.findings
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of sizes only look whether transformers is there."""
@@ -76,9 +89,13 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
             make_config(job(config_class, plan, **values))
         return caught.value.problems
 
-    assert problems({}, "GPT2Config") == (
-        "model.config_class: GPT2Config has no plan; give LlamaConfig, MistralConfig, Qwen2Config, "
-        "Qwen3Config",
+    assert problems({}, "BertConfig") == (
+        "model.config_class: BertConfig has no plan; give GPT2Config, LlamaConfig, MistralConfig, "
+        "Qwen2Config, Qwen3Config",
+    )
+    assert problems({}, "GPT2Config", resid_pdrop=0) == (
+        "model.values: GPT-2 drops out differently under each plan; set attn_pdrop, embd_pdrop to "
+        "0",
     )
     assert problems({"tensor_parallel_degree": 4}) == (
         "parallelism.tensor_parallel_degree: 4 does not divide num_key_value_heads 2; give one of "
