@@ -227,8 +227,8 @@ class Job:
 def build_job(resolved: ResolvedJob, world: World) -> Job:
     """Build this rank's part of the job; every rank of the world must call this.
 
-    The model is built without storage, sharded, and then materialized and initialized, so that no
-    rank ever holds more than its shards.
+    The model is built without storage, sharded, and then materialized and initialized. So a rank
+    holds only its shards, and one whole parameter at a time while it draws their values.
     """
     config, dims = resolved.config, resolved.dims
     if config.debug.deterministic:

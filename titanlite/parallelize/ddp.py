@@ -20,7 +20,7 @@ def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = 
     `compiled` enables Dynamo's DDP optimizer. It splits graphs at bucket boundaries, so that
     reductions overlap with the backward pass of compiled blocks.
 
-    Gradients are summed, not averaged: the loss is already divided by the number of tokens of the
+    Gradients are summed, not averaged: the loss is already divided by the number of targets of the
     whole step. Parameters must have storage and values, not be on the "meta" device. Raises
     TitanliteError for an invalid argument.
     """

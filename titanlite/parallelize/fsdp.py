@@ -58,7 +58,7 @@ def apply_fsdp(
     gather it again. The backward pass needs the head and the last block first, so they are freed
     only under "always".
 
-    Gradients are summed, not averaged: the loss is already divided by the number of tokens of the
+    Gradients are summed, not averaged: the loss is already divided by the number of targets of the
     whole step. Raises TitanliteError for an invalid argument, and for a weight that is tied between
     a block and another unit.
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html

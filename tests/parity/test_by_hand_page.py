@@ -1,0 +1,37 @@
+"""docs/by_hand.md: its loop computes the same under every plan that it names."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.ranks.launch import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs/by_hand.md"
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("page")
+    code = "".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    (folder / "by_hand_loop.py").write_text(code)
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module("by_hand_loop")
+    sys.path.remove(str(folder))
+    del sys.modules["by_hand_loop"]
+
+
+def test_every_plan_of_the_page_trains_as_one_process(loop: Any) -> None:
+    (alone,) = run_ranks(loop.main, 1, ParallelDims(), timeout_seconds=120)
+    assert len(alone) == 3
+    for dims in (ParallelDims(tp=2, dp_shard=2), ParallelDims(pp=2, cp=2)):
+        for of_rank in run_ranks(loop.main, 4, dims, timeout_seconds=120):
+            for own, expected in zip(of_rank, alone, strict=True):
+                assert own == pytest.approx(expected, rel=1e-11), dims
