@@ -73,8 +73,8 @@ def set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 def initial_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype, seed: int) -> nn.Module:
     """The whole model on the CPU with its own initial values, a function of `seed` only.
 
-    The values come from its constructor and then from the registered `init`, or else from the
-    model's `init_weights()` if it has one that needs no arguments.
+    The values come from its constructor, then from the registered `init`, or else from the model's
+    `init_weights()` if it has one, and then from `init_buffers()` if it has that.
     """
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -88,6 +88,8 @@ def initial_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype, seed: int) ->
                 if init is not None:
                     init(model)
                 elif callable(own := getattr(model, "init_weights", None)):
+                    own()
+                if callable(own := getattr(model, "init_buffers", None)):
                     own()
         finally:
             random.setstate(states[0])

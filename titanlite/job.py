@@ -366,6 +366,8 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
                 resolved.dims.tp,
                 loss_parallel=uses_loss_parallel(resolved.config, resolved.dims),
             )
+    except ConfigError:
+        raise
     except TitanliteError as error:
         raise ConfigError(f"model.name: {error}") from None
     return model, plan

@@ -257,7 +257,7 @@ def test_without_a_file_nothing_is_trained(tmp_path, words):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "job.config_file: no file is given; "
-        "type python train.py --job.config_file=configs/tp2_fsdp2.toml\n"
+        "run python train.py --job.config_file=configs/tp2_fsdp2.toml\n"
     )
 
 
@@ -456,14 +456,23 @@ def test_a_users_own_model_trains_and_draws(tmp_path):
 @pytest.mark.parametrize(
     ("part", "text", "message"),
     [
-        ("plan", "PLANS = {}", "Bigram has no parallelize plan; "),
+        ("plan", "PLANS = {}", "model.name: Bigram has no parallelize plan; "),
         (
             "plan",
             "PLAN = {}",
-            "model.name: loading bigram.model:Bigram or bigram.plan:PLANS failed",
+            "model.name: loading bigram.plan:PLANS failed",
         ),
-        ("config", MODEL["config.py"].replace("def problems", "def others"), "model.name: "),
-        ("model", MODEL["model.py"].replace("def init_buffers", "def b"), "Bigram has buffers; "),
+        (
+            "config",
+            MODEL["config.py"].replace("@dataclass(frozen=True)\n", ""),
+            'model.name: "bigram.config:BigramConfig", the configuration of "bigram", is not a '
+            "dataclass; ",
+        ),
+        (
+            "model",
+            MODEL["model.py"].replace("positions):", "positions, mask):"),
+            "model.name: forward of Bigram needs `mask`",
+        ),
     ],
 )
 def test_a_users_own_model_that_lacks_something(tmp_path, part, text, message):

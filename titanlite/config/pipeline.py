@@ -110,6 +110,8 @@ def _names_of(config: JobConfig, model: Any) -> tuple[str, ...]:
 
     try:
         return module_names(load_model_spec(config), model)
+    except ConfigError:
+        raise
     except TitanliteError as error:
         raise ConfigError(f"model.name: {error}") from None
 
