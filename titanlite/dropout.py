@@ -54,7 +54,8 @@ class TokenDropout(nn.Module):
                 "forward and pass it on"
             )
         is_kept = self._hashes(token_numbers, x.size(-1), first_feature) >= int(self.p * 2**32)
-        return torch.where(is_kept, x / (1.0 - self.p), 0.0)
+        # Unlike torch.where, this keeps the strides of `x`, which stages send to each other.
+        return (x / (1.0 - self.p)).masked_fill(~is_kept, 0.0)
 
     def _hashes(self, token_numbers: Tensor, num_features: int, first_feature: int) -> Tensor:
         """Uniform integers in [0, 2**32), int64 [..., D]."""

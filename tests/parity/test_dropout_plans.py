@@ -14,7 +14,12 @@ PLANS = {
         "activation_checkpoint": {"mode": "full"},
     },
     "pp2 x fsdp2, accumulation": {
-        "parallelism": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
+        "parallelism": {
+            "pipeline_parallel_degree": 2,
+            "data_parallel_shard_degree": 2,
+            # Sequences and tokens are transposed in the model, which one sequence would not show.
+            "pipeline_parallel_microbatch_size": 2,
+        },
         "training": {"global_batch_size": 16},
     },
     "fsdp2, compiled": {

@@ -72,6 +72,33 @@ def split_model(
     return parts
 
 
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, with a gradient that can be sent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+def _send_contiguous(part: nn.Module, *, is_first: bool, is_last: bool) -> None:
+    """Make what a stage sends contiguous, since P2P messages must be: its output and gradient."""
+
+    def of_input(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _ContiguousGradient.apply(inputs[0]), *inputs[1:]
+
+    def of_output(_: nn.Module, __: Any, output: Any) -> Any:
+        return output.contiguous() if isinstance(output, Tensor) else output
+
+    if not is_first:
+        part.register_forward_pre_hook(of_input)
+    if not is_last:
+        part.register_forward_hook(of_output)
+
+
 def _batch_dim(batch: Batch, name: str, value: Any) -> int | None:
     """The dimension of an argument of forward along which microbatches are split, if any.
 
@@ -169,6 +196,8 @@ class PipelineRunner:
         self._loss_function: LossFunction | None = None
         self.on_loss: Callable[[], None] | None = None
         """Called after the loss of each microbatch, within the last stage's forward pass."""
+        for stage, part in self._parts.items():
+            _send_contiguous(part, is_first=stage == 0, is_last=stage == self.table.num_stages - 1)
         self.stages = [self._make_stage(stage) for stage in self._parts]
         self._schedule = self._make_schedule(from_table)
 
