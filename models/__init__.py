@@ -129,7 +129,7 @@ def enter(spec: Any, table: dict[str, Any], by: dict[str, set[str]], kind: str) 
     registered both: a cell may run again.
     """
     registrar, *others = registering_modules()
-    if registrar == "__main__" in by.get(spec.name, ()):
+    if registrar == "__main__" and by.get(spec.name) == {registrar}:
         table[spec.name] = spec
     elif table.setdefault(spec.name, spec) != spec:
         raise ValueError(f"a different {kind} named {spec.name!r} is already registered")

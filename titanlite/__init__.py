@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from titanlite.config import JobConfig, load_config, make_config
     from titanlite.errors import ConfigError, RankError
     from titanlite.from_python import train
-    from titanlite.registry import register_dataset, register_loss, register_model
+    from titanlite.registry import register_dataset, register_loss, register_metric, register_model
 
 __all__ = [
     "ConfigError",
@@ -26,6 +26,7 @@ __all__ = [
     "make_config",
     "register_dataset",
     "register_loss",
+    "register_metric",
     "register_model",
     "train",
 ]
@@ -35,7 +36,7 @@ _MODULES = {
     "config": ("JobConfig", "load_config", "make_config"),
     "errors": ("ConfigError", "RankError"),
     "from_python": ("train",),
-    "registry": ("register_dataset", "register_loss", "register_model"),
+    "registry": ("register_dataset", "register_loss", "register_metric", "register_model"),
 }
 
 

@@ -7,7 +7,7 @@ they can be closures or functions of a notebook, but what they change stays on t
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from titanlite.errors import RankError
 
 if TYPE_CHECKING:
     from titanlite.job import Job
+    from titanlite.training.metrics import Validation
     from titanlite.training.step import StepResult
 
 
@@ -32,6 +33,8 @@ class Event:
     """The step's loss, gradient norm and learning rate; None if no step has run."""
     validation_loss: float | None = None
     """The newest validation loss; None before the first validation."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of validation.metrics in the newest validation."""
     checkpoint: Path | None = None
     """The newest checkpoint that this run has saved; None if there is none."""
 
@@ -52,6 +55,8 @@ class TrainResult:
     """The gradient norm of each step, before clipping."""
     validation_losses: dict[int, float] = field(default_factory=dict)
     """Step -> mean validation loss."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step -> the metrics of that validation."""
     is_stopped: bool = False
     """Whether the run was asked to stop before its last step."""
 
@@ -88,15 +93,18 @@ class Recording:
         self._callbacks = callbacks
         self._event = Event(job, first_step - 1)
 
-    def after_step(self, step: int, result: StepResult, validation_loss: float | None) -> None:
+    def after_step(self, step: int, result: StepResult, validation: Validation | None) -> None:
         """Record a step and its validation, if there was one."""
         self.result.steps.append(step)
         self.result.losses.append(result.loss)
         self.result.grad_norms.append(result.grad_norm)
         self._happened("on_step", step=step, result=result)
-        if validation_loss is not None:
-            self.result.validation_losses[step] = validation_loss
-            self._happened("on_validation", validation_loss=validation_loss)
+        if validation is not None:
+            self.result.validation_losses[step] = validation.loss
+            self.result.metrics[step] = dict(validation.metrics)
+            self._happened(
+                "on_validation", validation_loss=validation.loss, metrics=validation.metrics
+            )
 
     def after_checkpoint(self, path: Path) -> None:
         """Record a checkpoint that is complete."""

@@ -53,7 +53,7 @@ from titanlite.parallelize.tensor_parallel import check_tied_placements
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
-from titanlite.registry import LOSSES
+from titanlite.registry import LOSSES, METRICS
 from titanlite.tied import find_tied
 from titanlite.training.initialize import (
     LARGEST_WHOLE,
@@ -61,6 +61,7 @@ from titanlite.training.initialize import (
     initialize,
     whole_values,
 )
+from titanlite.training.metrics import Validation
 from titanlite.training.optimizer import build_optimizer, build_scheduler
 from titanlite.training.shards import whole_tensor
 from titanlite.training.step import StepResult, Trainer
@@ -156,6 +157,10 @@ class Job:
 
     def evaluate(self) -> float:
         """The mean validation loss, in nats per target."""
+        return self.validate().loss
+
+    def validate(self) -> Validation:
+        """The mean validation loss and the metrics of `validation.metrics`."""
         return self.trainer.evaluate(self.validation_batches())
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -475,6 +480,7 @@ def _build_trainer(
         logits_are_sharded=uses_loss_parallel(config, dims),
         non_finite=config.debug.non_finite,
         before_update=OrderCheck(axes) if config.comm.mode == "debug" and world.size > 1 else None,
+        metrics={name: METRICS[name].load() for name in config.validation.metrics},
     )
 
 

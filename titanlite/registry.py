@@ -1,4 +1,4 @@
-"""Register a model, data set or loss of your own, so that a job can name it. No torch.
+"""Register a model, data set, loss or metric of your own, so that a job can name it. No torch.
 
     titanlite.register_model("vit", "vit.model:ViT", "vit.sizes:Sizes", plan="vit.plan:PLAN")
 
@@ -84,6 +84,38 @@ def register_loss(
     models.enter(spec, LOSSES, LOSSES_REGISTERED_BY, "loss")
 
 
+@dataclass(frozen=True)
+class MetricSpec:
+    """A registered metric: a function, or its "module:attribute"."""
+
+    name: str
+    function: str | Callable[..., Any]
+
+    def load(self) -> Any:
+        """The function; imports torch."""
+        return load(self.function)
+
+
+METRICS = {"accuracy": MetricSpec("accuracy", "titanlite.training.metrics:accuracy")}
+"""The registered metrics, which validation.metrics can name."""
+
+METRICS_REGISTERED_BY: dict[str, set[str]] = {"accuracy": {__name__}}
+"""Name of a metric -> the modules whose import registered it."""
+
+
+def register_metric(name: str, function: str | Callable[..., Any]) -> None:
+    """Register a metric, for `validation.metrics = ["name"]`.
+
+    `function(outputs, batch)` returns (sum, count) for a batch, as numbers or scalar tensors. The
+    value is the sum of the whole validation set divided by its count. Targets of -100 must not
+    count: they mask the copies that fill the last batch. Sharded logits are gathered before the
+    call. Raises ValueError if a different metric has that name, and for the name "loss".
+    """
+    if name == "loss":
+        raise ValueError('"loss" is the validation loss; give the metric another name')
+    models.enter(MetricSpec(name, function), METRICS, METRICS_REGISTERED_BY, "metric")
+
+
 Specs = list[tuple[str, Any]]
 """Registered specs with their kinds, such as "model"."""
 
@@ -96,11 +128,12 @@ def _table(kind: str) -> tuple[dict[str, Any], dict[str, set[str]]]:
         "model": (models.MODELS, models.REGISTERED_BY),
         "data set": (catalog.DATASETS, catalog.REGISTERED_BY),
         "loss": (LOSSES, LOSSES_REGISTERED_BY),
+        "metric": (METRICS, METRICS_REGISTERED_BY),
     }
     return tables[kind]
 
 
-KINDS = ("model", "data set", "loss")
+KINDS = ("model", "data set", "loss", "metric")
 
 
 def registers_something(module: str) -> bool:

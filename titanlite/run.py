@@ -93,10 +93,10 @@ def train_on_rank(
                 if step % config.training.gc_freq == 0 or config.training.gc_debug:
                     reporter.note_collected(gc.collect(1))
                 is_last = step == config.training.steps
-                validation_loss = job.evaluate() if config.validates_after(step) else None
+                validation = job.validate() if config.validates_after(step) else None
                 wants_stop = stop.is_asked or checkpoints.has_failed
-                stops = reporter.record(step, result, validation_loss, stops=wants_stop)
-                recording.after_step(step, result, validation_loss)
+                stops = reporter.record(step, result, validation, stops=wants_stop)
+                recording.after_step(step, result, validation)
                 if said := checkpoints.after_step(step, is_last=is_last, stops=stops):
                     reporter.say(said)
                 for path in checkpoints.take_saved():

@@ -14,6 +14,7 @@ import titanlite
 from titanlite import registry
 from titanlite.config import resolve_job
 from titanlite.config.load import read_values
+from titanlite.observe.metrics import read_metrics
 
 SCRIPT = """
 import json, sys
@@ -79,6 +80,7 @@ for _ in range(2):  # a cell of a notebook may run again
         "points", Data, has_tokens=False, fields={"x": None, "targets": None}
     )
     titanlite.register_loss("plain", total)
+    titanlite.register_metric("margin", lambda outputs, batch: (outputs.max(), len(outputs)))
 
 def job(folder, **plan):
     return {
@@ -88,7 +90,9 @@ def job(folder, **plan):
             "dataset": "points", "loss": "plain", "steps": 3, "dtype": "float64",
             "global_batch_size": 2, "local_batch_size": 2,
         },
-        "validation": {"enable": True, "freq": 2, "local_batch_size": 2},
+        "validation": {
+            "enable": True, "freq": 2, "local_batch_size": 2, "metrics": ["margin"]
+        },
         "checkpoint": {"enable": True, "interval": 2},
         "activation_checkpoint": {"mode": "none"},
         "sampling": {"num_samples": 0},
@@ -116,7 +120,8 @@ except titanlite.RankError as error:
     message, trace = str(error), error.rank_traceback
 with open("found.json", "w") as file:
     json.dump([one.losses, two.losses, one.grad_norms, two.grad_norms, one.validation_losses,
-               two.validation_losses, two.steps, message, trace, seen], file)
+               two.validation_losses, two.steps, message, trace, seen, one.metrics, two.metrics],
+              file)
 """
 
 
@@ -125,12 +130,18 @@ def test_a_script_trains_what_it_registers(tmp_path: Path) -> None:
     run = [sys.executable, "script.py"]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    one, two, norms, norms2, validation, validation2, steps, message, trace, seen = json.loads(
-        (tmp_path / "found.json").read_text()
+    one, two, norms, norms2, validation, validation2, steps, message, trace, seen, *metrics = (
+        json.loads((tmp_path / "found.json").read_text())
     )
     assert two == pytest.approx(one, rel=1e-12)
     assert norms2 == pytest.approx(norms, rel=1e-12)
     assert validation2 == pytest.approx(validation, rel=1e-12)
+    assert [of_step["margin"] for of_step in metrics[1].values()] == pytest.approx(
+        [of_step["margin"] for of_step in metrics[0].values()], rel=1e-12
+    )
+    (record,) = [r for r in read_metrics(tmp_path / "two") if r.step == 2]
+    assert record.validation_metrics == metrics[1]["2"]
+    assert f"margin {metrics[1]['2']['margin']:.4f}" in done.stdout
     assert steps == [1, 2, 3]
     assert list(validation) == ["2", "3"]
     for rank in (0, 1):

@@ -77,6 +77,7 @@ def _used(config: JobConfig) -> dict[str, tuple[str | None, ...]]:
         "model": (config.model.name,),
         "data set": (config.training.dataset, config.validation.dataset),
         "loss": (config.training.loss,),
+        "metric": config.validation.metrics,
     }
 
 

@@ -454,6 +454,9 @@ class Validation(Section):
     )
     freq: PositiveInt = key(10, "training steps between validations")
     steps: CountOrMinusOne = key(-1, "global batches per validation; -1: the whole data set")
+    metrics: Values[Name] = key(
+        (), "registered metrics to compute besides the loss, such as accuracy", torchtitan=OWN
+    )
     dataloader: DataLoader = DataLoader()
 
 
