@@ -130,9 +130,8 @@ def test_a_script_trains_what_it_registers(tmp_path: Path) -> None:
     run = [sys.executable, "script.py"]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    one, two, norms, norms2, validation, validation2, steps, message, trace, seen, *metrics = (
-        json.loads((tmp_path / "found.json").read_text())
-    )
+    found = json.loads((tmp_path / "found.json").read_text())
+    one, two, norms, norms2, validation, validation2, steps, message, trace, seen, *metrics = found
     assert two == pytest.approx(one, rel=1e-12)
     assert norms2 == pytest.approx(norms, rel=1e-12)
     assert validation2 == pytest.approx(validation, rel=1e-12)

@@ -25,6 +25,7 @@ from titanlite.training.gradient_norm import (
 from titanlite.training.loss import Loss, loss_context
 from titanlite.training.metrics import Metric, Validation, sums_of
 from titanlite.training.non_finite import explain_non_finite
+from titanlite.training.optimizer import base_lr
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Trainer:
     def _update(self, norm: Tensor) -> float:
         """Clip, update the weights and clear the gradients; returns the learning rate."""
         clip_gradients(self.parameters, norm, self.max_norm)
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = base_lr(self.optimizer)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -191,7 +192,7 @@ class Trainer:
 
     def _skip(self) -> float:
         """Clear the gradients and advance the schedule; returns the unused learning rate."""
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = base_lr(self.optimizer)
         with warnings.catch_warnings():
             # torch warns if the schedule is advanced before the first update.
             warnings.simplefilter("ignore", UserWarning)
