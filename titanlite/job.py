@@ -249,6 +249,12 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     slow = _warn_of_slow_rings(resolved, world, model, plan)
     tied = find_tied(model)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigError(
+            f"model.name: {config.model.name} has no parameter to train, since requires_grad is "
+            "False for all; train at least one"
+        )
+    frozen = _describe_frozen(model)
     rules = find_rules(trained, config.optimizer.no_weight_decay, config.optimizer.lr_multipliers)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = draws_by_name(model)
@@ -266,7 +272,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     row = _initialize(resolved, world, made.parts, model_bytes, by_name=by_name, tied=tied)
     if row is not None:
         made.applied.append(row)
-    made.applied += _describe_groups(config, rules)
+    made.applied += [*_describe_groups(config, rules), *frozen]
     trainer = _build_trainer(resolved, world, meshes, made, data, axes, rules, tied)
     if config.converts_to_float8:
         _gather_in_float8(config, made.parts, trainer)
@@ -506,6 +512,18 @@ def _describe_groups(config: JobConfig, rules: Mapping[str, Rule]) -> list[PlanR
     return (
         [PlanRow("parameter groups", f"{number}", f"{number}", "; ".join(parts))] if parts else []
     )
+
+
+def _describe_frozen(model: nn.Module) -> list[PlanRow]:
+    """A row of the effective plan for parameters without requires_grad, if there are any."""
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if len(trained) == len(parameters):
+        return []
+    number = f"{len(parameters) - len(trained)} of {len(parameters)}"
+    sizes = [sum(p.numel() for p in some) for some in (trained, parameters)]
+    note = f"{sizes[0]:,} of {sizes[1]:,} parameters are trained"
+    return [PlanRow("frozen tensors", number, number, note)]
 
 
 def _build_dataset(resolved: ResolvedJob, split: str) -> Dataset:

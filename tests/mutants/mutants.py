@@ -742,7 +742,7 @@ MUTANTS = [
     mutant(
         "the multipliers of the learning rate are left out",
         "optimizer",
-        also(FSDP, optimizer={"lr_multipliers": {"output.*": 0.5}}),
+        also(FSDP, **{"optimizer.lr_multipliers": {'"output.*"': 0.5}}),
         r"optimizer.*initial_lr",
         OPTIMIZER,
         ('            "lr": lr * rule.lr_multiplier,\n', ""),

@@ -37,7 +37,9 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
         problems.append(f"{missing[0]}{more} in no parameter group")
     if twice := [name for name, parameter in wanted.items() if counts[parameter] > 1]:
         problems.append(f"{twice[0]} is in {counts[wanted[twice[0]]]} parameter groups")
-    if strange := set(counts) - set(wanted.values()):
+    if frozen := [n for n, p in job.parameters.items() if p in counts and not p.requires_grad]:
+        problems.append(f"the frozen {frozen[0]} is in a parameter group")
+    if strange := set(counts) - set(job.parameters.values()):
         problems.append(f"{len(strange)} tensors in its groups are not model parameters")
     if type(optimizer).__name__ != section.name:
         problems.append(f"it is {type(optimizer).__name__}, not {section.name}")

@@ -49,6 +49,7 @@ class Recurrence:
             self._has_own_samples = not wrong
             yield from wrong
         yield from self._wrong_count(step, batches, numbers.num_targets)
+        yield from self._changed_frozen(step, record["weights"])
         if self._is_exact:
             # An error in one step makes the next ones start from wrong values.
             found = list(self._wrong_update(step, record, numbers))
@@ -83,6 +84,14 @@ class Recurrence:
                 f"even on one process, step {step} has {own} targets but divides its loss by "
                 f"{counted}: masked targets must not be counted"
             )
+
+    def _changed_frozen(self, step: int, weights: Mapping[str, Tensor]) -> Iterator[str]:
+        """Whether the step changes a weight that does not require a gradient, by any bit."""
+        frozen = [name for name, p in self._job.parameters.items() if not p.requires_grad]
+        for name in frozen:
+            if not torch.equal(weights[name], self._weights[name]):
+                yield f"even on one process, step {step} changes the frozen weight {name}"
+                return
 
     def _wrong_update(
         self, step: int, record: Mapping[str, Any], numbers: ReferenceStep
