@@ -1,6 +1,6 @@
 """Train a model from one TOML file: torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
 
-titanlite/train.py contains the run itself. `--help` lists every key.
+titanlite/run.py contains the run itself. `--help` lists every key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # Ctrl-C during the imports below ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from titanlite.train import main
+from titanlite.run import main
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])

@@ -119,18 +119,21 @@ REGISTERED_BY: dict[str, set[str]] = {}
 
 def register(spec: ModelSpec) -> None:
     """Register a model as `spec.name`. Raises ValueError if a different one has that name."""
-    if MODELS.setdefault(spec.name, spec) != spec:
-        raise ValueError(f"a different model named {spec.name!r} is already registered")
-    REGISTERED_BY.setdefault(spec.name, set()).update(registering_modules())
+    enter(spec, MODELS, REGISTERED_BY, "model")
 
 
-def models_of(module: str) -> list[str]:
-    """The names of the models that `module`, or a module of that package, registered."""
-    return [
-        name
-        for name, modules in REGISTERED_BY.items()
-        if name in MODELS and any(f"{by}.".startswith(f"{module}.") for by in modules)
-    ]
+def enter(spec: Any, table: dict[str, Any], by: dict[str, set[str]], kind: str) -> None:
+    """Add `spec` to a table of specs by name, and the modules that register it to `by`.
+
+    Raises ValueError if a different spec has that name, unless a script or a notebook has
+    registered both: a cell may run again.
+    """
+    registrar, *others = registering_modules()
+    if registrar == "__main__" and by.get(spec.name) == {registrar}:
+        table[spec.name] = spec
+    elif table.setdefault(spec.name, spec) != spec:
+        raise ValueError(f"a different {kind} named {spec.name!r} is already registered")
+    by.setdefault(spec.name, set()).update((registrar, *others))
 
 
 def is_built_in(name: str) -> bool:
@@ -138,18 +141,25 @@ def is_built_in(name: str) -> bool:
     return REGISTERED_BY.get(name) == {__name__}
 
 
-def registering_modules() -> set[str]:
-    """The module that calls this function's caller, and the modules whose import led there."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == "titanlite.registry":
+_REGISTERING = (__name__, "titanlite.data.catalog", "titanlite.registry")
+
+
+def registering_modules() -> list[str]:
+    """The module that registers something now, then the modules whose import led there."""
+    frame: FrameType | None = sys._getframe(1)
+    while (
+        frame is not None
+        and frame.f_globals.get("__name__") in _REGISTERING
+        and frame.f_code.co_name != "<module>"
+    ):
         frame = frame.f_back
     assert frame is not None
-    names = {frame.f_globals.get("__name__", "")}
-    if names == {__name__}:
+    names = [frame.f_globals.get("__name__", "")]
+    if names == [__name__]:
         return names  # importing this package registers nothing for the importer
     while frame is not None:
         if frame.f_code.co_name == "<module>":
-            names.add(frame.f_globals.get("__name__", ""))
+            names.append(frame.f_globals.get("__name__", ""))
         frame = frame.f_back
     return names
 

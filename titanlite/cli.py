@@ -31,7 +31,7 @@ class Command:
 
 COMMANDS = {
     "train": Command(
-        "titanlite.train",
+        "titanlite.run",
         "train a model, like train.py; also under torchrun",
         "titanlite train configs/tp2_fsdp2.toml --training.steps=100",
         function="command",

@@ -8,9 +8,9 @@ verification, sampling and benchmarks all run on a Job.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ from titanlite.parallelize.tensor_parallel import check_tied_placements
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
-from titanlite.registry import LOSSES
+from titanlite.registry import LOSSES, METRICS
 from titanlite.tied import find_tied
 from titanlite.training.initialize import (
     LARGEST_WHOLE,
@@ -61,7 +61,8 @@ from titanlite.training.initialize import (
     initialize,
     whole_values,
 )
-from titanlite.training.optimizer import build_optimizer, build_scheduler
+from titanlite.training.metrics import Validation
+from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler, find_rules
 from titanlite.training.shards import whole_tensor
 from titanlite.training.step import StepResult, Trainer
 
@@ -156,6 +157,10 @@ class Job:
 
     def evaluate(self) -> float:
         """The mean validation loss, in nats per target."""
+        return self.validate().loss
+
+    def validate(self) -> Validation:
+        """The mean validation loss and the metrics of `validation.metrics`."""
         return self.trainer.evaluate(self.validation_batches())
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -243,6 +248,14 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     model, plan = _build_model(resolved, data)
     slow = _warn_of_slow_rings(resolved, world, model, plan)
     tied = find_tied(model)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigError(
+            f"model.name: {config.model.name} has no parameter to train, since requires_grad is "
+            "False for all; train at least one"
+        )
+    frozen = _describe_frozen(model)
+    rules = find_rules(trained, config.optimizer.no_weight_decay, config.optimizer.lr_multipliers)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = draws_by_name(model)
     flops_per_token = _count_flops(resolved, model, data, dataset)
@@ -259,7 +272,8 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     row = _initialize(resolved, world, made.parts, model_bytes, by_name=by_name, tied=tied)
     if row is not None:
         made.applied.append(row)
-    trainer = _build_trainer(resolved, world, meshes, made, data, axes)
+    made.applied += [*_describe_groups(config, rules), *frozen]
+    trainer = _build_trainer(resolved, world, meshes, made, data, axes, rules, tied)
     if config.converts_to_float8:
         _gather_in_float8(config, made.parts, trainer)
     return Job(
@@ -436,13 +450,19 @@ def _build_trainer(
     made: Parallelized,
     data: DatasetSpec,
     axes: dict[str, str],
+    rules: Mapping[str, Rule],
+    tied: Mapping[str, str],
 ) -> Trainer:
     """The trainer: this rank's parts of the model with optimizer, scheduler and loss."""
     config, dims = resolved.config, resolved.dims
     followers = set() if made.pipeline is None else set(made.pipeline.copies.followers())
-    parameters = chain.from_iterable(part.parameters() for part in made.parts)
+    names = {
+        parameter: canonical_name(name)
+        for part in made.parts
+        for name, parameter in part.named_parameters()
+    }
     optimizer = build_optimizer(
-        [parameter for parameter in parameters if parameter not in followers],
+        [parameter for parameter in names if parameter not in followers],
         name=config.optimizer.name,
         lr=config.optimizer.lr,
         beta1=config.optimizer.beta1,
@@ -451,6 +471,7 @@ def _build_trainer(
         weight_decay=config.optimizer.weight_decay,
         momentum=config.optimizer.momentum,
         implementation=config.optimizer.kernels,
+        rules={p: rule for p, n in names.items() if (rule := rules.get(tied.get(n, n)))},
     )
     scheduler = build_scheduler(
         optimizer,
@@ -477,7 +498,34 @@ def _build_trainer(
         logits_are_sharded=uses_loss_parallel(config, dims),
         non_finite=config.debug.non_finite,
         before_update=OrderCheck(axes) if config.comm.mode == "debug" and world.size > 1 else None,
+        metrics={name: METRICS[name].load() for name in config.validation.metrics},
     )
+
+
+def _describe_groups(config: JobConfig, rules: Mapping[str, Rule]) -> list[PlanRow]:
+    """A row of the effective plan for the parameters that decay or learn differently, if any."""
+    of_all = f"of {len(rules)} tensors"
+    parts = []
+    if config.optimizer.no_weight_decay:
+        parts.append(f"no weight decay: {sum(not rule.decays for rule in rules.values())} {of_all}")
+    counts = Counter(rule.lr_multiplier for rule in rules.values() if rule.lr_multiplier != 1.0)
+    parts += [f"learning rate x {factor:g}: {count} {of_all}" for factor, count in counts.items()]
+    number = len(set(rules.values()))
+    return (
+        [PlanRow("parameter groups", f"{number}", f"{number}", "; ".join(parts))] if parts else []
+    )
+
+
+def _describe_frozen(model: nn.Module) -> list[PlanRow]:
+    """A row of the effective plan for parameters without requires_grad, if there are any."""
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if len(trained) == len(parameters):
+        return []
+    number = f"{len(parameters) - len(trained)} of {len(parameters)}"
+    sizes = [sum(p.numel() for p in some) for some in (trained, parameters)]
+    note = f"{sizes[0]:,} of {sizes[1]:,} parameters are trained"
+    return [PlanRow("frozen tensors", number, number, note)]
 
 
 def _build_dataset(resolved: ResolvedJob, split: str) -> Dataset:

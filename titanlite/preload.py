@@ -17,7 +17,7 @@ MODULES = (
     "torch._dynamo",  # imported by optimizers and dispatch modes at their first call
     "titanlite.job",
     # The modules that a training run imports on its ranks.
-    "titanlite.train",
+    "titanlite.run",
     "titanlite.checkpoint.run",
     "titanlite.reporter",
     "titanlite.data.images.build",

@@ -1,4 +1,4 @@
-"""Register a model, data set or loss of your own, so that a job can name it. No torch.
+"""Register a model, data set, loss or metric of your own, so that a job can name it. No torch.
 
     titanlite.register_model("vit", "vit.model:ViT", "vit.sizes:Sizes", plan="vit.plan:PLAN")
 
@@ -9,10 +9,11 @@ but then the registering module has to import what it is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titanlite import models
 from titanlite.data import catalog
 from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.models import ModelSpec, load, register
@@ -65,6 +66,9 @@ class LossSpec:
 LOSSES: dict[str, LossSpec] = {}
 """The registered losses, which training.loss can name."""
 
+LOSSES_REGISTERED_BY: dict[str, set[str]] = {}
+"""Name of a loss -> the modules whose import registered it."""
+
 
 def register_loss(
     name: str, total: str | Callable[..., Any], count: str | Callable[..., Any] | None = None
@@ -77,5 +81,95 @@ def register_loss(
     ValueError if a different loss has that name.
     """
     spec = LossSpec(name, total, count)
-    if LOSSES.setdefault(name, spec) != spec:
-        raise ValueError(f"a different loss named {name!r} is already registered")
+    models.enter(spec, LOSSES, LOSSES_REGISTERED_BY, "loss")
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """A registered metric: a function, or its "module:attribute"."""
+
+    name: str
+    function: str | Callable[..., Any]
+
+    def load(self) -> Any:
+        """The function; imports torch."""
+        return load(self.function)
+
+
+METRICS = {"accuracy": MetricSpec("accuracy", "titanlite.training.metrics:accuracy")}
+"""The registered metrics, which validation.metrics can name."""
+
+METRICS_REGISTERED_BY: dict[str, set[str]] = {"accuracy": {__name__}}
+"""Name of a metric -> the modules whose import registered it."""
+
+
+def register_metric(name: str, function: str | Callable[..., Any]) -> None:
+    """Register a metric, for `validation.metrics = ["name"]`.
+
+    `function(outputs, batch)` returns (sum, count) for a batch, as numbers or scalar tensors. The
+    value is the sum of the whole validation set divided by its count. Targets of -100 must not
+    count: they mask the copies that fill the last batch. Sharded logits are gathered before the
+    call. Raises ValueError if a different metric has that name, and for the name "loss".
+    """
+    if name == "loss":
+        raise ValueError('"loss" is the validation loss; give the metric another name')
+    models.enter(MetricSpec(name, function), METRICS, METRICS_REGISTERED_BY, "metric")
+
+
+Specs = list[tuple[str, Any]]
+"""Registered specs with their kinds, such as "model"."""
+
+_sent: set[tuple[str, str]] = set()
+
+
+def _table(kind: str) -> tuple[dict[str, Any], dict[str, set[str]]]:
+    """The specs of a kind by name, and the modules that registered them."""
+    tables: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
+        "model": (models.MODELS, models.REGISTERED_BY),
+        "data set": (catalog.DATASETS, catalog.REGISTERED_BY),
+        "loss": (LOSSES, LOSSES_REGISTERED_BY),
+        "metric": (METRICS, METRICS_REGISTERED_BY),
+    }
+    return tables[kind]
+
+
+KINDS = ("model", "data set", "loss", "metric")
+
+
+def registers_something(module: str) -> bool:
+    """Whether `module`, or a module of that package, has registered anything."""
+    for kind in KINDS:
+        table, registered_by = _table(kind)
+        if any(_is_by(module, by) for name, by in registered_by.items() if name in table):
+            return True
+    return False
+
+
+def specs_to_send(used: Mapping[str, Iterable[str | None]], custom_import: str) -> Specs:
+    """The specs that a rank cannot import: those that the calling script has registered.
+
+    `used` has the names that a job uses, by kind. Specs of titanlite and of `custom_import` are
+    left out.
+    """
+    found = []
+    for kind, names in used.items():
+        table, registered_by = _table(kind)
+        for name in names:
+            by = registered_by.get(name or "", set())
+            is_own = not by & {models.__name__, catalog.__name__, __name__}
+            if name in table and is_own and not (custom_import and _is_by(custom_import, by)):
+                found.append((kind, table[name]))
+    return found
+
+
+def take_sent(specs: Specs) -> None:
+    """Register specs that were sent, unless this process has its own of that name."""
+    for kind, spec in specs:
+        table, _ = _table(kind)
+        if spec.name not in table or (kind, spec.name) in _sent:
+            table[spec.name] = spec
+            _sent.add((kind, spec.name))
+
+
+def _is_by(module: str, by: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for name in by)

@@ -41,6 +41,7 @@ from titanlite.observe.progress import Progress
 from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
 from titanlite.ranks.world import World
 from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
+from titanlite.training.metrics import Validation
 from titanlite.training.step import StepResult
 
 if TYPE_CHECKING:
@@ -185,11 +186,11 @@ class Reporter:
         self,
         step: int,
         result: StepResult,
-        validation_loss: float | None = None,
+        validation: Validation | None = None,
         *,
         stops: bool = False,
     ) -> bool:
-        """Record and show a completed step, with its validation loss if there is one.
+        """Record and show a completed step, with its validation if there is one.
 
         Returns True on every rank if any rank passes `stops`.
         """
@@ -211,8 +212,9 @@ class Reporter:
             tokens_per_second=tokens_per_second,
             seconds=result.seconds,
             memory_bytes=memory_bytes,
-            validation_loss=validation_loss,
-            bits_per_dim=None if validation_loss is None else bits_per_dim(validation_loss),
+            validation_loss=None if validation is None else validation.loss,
+            bits_per_dim=None if validation is None else bits_per_dim(validation.loss),
+            validation_metrics={} if validation is None else validation.metrics,
             flops_per_second=flops_per_second,
             mfu=_mfu(flops_per_second, job),
         )

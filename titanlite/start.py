@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from titanlite.config import JobConfig, Reading, ResolvedJob, check_machine
 from titanlite.config.degrees import DEGREES
@@ -86,9 +86,9 @@ def check_start(read: Reading | JobConfig, place: Place | None = None, *, key: s
 
 
 def run_job(
-    function: Callable[[Place, ResolvedJob, str], T], start: Start, world: Place | None = None
+    function: Callable[..., T], start: Start, world: Place | None = None, *arguments: Any
 ) -> T:
-    """Call `function(place, job, device_type)` on each rank of the job; return rank 0's result.
+    """Call `function(place, job, device_type, *arguments)` on each rank; return rank 0's result.
 
     If `world` is this process's place in a world, call it here. If it is None, call it in this
     process for a job of one rank, else on local ranks. The first SIGINT or SIGTERM asks a run that
@@ -96,16 +96,17 @@ def run_job(
     """
     job, config = start.job, start.job.config
     if world is not None:
-        return function(world, job, start.device_type)
+        return function(world, job, start.device_type, *arguments)
     if job.dims.world_size == 1:
         with unwinding_at_sigterm():
-            return function(ALONE, job, start.device_type)
+            return function(ALONE, job, start.device_type, *arguments)
     with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
         return run_ranks(
             function,
             job.dims.world_size,
             job,
             start.device_type,
+            *arguments,
             stop=stop,
             max_ranks=config.job.max_local_ranks,
         )[0]

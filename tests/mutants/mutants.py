@@ -719,8 +719,8 @@ MUTANTS = [
         r"optimizer.*group",
         OPTIMIZER,
         (
-            '    param_groups = [{"params": group} for group in groups.values()]',
-            '    param_groups = [{"params": group[1:]} for group in groups.values()]',
+            '            "params": group,\n',
+            '            "params": group[1:],\n',
         ),
     ),
     mutant(
@@ -729,7 +729,23 @@ MUTANTS = [
         FSDP,
         r"optimizer.*weight_decay",
         OPTIMIZER,
-        ('        "weight_decay": weight_decay,', '        "weight_decay": weight_decay / 2,'),
+        ("weight_decay if rule.decays else 0.0", "weight_decay / 2 if rule.decays else 0.0"),
+    ),
+    mutant(
+        "weights that must not decay do",
+        "optimizer",
+        also(FSDP, optimizer={"no_weight_decay": ["*norm*"]}),
+        r"optimizer.*weight_decay is 0.1 instead of 0",
+        OPTIMIZER,
+        ("weight_decay if rule.decays else 0.0", "weight_decay"),
+    ),
+    mutant(
+        "the multipliers of the learning rate are left out",
+        "optimizer",
+        also(FSDP, **{"optimizer.lr_multipliers": {'"output.*"': 0.5}}),
+        r"optimizer.*initial_lr",
+        OPTIMIZER,
+        ('            "lr": lr * rule.lr_multiplier,\n', ""),
     ),
     mutant(
         "beta1 and beta2 are swapped",
@@ -793,8 +809,8 @@ MUTANTS = [
         r"validation loss|loss",
         STEP,
         (
-            "            totals[1] += self.loss.count(batch)\n",
-            "            totals[1] += 64 * batch.num_sequences\n",
+            "            totals[0, 1] += self.loss.count(batch)\n",
+            "            totals[0, 1] += 64 * batch.num_sequences\n",
         ),
     ),
     # Mixed precision.

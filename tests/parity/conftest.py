@@ -30,7 +30,9 @@ def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [
         name
         for name in sys.modules
-        if name.startswith(("plain_model", "odd_model", "rotary_model", "tied_model", "wide_model"))
+        if name.startswith(
+            ("plain_model", "odd_model", "rotary_model", "tied_model", "wide_model", "lora_model")
+        )
     ]:
         del sys.modules[name]
 

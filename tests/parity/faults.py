@@ -67,7 +67,7 @@ def draw_fault(
 
 def train_with(place: Place, config: JobConfig, fault: Fault | None) -> None:
     """The run of train.py, with a fault in it."""
-    from titanlite.train import train
+    from titanlite.run import train_on_rank as train
 
     if fault is not None:
         fault.install(place)

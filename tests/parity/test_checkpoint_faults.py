@@ -277,7 +277,7 @@ def test_where_no_checkpoint_is_good_nothing_starts(tmp_path):
 
 def fill_disk(place: Place, config: JobConfig, rank: int) -> None:
     """A run in which files of one rank cannot grow beyond some bytes."""
-    from titanlite.train import train
+    from titanlite.run import train_on_rank as train
 
     if place.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -24,7 +24,7 @@ def config(folder: Path, steps: int, **keys: object) -> JobConfig:
 def say_what_happens(place: Place, runs: list[tuple[JobConfig, bool]]) -> list[str]:
     """What each run prints, or the line that refuses it; True: beside another run that records."""
     from titanlite.observe import metrics
-    from titanlite.train import train
+    from titanlite.run import train_on_rank as train
 
     metrics.PATIENCE_SECONDS = 0
     printed = []

@@ -70,6 +70,7 @@ class Checkpoints:
         # The start and end times of a background save, and its line that is not printed yet.
         self._times: list[float] = []
         self._ended = ""
+        self._saved: list[Path] = []
 
     def __enter__(self) -> Checkpoints:
         if self._section.enable:
@@ -126,6 +127,11 @@ class Checkpoints:
         line = self._save_if_due(step, is_last=is_last, stops=stops)
         ended, self._ended = self._ended, ""
         return "\n".join(filter(None, (ended, line)))
+
+    def take_saved(self) -> list[Path]:
+        """The checkpoints that were completed since the last call."""
+        saved, self._saved = self._saved, []
+        return saved
 
     def _save_if_due(self, step: int, *, is_last: bool, stops: bool) -> str:
         section = self._section
@@ -221,6 +227,7 @@ class Checkpoints:
 
     def _said(self, path: Path, start: float, end: float | None = None) -> str:
         seconds = (end or time.perf_counter()) - start
+        self._saved.append(path)
         size = ""
         if self._job.world.is_first:
             manifest = look_at(path).manifest

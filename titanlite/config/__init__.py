@@ -11,7 +11,7 @@ document.py  --help, docs/configuration.md, and a configuration as TOML
 
 from titanlite.config.checks import check_machine
 from titanlite.config.degrees import make_parallel_dims
-from titanlite.config.load import Reading, load_config, make_config, override, read_job
+from titanlite.config.load import Reading, load_config, make_config, override, read_job, read_values
 from titanlite.config.model import load_model_spec, make_model_config
 from titanlite.config.resolve import ResolvedJob, resolve_job
 from titanlite.config.schema import JobConfig
@@ -28,5 +28,6 @@ __all__ = [
     "make_parallel_dims",
     "override",
     "read_job",
+    "read_values",
     "resolve_job",
 ]

@@ -34,7 +34,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where, divisors
-from titanlite.registry import LOSSES
+from titanlite.registry import LOSSES, METRICS
 
 
 def check_machine(config: JobConfig, device_type: str) -> None:
@@ -164,6 +164,18 @@ def _loss(job: Draft) -> Iterator[str]:
             f"training.loss: no loss {quote(name)} is registered; {advice} set "
             "experimental.custom_import to a module that calls titanlite.register_loss"
         )
+
+
+@reads("validation.metrics", "experimental.custom_import")
+def _metrics(job: Draft) -> Iterator[str]:
+    """validation.metrics names registered metrics."""
+    for name in dict.fromkeys(job.config.validation.metrics):
+        if name not in METRICS:
+            yield (
+                f"validation.metrics: no metric {quote(name)} is registered; give "
+                f"{one_of(map(quote, METRICS))}, or set experimental.custom_import to a module "
+                "that calls titanlite.register_metric"
+            )
 
 
 @reads("validation", "training.dataset", "training.dataset_path")

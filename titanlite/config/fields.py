@@ -58,6 +58,13 @@ Name = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "float64", "bfloat16"]
 Values = Annotated[tuple[T, ...], Strict(False)]  # from a TOML list; a tuple, to stay frozen
+Multipliers = Annotated[
+    dict[str, Annotated[float, Field(gt=0)]],
+    Wanted(
+        'a table from quoted patterns to numbers above 0, such as { "output.*" = 0.5 }',
+        brief="table from pattern to float > 0",
+    ),
+]
 CountOrMinusOne = Annotated[
     int,
     AfterValidator(_count_or_minus_one),

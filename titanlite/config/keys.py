@@ -181,6 +181,11 @@ class Key:
             return None
         if self.type is bool:
             return {"true": True, "false": False}.get(text.lower(), text)
+        if self.type is object and text.lstrip().startswith("{"):
+            try:
+                return parse_toml(f"table = {text}")["table"]
+            except TOML_ERRORS:
+                return text
         if self.item is not None:
             if text.lstrip().startswith("["):
                 try:

@@ -130,7 +130,12 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
 
     Checked like a file. Raises ConfigError with one line for each mistake.
     """
-    return _checked(_read_values(copy.deepcopy(dict(values)), [], []))
+    return _checked(read_values(values))
+
+
+def read_values(values: Mapping[str, Mapping[str, Any]]) -> Reading:
+    """The job with these values, section -> key -> value, with TOML's types."""
+    return _read_values(copy.deepcopy(dict(values)), [], [])
 
 
 def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:

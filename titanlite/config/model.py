@@ -26,10 +26,10 @@ from titanlite.config.keys import (
 from titanlite.config.problems import explain
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote, show_name
-from titanlite.data.catalog import datasets_of
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models import ModelSpec
+from titanlite.registry import registers_something
 
 TORCHTITAN_MODELS = ("llama3", "llama4", "deepseek_v3", "qwen3", "gpt_oss", "flux", "vlm")
 
@@ -41,10 +41,11 @@ def load_model_spec(config: JobConfig) -> ModelSpec:
     """
     module, name = config.experimental.custom_import, config.model.name
     if module:
-        _import_module(module)
-        registers = models.models_of(module) or datasets_of(module)
+        import_module(module)
         # The module may serve another purpose if the model is registered elsewhere.
-        if not registers and (name not in models.MODELS or models.is_built_in(name)):
+        if not registers_something(module) and (
+            name not in models.MODELS or models.is_built_in(name)
+        ):
             raise ConfigError(
                 f"experimental.custom_import: {quote(module)} registers no model and no data set; "
                 "give a module that does (titanlite.register_model(...)), or remove this key"
@@ -190,7 +191,8 @@ def _suggest(name: str, known: Collection[str]) -> str:
     return f"did you mean {quote(match[0])}?" if match else f"give {one_of(map(quote, known))}"
 
 
-def _import_module(name: str) -> None:
+def import_module(name: str) -> None:
+    """Import experimental.custom_import; raises ConfigError if that fails."""
     here = os.getcwd()
     if here not in sys.path:
         # At the end, so that a file here does not hide an installed package.

@@ -33,8 +33,7 @@ def explain(key: Key, error: Mapping[str, Any], value: Any, depth: int = 0) -> s
     if depth:
         item = error["input"]
         for _ in range(depth):
-            assert target.item is not None
-            target = target.item
+            target = target.item or target
     return f"{key.name}: {show(item)} {_wrong(target, item, error)}; {_advice(key, target, item)}"
 
 

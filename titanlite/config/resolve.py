@@ -15,10 +15,11 @@ import cloudpickle
 
 from titanlite.config.checks import Draft
 from titanlite.config.load import Reading
-from titanlite.config.model import load_model_spec
+from titanlite.config.model import import_module
 from titanlite.config.pipeline import PipelinePlan
 from titanlite.config.schema import JobConfig
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.registry import specs_to_send, take_sent
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class ResolvedJob:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The model's configuration may be of a user's class: a rank must import
-        # experimental.custom_import before it unpickles it.
-        rest = (self.model, self.seq_len, self.global_batch_size, self.pipeline)
+        # experimental.custom_import before it unpickles it. What the calling script registered
+        # cannot be imported, and is sent.
+        specs = specs_to_send(_used(self.config), self.config.experimental.custom_import)
+        rest = (specs, self.model, self.seq_len, self.global_batch_size, self.pipeline)
         return _unpack, (self.config, self.dims, cloudpickle.dumps(rest))
 
 
@@ -68,6 +71,19 @@ def finish(draft: Draft) -> ResolvedJob:
     )
 
 
+def _used(config: JobConfig) -> dict[str, tuple[str | None, ...]]:
+    """The names of the registered things that a job uses, by kind."""
+    return {
+        "model": (config.model.name,),
+        "data set": (config.training.dataset, config.validation.dataset),
+        "loss": (config.training.loss,),
+        "metric": config.validation.metrics,
+    }
+
+
 def _unpack(config: JobConfig, dims: ParallelDims, packed: bytes) -> ResolvedJob:
-    load_model_spec(config)
-    return ResolvedJob(config, dims, *pickle.loads(packed))
+    if config.experimental.custom_import:
+        import_module(config.experimental.custom_import)
+    specs, *rest = pickle.loads(packed)
+    take_sent(specs)
+    return ResolvedJob(config, dims, *rest)

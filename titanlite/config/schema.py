@@ -26,6 +26,7 @@ from titanlite.config.fields import (
     Dtype,
     Fraction,
     Inert,
+    Multipliers,
     Name,
     NotYet,
     Section,
@@ -131,6 +132,16 @@ class Optimizer(Section):
     )
     eps: PositiveFloat = key(1e-8, "AdamW, Adam: added to the denominator")
     weight_decay: NonNegativeFloat = key(0.1, "weight decay")
+    no_weight_decay: Values[Name] = key(
+        (),
+        "patterns of the names of parameters that do not decay, such as output.*",
+        torchtitan=OWN,
+    )
+    lr_multipliers: Multipliers = key(
+        {},
+        "pattern of parameter names -> factor on the learning rate; the first that matches counts",
+        torchtitan=OWN,
+    )
     momentum: float = key(0.0, "SGD: momentum", torchtitan=OWN, ge=0, lt=1)
     implementation: Literal["fused", "foreach", "for-loop"] | None = key(
         None,
@@ -454,6 +465,9 @@ class Validation(Section):
     )
     freq: PositiveInt = key(10, "training steps between validations")
     steps: CountOrMinusOne = key(-1, "global batches per validation; -1: the whole data set")
+    metrics: Values[Name] = key(
+        (), "registered metrics to compute besides the loss, such as accuracy", torchtitan=OWN
+    )
     dataloader: DataLoader = DataLoader()
 
 

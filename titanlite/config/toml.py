@@ -61,7 +61,10 @@ def show(value: Any) -> str:
         case list() | tuple():
             return "[" + ", ".join(map(show, value)) + "]"
         case dict():
-            pairs = (f"{show_name(name)} = {show(item)}" for name, item in value.items())
+            pairs = (
+                f"{quote(name) if '.' in name else show_name(name)} = {show(item)}"
+                for name, item in value.items()
+            )
             return "{" + ", ".join(pairs) + "}"
     return str(value)
 

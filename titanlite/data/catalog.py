@@ -15,19 +15,9 @@ REGISTERED_BY: dict[str, set[str]] = {}
 
 def register(spec: DatasetSpec) -> None:
     """Register a data set as `spec.name`. Raises ValueError if a different one has that name."""
-    if DATASETS.setdefault(spec.name, spec) != spec:
-        raise ValueError(f"a different data set named {spec.name!r} is already registered")
-    REGISTERED_BY.setdefault(spec.name, set()).update(models.registering_modules())
-
-
-def datasets_of(module: str) -> list[str]:
-    """The names of the data sets registered by `module` or by a module inside it."""
-    return [
-        name
-        for name, modules in REGISTERED_BY.items()
-        if name in DATASETS and any(f"{by}.".startswith(f"{module}.") for by in modules)
-    ]
+    models.enter(spec, DATASETS, REGISTERED_BY, "data set")
 
 
 for built_in in (DIGITS, PHOTOS, CIFAR10, SYNTHETIC):
     DATASETS[built_in.name] = built_in
+    REGISTERED_BY[built_in.name] = {__name__}

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from titanlite.files import hold, open_regular
 FILE_NAME = "metrics.jsonl"
 # How long the ranks of a killed run may take to end and release the file.
 PATIENCE_SECONDS = 10.0
+VALIDATION = "validation_"
 
 
 @dataclass
@@ -49,6 +50,16 @@ class StepRecord:
     bits_per_dim: float | None = None
     flops_per_second: float | None = None
     mfu: float | None = None
+    validation_metrics: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of validation.metrics, each written as a figure validation_NAME."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Everything that was measured, by the name under which it is written."""
+        values = asdict(self)
+        of_metrics = values.pop("validation_metrics")
+        measured = {key: value for key, value in values.items() if value is not None}
+        return measured | {f"{VALIDATION}{name}": value for name, value in of_metrics.items()}
 
 
 class MetricsLog:
@@ -110,7 +121,7 @@ class MetricsLog:
             return ""
         moved = "" if self._has_written else self._make_way()
         self._has_written = True
-        measured = {key: value for key, value in asdict(record).items() if value is not None}
+        measured = record.figures
         written = {key: value if math.isfinite(value) else None for key, value in measured.items()}
         self._file.write(json.dumps(written, allow_nan=False).encode("ascii") + b"\n")
         self._file.flush()
@@ -315,7 +326,13 @@ def _record_of(line: bytes) -> StepRecord | None:
         return None
     try:
         row = json.loads(line)
-        record = _RECORD.validate_python({k: math.nan if v is None else v for k, v in row.items()})
+        values = {k: math.nan if v is None else v for k, v in row.items()}
+        values["validation_metrics"] = {
+            name.removeprefix(VALIDATION): values[name]
+            for name in values
+            if name.startswith(VALIDATION) and name != "validation_loss"
+        }
+        record = _RECORD.validate_python(values)
     except (ValueError, AttributeError, RecursionError):
         return None
     return record if record.step >= 0 else None

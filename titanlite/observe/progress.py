@@ -209,4 +209,4 @@ def _validation(record: StepRecord) -> list[str]:
     figures = [f"validation loss {record.validation_loss:.4f}"]
     if record.bits_per_dim is not None:
         figures.append(f"{record.bits_per_dim:.3f} bits/dim")
-    return figures
+    return figures + [f"{name} {value:.4f}" for name, value in record.validation_metrics.items()]

@@ -68,9 +68,10 @@ def apply_fsdp(
     check_choice("apply_fsdp", "reshard_after_forward", reshard_after_forward, RESHARD)
     check_dtypes("apply_fsdp", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     check_flags("apply_fsdp", pipelined=pipelined, cpu_offload=cpu_offload, pin_memory=pin_memory)
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if any(isinstance(p, DTensor) or not p.requires_grad for p in model.parameters()):
         # FSDP2 warns about views because in-place changes to them would skip a hook. The output of
-        # a tensor-parallel style is such a view if it is the local tensor of a DTensor.
+        # a tensor-parallel style is such a view if it is the local tensor of a DTensor, and so is
+        # that of a frozen linear layer.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     reshard = {"always": True, "never": False, "default": not pipelined}[reshard_after_forward]
     offload = (

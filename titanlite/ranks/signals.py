@@ -66,7 +66,13 @@ class StopRequest:
 
 @contextlib.contextmanager
 def unwinding_at_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt(SIGTERM), so that context managers are closed."""
+    """Inside, SIGTERM raises KeyboardInterrupt(SIGTERM), so that context managers are closed.
+
+    Only the main thread can set signal handlers; in another thread nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def unwind(number: int, _frame: object) -> None:
         raise KeyboardInterrupt(number)

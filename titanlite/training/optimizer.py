@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,7 +15,55 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from titanlite.errors import ConfigError
 from titanlite.training.shards import local_part
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Whether a parameter has weight decay, and the factor on its learning rate."""
+
+    decays: bool = True
+    lr_multiplier: float = 1.0
+
+
+def find_rules(
+    names: Iterable[str], no_weight_decay: Sequence[str], lr_multipliers: Mapping[str, float]
+) -> dict[str, Rule]:
+    """The rule of each parameter name; patterns are those of fnmatch.
+
+    The first pattern of `lr_multipliers` that matches counts. Raises ConfigError for a pattern that
+    matches no name.
+    """
+    names = list(names)
+    keys: dict[str, Iterable[str]] = {
+        "no_weight_decay": no_weight_decay,
+        "lr_multipliers": lr_multipliers,
+    }
+    unused = [
+        f'optimizer.{key}: "{pattern}" matches no trained parameter; the names are like '
+        f"{', '.join(dict.fromkeys((names[0], names[-1])))}"
+        for key, patterns in keys.items()
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if unused:
+        raise ConfigError(*unused)
+    return {
+        name: Rule(
+            decays=not any(fnmatchcase(name, pattern) for pattern in no_weight_decay),
+            lr_multiplier=next(
+                (factor for p, factor in lr_multipliers.items() if fnmatchcase(name, p)), 1.0
+            ),
+        )
+        for name in names
+    }
+
+
+def base_lr(optimizer: Optimizer) -> float:
+    """The current learning rate of parameters without a multiplier."""
+    group = optimizer.param_groups[0]
+    return group["lr"] / group.get("lr_multiplier", 1.0)
 
 
 def build_optimizer(
@@ -27,24 +77,35 @@ def build_optimizer(
     weight_decay: float = 0.1,
     momentum: float = 0.0,
     implementation: str = "fused",
+    rules: Mapping[nn.Parameter, Rule] | None = None,
 ) -> Optimizer:
-    """AdamW, Adam or SGD over `parameters`.
+    """AdamW, Adam or SGD over `parameters`; those in `rules` differ in decay or learning rate.
 
     The fused and foreach implementations process all tensors of a group in one call. DTensor allows
-    only one mesh per call, so each mesh gets its own parameter group.
+    only one mesh per call, so there is one parameter group for each mesh and rule. A group's
+    "lr_multiplier" is its factor on the learning rate.
     """
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups[mesh].append(parameter)
+            groups[mesh, (rules or {}).get(parameter, Rule())].append(parameter)
     options: dict[str, Any] = {
         "lr": lr,
         "weight_decay": weight_decay,
         "fused": implementation == "fused",
         "foreach": implementation == "foreach",
     }
-    param_groups = [{"params": group} for group in groups.values()]
+    # A pipeline stage may have nothing to train, but torch refuses an optimizer without groups.
+    param_groups = [
+        {
+            "params": group,
+            "lr": lr * rule.lr_multiplier,
+            "weight_decay": weight_decay if rule.decays else 0.0,
+            "lr_multiplier": rule.lr_multiplier,
+        }
+        for (_, rule), group in (groups or {(None, Rule()): []}).items()
+    ]
     if name == "SGD":
         return SGD(param_groups, momentum=momentum, **options)
     cls = {"AdamW": AdamW, "Adam": Adam}[name]

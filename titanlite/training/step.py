@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,9 @@ from titanlite.training.gradient_norm import (
     reduce_partial_gradients,
 )
 from titanlite.training.loss import Loss, loss_context
+from titanlite.training.metrics import Metric, Validation, sums_of
 from titanlite.training.non_finite import explain_non_finite
+from titanlite.training.optimizer import base_lr
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Trainer:
     non_finite: str = "stop"
     before_update: Callable[[], None] | None = None
     """Called by `step` after the gradients are computed and before any weight changes."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """What `evaluate` computes besides the loss."""
 
     @property
     def _device(self) -> torch.device:
@@ -149,9 +153,10 @@ class Trainer:
         return self._world_sum(loss_sum) / num_targets, num_targets
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """The mean loss (nats per target) over all ranks' batches; all must have equally many."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+    def evaluate(self, batches: Iterable[Batch]) -> Validation:
+        """The mean loss and the metrics of all ranks' batches; all must have equally many."""
+        # The sum and the count of the loss, then of each metric.
+        totals = torch.zeros(1 + len(self.metrics), 2, dtype=torch.float64, device=self._device)
         for part in self.parts:
             part.eval()
         for batch in batches:
@@ -161,8 +166,10 @@ class Trainer:
                 else:
                     outputs = self.stages.forward(batch)
                 if outputs is not None:
-                    totals[0] += self.loss.total(outputs, batch)
-            totals[1] += self.loss.count(batch)
+                    totals[0, 0] += self.loss.total(outputs, batch)
+            totals[0, 1] += self.loss.count(batch)
+            if outputs is not None:
+                sums_of(self.metrics, outputs, batch, totals[1:])
         for part in self.parts:
             part.train()
             # Weights that stay gathered after the forward pass would be freed only by a backward
@@ -170,13 +177,14 @@ class Trainer:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        loss_sum, num_targets = self._world_sums(totals)
-        return loss_sum / num_targets
+        (loss_sum, num_targets), *sums = self._world_sums(totals)
+        means = [total / count if count else math.nan for total, count in sums]
+        return Validation(loss_sum / num_targets, dict(zip(self.metrics, means, strict=True)))
 
     def _update(self, norm: Tensor) -> float:
         """Clip, update the weights and clear the gradients; returns the learning rate."""
         clip_gradients(self.parameters, norm, self.max_norm)
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = base_lr(self.optimizer)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -184,7 +192,7 @@ class Trainer:
 
     def _skip(self) -> float:
         """Clear the gradients and advance the schedule; returns the unused learning rate."""
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = base_lr(self.optimizer)
         with warnings.catch_warnings():
             # torch warns if the schedule is advanced before the first update.
             warnings.simplefilter("ignore", UserWarning)
@@ -249,7 +257,7 @@ class Trainer:
     def _world_sum(self, value: Tensor) -> float:
         return self._world_sums(value.reshape(1))[0]
 
-    def _world_sums(self, values: Tensor) -> list[float]:
+    def _world_sums(self, values: Tensor) -> list[Any]:
         values = values if self.is_counted else torch.zeros_like(values)
         dist.all_reduce(values)
         return values.tolist()

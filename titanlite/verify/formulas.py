@@ -20,6 +20,7 @@ from titanlite.job import Job
 from titanlite.ranks.account import recorded_calls
 from titanlite.training.loss import NEXT_TOKEN
 from titanlite.training.shards import local_part
+from titanlite.verify.jobs import own_decay, own_multiplier
 
 # Reductions of at most this many elements are losses, norms and counts, not gradients.
 MOST_NUMBERS = 16
@@ -36,11 +37,13 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
         problems.append(f"{missing[0]}{more} in no parameter group")
     if twice := [name for name, parameter in wanted.items() if counts[parameter] > 1]:
         problems.append(f"{twice[0]} is in {counts[wanted[twice[0]]]} parameter groups")
-    if strange := set(counts) - set(wanted.values()):
+    if frozen := [n for n, p in job.parameters.items() if p in counts and not p.requires_grad]:
+        problems.append(f"the frozen {frozen[0]} is in a parameter group")
+    if strange := set(counts) - set(job.parameters.values()):
         problems.append(f"{len(strange)} tensors in its groups are not model parameters")
     if type(optimizer).__name__ != section.name:
         problems.append(f"it is {type(optimizer).__name__}, not {section.name}")
-    options: dict[str, Any] = {"weight_decay": section.weight_decay}
+    options: dict[str, Any] = {}
     if section.name == "SGD":
         options["momentum"] = section.momentum
     else:
@@ -51,6 +54,20 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
             for key, value in options.items()
             if group[key] != value
         ]
+    names = {parameter: name for name, parameter in job.parameters.items()}
+    wrong: Counter[str] = Counter()
+    for group in optimizer.param_groups:
+        for name in [names[p] for p in group["params"] if p in names]:
+            expected = {
+                "weight_decay": own_decay(job.config, name),
+                "initial_lr": section.lr * own_multiplier(job.config, name),
+            }
+            wrong.update(
+                f"{key} is {group[key]:g} instead of {value:g}"
+                for key, value in expected.items()
+                if not math.isclose(group[key], value, rel_tol=1e-12)
+            )
+    problems += [f"{line} for {count} parameters" for line, count in wrong.items()]
     start = "the optimizer does not match the job: "
     return tuple(f"{start}{problem}" for problem in dict.fromkeys(problems))
 

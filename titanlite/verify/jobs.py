@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
+import re
 from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, make_config, override, resolve_job
@@ -136,6 +138,22 @@ def scheduled_lr(config: JobConfig, step: int) -> float:
     }[section.decay_type]
     least = section.min_lr_factor
     return config.optimizer.lr * (least + (1 - least) * factor)
+
+
+def own_decay(config: JobConfig, name: str) -> float:
+    """The weight decay of the parameter `name`; repeats training/optimizer.py on purpose."""
+    for pattern in config.optimizer.no_weight_decay:
+        if re.fullmatch(fnmatch.translate(pattern), name):
+            return 0.0
+    return config.optimizer.weight_decay
+
+
+def own_multiplier(config: JobConfig, name: str) -> float:
+    """The factor on the learning rate of the parameter `name`; also repeated on purpose."""
+    for pattern, factor in config.optimizer.lr_multipliers.items():
+        if re.fullmatch(fnmatch.translate(pattern), name):
+            return factor
+    return 1.0
 
 
 def steps_until_stable(config: JobConfig) -> tuple[int, list[str]]:

@@ -19,7 +19,7 @@ from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.job import Job
 from titanlite.training.loss import NEXT_TOKEN
 from titanlite.verify.compare import NOISE
-from titanlite.verify.jobs import scheduled_lr
+from titanlite.verify.jobs import own_decay, own_multiplier, scheduled_lr
 from titanlite.verify.record import ReferenceStep
 
 # The largest relative difference between the optimizer's kernels and the formulas, in float64.
@@ -49,6 +49,7 @@ class Recurrence:
             self._has_own_samples = not wrong
             yield from wrong
         yield from self._wrong_count(step, batches, numbers.num_targets)
+        yield from self._changed_frozen(step, record["weights"])
         if self._is_exact:
             # An error in one step makes the next ones start from wrong values.
             found = list(self._wrong_update(step, record, numbers))
@@ -84,6 +85,14 @@ class Recurrence:
                 f"{counted}: masked targets must not be counted"
             )
 
+    def _changed_frozen(self, step: int, weights: Mapping[str, Tensor]) -> Iterator[str]:
+        """Whether the step changes a weight that does not require a gradient, by any bit."""
+        frozen = [name for name, p in self._job.parameters.items() if not p.requires_grad]
+        for name in frozen:
+            if not torch.equal(weights[name], self._weights[name]):
+                yield f"even on one process, step {step} changes the frozen weight {name}"
+                return
+
     def _wrong_update(
         self, step: int, record: Mapping[str, Any], numbers: ReferenceStep
     ) -> Iterator[str]:
@@ -110,7 +119,8 @@ class Recurrence:
         wrong, factors = [], []
         for name, gradient in given.items():
             moment = state.get(f"{name}.exp_avg")
-            if moment is None or (self._section.name == "Adam" and self._section.weight_decay):
+            decays = own_decay(self._job.config, name) != 0
+            if moment is None or (self._section.name == "Adam" and decays):
                 return []
             decayed = self._section.beta1 * self._previous(name, "exp_avg", moment)
             expected = decayed + (1 - self._section.beta1) * gradient
@@ -163,10 +173,11 @@ class Recurrence:
         wrong = next((name for name in given if off(name, lr) > ROUNDING), None)
         if wrong is None:
             return
-        next_lr = scheduled_lr(self._job.config, step + 1)
+        config = self._job.config
+        next_lr = scheduled_lr(config, step + 1)
         reason = (
-            f"the formula with a learning rate of {lr:.6g} and a weight decay of "
-            f"{self._section.weight_decay:g}: the update is wrong"
+            f"the formula with a learning rate of {lr * own_multiplier(config, wrong):.6g} and a "
+            f"weight decay of {own_decay(config, wrong):g}: the update is wrong"
         )
         if next_lr != lr and all(off(name, next_lr) < ROUNDING for name in given):
             reason += (
@@ -181,7 +192,8 @@ class Recurrence:
     def _next_weight(self, step: int, name: str, gradient: Tensor, lr: float) -> Tensor:
         """A weight after this step by AdamW (arXiv 1711.05101), Adam or SGD."""
         section, weight = self._section, self._weights[name].double()
-        decay = section.weight_decay
+        decay = own_decay(self._job.config, name)
+        lr *= own_multiplier(self._job.config, name)
         if section.name in ("SGD", "Adam"):
             gradient = gradient + decay * weight
         if section.name == "SGD":

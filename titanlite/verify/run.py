@@ -180,10 +180,20 @@ def run_plan(
                     for name, parameter in parameters.items()
                     if name in record["gradients"] and not parameter.requires_grad
                 ]
+                problems += [
+                    f"{name} is frozen on one process, but has a gradient under the plan"
+                    for name, agreement in found.gradients.items()
+                    if name not in record["gradients"]
+                ]
             left_over = left_over or list(left_over_gradients(job, step))
             found.loss, found.num_targets = done.loss, done.num_targets
             found.norm, found.lr = done.grad_norm, done.lr
             found.weights = agreements(parameters, record["weights"], lambda p: p)
+            problems += [
+                f"step {step} changes the frozen weight {name}"
+                for name, parameter in parameters.items()
+                if not parameter.requires_grad and found.weights[name].error > 0
+            ]
             found.state = state_agreements(job, record)
             found.buffers = {
                 name: agreement_of(buffer, buffer, record["buffers"].get(name))

@@ -1,16 +1,18 @@
 """A whole training run: check everything, start the ranks, build the job, run its steps.
 
-The command is train.py at the top of the repository, or `titanlite train FILE`. A single process
-whose plan needs more ranks starts them locally. A larger world, started by torchrun, is used as it
-is.
+The command is train.py at the top of the repository, or `titanlite train FILE`; from_python.py has
+`titanlite.train`. A single process whose plan needs more ranks starts them locally. A larger world,
+started by torchrun, is used as it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from titanlite.callbacks import Callbacks, Recording, TrainResult
 from titanlite.config import ResolvedJob, read_job
 from titanlite.ranks.launch import Place, prepare_environment, torchrun_place
 from titanlite.ranks.signals import StopRequest, ending_with_the_output
@@ -28,7 +30,7 @@ def main(argv: Sequence[str], *, example: str = EXAMPLE) -> int:
     with ending_with_the_output(), telling_errors() as told:
         told.place = torchrun_place()
         world = None if told.place is None or told.place.world_size == 1 else told.place
-        run_job(train, check_start(read_job(argv, needs_file=example), world), world)
+        run_job(train_on_rank, check_start(read_job(argv, needs_file=example), world), world)
     return told.status
 
 
@@ -40,7 +42,9 @@ def command(arguments: Sequence[str]) -> int:
     return main(words, example="titanlite train configs/tp2_fsdp2.toml")
 
 
-def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
+def train_on_rank(
+    place: Place, resolved: ResolvedJob, device_type: str, callbacks: Callbacks | None = None
+) -> TrainResult:
     """The run of one rank: open the world, build the job, run its steps, draw the pictures.
 
     A run that saves checkpoints resumes from the newest one, and stops early on request.
@@ -66,9 +70,8 @@ def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
         ) as world,
     ):
         job = build_job(resolved, world)
-        # Every rank collects at the same steps, so that no rank waits for another's collection.
-        gc.disable()
         with (
+            _collecting_by_hand(),
             Checkpoints(job) as checkpoints,
             Reporter(
                 job,
@@ -79,9 +82,10 @@ def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
             ) as reporter,
             world.explaining(),
         ):
+            recording = Recording(job, callbacks or Callbacks(), checkpoints.first_step)
             if checkpoints.is_seed:
                 reporter.say(checkpoints.save(0))
-                return
+                return recording.end()
             for step in range(checkpoints.first_step, config.training.steps + 1):
                 result = job.step(step)
                 if step == checkpoints.first_step:
@@ -89,12 +93,31 @@ def train(place: Place, resolved: ResolvedJob, device_type: str) -> None:
                 if step % config.training.gc_freq == 0 or config.training.gc_debug:
                     reporter.note_collected(gc.collect(1))
                 is_last = step == config.training.steps
-                validation_loss = job.evaluate() if config.validates_after(step) else None
+                validation = job.validate() if config.validates_after(step) else None
                 wants_stop = stop.is_asked or checkpoints.has_failed
-                stops = reporter.record(step, result, validation_loss, stops=wants_stop)
+                stops = reporter.record(step, result, validation, stops=wants_stop)
+                recording.after_step(step, result, validation)
                 if said := checkpoints.after_step(step, is_last=is_last, stops=stops):
                     reporter.say(said)
+                for path in checkpoints.take_saved():
+                    recording.after_checkpoint(path)
                 if stops:
                     reporter.say("stopped as requested; run the same command to resume")
-                    return
+                    return recording.end(is_stopped=True)
             reporter.finish(lambda: stop.is_asked)
+            return recording.end()
+
+
+@contextlib.contextmanager
+def _collecting_by_hand() -> Iterator[None]:
+    """Turn off automatic garbage collection: all ranks collect at the same steps.
+
+    Otherwise a rank would wait for another's collection.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,60 @@
+"""`titanlite.train`: a training run from a script or a notebook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titanlite.callbacks import Callback, Callbacks, TrainResult
+from titanlite.config import JobConfig, read_values
+from titanlite.config.load import read_file
+from titanlite.errors import RankError
+from titanlite.ranks.launch import prepare_environment, torchrun_place
+from titanlite.run import train_on_rank
+from titanlite.start import check_start, run_job
+
+
+def train(
+    config: JobConfig | Mapping[str, Mapping[str, Any]] | str | Path,
+    *,
+    on_step: Callback | None = None,
+    on_validation: Callback | None = None,
+    on_checkpoint: Callback | None = None,
+    on_end: Callback | None = None,
+) -> TrainResult:
+    """Train a job as `python train.py` does; returns the numbers of its steps.
+
+    `config` is a JobConfig, a dict of sections, or the path of a TOML file. Models, data sets,
+    losses and metrics that the calling script has registered work too. Every rank calls the
+    callbacks with an Event: after each step, after its validation, after each checkpoint that is
+    complete, and at the end of the run.
+
+    Under torchrun every process calls this, and each gets the same numbers. Raises ConfigError with
+    all mistakes of the job, and RankError if a rank or a callback fails.
+    """
+    prepare_environment()
+    place = torchrun_place()
+    world = None if place is None or place.world_size == 1 else place
+    if isinstance(config, (str, Path)):
+        config = read_file(str(config))
+    read = config if isinstance(config, JobConfig) else read_values(config)
+    callbacks = Callbacks(on_step, on_validation, on_checkpoint, on_end)
+    hook = sys.excepthook
+    try:
+        return run_job(train_on_rank, check_start(read, world), world, callbacks)
+    except RankError as error:
+        if error.rank_traceback and error.__cause__ is None:
+            raise error from _RankTraceback(error.rank_traceback)
+        raise
+    finally:
+        # A process group in this process replaces it, to print the rank before each line.
+        sys.excepthook = hook
+
+
+class _RankTraceback(Exception):
+    """The traceback of a rank, shown above the RankError that it caused."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
