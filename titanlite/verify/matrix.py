@@ -370,6 +370,8 @@ def _result(choice: Choice, found: Verification, num_ranks: int, steps: int) -> 
         "seconds": round(found.seconds, 2),
         "cause": found.cause,
     }
+    if found.error is not None:
+        result["error"] = str(found.error)
     if found.differences:
         step, key = found.worst
         difference = found.differences[step][key]

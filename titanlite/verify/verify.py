@@ -161,7 +161,12 @@ class Verifier:
             found.error = error
             found.findings = [found.error_finding]
             if cures := self._cures(found, reference, steps, patch):
-                found.findings.insert(0, f"the plan runs and agrees with {' or with '.join(cures)}")
+                words = f"the plan runs and agrees with {' or with '.join(cures)}"
+                # An error that happens now and then would blame any feature.
+                if self._runs(found.job, reference, steps, patch):
+                    words = "the plan failed once and ran when it was tried again, so the error is "
+                    words += "intermittent: no feature can be named"
+                found.findings.insert(0, words)
         else:
             self._judge(found, runs, reference)
             found.problems += self._wrong_formats(job, plan, patch)
@@ -303,6 +308,16 @@ class Verifier:
         except RankError as error:
             lost = [f"recording step {step} in detail failed ({error})"]
         return diagnose(evidence) + lost
+
+    def _runs(
+        self, job: ResolvedJob, reference: Reference, steps: int, patch: Patch | None
+    ) -> bool:
+        """Whether the job runs to its end."""
+        try:
+            self._run(job, reference, steps, patch)
+        except RankError:
+            return False
+        return True
 
     def _cures(
         self, found: Verification, reference: Reference, step: int, patch: Patch | None
