@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from titanlite.batch import call_model, make_batch, set_call
-from titanlite.config import load_config, make_config
-from titanlite.errors import ConfigError
+from titanlite.config import ResolvedJob, load_config, make_config
+from titanlite.errors import ConfigError, RankError
 from titanlite.models import ModelSpec
 from titanlite.models.build import build_model, initial_model
+from titanlite.ranks.launch import Place, run_ranks
 from titanlite.registry import LOSSES, register_loss
+from titanlite.start import check_start
 from titanlite.verify.verify import Verifier
 
 PAGE = Path(__file__).parents[2] / "docs/own_model.md"
@@ -139,3 +141,27 @@ def test_a_loss_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="already registered"):
         register_loss("own", "another:function")
     assert LOSSES["own"].load().total.__name__ == "next_token_loss"
+
+
+def test_an_error_in_the_initial_values_is_reported_as_it_is(vit: Path) -> None:
+    model = vit / "vit/model.py"
+    text = model.read_text().replace("torch.randn(1, 1, dim) * 0.02", "fail()")
+    model.write_text(
+        text
+        + "\n\ndef fail():\n"
+        + "    if torch.get_default_device().type == 'cpu':\n"
+        + "        raise ZeroDivisionError('no such noise')\n"
+        + "    return torch.empty(1, 1, 64)\n"
+    )
+    option = "--parallelism.data_parallel_shard_degree=2"
+    start = check_start(load_config([f"--job.config_file={vit / 'vit.toml'}", option]))
+    with pytest.raises(RankError, match=r"rank 0: ZeroDivisionError: no such noise"):
+        run_ranks(build_on_rank, 2, start.job, timeout_seconds=100)
+
+
+def build_on_rank(place: Place, resolved: ResolvedJob) -> None:
+    from titanlite.job import build_job
+    from titanlite.ranks.world import open_world
+
+    with open_world(place) as world:
+        build_job(resolved, world)

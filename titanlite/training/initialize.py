@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.dropout import TokenDropout
-from titanlite.errors import TitanliteError
+from titanlite.errors import LostWorldError, TitanliteError
 from titanlite.names import canonical_name
 from titanlite.ranks.world import World
 from titanlite.tied import find_tied, tie
@@ -97,14 +97,14 @@ def whole_values(build: Callable[[], nn.Module], world: World) -> Iterator[Mappi
             error = raised
             path.unlink(missing_ok=True)
     try:
-        values = None
         # All ranks learn whether every machine has its file before any waits for it.
         failed = torch.tensor(error is not None, dtype=torch.int)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if error is not None:
             raise error
         if failed:
-            raise TitanliteError("another machine could not build the model's initial values")
+            # Not an error of this rank: the one that failed reports its own.
+            raise LostWorldError("the first rank of a machine could not build the initial values")
         values = torch.load(path, mmap=True, weights_only=True)
         dist.barrier()
     finally:
