@@ -240,6 +240,7 @@ def check_forward(module: nn.Module, fields: Collection[str]) -> None:
     `fields` are the names of a batch's fields except its tokens.
     """
     if has_own_inputs(module):
+        _check_inputs(module, fields)
         return
     _, *others = inspect.signature(module.forward).parameters.values()
     for parameter in others:
@@ -254,6 +255,24 @@ def check_forward(module: nn.Module, fields: Collection[str]) -> None:
                 f"a batch has only {' and '.join(f'`{name}`' for name in fields)}; rename or "
                 "remove the argument"
             )
+
+
+def _check_inputs(module: nn.Module, fields: Collection[str]) -> None:
+    """Raises TitanliteError if a dict of inputs names an argument or a field that does not exist.
+
+    A pipeline stage may take fewer arguments than the whole model, so this is checked only here.
+    """
+    inputs: Inputs = getattr(module, INPUTS)
+    if not isinstance(inputs, Mapping):
+        return
+    for argument, field in inputs.items():
+        if not _names_taken(module, (argument,)):
+            wrong = f"`{argument}`, which forward of {type(module).__name__} does not take"
+        elif field not in fields:
+            wrong = f"the field `{field}`, but besides its input a batch has {', '.join(fields)}"
+        else:
+            continue
+        raise TitanliteError(f"`inputs` names {wrong}; correct it")
 
 
 def call_model(module: nn.Module, batch: Batch, x: Tensor | None = None) -> Any:

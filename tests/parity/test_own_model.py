@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.batch import call_model, make_batch, set_call
+from titanlite.batch import call_model, check_forward, make_batch, set_call
 from titanlite.config import ResolvedJob, load_config, make_config
-from titanlite.errors import ConfigError, RankError
+from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.models import ModelSpec
 from titanlite.models.build import build_model, initial_model
 from titanlite.ranks.launch import Place, run_ranks
@@ -124,6 +124,17 @@ def test_inputs_and_output_map_the_call() -> None:
     set_call(by_function, lambda b: {"position_ids": b.positions[None]}, lambda result: result[0])
     for model in (by_name, by_function):
         assert torch.equal(call_model(model, batch), expected)
+
+
+def test_inputs_that_do_not_exist_are_refused() -> None:
+    for inputs, wrong in (
+        ({"place_ids": "positions"}, "`place_ids`, which forward of Other does not take"),
+        ({"position_ids": "places"}, "the field `places`, but besides its input a batch has "),
+    ):
+        model = Other()
+        set_call(model, inputs)
+        with pytest.raises(TitanliteError, match=wrong):
+            check_forward(model, ["targets", "positions"])
 
 
 def test_a_loss_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
