@@ -32,7 +32,8 @@ from titanlite.ranks.launch import Place, run_ranks
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.trace import make_trace
 
-TOKENS, IN_FEATURES, OUT_FEATURES = 2048, 1024, 1024
+TOKENS, DIM, HIDDEN = 1024, 1024, 4096
+"""The sizes of `overlap`: a feed-forward layer, so that copies cost little beside products."""
 TARGET, WHOLE_TARGET = 1.25, 1.12
 NUM_RUNS = 15
 SIZES = (
@@ -127,10 +128,10 @@ def passes(group: Any) -> dict[str, Callable[[], Any]]:
 
     n = group.size()
     torch.manual_seed(group.rank())
-    shard = torch.randn(TOKENS // n, IN_FEATURES, requires_grad=True)
-    by_rows = torch.randn(OUT_FEATURES // n, IN_FEATURES, requires_grad=True)
-    x = torch.randn(TOKENS, IN_FEATURES // n, requires_grad=True)
-    by_columns = torch.randn(OUT_FEATURES, IN_FEATURES // n, requires_grad=True)
+    shard = torch.randn(TOKENS // n, DIM, requires_grad=True)
+    by_rows = torch.randn(HIDDEN // n, DIM, requires_grad=True)
+    x = torch.randn(TOKENS, HIDDEN // n, requires_grad=True)
+    by_columns = torch.randn(DIM, HIDDEN // n, requires_grad=True)
     gathered = gather_product(shard * 1, by_rows * 1, 0, group)
     scattered = product_scatter(x * 1, by_columns * 1, 0, group)
     grads = torch.randn_like(gathered), torch.randn_like(scattered)
@@ -176,7 +177,7 @@ def measure_overlap(place: Place, num_runs: int = NUM_RUNS) -> tuple[dict[str, O
         torch.set_num_threads(1)
         group = dist.group.WORLD
         seconds = _time_of_a_product(group)
-        chunk_bytes = 4 * TOKENS // group.size() * IN_FEATURES
+        chunk_bytes = 4 * TOKENS // group.size() * DIM
         link = Link(seconds / chunk_bytes)
         found = {}
         with link.in_force():
@@ -206,9 +207,9 @@ def _time_of_a_product(group: Any) -> float:
     from titanlite.parallelize.ring_product import multiply
 
     n = group.size()
-    chunk = torch.randn(TOKENS // n, IN_FEATURES)
-    weight = torch.randn(OUT_FEATURES // n, IN_FEATURES)
-    out = torch.empty(TOKENS // n, OUT_FEATURES // n)
+    chunk = torch.randn(TOKENS // n, DIM)
+    weight = torch.randn(HIDDEN // n, DIM)
+    out = torch.empty(TOKENS // n, HIDDEN // n)
     times = []
     for _ in range(20):
         dist.barrier()
@@ -352,7 +353,7 @@ def show_overlap(options: argparse.Namespace) -> int:
     ]
     print(f"forward and backward of both: {sums[0] / sums[1]:.2f}")
     if options.picture or options.trace:
-        chunk_bytes = 4 * TOKENS // 2 * IN_FEATURES
+        chunk_bytes = 4 * TOKENS // 2 * DIM
         timeline = make_timeline(run_ranks(record_spans, 2, seconds / chunk_bytes))
         if options.picture:
             draw_png(timeline, options.picture)
