@@ -63,7 +63,7 @@ from titanlite.training.initialize import (
 )
 from titanlite.training.metrics import Validation
 from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler, find_rules
-from titanlite.training.shards import whole_tensor
+from titanlite.training.shards import buffers_of, parameters_of, whole_tensor
 from titanlite.training.step import StepResult, Trainer
 
 
@@ -113,23 +113,12 @@ class Job:
 
         A tied weight has its first name. If this rank has several copies of it, the first is here.
         """
-        found: dict[str, nn.Parameter] = {}
-        for part in self.parts:
-            for name, parameter in part.named_parameters():
-                name = canonical_name(name)
-                found.setdefault(self.tied.get(name, name), parameter)
-        return found
+        return parameters_of(self.parts, self.tied)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, by canonical name."""
-        return {
-            canonical_name(f"{prefix}.{name}" if prefix else name): buffer
-            for part in self.parts
-            for prefix, module in part.named_modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set
-        }
+        return buffers_of(self.parts)
 
     @property
     def stage_numbers(self) -> Sequence[int]:

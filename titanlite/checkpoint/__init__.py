@@ -8,5 +8,6 @@ manifest.py    manifest.json: sizes, checksums, numbers (torch-free); metadata.p
 folder.py      a folder of checkpoints: names, renames, removal (torch-free)
 weights.py     the weights of the whole model as a .safetensors file
 convert.py     `titanlite convert`
+by_hand.py     save_checkpoint and load_checkpoint, for a loop that is not a job
 group.py       the process group of saves and loads
 """

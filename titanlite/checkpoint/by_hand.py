@@ -1,0 +1,240 @@
+"""Checkpoints of a training loop written by hand, in the format of a job's (docs/by_hand.md).
+
+A checkpoint loads under any plan, is complete or absent, and has checksums. `titanlite convert`
+reads it, and a job can start from its weights (checkpoint.initial_load_path). Random generators are
+not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from titanlite.checkpoint import state
+from titanlite.checkpoint.folder import CheckpointFolder, Found, make_token
+from titanlite.checkpoint.manifest import (
+    BrokenCheckpointError,
+    FileRecord,
+    Manifest,
+    check_files,
+    own_version,
+)
+from titanlite.checkpoint.storage import first_failure, load, save, stored_tensors, told
+from titanlite.errors import TitanliteError
+from titanlite.training.shards import buffers_of, parameters_of
+
+T = TypeVar("T")
+
+
+class Loop(Protocol):
+    """What a loop trains with: a titanlite Trainer, or any object with these three."""
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The model, or this rank's pipeline stages of it."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """torch's Adam, AdamW or SGD."""
+
+    @property
+    def scheduler(self) -> LRScheduler:
+        """The learning rate schedule, a LambdaLR."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The step after which a checkpoint was saved, and the `samples_read` given then."""
+
+    step: int
+    samples_read: int
+
+
+def save_checkpoint(
+    folder: str | Path,
+    step: int,
+    loop: Loop,
+    *,
+    samples_read: int = 0,
+    tied: Mapping[str, str] | None = None,
+    keep_latest: int = 0,
+) -> Path:
+    """Save weights, persistent buffers, optimizer and schedule as `folder`/step-`step`.
+
+    Every rank of the default process group must call this; without one, a single process saves.
+    The folder must be the same on all ranks. `samples_read` is the place in the data. Under
+    pipeline parallelism, `tied` is `titanlite.tied.find_tied` of the plain model. All but the
+    `keep_latest` last checkpoints are removed; 0 keeps all. Raises TitanliteError on every rank if
+    any rank failed.
+    """
+    place, ranks, token = CheckpointFolder(Path(folder)), _Ranks(), make_token()
+    (token,) = ranks.from_first(lambda: (token,))
+    trained = _Trained(loop, tied or {})
+    shapes = {name: list(tensor.shape) for name, tensor in trained.parameters.items()}
+    dtypes = {tensor.dtype for tensor in trained.parameters.values()}
+    everywhere: dict[str, list[int]] = {}
+    for of_rank in ranks.gathered(shapes):
+        everywhere |= of_rank
+    unfinished, final = place.unfinished(step, token), place.at(step)
+
+    def seal(files: Mapping[str, FileRecord]) -> None:
+        manifest = Manifest(
+            step=step,
+            serial=place.next_serial(),
+            holds="training",
+            stored_as="dcp",
+            shapes=everywhere,
+            dtype=", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+            plan="a loop by hand",
+            num_ranks=ranks.size,
+            config={},
+            titanlite=own_version(),
+            torch=torch.__version__,
+            state=state.numbers_of(trained, samples_read),
+            files=dict(files),
+        )
+        place.commit(unfinished, final, manifest, token)
+        place.keep_latest(keep_latest, token)
+
+    ranks.from_first(lambda: place.path.mkdir(parents=True, exist_ok=True))
+    try:
+        pieces = {**state.weight_pieces(trained), **state.optimizer_pieces(trained)}
+        save(pieces, unfinished, ranks.group, seal)
+    except CheckpointException as error:
+        rank, cause = first_failure(error)
+        raise TitanliteError(f"saving {final} failed on rank {rank}: {told(cause)}") from error
+    return final
+
+
+def load_checkpoint(
+    folder: str | Path,
+    loop: Loop,
+    *,
+    step: int | None = None,
+    tied: Mapping[str, str] | None = None,
+) -> Loaded | None:
+    """Load the newest valid checkpoint of `folder`, or that of `step`; None if there is none.
+
+    Every rank must call this with the model already sharded, under any plan. Parameters, buffers,
+    optimizer state and schedule are set in place. Raises TitanliteError if `step` is missing or
+    invalid, if no checkpoint is valid though some exist, or if one is from another model or
+    optimizer.
+    """
+    ranks, trained = _Ranks(), _Trained(loop, tied or {})
+    found = ranks.from_first(lambda: _choose(CheckpointFolder(Path(folder)), step))
+    if found is None:
+        return None
+    manifest, path = found.manifest, found.path
+    assert manifest is not None
+    own: dict[str, list[int]] = {}
+    for of_rank in ranks.gathered({n: list(t.shape) for n, t in trained.parameters.items()}):
+        own |= of_rank
+    for name in sorted({*own, *manifest.shapes}):
+        here, there = own.get(name, "none"), manifest.shapes.get(name, "none")
+        if here != there:
+            raise TitanliteError(
+                f"{path} is from another model: {name} is {there} there and {here} here"
+            )
+    state.check_optimizer(trained, manifest.training_state.optimizer.name)
+    pieces = state.weight_pieces(trained)
+    stored = stored_tensors(path, manifest.files)
+    ranks.all_do(lambda: pieces.update(state.make_optimizer_state(trained, stored)))
+    try:
+        load(pieces, path, ranks.group)
+    except CheckpointException as error:
+        rank, cause = first_failure(error)
+        raise TitanliteError(f"loading {path} failed on rank {rank}: {told(cause)}") from error
+    ranks.all_do(lambda: state.check_counts(trained))
+    state.restore_schedule(trained, manifest.training_state.lr_scheduler)
+    return Loaded(manifest.step, manifest.training_state.dataloader)
+
+
+@dataclass
+class _Trained:
+    """A loop as state.Trained."""
+
+    trainer: Loop
+    tied: Mapping[str, str]
+    parameters: dict[str, nn.Parameter] = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.trainer.scheduler, LambdaLR):
+            kind = type(self.trainer.scheduler).__name__
+            raise TitanliteError(f"a schedule must be a LambdaLR, not a {kind}")
+        self.parameters = parameters_of(self.trainer.parts, self.tied)
+        self.buffers = buffers_of(self.trainer.parts)
+
+
+class _Ranks:
+    """The default process group; without one, a single process."""
+
+    def __init__(self) -> None:
+        is_alone = not dist.is_initialized()
+        self.group = None if is_alone else dist.group.WORLD
+        self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+
+    def gathered(self, value: T) -> list[T]:
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_first(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0; all ranks return its result, or raise its error."""
+        box: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = function()
+            except (TitanliteError, OSError) as error:
+                box[1] = error
+        if self.group is not None:
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def all_do(self, function: Callable[[], None]) -> None:
+        """Call `function` on every rank; if any fails, all raise the error of the lowest rank."""
+        failure: TitanliteError | None = None
+        try:
+            function()
+        except TitanliteError as error:
+            failure = error
+        first = next(filter(None, self.gathered(failure)), None)
+        if first is not None:
+            raise first
+
+
+def _choose(folder: CheckpointFolder, step: int | None) -> Found | None:
+    """The checkpoint to load; its files are checked."""
+    candidates = folder.newest_first()
+    if step is not None:
+        candidates = [found for found in candidates if found.step == step]
+        if not candidates:
+            raise TitanliteError(f"there is no step-{step} in {folder.path}")
+    refused = []
+    for found in candidates:
+        problem = found.reason
+        if found.manifest is not None:
+            try:
+                if found.manifest.holds != "training":
+                    raise BrokenCheckpointError("it holds only weights")
+                check_files(found.path, found.manifest.files, found.manifest.files)
+                stored_tensors(found.path, found.manifest.files)
+                return found
+            except BrokenCheckpointError as error:
+                problem = str(error)
+        refused.append(f"{found.path.name} cannot be used: {problem}")
+    if refused:
+        raise TitanliteError(f"no checkpoint in {folder.path} can be used: {'; '.join(refused)}")
+    return None
