@@ -41,9 +41,9 @@ from titanlite.verify.agreement import (
 )
 from titanlite.verify.failing import naming_failures
 from titanlite.verify.formulas import (
-    evaluate_unchanged,
     left_over_gradients,
     optimizer_problems,
+    validate_unchanged,
     wrong_formats,
     wrong_reductions,
     wrong_validation,
@@ -119,10 +119,11 @@ def run_reference(
             left_over = left_over or list(left_over_gradients(job, step))
             problems += recurrence.problems(step, batches, record, run.steps[step])
             if resolved.config.validation.enable and step in (1, steps):
-                loss = evaluate_unchanged(job, problems)
-                run.steps[step].validation = loss
+                validated = validate_unchanged(job, problems)
+                run.steps[step].validation = validated.loss
+                run.steps[step].metrics = dict(validated.metrics)
                 if step == 1:
-                    problems += wrong_validation(job, loss)
+                    problems += wrong_validation(job, validated.loss)
         run.problems = tuple(dict.fromkeys([*left_over, *problems]))
         return run
 
@@ -200,7 +201,8 @@ def run_plan(
                 for name, buffer in all_buffers(job).items()
             }
             if resolved.config.validation.enable and step in (1, steps):
-                found.validation = evaluate_unchanged(job, problems)
+                validated = validate_unchanged(job, problems)
+                found.validation, found.metrics = validated.loss, dict(validated.metrics)
             seen.append(found)
         reloaded, resume_problems = None, list[str]()
         if reloads:
