@@ -231,9 +231,9 @@ class EmbeddingRowwise(ParallelStyle):
             own = indices - first
             is_elsewhere = (own < 0) | (own >= table.size(0))
             found = F.embedding(own.masked_fill(is_elsewhere, 0), table, padding)
-            partial = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)
-            total = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)
-            return total.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
+            found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)
+            parts = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
+            return parts.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
 
         return _replace_forward(module, forward)
 
