@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from titanlite.config import JobConfig
+from titanlite.data.spec import DatasetSpec
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageTransformer
 from titanlite.sampling import generate as sample
@@ -102,8 +104,8 @@ def test_a_rank_that_is_asked_to_stop_leaves_off(model, monkeypatch):
             rank=0, size=1, device=torch.device("cpu"), set_timeout=lambda *limit: None
         ),
         resolved=SimpleNamespace(seq_len=NUM_TOKENS),
-        data=SimpleNamespace(prompt_length=1, fields={}, has_tokens=True),
-        config=SimpleNamespace(debug=SimpleNamespace(seed=0)),
+        data=DatasetSpec("own", "", build="none"),
+        config=SimpleNamespace(debug=SimpleNamespace(seed=0), sampling=JobConfig().sampling),
         dataset=SimpleNamespace(sample=lambda index: torch.zeros(NUM_TOKENS, dtype=torch.long)),
     )
     monkeypatch.setattr(sample, "TOKENS_AT_ONCE", NUM_TOKENS)

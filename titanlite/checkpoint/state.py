@@ -77,7 +77,13 @@ def numbers_of(job: Job) -> dict[str, Any]:
         "lr_scheduler": job.trainer.scheduler.last_epoch,
         "dataloader": job.sampler.state,
         "optimizer": {"name": type(optimizer).__name__, "settings": settings[0]},
+        "data": data_of(job),
     }
+
+
+def data_of(job: Job) -> str:
+    """Identifies the training data: a Dataset's `fingerprint`, or "" if it has none."""
+    return getattr(job.dataset, "fingerprint", "")
 
 
 def restore_schedule(job: Job, last_epoch: int) -> None:
