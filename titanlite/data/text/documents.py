@@ -6,6 +6,7 @@ Files of a folder are read in the order of their paths.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gzip
 import importlib.util
@@ -98,15 +99,34 @@ def read_documents(
     for file in files:
         read = reader_of(file)
         assert read is not None
-        try:
-            with open_regular(file) as raw, io.BufferedReader(_Counted(raw, on_bytes)) as counted:
-                opened: Any = gzip.GzipFile(fileobj=counted) if file.suffix == ".gz" else counted
-                yield from read(opened, f"{path_key}: {file}")
-        except (OSError, EOFError, zlib.error) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ConfigError(
-                f"{path_key}: {file} cannot be read ({why}); repair or remove it"
-            ) from error
+        where = f"{path_key}: {file}"
+        with (
+            _explaining(where),
+            open_regular(file) as raw,
+            io.BufferedReader(_Counted(raw, on_bytes)) as counted,
+        ):
+            opened: Any = gzip.GzipFile(fileobj=counted) if file.suffix == ".gz" else counted
+            for document in read(opened, where):
+                yield _explained(document, where)
+
+
+def _explained(document: Document, where: str) -> Iterator[str]:
+    # The rest of a document is read by whoever goes through it, out of reach of its file's reader.
+    with _explaining(where):
+        yield from document
+
+
+@contextlib.contextmanager
+def _explaining(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{where} cannot be read ({why}); repair or remove it") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{where} is not UTF-8 ({error.reason}); convert it, or remove it"
+        ) from error
 
 
 class _Counted(io.RawIOBase):
@@ -140,14 +160,9 @@ def _read_text(file: BinaryIO, where: str) -> Iterator[Document]:
 
     def pieces() -> Iterator[str]:
         held = ""
-        try:
-            while block := text.read(PIECE_CHARACTERS):
-                *whole, held = split_long(held + block)
-                yield from whole
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{where} is not UTF-8 ({error.reason}); convert it, or remove it"
-            ) from error
+        while block := text.read(PIECE_CHARACTERS):
+            *whole, held = split_long(held + block)
+            yield from whole
         yield held
 
     yield pieces()
