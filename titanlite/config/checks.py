@@ -230,6 +230,9 @@ def _sampling(job: Draft) -> Iterator[str]:
                 f"{job.seq_len:,}; shorten it, or set sampling.num_tokens"
             )
         return
+    # Samples are drawn by the plain model: only its own limits count, not those of the plan.
+    known = size_problems(job.model, ParallelDims(), job.seq_len)
+    limits = size_problems(job.model, ParallelDims(), section.num_tokens)
     own = own_length(job.model)
     if spec.end_token is None:
         yield f'sampling.num_tokens: "{spec.name}" is not text; remove this key'
@@ -238,6 +241,8 @@ def _sampling(job: Draft) -> Iterator[str]:
             f"sampling.num_tokens: {section.num_tokens:,} is more than the {own:,} tokens that the "
             "model takes; give at most that"
         )
+    elif new := [message for key, message in limits if (key, message) not in known]:
+        yield f"sampling.num_tokens: {new[0]}"
     elif section.num_tokens <= len(prompt):
         yield (
             f"sampling.num_tokens: {section.num_tokens:,} is not more than the {len(prompt):,} "
