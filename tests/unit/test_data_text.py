@@ -421,6 +421,34 @@ def test_a_vocabulary_that_is_too_small_is_refused():
     )
 
 
+GPT2 = {"model__name": "gpt2", "training__seq_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {**GPT2, "sampling__num_tokens": 600},
+            "sampling.num_tokens: 600 is more than the 512 positions of model.max_seq_len; give at "
+            "most that many tokens, or raise model.max_seq_len",
+        ),
+        (
+            {"sampling__num_tokens": 3, "sampling__prompt": "abc"},
+            "sampling.num_tokens: 3 is not more than the 4 tokens of the prompt; give at least 5",
+        ),
+        (
+            {"training__seq_len": 4, "sampling__prompt": "abc"},
+            "sampling.prompt: it has 4 tokens, but a sample has 4; shorten it, or set "
+            "sampling.num_tokens",
+        ),
+    ],
+)
+def test_a_sample_has_room_for_its_prompt_and_the_model_for_the_sample(changes, expected):
+    with pytest.raises(ConfigError) as raised:
+        job(**changes)
+    assert raised.value.problems == (expected,)
+
+
 # Tokens.
 
 
