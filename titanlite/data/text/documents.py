@@ -63,6 +63,10 @@ def python_name() -> str:
     return f"Python {platform.python_version()}"
 
 
+# Files that `Dataset.save_to_disk` writes beside the text.
+DESCRIPTIONS = ("dataset_info.json", "state.json")
+
+
 def find_files(path: str, path_key: str, pattern: str) -> list[Path]:
     """The files of text at `path`, a file or a folder, in the order of their paths.
 
@@ -78,6 +82,7 @@ def find_files(path: str, path_key: str, pattern: str) -> list[Path]:
         file
         for file in sorted(root.rglob("*"))
         if reader_of(file) is not None
+        and file.name not in DESCRIPTIONS
         and fnmatch.fnmatch(file.name, pattern)
         and not any(part.startswith(".") for part in file.relative_to(root).parts)
         and file.is_file()
