@@ -169,6 +169,9 @@ def unlike_problems(training: str, validation: str, loss: str | None) -> Iterato
 
 
 def _fits(config: JobConfig, dataset: str, model: Any, seq_len: int) -> bool:
+    """Whether a data set can be suggested: it fits, and does not consist of a user's own files."""
+    if DATASETS[dataset].needs_path and DATASETS[dataset].accepts_file:
+        return False
     with contextlib.suppress(ConfigError):
         return spec_for(config, dataset).misfit(model, seq_len) is None
     return False
