@@ -10,6 +10,7 @@ import pytest
 from training import Sections, make_config, merged
 
 from titanlite.config import JobConfig
+from titanlite.ranks.launch import Place, run_ranks
 from titanlite.verify.matrix import run_matrix
 from titanlite.verify.verify import Verifier
 
@@ -85,6 +86,33 @@ SLOW_PLANS: dict[str, JobConfig] = {
 def test_a_plan_agrees(verifier: Verifier, plan: str) -> None:
     found = verifier.verify(PLANS[plan], steps=2)
     assert found.agrees, found.findings
+
+
+def communication_of(place: Place) -> dict[str, Any]:
+    from tests.benchmarks.communication import count_step, totals
+    from titanlite.ranks.world import open_world
+
+    with open_world(place) as world:
+        return {
+            model: totals(count_step(job(model, TP, WHOLE_BATCH), world)[0]) for model in MODELS
+        }
+
+
+def test_tensor_parallelism_sends_what_its_page_says() -> None:
+    """docs/tensor_parallel.md, with a vocabulary-parallel table instead of replicated ones."""
+    T, B, D, L, word = 32, 8, 64, 4, 4
+    (counts, _) = run_ranks(communication_of, 2, timeout_seconds=120)
+    # A gather of q, k, v and of w1, w3 and the gradients of wo and w2, for each block; the output
+    # layer's input, and the table's gradient. The same number of reduce-scatters.
+    number = 4 * L + 2
+    # GPT-2's norms and row-wise layers have biases, and its table of positions is replicated.
+    replicated = dict.fromkeys(counts, (2 * L + 1) * D)
+    replicated["gpt2"] = (2 * (2 * L + 1) + 2 * L) * D + 512 * D
+    for model, of_model in counts.items():
+        for kind in ("all_gather", "reduce_scatter"):
+            assert of_model[kind, "tp"] == (number, number * word * T * B * D)
+        # The gradients of what is replicated, and three numbers a token for the loss.
+        assert of_model["all_reduce", "tp"] == (4, word * (replicated[model] + 3 * B * T))
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def run_reference(
     With `microbatches`, a step's batch is split into these instead of the job's own.
     """
     with open_job(world, resolved) as job:
-        drawn = draw_zero_matrices(job, None)
+        drawn = draw_zero_parameters(job, None)
         torch.save(
             {"weights": _whole(job.whole_parameters()), "drawn": drawn}, step_file(folder, 0)
         )
@@ -145,7 +145,7 @@ def run_plan(
     calls_before = {call.group: call.number for call in recorded_calls()}
     with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
         start = load(folder, 0)
-        draw_zero_matrices(job, start["drawn"])
+        draw_zero_parameters(job, start["drawn"])
         # FSDP2 registers other tensors during a step.
         parameters, problems = job.parameters, list(optimizer_problems(job))
         placements = {name: placements_of(job, parameter) for name, parameter in parameters.items()}
@@ -254,16 +254,18 @@ def load(folder: str, step: int) -> Any:
 
 
 @torch.no_grad()
-def draw_zero_matrices(job: Job, names: list[str] | None) -> list[str]:
-    """Draw random values for the matrices that start at zero; returns their names.
+def draw_zero_parameters(job: Job, names: list[str] | None) -> list[str]:
+    """Draw random values for the parameters that start at zero; returns their names.
 
-    These are the matrices in `names`, or if it is None all that are zero. Below a zero output layer
-    every gradient of the first step is zero, and zero agrees with everything.
+    These are the parameters in `names`, or if it is None all that are zero. Below a zero output
+    layer every gradient of the first step is zero, and zero agrees with everything. A zero bias
+    that is added twice changes nothing, and after a step of AdamW a tensor that was zero holds only
+    quotients g / (|g| + eps), in which the rounding error of a small g is large.
     """
     found = []
     for name, parameter in job.parameters.items():
         local = local_part(parameter)
-        if name in names if names is not None else parameter.ndim > 1 and not local.any():
+        if name in names if names is not None else not local.any():
             whole = torch.empty(parameter.shape)
             whole.normal_(0.0, 0.02, generator=generator_for(job.config.debug.seed, name))
             local.copy_(shard_of(whole, parameter))
