@@ -82,11 +82,15 @@ class OptimizerState(_Record):
 
 
 class TrainingState(_Record):
-    """The training state apart from tensors: schedule steps, samples drawn, optimizer settings."""
+    """The training state apart from tensors: schedule steps, samples drawn, optimizer settings.
+
+    `data` identifies the training data, if the data set can tell.
+    """
 
     lr_scheduler: Count
     dataloader: Count
     optimizer: OptimizerState
+    data: Text = ""
 
 
 class Manifest(_Record):

@@ -158,7 +158,7 @@ class Checkpoints:
             holds="training",
             stored_as="dcp",
             dtype=job.config.training.dtype,
-            state=state.numbers_of(job, job.sampler.state),
+            state=state.numbers_of(job, job.sampler.state, state.data_of(job)),
         )
         self._saving_to = self._folder.at(step)
         if in_background and self._section.async_mode != "disabled":

@@ -89,8 +89,8 @@ def restore_rng(job: Job, pieces: Pieces) -> None:
             raise BrokenCheckpointError(f"{name} is not a valid generator state") from error
 
 
-def numbers_of(job: Trained, samples_read: int) -> dict[str, Any]:
-    """The values of TrainingState (manifest.py): schedule, sampler, and the optimizer's name."""
+def numbers_of(job: Trained, samples_read: int, data: str = "") -> dict[str, Any]:
+    """The values of TrainingState (manifest.py): schedule, optimizer, and the place in the data."""
     optimizer = job.trainer.optimizer
     settings = [
         {key: value for key, value in group.items() if key != "params"}
@@ -100,7 +100,13 @@ def numbers_of(job: Trained, samples_read: int) -> dict[str, Any]:
         "lr_scheduler": job.trainer.scheduler.last_epoch,
         "dataloader": samples_read,
         "optimizer": {"name": type(optimizer).__name__, "settings": settings[0]},
+        "data": data,
     }
+
+
+def data_of(job: Job) -> str:
+    """Identifies the training data: a Dataset's `fingerprint`, or "" if it has none."""
+    return getattr(job.dataset, "fingerprint", "")
 
 
 def restore_schedule(job: Trained, last_epoch: int) -> None:
