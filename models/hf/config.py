@@ -101,14 +101,18 @@ class HFConfig:
 
     def _gpt2_problems(self, given: dict[str, Any], dims: ParallelDims) -> list[tuple[str, str]]:
         found = []
-        if dims.tp > 1:
-            found.append(
-                (
-                    "parallelism.tensor_parallel_degree",
-                    "GPT-2 has one fused matrix for q, k and v, which has no tensor-parallel style "
-                    "yet; give 1",
+        # GPT-2's own defaults are 12 heads and 768 features.
+        features = given.get("n_embd", 768)
+        inner = given.get("n_inner") or 4 * features
+        for name, number in (("n_head", given.get("n_head", 12)), ("n_inner", inner)):
+            if number % dims.tp:
+                found.append(
+                    (
+                        "parallelism.tensor_parallel_degree",
+                        f"{dims.tp} does not divide {name} {number}; give one of "
+                        f"{', '.join(map(str, divisors(number)))}",
+                    )
                 )
-            )
         # GPT-2's own default is 0.1.
         names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
         if dropped := [name for name in names if given.get(name, 0.1)]:

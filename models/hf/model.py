@@ -1,8 +1,8 @@
 """Build a Hugging Face causal language model of one of the families in config.py.
 
-The model's own code runs. Two things are added: its attention calls a submodule of each attention
-layer, which context parallelism can replace, and a pipeline stage has a forward that skips what the
-stage does not have.
+The model's own code runs. Added to it: its attention calls a submodule of each attention layer,
+which context parallelism can replace; a pipeline stage has a forward that skips what the stage does
+not have; and GPT-2's joined projection has a dimension for q, k and v, so that each can be sharded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.pytorch_utils import Conv1D
 
 from titanlite.models.hf.config import HFConfig
 
@@ -31,12 +32,35 @@ class CausalAttention(nn.Module):
         )
 
 
+class JoinedConv1D(Conv1D):
+    """GPT-2's Conv1D that computes q, k and v, [B, T, 3 x E], with a weight [E, 3, E].
+
+    The three are a dimension of their own, so sharding the last dimension gives every rank the same
+    heads of q, k and v. In memory, and in a Hugging Face folder, it is the weight [E, 3 x E].
+    """
+
+    def __init__(self, joined: Conv1D) -> None:
+        nn.Module.__init__(self)
+        self.nf, self.nx = joined.nf, joined.nx
+        self.weight = nn.Parameter(joined.weight.detach().unflatten(-1, (3, -1)))
+        self.bias = nn.Parameter(joined.bias.detach().unflatten(-1, (3, -1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.flatten(-2) + self.bias.flatten()
+
+
+def configuration(sizes: HFConfig) -> Any:
+    """The configuration of transformers for a folder's config.json, or of a configuration class."""
+    if sizes.path is not None:
+        # from_pretrained would look for a missing folder on the network.
+        given = sizes.given
+        return transformers.CONFIG_MAPPING[given.pop("model_type")].from_dict(given)
+    return getattr(transformers, str(sizes.config_class))(**sizes.values)
+
+
 def build(sizes: HFConfig) -> nn.Module:
     """The model of a folder's config.json or of a configuration class, with its own classes."""
-    if sizes.path is not None:
-        config = transformers.AutoConfig.from_pretrained(sizes.path, **sizes.values)
-    else:
-        config = getattr(transformers, str(sizes.config_class))(**sizes.values)
+    config = configuration(sizes)
     config.use_cache = False
     transformers.AttentionInterface.register(ATTENTION, _attend)
     # None: the attention itself is causal, and positions need not be consecutive.
@@ -45,6 +69,8 @@ def build(sizes: HFConfig) -> nn.Module:
     for module in list(model.modules()):
         if type(module).__name__.endswith("Attention"):
             module.add_module(ATTENTION, CausalAttention())
+            if isinstance(getattr(module, "c_attn", None), Conv1D):
+                module.c_attn = JoinedConv1D(module.c_attn)
     return model
 
 

@@ -9,14 +9,27 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from titanlite.models.hf.model import ATTENTION, gpt2_stage_forward, stage_forward
+from titanlite.models.hf.styles import ColwiseConv1D, JoinedHeads, RowwiseConv1D
 from titanlite.parallelize.plan import ParallelPlan
 from titanlite.parallelize.styles import NormLocal
 
 
 def plan(model: nn.Module) -> ParallelPlan:
-    """Megatron's first form: heads, hidden units and vocabulary are sharded; GPT-2 without TP."""
+    """Megatron's first form: heads, hidden units and vocabulary are sharded."""
     if hasattr(model, "transformer"):
+        block = "transformer.h.*"
         return ParallelPlan(
+            tensor_parallel={
+                "transformer.wte": RowwiseParallel(input_layouts=Replicate()),
+                f"{block}.attn": JoinedHeads(),
+                f"{block}.attn.c_proj": RowwiseConv1D(),
+                f"{block}.mlp.c_fc": ColwiseConv1D(),
+                f"{block}.mlp.c_proj": RowwiseConv1D(),
+                "lm_head": ColwiseParallel(output_layouts=Replicate()),
+            },
+            loss_parallel={
+                "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+            },
             blocks="transformer.h",
             embeddings=("transformer.wte", "transformer.wpe", "transformer.drop"),
             head=("transformer.ln_f", "lm_head"),

@@ -29,6 +29,7 @@ DATA: Mapping[str, tuple[str, ...]] = {
 ASKED = {
     "experimental.custom_import": "a module that registers the model",
     "training.dataset_path": "a folder of data",
+    "model.path": "a folder with the sizes of the model",
 }
 MOST_DESCRIPTION_CHARACTERS = 200
 

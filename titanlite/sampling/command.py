@@ -55,7 +55,10 @@ def main(arguments: Sequence[str]) -> int:
         help="folder of a data set that is read from the disk",
     )
     parser.add_argument(
-        "--job.config_file", metavar="FILE", help="TOML file that may set the previous two keys"
+        "--model.path", metavar="FOLDER", help="folder with config.json, for the model hf"
+    )
+    parser.add_argument(
+        "--job.config_file", metavar="FILE", help="TOML file that may set the previous three keys"
     )
     asked = parser.parse_args(arguments)
     for option, number in (("--num-samples", asked.num_samples), ("--ranks", asked.ranks)):

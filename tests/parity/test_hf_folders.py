@@ -1,0 +1,179 @@
+"""Hugging Face folders: read under any plan, and written so that transformers loads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import make_job
+from torch import Tensor
+
+from titanlite import cli
+from titanlite.batch import call_model
+from titanlite.checkpoint.run import Checkpoints
+from titanlite.config import JobConfig, make_config
+from titanlite.job import Job
+from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.world import World, open_world
+from titanlite.training.shards import whole_tensor
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 17,
+    "max_position_embeddings": 64,
+}
+GPT2 = {
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "vocab_size": 17,
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "LlamaConfig": LLAMA,
+    "Qwen3Config": {**LLAMA, "head_dim": 16, "tie_word_embeddings": True},
+    "GPT2Config": GPT2,
+}
+TP_FSDP = {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}
+
+
+def config_of(model: dict[str, Any], folder: Path, plan: dict[str, Any], **keys: Any) -> JobConfig:
+    checkpoint = {"enable": True, "initial_load_in_hf": True, "last_save_in_hf": True}
+    return make_config(
+        {
+            "job": {"dump_folder": str(folder)},
+            "model": model,
+            "training": {
+                "dataset": "digits",
+                "global_batch_size": 4,
+                "local_batch_size": 2,
+                "steps": 2,
+                "dtype": "float32",
+            },
+            "lr_scheduler": {"warmup_steps": 1},
+            "activation_checkpoint": {"mode": "none"},
+            "parallelism": {**plan, "disable_loss_parallel": True},
+            "checkpoint": {**checkpoint, **keys},
+        }
+    )
+
+
+def logits_of(job: Job, tokens: Tensor) -> Tensor:
+    """The logits of the same tokens on all ranks."""
+    batch = job.draw()[0]
+    rows = tokens[: batch.tokens.size(0)]
+    with torch.no_grad():
+        found = call_model(job.parts[0], batch.replace(tokens=rows))
+    return whole_tensor(found)
+
+
+def train(
+    place: Place, config: JobConfig, plain_of: Callable[[Path], Any], source: Path
+) -> tuple[float, float]:
+    """The logits' differences from transformers': of the weights loaded, and of those saved."""
+    with open_world(place) as world:
+        return _train(world, config, plain_of, source)
+
+
+def _train(
+    world: World, config: JobConfig, plain_of: Callable[[Path], Any], source: Path
+) -> tuple[float, float]:
+    job = make_job(config, world)
+    tokens = job.draw()[0].tokens.clone()
+    torch.distributed.broadcast(tokens, 0)
+    with Checkpoints(job) as checkpoints:
+        before = (logits_of(job, tokens) - plain_of(source)(tokens).logits).abs().max()
+        for step in (1, 2):
+            job.step(step)
+            checkpoints.after_step(step, is_last=step == 2)
+    saved = Path(config.job.dump_folder) / "checkpoint" / "step-2"
+    after = (logits_of(job, tokens) - plain_of(saved)(tokens).logits).abs().max()
+    return float(before), float(after)
+
+
+def plain_model(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def save_random(folder: Path, config_class: str, **options: Any) -> dict[str, Tensor]:
+    """A folder that transformers writes, of a tiny random model; its weights."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**SIZES[config_class])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        # Norms and biases too, so that an exchange of two of them is noticed.
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, **options)
+    (folder / "tokenizer.json").write_text("{}")
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config_class", list(SIZES))
+def test_transformers_folder_is_read_and_written_under_a_plan(
+    tmp_path: Path, config_class: str
+) -> None:
+    source = tmp_path / "source"
+    save_random(source, config_class, max_shard_size="60KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 2
+    model = {"name": "hf", "path": str(source)}
+    config = config_of(model, tmp_path, TP_FSDP, initial_load_path=str(source))
+    for before, after in run_ranks(train, 4, config, plain_model, source):
+        assert before < 1e-5
+        assert after < 1e-5
+    saved = tmp_path / "checkpoint" / "step-2"
+    assert (saved / "tokenizer.json").read_text() == "{}"
+    assert (saved / "generation_config.json").is_file()
+    # Another run starts from it, by either key.
+    for in_hf in (True, False):
+        again = config_of(
+            {"name": "hf", "config_class": config_class, "values": SIZES[config_class]},
+            tmp_path / f"again-{in_hf}",
+            {"data_parallel_shard_degree": 2},
+            initial_load_path=str(saved),
+            initial_load_in_hf=in_hf,
+        )
+        for before, after in run_ranks(train, 2, again, plain_model, saved):
+            assert before < 1e-5
+            assert after < 1e-5
+
+
+def titanlite(*words: object) -> int:
+    return cli.main([str(word) for word in words])
+
+
+@pytest.mark.parametrize("config_class", ["LlamaConfig", "GPT2Config"])
+def test_convert_to_a_checkpoint_and_back(
+    tmp_path: Path, config_class: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    weights = save_random(source, config_class)
+    assert titanlite("convert", source, "--out", tmp_path / "step-0") == 0
+    assert titanlite("convert", tmp_path / "step-0", "--out", tmp_path / "a", "--like", source) == 0
+    assert (tmp_path / "a" / "tokenizer.json").is_file()
+    capsys.readouterr()
+    found = dict(plain_model(tmp_path / "a").named_parameters())
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    options = ("--dtype", "bfloat16")
+    assert titanlite("convert", tmp_path / "step-0", "--out", tmp_path / "b", *options) == 0
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
+    found = dict(plain_model(tmp_path / "b").named_parameters())
+    assert all(
+        torch.equal(found[name], weight.bfloat16().float()) for name, weight in weights.items()
+    )
+    # What titanlite wrote is read with the configuration that it has.
+    assert titanlite("convert", tmp_path / "b", "--out", tmp_path / "c") == 0
+    assert titanlite("convert", tmp_path / "c", "--out", tmp_path / "d") == 0
+    assert not (tmp_path / "d" / "tokenizer.json").exists()
