@@ -182,6 +182,22 @@ register(
 )
 register(
     ModelSpec(
+        name="llama3",
+        config="titanlite.models.llama3.config:Llama3Config",
+        build="titanlite.models.llama3.model:Llama3",
+        plan="titanlite.models.llama3.plan:PLANS",
+    )
+)
+register(
+    ModelSpec(
+        name="gpt2",
+        config="titanlite.models.gpt2.config:GPT2Config",
+        build="titanlite.models.gpt2.model:GPT2",
+        plan="titanlite.models.gpt2.plan:PLANS",
+    )
+)
+register(
+    ModelSpec(
         name="hf",
         config="titanlite.models.hf.config:HFConfig",
         build="titanlite.models.hf.model:build",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from titanlite.errors import nearest
-from titanlite.mesh.parallel_dims import ParallelDims, divisors
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.models.sizes import head_problems, split_problems
 
 
 @dataclass(frozen=True)
@@ -87,22 +86,8 @@ class ImageTransformerConfig:
 
         A list of (key, "what is wrong; what to do").
         """
-        found = []
-        if self.dim % self.num_heads:
-            legal = nearest(self.num_heads, divisors(self.dim))
-            message = f"{self.num_heads} does not divide model.dim {self.dim}; give {legal}"
-            found.append(("model.num_heads", message))
-        if self.num_heads % self.kv_heads:
-            legal = nearest(self.kv_heads, divisors(self.num_heads))
-            found.append(
-                (
-                    "model.num_kv_heads",
-                    f"{self.kv_heads} does not divide model.num_heads {self.num_heads}; "
-                    f"give {legal}",
-                )
-            )
         # Tensor parallelism shards heads and the SwiGLU's hidden width, sequence parallelism shards
-        # tokens. The vocabulary may be sharded unevenly, but every rank needs a part.
+        # tokens.
         split = {
             "model.num_heads": self.num_heads,
             "model.ffn_hidden_dim": self.ffn_hidden_dim,
@@ -110,18 +95,11 @@ class ImageTransformerConfig:
         }
         if self.num_kv_heads is not None:
             split["model.num_kv_heads"] = self.num_kv_heads
-        uneven = [f"{name} {size}" for name, size in split.items() if size % dims.tp]
-        wrong = []
-        if uneven:
-            wrong.append(f"does not divide {' or '.join(uneven)}")
-        if dims.tp > self.vocab_size:
-            wrong.append(f"is more than model.vocab_size {self.vocab_size}")
-        if wrong:
-            common = divisors(math.gcd(*split.values()))
-            legal = nearest(dims.tp, [tp for tp in common if tp <= self.vocab_size])
-            message = f"{dims.tp} {' and '.join(wrong)}; give {legal}"
-            found.append(("parallelism.tensor_parallel_degree", message))
-        return found
+        heads = ("model.num_heads", self.num_heads), ("model.num_kv_heads", self.kv_heads)
+        return [
+            *head_problems(self.dim, *heads),
+            *split_problems(dims, split, self.vocab_size),
+        ]
 
 
 FLAVORS = {

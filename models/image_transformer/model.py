@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.attention import CausalAttention, KeyValueCache
 from titanlite.dropout import TokenDropout
 from titanlite.models.image_transformer.config import ImageTransformerConfig
 
@@ -197,23 +198,6 @@ class SelfAttention(nn.Module):
         return x_TBD.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
 
 
-class CausalAttention(nn.Module):
-    """Scaled dot-product attention of each query to the keys up to its own position."""
-
-    def forward(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
-        """Attention output [B, H, T, E]; a single query is the last position."""
-        num_queries, num_keys = q_BHTE.size(2), k_BKTE.size(2)
-        # A single query, for the next pixel in sampling, attends to every key.
-        assert num_queries in (num_keys, 1)
-        return F.scaled_dot_product_attention(
-            q_BHTE,
-            k_BKTE,
-            v_BKTE,
-            is_causal=num_queries == num_keys,
-            enable_gqa=q_BHTE.size(1) != k_BKTE.size(1),
-        )
-
-
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
 
@@ -225,33 +209,3 @@ class FeedForward(nn.Module):
 
     def forward(self, x_TBD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_TBD)) * self.w3(x_TBD))
-
-
-class KeyValueCache:
-    """The keys and values of earlier tokens, so that sampling computes each pixel once."""
-
-    def __init__(self, seq_len: int) -> None:
-        self.seq_len = seq_len
-        self.length = 0
-        self._keys_values: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-
-    def keep_first(self, num_sequences: int) -> None:
-        """Forget all but the first `num_sequences`."""
-        self._keys_values = {
-            layer: (keys[:num_sequences], values[:num_sequences])
-            for layer, (keys, values) in self._keys_values.items()
-        }
-
-    def extend(self, layer: nn.Module, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a layer's new keys and values; return all of its own, [B, K, length, E] each."""
-        if layer not in self._keys_values:
-            B, K, _, E = k_BKTE.shape
-            self._keys_values[layer] = (
-                k_BKTE.new_empty(B, K, self.seq_len, E),
-                v_BKTE.new_empty(B, K, self.seq_len, E),
-            )
-        keys, values = self._keys_values[layer]
-        end = self.length + k_BKTE.size(2)
-        keys[:, :, self.length : end] = k_BKTE
-        values[:, :, self.length : end] = v_BKTE
-        return keys[:, :, :end], values[:, :, :end]

@@ -231,7 +231,7 @@ def deep(levels: int) -> dict:
 WRONG_CONFIGS = [
     ({"model": {"num_layers": 10**12}}, "parameters; give another checkpoint"),
     ({"model": {"image_height": 10**7, "image_width": 10**7}}, " but its [model] has "),
-    ({"model": {"name": "llama3"}}, 'model.name: "llama3" is a TorchTitan model'),
+    ({"model": {"name": "llama4"}}, 'model.name: "llama4" is a TorchTitan model'),
     ({"model": {"num_heads": "8"}}, "model.num_heads: "),
     ({"model": {"\x1b[2J": 1}}, "model."),
     ({"model": deep(300)}, "model.a: "),

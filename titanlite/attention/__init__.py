@@ -1,11 +1,13 @@
-"""Attention over a sequence that is sharded over ranks: ring attention and its layouts.
+"""Attention: of a whole sequence, and ring attention over a sequence that is sharded over ranks.
 
+dense.py      causal attention on one rank, and the cache of its keys and values for sampling
 kernels.py    attention of one block, with its log-sum-exp
 layout.py     which tokens each rank holds
 rotation.py   how keys and values reach other ranks
 ring.py       ring_attention, which combines the three
 """
 
+from titanlite.attention.dense import CausalAttention, KeyValueCache
 from titanlite.attention.kernels import choose_kernel, explain_choice
 from titanlite.attention.layout import LAYOUTS, Layout, make_layout
 from titanlite.attention.ring import RingAttention, ring_attention
@@ -14,6 +16,8 @@ from titanlite.attention.rotation import ROTATE_METHODS
 __all__ = [
     "LAYOUTS",
     "ROTATE_METHODS",
+    "CausalAttention",
+    "KeyValueCache",
     "Layout",
     "RingAttention",
     "choose_kernel",

@@ -98,6 +98,7 @@ class RingAttention(nn.Module):
         dropout_p: float = 0.0,
         is_causal: bool | None = None,
         enable_gqa: bool = False,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [B, H, T, E] over k, v [B, K, T, E] of all ranks; [B, H, T, E].
 
@@ -105,8 +106,8 @@ class RingAttention(nn.Module):
         causal is set by the call, or else by the constructor. Fewer heads in k and v than in q are
         always grouped. Raises ConfigError for a mask or dropout, which it does not have.
         """
-        if attn_mask is not None or dropout_p:
-            what = "a mask" if attn_mask is not None else f"dropout of {dropout_p:g}"
+        if attn_mask is not None or documents is not None or dropout_p:
+            what = "a mask" if not dropout_p else f"dropout of {dropout_p:g}"
             raise ConfigError(
                 f"parallelism.context_parallel_degree: the attention module is called with {what}, "
                 "but ring attention has neither masks nor dropout; call it without"

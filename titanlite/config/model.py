@@ -31,7 +31,7 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models import ModelSpec
 from titanlite.registry import registers_something
 
-TORCHTITAN_MODELS = ("llama3", "llama4", "deepseek_v3", "qwen3", "gpt_oss", "flux", "vlm")
+TORCHTITAN_MODELS = ("llama4", "deepseek_v3", "qwen3", "gpt_oss", "flux", "vlm")
 
 
 def load_model_spec(config: JobConfig) -> ModelSpec:

@@ -202,6 +202,42 @@ class EmbeddingLocal(ParallelStyle):
         return replace_forward(module, forward)
 
 
+class EmbeddingRowwise(ParallelStyle):
+    """An embedding table sharded by its rows, the vocabulary; its output is scattered.
+
+    Input: indices, the same on every rank. Output: the local shard along `scatter_dim` of the
+    embeddings. Each rank looks up the indices in its rows, and a reduce-scatter adds the parts; the
+    backward pass has an all-gather. A table with fewer rows than ranks is replicated instead, as in
+    EmbeddingLocal.
+    """
+
+    def __init__(self, scatter_dim: int) -> None:
+        super().__init__()
+        self.scatter_dim = scatter_dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require(module, nn.Embedding, self)
+        num_rows: Any = module.num_embeddings
+        padding: Any = module.padding_idx
+        _distribute(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
+        # As DTensor shards unevenly: all ranks but the last ones have equally many rows.
+        rows = -(-num_rows // device_mesh.size())
+        first = device_mesh.get_local_rank() * rows
+        if padding is not None:
+            padding = padding - first if first <= padding < first + rows else None
+
+        def forward(module: nn.Embedding, indices: Tensor) -> Tensor:
+            table = _local(module.weight)
+            own = indices - first
+            is_elsewhere = (own < 0) | (own >= table.size(0))
+            found = F.embedding(own.masked_fill(is_elsewhere, 0), table, padding)
+            found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)
+            parts = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
+            return parts.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
+
+        return _replace_forward(module, forward)
+
+
 class TokenDropoutLocal(ParallelStyle):
     """A TokenDropout on the local shard of its input along `dim`.
 

@@ -25,6 +25,7 @@ from titanlite.parallelize.arguments import Plan, as_plan, check_flags, check_me
 from titanlite.parallelize.plan import ParallelPlan, match_modules
 from titanlite.parallelize.styles import (
     EmbeddingLocal,
+    EmbeddingRowwise,
     GatherColwise,
     NormLocal,
     RingStyle,
@@ -148,6 +149,8 @@ def _weight_placements(name: str, module: nn.Module, style: ParallelStyle) -> di
         return {f"{name}.{layer}" if name else layer: "sharded by rows" for layer in style.layers}
     if isinstance(style, EmbeddingLocal):
         return {name: "replicated"}
+    if isinstance(style, EmbeddingRowwise):
+        return {name: "sharded by rows"}
     rows = isinstance(
         style, RowwiseParallel if isinstance(module, nn.Embedding) else ColwiseParallel
     )
@@ -159,7 +162,7 @@ def _weight_placements(name: str, module: nn.Module, style: ParallelStyle) -> di
 KNOWN_STYLES = (
     *(ColwiseParallel, RowwiseParallel, SequenceParallel),
     *(PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput),
-    *(GatherColwise, RowwiseLocal, EmbeddingLocal, NormLocal, TokenDropoutLocal),
+    *(GatherColwise, RowwiseLocal, EmbeddingLocal, EmbeddingRowwise, NormLocal, TokenDropoutLocal),
 )
 """The styles of which `check_tied_placements` knows which weights they shard."""
 
@@ -184,9 +187,11 @@ def _style_of_short_table(
     module: nn.Module, style: ParallelStyle, num_ranks: int
 ) -> EmbeddingLocal | None:
     """The style that replaces row-wise sharding of a table with fewer rows than ranks."""
-    if not isinstance(module, nn.Embedding) or not isinstance(style, RowwiseParallel):
+    if not isinstance(module, nn.Embedding) or module.num_embeddings >= num_ranks:
         return None
-    if module.num_embeddings >= num_ranks:
+    if isinstance(style, EmbeddingRowwise):
+        return EmbeddingLocal(style.scatter_dim)
+    if not isinstance(style, RowwiseParallel):
         return None
     (layout,) = style.output_layouts
     return EmbeddingLocal(layout.dim if isinstance(layout, Shard) else None)

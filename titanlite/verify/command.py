@@ -17,7 +17,7 @@ from titanlite.start import check_start
 from titanlite.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
-       titanlite verify --matrix [--ranks N] [--output FOLDER] [options]
+       titanlite verify --matrix [CONFIG.toml] [--ranks N] [--output FOLDER] [options]
 
 Run a job under its plan and on one process, from the same weights and data, and compare loss,
 gradient norm, every gradient and every weight, step by step. Print the cause if they differ.
@@ -31,7 +31,9 @@ gradient norm, every gradient and every weight, step by step. Print the cause if
   --json FILE         write every difference of every step, and the diagnosis
   --section.key=value any key of the job, as for train.py
 
-  --matrix            verify plans of a small model that contain every legal pair of features
+  --matrix            verify plans that contain every legal pair of features: of a small image
+                      transformer, or of the model, data and optimizer of a job, which a file or
+                      keys give (--model.name=llama3 --model.flavor=tiny)
   --ranks N           with --matrix: the number of ranks of every plan (default 8)
   --output FOLDER     with --matrix: the folder of results and overview.html; plans that agree
                       there are not run again (default outputs/verify)
@@ -120,9 +122,15 @@ def verify_matrix(options: Options) -> int:
     from titanlite.verify.matrix import run_matrix
 
     check_local_ranks(options.ranks, key="--ranks")
+    job = None
+    if options.job:
+        reading = read_job(options.job)
+        reading.draft()
+        job = reading.require()
     return run_matrix(
         num_ranks=options.ranks,
         folder=Path(options.output),
+        job=job,
         steps=options.steps or 2,
         with_compile=options.compile,
         limit=options.limit,
@@ -153,8 +161,6 @@ def parse(arguments: Sequence[str]) -> Options:
             # In "--section.key value" the value is not a config file.
             if not equals and rest and not rest[0].startswith("--") and "." in name:
                 options.job.append(rest.pop(0))
-    if options.matrix and options.job:
-        raise ConfigError(f"{quote(options.job[0])}: --matrix makes its own jobs; remove it")
     if options.until_stable and options.steps is not None:
         raise ConfigError("--until-stable: chooses the steps itself; remove it or --steps")
     for name in given:

@@ -1,4 +1,7 @@
-"""Verifies every legal pair of features with plans of one small model: `verify --matrix`.
+"""Verifies every legal pair of features with plans of one model: `verify --matrix`.
+
+The model is a small image transformer, or that of a job. Of a job the model, the data and the
+optimizer are taken; the plan, the batch and the clipping are the matrix's.
 
     features_of, plans_of    the features, and plans that together contain every legal pair of them
     run_matrix               verifies the plans, keeps the results in a file, draws the overview
@@ -26,7 +29,7 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
-from titanlite.config import JobConfig, make_config
+from titanlite.config import JobConfig, make_config, make_model_config
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
 from titanlite.files import read_bytes
@@ -70,8 +73,11 @@ FLOAT8: dict[str, dict[str, Any]] = {
 """The values of the feature "float8", and the keys that each sets in its section."""
 
 
-def features_of(num_ranks: int, *, with_compile: bool = False) -> dict[str, list[Any]]:
-    """Each feature and its values, for plans over `num_ranks` ranks."""
+def features_of(
+    num_ranks: int, *, with_compile: bool = False, job: JobConfig | None = None
+) -> dict[str, list[Any]]:
+    """Each feature and its values, for plans of a job, or of the small model, over some ranks."""
+    has_dropout = job is None or hasattr(make_model_config(job), "dropout")
     degrees = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
     return {
         **{axis: degrees if axis != "pp" else [n for n in degrees if n <= 4] for axis in AXES},
@@ -79,20 +85,25 @@ def features_of(num_ranks: int, *, with_compile: bool = False) -> dict[str, list
         "checkpoint": ["none", "full", "every 2nd", "by operator"],
         "accumulation": ["off", "on"],
         "clipping": ["on", "off"],
-        "dropout": ["off", "on"],
+        **({"dropout": ["off", "on"]} if has_dropout else {}),
         "float8": list(FLOAT8),
         **({"compile": ["off", "on"]} if with_compile else {}),
     }
 
 
 def plans_of(
-    num_ranks: int, *, with_compile: bool = False, seed: int = 0, done: Sequence[Choice] = ()
+    num_ranks: int,
+    *,
+    with_compile: bool = False,
+    seed: int = 0,
+    done: Sequence[Choice] = (),
+    job: JobConfig | None = None,
 ) -> list[Choice]:
     """Choices that together contain every pair of features that a legal plan can have.
 
     The legal choices of `done` come first; the others add the missing pairs.
     """
-    features = features_of(num_ranks, with_compile=with_compile)
+    features = features_of(num_ranks, with_compile=with_compile, job=job)
     grids = [
         grid
         for grid in itertools.product(*(features[axis] for axis in AXES))
@@ -138,7 +149,7 @@ def plans_of(
         if key not in known:
             try:
                 # All degrees are given, so making the config runs every check.
-                job_of(choice)
+                job_of(choice, job)
                 known[key] = True
             except ConfigError:
                 known[key] = False
@@ -148,8 +159,8 @@ def plans_of(
     return cover_pairs(features, is_legal, seed, draw, num_draws=60, num_legal=12, start=kept)
 
 
-def job_of(choice: Mapping[str, Any]) -> JobConfig:
-    """The small model's job under the plan that `choice` describes; ConfigError if not legal.
+def job_of(choice: Mapping[str, Any], job: JobConfig | None = None) -> JobConfig:
+    """`job`, or the small model's, under the plan that `choice` describes; ConfigError if illegal.
 
     A pipeline has at least one microbatch per stage rank if possible, and otherwise as few as its
     schedule allows.
@@ -160,7 +171,7 @@ def job_of(choice: Mapping[str, Any]) -> JobConfig:
     sizes = divisors(local) if choice["pp"] > 1 else [1]
     for size in sorted(sizes, key=lambda size: (local // size < choice["pp"], -size)):
         try:
-            return make_config(_sections_of(choice, local, size))
+            return make_config(_sections_of(choice, local, size, job))
         except ConfigError as error:
             problems = error
     assert problems is not None
@@ -168,7 +179,7 @@ def job_of(choice: Mapping[str, Any]) -> JobConfig:
 
 
 def _sections_of(
-    choice: Mapping[str, Any], local_batch_size: int, microbatch_size: int
+    choice: Mapping[str, Any], local_batch_size: int, microbatch_size: int, job: JobConfig | None
 ) -> dict[str, dict[str, Any]]:
     mode, every = {
         "none": ("none", "op"),
@@ -197,26 +208,28 @@ def _sections_of(
     if choice["async tp"] == "on":
         parallelism["enable_async_tensor_parallel"] = True
     is_float8 = choice["float8"] != "off"
-    return {
-        # Uneven shards; of 17 values the last of 8 ranks would have none. 32 in float8, so that the
-        # output layer, which has one of PyTorch's styles, is converted too.
-        "model": {
-            "flavor": "debug",
-            "num_layers": num_blocks,
-            "vocab_size": 32 if is_float8 else 23 if choice["tp"] == 8 else 17,
-            "converters": ["quantize.linear.float8"] if is_float8 else [],
-            "dropout": 0.1 if choice["dropout"] == "on" else 0.0,
-        },
+    sections: dict[str, dict[str, Any]] = job.model_dump(exclude_unset=True) if job else {}
+    dropout = {"dropout": 0.1 if choice["dropout"] == "on" else 0.0} if "dropout" in choice else {}
+    # Uneven shards; of 17 values the last of 8 ranks would have none. 32 in float8, so that the
+    # output layer, which has one of PyTorch's styles, is converted too.
+    small = {
+        "flavor": "debug",
+        "num_layers": num_blocks,
+        "vocab_size": 32 if is_float8 else 23 if choice["tp"] == 8 else 17,
+    }
+    converters = ["quantize.linear.float8"] if is_float8 else []
+    training = {
+        "local_batch_size": local_batch_size,
+        "global_batch_size": BATCH,
+        "max_norm": 1.0 if choice["clipping"] == "on" else math.inf,
+        "enable_cpu_offload": choice["offload"] == "on",
+        "steps": 20,
+    }
+    return sections | {
+        "model": sections.get("model", small) | {"converters": converters} | dropout,
         "quantize": {"linear": {"float8": {"emulate": True, **FLOAT8[choice["float8"]]}}},
-        "training": {
-            "dataset": "synthetic",
-            "local_batch_size": local_batch_size,
-            "global_batch_size": BATCH,
-            "max_norm": 1.0 if choice["clipping"] == "on" else math.inf,
-            "enable_cpu_offload": choice["offload"] == "on",
-            "steps": 20,
-        },
-        "lr_scheduler": {"warmup_steps": 2},
+        "training": sections.get("training", {"dataset": "synthetic"}) | training,
+        "lr_scheduler": sections.get("lr_scheduler", {"warmup_steps": 2}),
         "parallelism": parallelism,
         "activation_checkpoint": {"mode": mode, "selective_ac_option": every},
         "compile": {"enable": choice.get("compile") == "on", "backend": "aot_eager"},
@@ -227,6 +240,7 @@ def run_matrix(
     *,
     num_ranks: int = 8,
     folder: Path,
+    job: JobConfig | None = None,
     steps: int = 2,
     with_compile: bool = False,
     limit: int | None = None,
@@ -235,13 +249,14 @@ def run_matrix(
 ) -> int:
     """Verify every plan that does not agree in `folder` yet; returns 0 if all agree, else 1.
 
-    Writes results.jsonl, one line per plan, and overview.html. With `limit`, only the first plans
-    are run, which contain the most pairs.
+    The plans are those of `job`, or of a small model. Writes results.jsonl, one line per plan, and
+    overview.html. With `limit`, only the first plans are run, which contain the most pairs.
     """
     from titanlite.verify.overview import draw_overview
 
     out = sys.stdout if stream is None else stream
-    features, code = features_of(num_ranks, with_compile=with_compile), code_digest()
+    features = features_of(num_ranks, with_compile=with_compile, job=job)
+    code = code_digest(job)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = read_results(folder, num_ranks, steps, code, features)
@@ -253,7 +268,12 @@ def run_matrix(
     print(f"choosing plans of {num_ranks} ranks", file=out, flush=True)
     agreed = {key: result for key, result in results.items() if result["agrees"]}
     done = [result["choice"] for result in agreed.values()]
-    choices = plans_of(num_ranks, with_compile=with_compile, done=done)
+    choices = plans_of(num_ranks, with_compile=with_compile, done=done, job=job)
+    if not choices:
+        raise ConfigError(
+            f"--matrix: the job has no legal plan on {num_ranks} ranks; give other sizes in "
+            "[model], or another number of ranks"
+        )
     todo = [choice for choice in choices[:limit] if _key(choice) not in agreed]
     num_done = sum(_key(choice) in agreed for choice in choices)
     print(
@@ -270,7 +290,7 @@ def run_matrix(
         lines.write("\n" if lines.tell() else "")
         try:
             for index, choice in enumerate(todo):
-                found = ranks.verify(job_of(choice), steps=steps)
+                found = ranks.verify(job_of(choice, job), steps=steps)
                 result = _result(choice, found, num_ranks, steps) | {"code": code}
                 results[_key(choice)] = result
                 lines.write(json.dumps(result) + "\n")
@@ -333,9 +353,11 @@ def read_results(
     return results
 
 
-def code_digest() -> str:
-    """A digest of what a result depends on: titanlite, the models, and PyTorch's version."""
+def code_digest(job: JobConfig | None = None) -> str:
+    """A digest of what a result depends on: titanlite, the models, PyTorch's version, the job."""
     digest = hashlib.sha256(importlib.metadata.version("torch").encode())
+    if job is not None:
+        digest.update(repr(sorted(job.model_dump(exclude_unset=True).items())).encode())
     for package in ("titanlite", "titanlite.models"):
         spec = importlib.util.find_spec(package)
         assert spec is not None

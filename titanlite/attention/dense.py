@@ -1,0 +1,71 @@
+"""Causal attention of a model on one rank: the module that context parallelism replaces.
+
+Shapes: B batch, H query heads, K key/value heads (H a multiple of K), T queries, S keys, E head
+size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention of each query to the keys up to its own position."""
+
+    def forward(
+        self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, documents: Tensor | None = None
+    ) -> Tensor:
+        """Attention output [B, H, T, E]; the queries are the last T of the S positions.
+
+        `documents` [B, T], for as many queries as keys, are the numbers of the tokens' documents
+        within their sequence. A query then attends only to keys of its own document.
+        """
+        num_queries, num_keys = q_BHTE.size(2), k_BKSE.size(2)
+        # A single query is the last position and attends to every key.
+        is_plain = documents is None and num_queries in (num_keys, 1)
+        mask = None
+        if not is_plain:
+            earlier = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHTE.device)
+            mask = earlier.tril(num_keys - num_queries)
+            if documents is not None:
+                mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+        return F.scaled_dot_product_attention(
+            q_BHTE,
+            k_BKSE,
+            v_BKSE,
+            attn_mask=mask,
+            is_causal=is_plain and num_queries == num_keys,
+            enable_gqa=q_BHTE.size(1) != k_BKSE.size(1),
+        )
+
+
+class KeyValueCache:
+    """The keys and values of earlier tokens, so that sampling computes each token once."""
+
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.length = 0
+        self._keys_values: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def keep_first(self, num_sequences: int) -> None:
+        """Forget all but the first `num_sequences`."""
+        self._keys_values = {
+            layer: (keys[:num_sequences], values[:num_sequences])
+            for layer, (keys, values) in self._keys_values.items()
+        }
+
+    def extend(self, layer: nn.Module, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a layer's new keys and values; return all of its own, [B, K, length, E] each."""
+        if layer not in self._keys_values:
+            B, K, _, E = k_BKTE.shape
+            self._keys_values[layer] = (
+                k_BKTE.new_empty(B, K, self.seq_len, E),
+                v_BKTE.new_empty(B, K, self.seq_len, E),
+            )
+        keys, values = self._keys_values[layer]
+        end = self.length + k_BKTE.size(2)
+        keys[:, :, self.length : end] = k_BKTE
+        values[:, :, self.length : end] = v_BKTE
+        return keys[:, :, :end], values[:, :, :end]
