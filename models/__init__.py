@@ -186,6 +186,7 @@ register(
         config="titanlite.models.llama3.config:Llama3Config",
         build="titanlite.models.llama3.model:Llama3",
         plan="titanlite.models.llama3.plan:PLANS",
+        hf="titanlite.models.llama3.hf:FORMAT",
     )
 )
 register(
@@ -194,6 +195,7 @@ register(
         config="titanlite.models.gpt2.config:GPT2Config",
         build="titanlite.models.gpt2.model:GPT2",
         plan="titanlite.models.gpt2.plan:PLANS",
+        hf="titanlite.models.gpt2.hf:FORMAT",
     )
 )
 register(

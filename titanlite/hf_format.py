@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ COMPANIONS = (
 )
 # Keys of config.json that do not depend on the sizes either.
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What code that expects valid values raises for others.
+INVALID = (ValueError, TypeError, ZeroDivisionError)
 MOST_JSON_BYTES = 128 * 2**20
 
 
@@ -66,7 +68,8 @@ class HFFormat:
     tensor      (parameter's name, its shape, the model's sizes) -> where it is stored
     config      the model's sizes -> config.json, with `architectures` and `model_type`
     sizes       config.json -> the keys of [model]; raises ValueError with what the model cannot do
-    differing   (sizes, config.json) -> lines about sizes that differ; by default those of `sizes`
+    compared    the attributes of the sizes that must agree; by default those that `sizes` gives
+    differing   (sizes, config.json) -> lines about what differs, in place of `compared`
     prefix      what the names of some folders lack, such as "transformer."
     ignored     patterns of tensors that hold no weight, such as tables of positions
 
@@ -76,6 +79,7 @@ class HFFormat:
     tensor: Callable[[str, Sequence[int], Any], HFTensor]
     config: Callable[[Any], dict[str, Any]]
     sizes: Callable[[Mapping[str, Any]], dict[str, Any]]
+    compared: tuple[str, ...] = ()
     differing: Callable[[Any, Mapping[str, Any]], list[str]] | None = None
     prefix: str = ""
     ignored: tuple[str, ...] = ()
@@ -89,14 +93,15 @@ class HFFormat:
         if self.differing is not None:
             return self.differing(sizes, found)
         try:
-            wanted = self.sizes(found)
-        except ValueError as error:
+            given = self.sizes(found)
+            wanted = replace(sizes, **given)
+            pairs = {n: (getattr(wanted, n), getattr(sizes, n)) for n in self.compared or given}
+        except INVALID as error:
             return [str(error)]
-        own = {name: getattr(sizes, name) for name in wanted}
         return [
-            f"has {name} {_told(wanted[name])}, and the [model] {_told(own[name])}"
-            for name in wanted
-            if wanted[name] != own[name]
+            f"has {name} {_told(there)}, and the [model] {_told(here)}"
+            for name, (there, here) in pairs.items()
+            if there != here
         ]
 
 
@@ -150,6 +155,15 @@ def sizes_problems(format: HFFormat, sizes: Any, folder: Path) -> Iterator[str]:
     """
     for line in format.differences(sizes, read_json(folder / CONFIG)):
         yield f"{folder / CONFIG} {line}; give the [model] that it describes"
+
+
+def require(found: Mapping[str, Any], key: str, *legal: Any, default: Any = "nothing") -> None:
+    """Raises ValueError unless config.json has one of the values `legal` for `key`.
+
+    `default` is the value of a missing key.
+    """
+    if (value := found.get(key, default)) not in legal:
+        raise ValueError(f"has {key} {_told(value)}, and this model {_told(legal[0])}")
 
 
 def _is_weight_file(name: Any) -> bool:

@@ -43,6 +43,45 @@ SIZES: dict[str, dict[str, Any]] = {
     "Qwen3Config": {**LLAMA, "head_dim": 16, "tie_word_embeddings": True},
     "GPT2Config": GPT2,
 }
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# Model of titanlite, its sizes, and the configuration of transformers for the same.
+OWN: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "llama3": (
+        {
+            "name": "llama3",
+            "dim": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "vocab_size": 17,
+            "multiple_of": 32,
+            "rope_theta": 10000.0,
+            "rope_scaling_factor": 4.0,
+            "rope_scaling_original_max_position_embeddings": 16,
+        },
+        "LlamaConfig",
+        {**LLAMA, "intermediate_size": 192, "rms_norm_eps": 1e-5, "rope_parameters": ROPE},
+    ),
+    "gpt2": (
+        {
+            "name": "gpt2",
+            "dim": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "vocab_size": 17,
+            "max_seq_len": 64,
+        },
+        "GPT2Config",
+        GPT2,
+    ),
+}
 TP_FSDP = {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}
 
 
@@ -105,11 +144,13 @@ def plain_model(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def save_random(folder: Path, config_class: str, **options: Any) -> dict[str, Tensor]:
+def save_random(
+    folder: Path, config_class: str, sizes: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Tensor]:
     """A folder that transformers writes, of a tiny random model; its weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**SIZES[config_class])
+    config = getattr(transformers, config_class)(**(sizes or SIZES[config_class]))
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         # Norms and biases too, so that an exchange of two of them is noticed.
@@ -147,6 +188,26 @@ def test_transformers_folder_is_read_and_written_under_a_plan(
         for before, after in run_ranks(train, 2, again, plain_model, saved):
             assert before < 1e-5
             assert after < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OWN))
+def test_own_model_reads_and_writes_folders_of_transformers(tmp_path: Path, name: str) -> None:
+    model, config_class, sizes = OWN[name]
+    source = tmp_path / "source"
+    weights = save_random(source, config_class, sizes)
+    config = config_of(model, tmp_path, TP_FSDP, initial_load_path=str(source))
+    for before, after in run_ranks(train, 4, config, plain_model, source):
+        assert before < 1e-5
+        assert after < 1e-5
+    saved = tmp_path / "checkpoint" / "step-2"
+    found = dict(plain_model(saved).named_parameters())
+    assert {n: w.shape for n, w in found.items()} == {n: w.shape for n, w in weights.items()}
+    # The folder of transformers becomes a checkpoint with this model's names, and back.
+    assert titanlite("convert", source, "--model", name, "--out", tmp_path / "step-0") == 0
+    assert titanlite("convert", tmp_path / "step-0", "--out", tmp_path / "back") == 0
+    back = dict(plain_model(tmp_path / "back").named_parameters())
+    assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 
 
 def titanlite(*words: object) -> int:

@@ -31,7 +31,7 @@ from titanlite.config.model import import_module
 from titanlite.config.stored import stored_sections
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
-from titanlite.hf_format import CONFIG, is_hf_folder, read_json
+from titanlite.hf_format import CONFIG, INVALID, is_hf_folder, read_json
 from titanlite.models import find_model, load
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def _model_of(folder: Path, model: str) -> dict[str, Any]:
         raise ConfigError(f"--model: {quote(model)} has no Hugging Face format; give another model")
     try:
         return {"name": model, **format.sizes(read_json(folder / CONFIG))}
-    except ValueError as error:
+    except INVALID as error:
         raise ConfigError(f"--model: {folder / CONFIG} {error}; give another --model") from error
     except ImportError as error:
         raise ConfigError(

@@ -219,7 +219,7 @@ class EmbeddingRowwise(ParallelStyle):
         _require(module, nn.Embedding, self)
         num_rows: Any = module.num_embeddings
         padding: Any = module.padding_idx
-        _distribute(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
+        distribute(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
         # As DTensor shards unevenly: all ranks but the last ones have equally many rows.
         rows = -(-num_rows // device_mesh.size())
         first = device_mesh.get_local_rank() * rows
@@ -235,7 +235,7 @@ class EmbeddingRowwise(ParallelStyle):
             parts = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
             return parts.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
 
-        return _replace_forward(module, forward)
+        return replace_forward(module, forward)
 
 
 class TokenDropoutLocal(ParallelStyle):
