@@ -3,6 +3,7 @@
     train, make_config, load_config     train a job from Python (docs/own_model.md)
     register_model, register_dataset, register_loss, register_metric    make your own known to a job
     compare, assert_parallel_equals_reference    verify any parallel code (docs/compare.md)
+    export, load_weights                Hugging Face folders (docs/huggingface.md)
 
 The names below are imported when they are first used, so `import titanlite` is fast and does not
 import torch.
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titanlite.callbacks import Event, TrainResult
+    from titanlite.checkpoint.by_hand import export, load_weights
     from titanlite.config import JobConfig, load_config, make_config
     from titanlite.equivalence.comparison import (
         Comparer,
@@ -36,7 +38,9 @@ __all__ = [
     "TrainResult",
     "assert_parallel_equals_reference",
     "compare",
+    "export",
     "load_config",
+    "load_weights",
     "make_config",
     "register_dataset",
     "register_loss",
@@ -47,6 +51,7 @@ __all__ = [
 
 _MODULES = {
     "callbacks": ("Event", "TrainResult"),
+    "checkpoint.by_hand": ("export", "load_weights"),
     "config": ("JobConfig", "load_config", "make_config"),
     "equivalence.comparison": (
         "Comparer",

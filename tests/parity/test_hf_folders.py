@@ -12,10 +12,12 @@ import torch
 from plans import make_job
 from torch import Tensor
 
+import titanlite
 from titanlite import cli
 from titanlite.batch import call_model
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig, make_config
+from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.ranks.world import World, open_world
@@ -204,14 +206,32 @@ def test_own_model_reads_and_writes_folders_of_transformers(tmp_path: Path, name
     found = dict(plain_model(saved).named_parameters())
     assert {n: w.shape for n, w in found.items()} == {n: w.shape for n, w in weights.items()}
     # The folder of transformers becomes a checkpoint with this model's names, and back.
-    assert titanlite("convert", source, "--model", name, "--out", tmp_path / "step-0") == 0
-    assert titanlite("convert", tmp_path / "step-0", "--out", tmp_path / "back") == 0
+    assert command("convert", source, "--model", name, "--out", tmp_path / "step-0") == 0
+    assert command("convert", tmp_path / "step-0", "--out", tmp_path / "back") == 0
     back = dict(plain_model(tmp_path / "back").named_parameters())
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 
 
-def titanlite(*words: object) -> int:
+def command(*words: object) -> int:
     return cli.main([str(word) for word in words])
+
+
+def test_a_model_by_hand_is_exported_and_loaded(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    weights = save_random(source, "Qwen3Config")
+    model = plain_model(source)
+    model.load_state_dict({name: torch.zeros_like(w) for name, w in model.state_dict().items()})
+    titanlite.load_weights(model, source)
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    titanlite.export(model, out, like=source, shard_bytes=40_000)
+    assert len(list(out.glob("*.safetensors"))) > 2
+    assert (out / "tokenizer.json").is_file()
+    found = dict(plain_model(out).named_parameters())
+    assert all(torch.equal(p, found[name]) for name, p in weights.items())
+    with pytest.raises(TitanliteError, match="exists already; give another name"):
+        titanlite.export(model, out)
+    with pytest.raises(TitanliteError, match="Linear has no Hugging Face format"):
+        titanlite.export(torch.nn.Linear(2, 2), tmp_path / "none")
 
 
 @pytest.mark.parametrize("config_class", ["LlamaConfig", "GPT2Config"])
@@ -220,21 +240,21 @@ def test_convert_to_a_checkpoint_and_back(
 ) -> None:
     source = tmp_path / "source"
     weights = save_random(source, config_class)
-    assert titanlite("convert", source, "--out", tmp_path / "step-0") == 0
-    assert titanlite("convert", tmp_path / "step-0", "--out", tmp_path / "a", "--like", source) == 0
+    assert command("convert", source, "--out", tmp_path / "step-0") == 0
+    assert command("convert", tmp_path / "step-0", "--out", tmp_path / "a", "--like", source) == 0
     assert (tmp_path / "a" / "tokenizer.json").is_file()
     capsys.readouterr()
     found = dict(plain_model(tmp_path / "a").named_parameters())
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     options = ("--dtype", "bfloat16")
-    assert titanlite("convert", tmp_path / "step-0", "--out", tmp_path / "b", *options) == 0
+    assert command("convert", tmp_path / "step-0", "--out", tmp_path / "b", *options) == 0
     assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
     found = dict(plain_model(tmp_path / "b").named_parameters())
     assert all(
         torch.equal(found[name], weight.bfloat16().float()) for name, weight in weights.items()
     )
     # What titanlite wrote is read with the configuration that it has.
-    assert titanlite("convert", tmp_path / "b", "--out", tmp_path / "c") == 0
-    assert titanlite("convert", tmp_path / "c", "--out", tmp_path / "d") == 0
+    assert command("convert", tmp_path / "b", "--out", tmp_path / "c") == 0
+    assert command("convert", tmp_path / "c", "--out", tmp_path / "d") == 0
     assert not (tmp_path / "d" / "tokenizer.json").exists()
