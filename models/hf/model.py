@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
+from titanlite.attention.huggingface import no_mask, refuse_unsupported
 from titanlite.models.hf.config import HFConfig
 
 if TYPE_CHECKING:
@@ -24,11 +25,31 @@ ATTENTION = "titanlite_attention"
 
 
 class CausalAttention(nn.Module):
-    """Causal attention of q [B, H, T, E] over k, v [B, K, T, E]."""
+    """Causal attention of q [B, H, T, E] over k, v [B, K, T, E].
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    With `documents` [B, T], a token attends only to tokens of its own document.
+    """
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        mask = None
+        if documents is not None:
+            is_same = documents[:, None, :, None] == documents[:, None, None, :]
+            mask = is_same & is_same.new_ones(is_same.shape[-2:]).tril()
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.size(1) != k.size(1)
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.size(1) != k.size(1),
         )
 
 
@@ -64,7 +85,7 @@ def build(sizes: HFConfig) -> nn.Module:
     config.use_cache = False
     transformers.AttentionInterface.register(ATTENTION, _attend)
     # None: the attention itself is causal, and positions need not be consecutive.
-    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+    AttentionMaskInterface.register(ATTENTION, no_mask)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     for module in list(model.modules()):
         if type(module).__name__.endswith("Attention"):
@@ -81,17 +102,24 @@ def _attend(
     v: Tensor,
     mask: Any,
     scaling: float | None = None,
-    **_: Any,
+    documents: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls; the output is [B, T, H, E]."""
+    refuse_unsupported(type(module).__name__, more)
     attention: nn.Module = getattr(module, ATTENTION)
-    return attention(q, k, v, scale=scaling).transpose(1, 2), None
+    # Ring attention has no documents, and the job has been checked.
+    among = {} if documents is None else {"documents": documents}
+    return attention(q, k, v, scale=scaling, **among).transpose(1, 2), None
 
 
 def inputs(batch: Batch) -> dict[str, Any]:
     """The arguments of forward besides the tokens."""
     positions = batch.positions
-    return {"position_ids": positions.view(-1, positions.size(-1)), "use_cache": False}
+    found = {"position_ids": positions.view(-1, positions.size(-1)), "use_cache": False}
+    if "documents" in batch.fields:
+        found["documents"] = batch["documents"]
+    return found
 
 
 def output(result: Any) -> Tensor:
@@ -100,7 +128,7 @@ def output(result: Any) -> Tensor:
 
 
 def gpt2_stage_forward(
-    self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False
+    self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False, **more: Any
 ) -> Tensor:
     """The same for GPT-2, which adds its table of positions to the embeddings."""
     inner = self.transformer
@@ -108,13 +136,15 @@ def gpt2_stage_forward(
         x = inner.drop(inner.wte(x) + inner.wpe(position_ids))
     for block in inner.h:
         if block is not None:
-            x = block(x, position_ids=position_ids)
+            x = block(x, position_ids=position_ids, **more)
     if inner.ln_f is not None:
         x = inner.ln_f(x)
     return x if self.lm_head is None else self.lm_head(x)
 
 
-def stage_forward(self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False) -> Tensor:
+def stage_forward(
+    self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False, **more: Any
+) -> Tensor:
     """The forward pass of a pipeline stage: the layers that it has, in order."""
     inner = self.model
     if inner.embed_tokens is not None:
@@ -122,7 +152,7 @@ def stage_forward(self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = 
     embeddings = inner.rotary_emb(x, position_ids=position_ids)
     for layer in inner.layers:
         if layer is not None:
-            x = layer(x, position_ids=position_ids, position_embeddings=embeddings)
+            x = layer(x, position_ids=position_ids, position_embeddings=embeddings, **more)
     if inner.norm is not None:
         x = inner.norm(x)
     return x if self.lm_head is None else self.lm_head(x)

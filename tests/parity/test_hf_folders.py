@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +193,35 @@ def test_transformers_folder_is_read_and_written_under_a_plan(
         for before, after in run_ranks(train, 2, again, plain_model, saved):
             assert before < 1e-5
             assert after < 1e-5
+
+
+def page(place: Place, folder: Path, source: Path, tokens: Tensor) -> float:
+    """The code of docs/huggingface.md."""
+    sys.path.insert(0, str(folder))
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with open_world(place) as world:
+        step = importlib.import_module("hf_loop").step
+        out = folder / f"out-{world.size}"
+        found: float = step(init_device_mesh("cpu", (world.size,)), source, tokens, out)
+        return found
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_page_does_as_one_process(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_random(source, "LlamaConfig")
+    text = (Path(__file__).parents[2] / "docs/huggingface.md").read_text()
+    (code,) = re.findall(r"```python\n(# hf_loop.py\n.*?)```", text, re.DOTALL)
+    (tmp_path / "hf_loop.py").write_text(code)
+    tokens = torch.randint(17, (2, 64), generator=torch.Generator().manual_seed(1))
+    (alone,) = run_ranks(page, 1, tmp_path, source, tokens)
+    assert run_ranks(page, 2, tmp_path, source, tokens) == pytest.approx([alone] * 2, rel=1e-5)
+    one, two = (dict(plain_model(tmp_path / f"out-{n}").named_parameters()) for n in (1, 2))
+    before = dict(plain_model(source).named_parameters())
+    for name, weight in one.items():
+        assert not torch.equal(weight, before[name]), name
+        torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
