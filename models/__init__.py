@@ -31,6 +31,8 @@ inputs  the arguments of forward besides the first, if their names are not those
         from argument to field, or a function from the batch to keyword arguments.
 output  a function from forward's result to the tensor that the loss gets, such as
         `lambda result: result.logits`.
+hf      how its weights and sizes are stored in a Hugging Face folder: an HFFormat
+        (titanlite/hf_format.py).
 
 Two names may be one parameter (tied weights): `self.output.weight = self.tok_emb.weight`.
 
@@ -80,6 +82,7 @@ class ModelSpec:
     init: str | Callable[[Any], None] | None = None
     inputs: str | Mapping[str, str] | Callable[[Any], Mapping[str, Any]] | None = None
     output: str | Callable[[Any], Any] | None = None
+    hf: Any = None
 
     def load_config_class(self) -> Any:
         """The model's configuration dataclass."""
@@ -183,6 +186,7 @@ register(
         config="titanlite.models.llama3.config:Llama3Config",
         build="titanlite.models.llama3.model:Llama3",
         plan="titanlite.models.llama3.plan:PLANS",
+        hf="titanlite.models.llama3.hf:FORMAT",
     )
 )
 register(
@@ -191,6 +195,7 @@ register(
         config="titanlite.models.gpt2.config:GPT2Config",
         build="titanlite.models.gpt2.model:GPT2",
         plan="titanlite.models.gpt2.plan:PLANS",
+        hf="titanlite.models.gpt2.hf:FORMAT",
     )
 )
 register(
@@ -201,5 +206,6 @@ register(
         plan="titanlite.models.hf.plan:plan",
         inputs="titanlite.models.hf.model:inputs",
         output="titanlite.models.hf.model:output",
+        hf="titanlite.models.hf.format:FORMAT",
     )
 )

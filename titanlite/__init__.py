@@ -3,6 +3,7 @@
     train, make_config, load_config     train a job from Python (docs/own_model.md)
     register_model, register_dataset, register_loss, register_metric    make your own known to a job
     compare, assert_parallel_equals_reference    verify any parallel code (docs/compare.md)
+    export, load_weights                Hugging Face folders (docs/huggingface.md)
     apply_tp, apply_fsdp, Trainer, ...  the pieces of a loop by hand (docs/by_hand.md)
 
 docs/api.md documents every name. They are imported when they are first used, so `import titanlite`
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from titanlite.batch import Batch, FieldDims, call_model, make_batch
     from titanlite.callbacks import Event, TrainResult
     from titanlite.checkpoint.by_hand import Loaded, load_checkpoint, save_checkpoint
+    from titanlite.checkpoint.hf_by_hand import export, load_weights
     from titanlite.config import JobConfig, load_config, make_config
     from titanlite.equivalence.comparison import (
         Comparer,
@@ -122,6 +124,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Checkpoints": {
         "checkpoint.by_hand": ("save_checkpoint", "load_checkpoint", "Loaded"),
+        "checkpoint.hf_by_hand": ("export", "load_weights"),
     },
 }
 """The public names, by topic and module."""
@@ -176,11 +179,13 @@ __all__ = [
     "call_model",
     "clip_gradients",
     "compare",
+    "export",
     "find_tied",
     "gradient_norm",
     "initialize",
     "load_checkpoint",
     "load_config",
+    "load_weights",
     "loss_context",
     "make_batch",
     "make_config",

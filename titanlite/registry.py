@@ -29,12 +29,13 @@ def register_model(
     init: str | Callable[[Any], None] | None = None,
     inputs: str | Mapping[str, str] | Callable[[Any], Mapping[str, Any]] | None = None,
     output: str | Callable[[Any], Any] | None = None,
+    hf: Any = None,
 ) -> None:
     """Register a model as `name`; titanlite/models/__init__.py explains the arguments.
 
     Raises ValueError if a different model has that name.
     """
-    register(ModelSpec(name, config, build, plan, flavors, init, inputs, output))
+    register(ModelSpec(name, config, build, plan, flavors, init, inputs, output, hf))
 
 
 def register_dataset(name: str, build: str | Callable[..., Dataset], **details: Any) -> None:

@@ -27,7 +27,7 @@ FAMILIES = {
     "Qwen2Config": "qwen2",
     "Qwen3Config": "qwen3",
 }
-"""The configuration classes that have a plan, and their `model_type` in config.json."""
+"""Configuration classes whose sizes are checked without torch, and their `model_type`."""
 
 
 @dataclass(frozen=True)
@@ -80,35 +80,35 @@ class HFConfig:
             ]
         except ValueError as error:
             return [("model.path", f'"{self.path}/config.json" is not JSON ({error}); repair it')]
-        return [*self._family_problems(given), *self._size_problems(given, dims, seq_len)]
+        if self._is_known(given):
+            return self._size_problems(given, dims, seq_len)
+        # Other families are judged by the model itself, which needs torch.
+        from titanlite.models.hf.families import missing
 
-    def _family_problems(self, given: dict[str, Any]) -> list[tuple[str, str]]:
-        known = ", ".join(FAMILIES)
-        if self.config_class is not None and self.config_class not in FAMILIES:
-            return [("model.config_class", f"{self.config_class} has no plan; give {known}")]
-        if self.path is not None and given.get("model_type") not in FAMILIES.values():
-            return [
-                (
-                    "model.path",
-                    f"models of type {given.get('model_type')} have no plan; give a "
-                    f"folder of one of {', '.join(FAMILIES.values())}",
-                )
-            ]
-        return []
+        return missing(self, dims.tp, dims.pp, dims.cp, seq_len)
+
+    def _is_known(self, given: dict[str, Any]) -> bool:
+        if self.config_class is not None:
+            return self.config_class in FAMILIES
+        return given.get("model_type") in FAMILIES.values()
 
     def _is_gpt2(self, given: dict[str, Any]) -> bool:
         return "gpt2" in (FAMILIES.get(self.config_class or ""), given.get("model_type"))
 
     def _gpt2_problems(self, given: dict[str, Any], dims: ParallelDims) -> list[tuple[str, str]]:
         found = []
-        if dims.tp > 1:
-            found.append(
-                (
-                    "parallelism.tensor_parallel_degree",
-                    "GPT-2 has one fused matrix for q, k and v, which has no tensor-parallel style "
-                    "yet; give 1",
+        # GPT-2's own defaults are 12 heads and 768 features.
+        features = given.get("n_embd", 768)
+        inner = given.get("n_inner") or 4 * features
+        for name, number in (("n_head", given.get("n_head", 12)), ("n_inner", inner)):
+            if number % dims.tp:
+                found.append(
+                    (
+                        "parallelism.tensor_parallel_degree",
+                        f"{dims.tp} does not divide {name} {number}; give one of "
+                        f"{', '.join(map(str, divisors(number)))}",
+                    )
                 )
-            )
         # GPT-2's own default is 0.1.
         names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
         if dropped := [name for name in names if given.get(name, 0.1)]:

@@ -1,8 +1,8 @@
 """Build a Hugging Face causal language model of one of the families in config.py.
 
-The model's own code runs. Two things are added: its attention calls a submodule of each attention
-layer, which context parallelism can replace, and a pipeline stage has a forward that skips what the
-stage does not have.
+The model's own code runs. Added to it: its attention calls a submodule of each attention layer,
+which context parallelism can replace; a pipeline stage has a forward that skips what the stage does
+not have; and GPT-2's joined projection has a dimension for q, k and v, so that each can be sharded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.pytorch_utils import Conv1D
 
+from titanlite.attention.huggingface import no_mask, refuse_unsupported
 from titanlite.models.hf.config import HFConfig
 
 if TYPE_CHECKING:
@@ -23,28 +25,73 @@ ATTENTION = "titanlite_attention"
 
 
 class CausalAttention(nn.Module):
-    """Causal attention of q [B, H, T, E] over k, v [B, K, T, E]."""
+    """Causal attention of q [B, H, T, E] over k, v [B, K, T, E].
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    With `documents` [B, T], a token attends only to tokens of its own document.
+    """
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        mask = None
+        if documents is not None:
+            is_same = documents[:, None, :, None] == documents[:, None, None, :]
+            mask = is_same & is_same.new_ones(is_same.shape[-2:]).tril()
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.size(1) != k.size(1)
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.size(1) != k.size(1),
         )
+
+
+class JoinedConv1D(Conv1D):
+    """GPT-2's Conv1D that computes q, k and v, [B, T, 3 x E], with a weight [E, 3, E].
+
+    The three are a dimension of their own, so sharding the last dimension gives every rank the same
+    heads of q, k and v. In memory, and in a Hugging Face folder, it is the weight [E, 3 x E].
+    """
+
+    def __init__(self, joined: Conv1D) -> None:
+        nn.Module.__init__(self)
+        self.nf, self.nx = joined.nf, joined.nx
+        self.weight = nn.Parameter(joined.weight.detach().unflatten(-1, (3, -1)))
+        self.bias = nn.Parameter(joined.bias.detach().unflatten(-1, (3, -1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.flatten(-2) + self.bias.flatten()
+
+
+def configuration(sizes: HFConfig) -> Any:
+    """The configuration of transformers for a folder's config.json, or of a configuration class."""
+    if sizes.path is not None:
+        # from_pretrained would look for a missing folder on the network.
+        given = sizes.given
+        return transformers.CONFIG_MAPPING[given.pop("model_type")].from_dict(given)
+    return getattr(transformers, str(sizes.config_class))(**sizes.values)
 
 
 def build(sizes: HFConfig) -> nn.Module:
     """The model of a folder's config.json or of a configuration class, with its own classes."""
-    if sizes.path is not None:
-        config = transformers.AutoConfig.from_pretrained(sizes.path, **sizes.values)
-    else:
-        config = getattr(transformers, str(sizes.config_class))(**sizes.values)
+    config = configuration(sizes)
     config.use_cache = False
     transformers.AttentionInterface.register(ATTENTION, _attend)
     # None: the attention itself is causal, and positions need not be consecutive.
-    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+    AttentionMaskInterface.register(ATTENTION, no_mask)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     for module in list(model.modules()):
         if type(module).__name__.endswith("Attention"):
             module.add_module(ATTENTION, CausalAttention())
+            if isinstance(getattr(module, "c_attn", None), Conv1D):
+                module.c_attn = JoinedConv1D(module.c_attn)
     return model
 
 
@@ -55,17 +102,24 @@ def _attend(
     v: Tensor,
     mask: Any,
     scaling: float | None = None,
-    **_: Any,
+    documents: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls; the output is [B, T, H, E]."""
+    refuse_unsupported(type(module).__name__, more)
     attention: nn.Module = getattr(module, ATTENTION)
-    return attention(q, k, v, scale=scaling).transpose(1, 2), None
+    # Ring attention has no documents, and the job has been checked.
+    among = {} if documents is None else {"documents": documents}
+    return attention(q, k, v, scale=scaling, **among).transpose(1, 2), None
 
 
 def inputs(batch: Batch) -> dict[str, Any]:
     """The arguments of forward besides the tokens."""
     positions = batch.positions
-    return {"position_ids": positions.view(-1, positions.size(-1)), "use_cache": False}
+    found = {"position_ids": positions.view(-1, positions.size(-1)), "use_cache": False}
+    if "documents" in batch.fields:
+        found["documents"] = batch["documents"]
+    return found
 
 
 def output(result: Any) -> Tensor:
@@ -74,7 +128,7 @@ def output(result: Any) -> Tensor:
 
 
 def gpt2_stage_forward(
-    self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False
+    self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False, **more: Any
 ) -> Tensor:
     """The same for GPT-2, which adds its table of positions to the embeddings."""
     inner = self.transformer
@@ -82,13 +136,15 @@ def gpt2_stage_forward(
         x = inner.drop(inner.wte(x) + inner.wpe(position_ids))
     for block in inner.h:
         if block is not None:
-            x = block(x, position_ids=position_ids)
+            x = block(x, position_ids=position_ids, **more)
     if inner.ln_f is not None:
         x = inner.ln_f(x)
     return x if self.lm_head is None else self.lm_head(x)
 
 
-def stage_forward(self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False) -> Tensor:
+def stage_forward(
+    self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = False, **more: Any
+) -> Tensor:
     """The forward pass of a pipeline stage: the layers that it has, in order."""
     inner = self.model
     if inner.embed_tokens is not None:
@@ -96,7 +152,7 @@ def stage_forward(self: Any, x: Tensor, position_ids: Tensor, use_cache: bool = 
     embeddings = inner.rotary_emb(x, position_ids=position_ids)
     for layer in inner.layers:
         if layer is not None:
-            x = layer(x, position_ids=position_ids, position_embeddings=embeddings)
+            x = layer(x, position_ids=position_ids, position_embeddings=embeddings, **more)
     if inner.norm is not None:
         x = inner.norm(x)
     return x if self.lm_head is None else self.lm_head(x)

@@ -1,22 +1,33 @@
-"""How the models of models/hf are sharded: one plan for the families of config.py."""
+"""How the models of models/hf are sharded: GPT-2 by a table, others by families.py."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from titanlite.models.hf.families import structure_of, tensor_parallel_of
 from titanlite.models.hf.model import ATTENTION, gpt2_stage_forward, stage_forward
+from titanlite.models.hf.styles import ColwiseConv1D, JoinedHeads, RowwiseConv1D
 from titanlite.parallelize.plan import ParallelPlan
-from titanlite.parallelize.styles import NormLocal
 
 
 def plan(model: nn.Module) -> ParallelPlan:
-    """Megatron's first form: heads, hidden units and vocabulary are sharded; GPT-2 without TP."""
+    """Megatron's first form: heads, hidden units and vocabulary are sharded."""
     if hasattr(model, "transformer"):
+        block = "transformer.h.*"
         return ParallelPlan(
+            tensor_parallel={
+                "transformer.wte": RowwiseParallel(input_layouts=Replicate()),
+                f"{block}.attn": JoinedHeads(),
+                f"{block}.attn.c_proj": RowwiseConv1D(),
+                f"{block}.mlp.c_fc": ColwiseConv1D(),
+                f"{block}.mlp.c_proj": RowwiseConv1D(),
+                "lm_head": ColwiseParallel(output_layouts=Replicate()),
+            },
+            loss_parallel={
+                "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+            },
             blocks="transformer.h",
             embeddings=("transformer.wte", "transformer.wpe", "transformer.drop"),
             head=("transformer.ln_f", "lm_head"),
@@ -24,30 +35,20 @@ def plan(model: nn.Module) -> ParallelPlan:
             sequence_dim=None,
             stage_forward=gpt2_stage_forward,
         )
-    layer = "model.layers.*"
-    columns = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
-    rows = ["self_attn.o_proj", "mlp.down_proj"]
-    # Norms of single heads are replicated, while each rank has other heads.
-    norms = [name for name in ("q_norm", "k_norm") if _first_attention(model, name)]
+    structure = structure_of(model)
+    has_output = isinstance(getattr(model, "lm_head", None), nn.Linear)
     return ParallelPlan(
         tensor_parallel={
-            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-            **{f"{layer}.{name}": ColwiseParallel() for name in columns},
-            **{f"{layer}.{name}": RowwiseParallel() for name in rows},
-            **{f"{layer}.self_attn.{name}": NormLocal() for name in norms},
-            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+            **tensor_parallel_of(model, structure),
+            **({"lm_head": ColwiseParallel(output_layouts=Replicate())} if has_output else {}),
         },
-        loss_parallel={
-            "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        },
-        blocks="model.layers",
-        embeddings=("model.embed_tokens",),
-        head=("model.norm", "lm_head"),
-        attention=f"self_attn.{ATTENTION}",
+        loss_parallel={"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+        if has_output
+        else {},
+        blocks=structure.blocks,
+        embeddings=structure.embeddings,
+        head=structure.head,
+        attention=f"{structure.attention}.{ATTENTION}",
         sequence_dim=None,
         stage_forward=stage_forward,
     )
-
-
-def _first_attention(model: Any, name: str) -> bool:
-    return hasattr(model.model.layers[0].self_attn, name)

@@ -97,6 +97,25 @@ def waiting_cuts_the_way_back() -> AbstractContextManager[Any]:
     return patch.object(compiling, "_wait", wait)
 
 
+def jumps_in_positions_start_documents() -> AbstractContextManager[Any]:
+    """Attention is masked where positions jump, as by transformers' mask for packed documents.
+
+    In the headtail layout each rank's two chunks then take each other, and all chunks of other
+    ranks, for other documents.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from titanlite.attention import RingAttention
+
+    def within_chunks(self, q, k, v, *_, **__):
+        chunks = zip(*(tensor.chunk(2, dim=2) for tensor in (q, k, v)), strict=True)
+        outputs = [F.scaled_dot_product_attention(*chunk, is_causal=True) for chunk in chunks]
+        return torch.cat(outputs, dim=2)
+
+    return patch.object(RingAttention, "forward", within_chunks)
+
+
 def one_counter_for_both_passes() -> AbstractContextManager[Any]:
     """Selective checkpointing counts on where the forward pass ended when it recomputes.
 

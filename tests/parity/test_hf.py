@@ -64,7 +64,29 @@ def test_tied_qwen3_with_norms_of_heads_agrees(transformers_verifier: Verifier) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes", [("pipeline_parallel", "context_parallel"), ("data_parallel_shard",)]
+    ("config_class", "plan"),
+    # Joined q, k and v, and norms of whole q and k; a norm without weights.
+    [("Phi3Config", "TP x FSDP"), ("Olmo2Config", "TP x FSDP"), ("OlmoConfig", "PP x CP")],
+)
+def test_other_families_agree(
+    transformers_verifier: Verifier, config_class: str, plan: str
+) -> None:
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    found = transformers_verifier.verify(
+        make_config(job(config_class, PLANS[plan], **tokens)), steps=2
+    )
+    assert found.agrees, found.findings
+    assert 1e-6 / found.margin < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ("pipeline_parallel", "context_parallel"),
+        ("tensor_parallel", "data_parallel_shard"),
+        ("pipeline_parallel", "tensor_parallel"),
+    ],
 )
 def test_tied_gpt2_agrees(transformers_verifier: Verifier, axes: tuple[str, ...]) -> None:
     sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 17}
@@ -89,13 +111,13 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
             make_config(job(config_class, plan, **values))
         return caught.value.problems
 
-    assert problems({}, "BertConfig") == (
-        "model.config_class: BertConfig has no plan; give GPT2Config, LlamaConfig, MistralConfig, "
-        "Qwen2Config, Qwen3Config",
-    )
     assert problems({}, "GPT2Config", resid_pdrop=0) == (
         "model.values: GPT-2 drops out differently under each plan; set attn_pdrop, embd_pdrop to "
         "0",
+    )
+    sizes = {"n_embd": 64, "n_head": 2, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+    assert problems({"tensor_parallel_degree": 4}, "GPT2Config", **sizes) == (
+        "parallelism.tensor_parallel_degree: 4 does not divide n_head 2; give one of 1, 2",
     )
     assert problems({"tensor_parallel_degree": 4}) == (
         "parallelism.tensor_parallel_degree: 4 does not divide num_key_value_heads 2; give one of "
@@ -111,6 +133,58 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["--model.name=hf", f"--model.path={tmp_path}"])
     assert caught.value.problems[0].startswith(f'model.path: "{tmp_path}" has no config.json')
+
+
+def test_what_other_families_lack_is_one_line() -> None:
+    pytest.importorskip("transformers")
+    tp, pp = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+    more: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    for config_class, plan, values, said in (
+        (
+            "BertConfig",
+            {},
+            {},
+            "model.config_class: BertLMHeadModel has no single list of blocks in its base model; "
+            "give a causal language model of transformers",
+        ),
+        ("NoConfig", {}, {}, "model.config_class: "),
+        (
+            "GraniteConfig",
+            pp,
+            {},
+            "parallelism.pipeline_parallel_degree: GraniteForCausalLM may compute between its",
+        ),
+        (
+            "MixtralConfig",
+            tp,
+            {},
+            "parallelism.tensor_parallel_degree: the base_model_tp_plan of MixtralForCausalLM has "
+            "unsupported entries: ",
+        ),
+        (
+            "OlmoConfig",
+            {"tensor_parallel_degree": 4},
+            {},
+            "parallelism.tensor_parallel_degree: 4 does not divide num_key_value_heads 2; give one "
+            "of 1, 2",
+        ),
+        (
+            "Gemma2Config",
+            {},
+            {"sliding_window": 64},
+            "model.values: attn_logit_softcapping is not supported",
+        ),
+        (
+            "Gemma3TextConfig",
+            {},
+            {"sliding_window": 32},
+            "training.seq_len: 64 tokens are more than sliding_window 32",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make_config(job(config_class, plan, **more, **values))
+        assert len(caught.value.problems) == 1, caught.value.problems
+        assert caught.value.problems[0].startswith(said)
 
 
 def test_without_transformers_one_line_says_what_to_install(

@@ -266,6 +266,13 @@ CASES = [
         OWN,
     ),
     Case(
+        bugs.jumps_in_positions_start_documents,
+        CP,
+        "layers.0.attention.inner is the first module .* a rank's positions jump: if a mask is "
+        "made from positions, it must not take a jump for the start of a document",
+        is_slow=True,
+    ),
+    Case(
         bugs.masks_of_the_first_tokens,
         CP,
         "embedding_dropout is the first module in forward order whose output differs",

@@ -5,9 +5,11 @@ kernels.py    attention of one block, with its log-sum-exp
 layout.py     which tokens each rank holds
 rotation.py   how keys and values reach other ranks
 ring.py       ring_attention, which combines the three
+huggingface.py    ring attention for models of transformers
 """
 
 from titanlite.attention.dense import CausalAttention, KeyValueCache
+from titanlite.attention.huggingface import register_ring_attention
 from titanlite.attention.kernels import choose_kernel, explain_choice
 from titanlite.attention.layout import LAYOUTS, Layout, make_layout
 from titanlite.attention.ring import RingAttention, ring_attention
@@ -23,5 +25,6 @@ __all__ = [
     "choose_kernel",
     "explain_choice",
     "make_layout",
+    "register_ring_attention",
     "ring_attention",
 ]

@@ -1,17 +1,24 @@
-"""`titanlite convert`: a checkpoint to a .safetensors file or back, in one process."""
+"""`titanlite convert`: a checkpoint to a .safetensors file or a Hugging Face folder, or back.
+
+It runs in one process.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from titanlite import models
 from titanlite.checkpoint.folder import STEP, CheckpointFolder, find_checkpoint, make_token
 from titanlite.checkpoint.manifest import (
+    MANIFEST,
     SAFETENSORS,
     BrokenCheckpointError,
     FileRecord,
@@ -19,8 +26,20 @@ from titanlite.checkpoint.manifest import (
     check_files,
     told_invalid,
 )
+from titanlite.config import JobConfig, load_model_spec, make_model_config
+from titanlite.config.model import import_module
+from titanlite.config.stored import stored_sections
+from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
+from titanlite.hf_format import CONFIG, INVALID, is_hf_folder, read_json
+from titanlite.models import find_model, load
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from titanlite.checkpoint.weights import Names
+
+IMPORT, PATH = "experimental.custom_import", "model.path"
 DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -28,40 +47,232 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="titanlite convert",
-        description="Convert the weights of a checkpoint to one .safetensors file, or a "
-        ".safetensors file to a checkpoint that holds only weights.",
+        description="Convert the weights of a checkpoint to a Hugging Face folder or to one "
+        ".safetensors file, or either of these to a checkpoint that holds only weights.",
     )
-    parser.add_argument("source", type=Path, help="step-N, a folder of them, or .safetensors")
+    parser.add_argument(
+        "source", type=Path, help="step-N, a folder of them, .safetensors, or Hugging Face folder"
+    )
     parser.add_argument("--out", type=Path, required=True, help="file or folder to write")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype to write; default: unchanged")
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="FOLDER",
+        help="Hugging Face folder, whose tokenizer and generation settings are copied",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="the model that gets the weights of a Hugging Face folder; default: hf, its own code",
+    )
+    parser.add_argument(
+        f"--{IMPORT}",
+        metavar="MODULE",
+        help="module that registers the model; never taken from the checkpoint",
+    )
+    parser.add_argument(
+        f"--{PATH}", metavar="FOLDER", help="folder with config.json, if the model hf has one"
+    )
     asked = parser.parse_args(arguments)
     is_file = asked.source.suffix == ".safetensors"
-    if is_file == (asked.out.suffix == ".safetensors"):
+    is_hf = is_hf_folder(asked.source) and not (asked.source / MANIFEST).exists()
+    to_file = asked.out.suffix == ".safetensors"
+    if (is_file or is_hf) and to_file:
         raise ConfigError(
             "--out: one of source and --out must be a .safetensors file, and the other a folder"
+            if is_file
+            else "--out: a Hugging Face folder is converted to a checkpoint; give a folder"
         )
     if asked.out.exists():
         raise ConfigError(f"--out: {asked.out} exists already; give another name")
-    convert = to_checkpoint if is_file else to_safetensors
-    count = convert(asked.source, asked.out, asked.dtype)
+    for option, value, fits in (
+        ("--like", asked.like, not (is_file or is_hf or to_file)),
+        ("--model", asked.model, is_hf),
+    ):
+        if value is not None and not fits:
+            raise ConfigError(f"{option}: has no effect on this conversion; remove it")
+    if asked.like is not None and not is_hf_folder(asked.like):
+        raise ConfigError(f"--like: {asked.like} has no config.json; give a Hugging Face folder")
+    given = {key: getattr(asked, key) for key in (IMPORT, PATH)}
+    if module := given[IMPORT]:
+        import_module(module)
+    if is_hf:
+        count = from_hf_folder(asked.source, asked.out, asked.model, asked.dtype)
+    elif is_file:
+        count = to_checkpoint(asked.source, asked.out, asked.dtype)
+    elif to_file:
+        count = to_safetensors(asked.source, asked.out, asked.dtype)
+    else:
+        count = to_hf_folder(asked.source, asked.out, asked.dtype, like=asked.like, given=given)
     print(f"{count:,} parameters: {asked.out}")
     return 0
 
 
 def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
     """Write the weights of a checkpoint to one file; returns the number of parameters."""
+    from titanlite.checkpoint.weights import CONFIG_KEY, write_file
+
+    tensors, manifest, _ = _read_checkpoint(source, dtype)
+    with _making(out) as unfinished:
+        unfinished.touch(exist_ok=False)
+        write_file(unfinished, tensors, {CONFIG_KEY: json.dumps(manifest.config)})
+        unfinished.rename(out)
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def to_hf_folder(
+    source: Path,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    like: Path | None = None,
+    given: Mapping[str, str | None] | None = None,
+) -> int:
+    """Write the weights of a checkpoint to a Hugging Face folder; returns the number of parameters.
+
+    `like` is a folder whose tokenizer and generation settings are copied. `given` has the keys that
+    are not taken from a checkpoint (config/stored.py).
+    """
+    from titanlite.checkpoint.huggingface import FolderWriter
+    from titanlite.checkpoint.weights import CONFIG_KEY
+
+    path, manifest = find_checkpoint(source)
+    names = _names_of(manifest.config, path, given)
+    if names.format is None:
+        raise ConfigError(
+            f"{path}: the model {manifest.config['model'].get('name')} has no Hugging Face format; "
+            "give --out a .safetensors file, or register the model with `hf`"
+        )
+    tensors, _, _ = _read_checkpoint(path, dtype, names)
+    kinds = {tensors[name].dtype for name in manifest.shapes}
+    if len(kinds) != 1:
+        raise ConfigError(f"--dtype: {path} has weights of several dtypes; give one of them")
+    shapes = manifest.shapes
+    buffers = {name: tensor for name, tensor in tensors.items() if name not in shapes}
+    text = {CONFIG_KEY: json.dumps(manifest.config)}
+    with _making(out) as unfinished:
+        writer = FolderWriter(unfinished, shapes, names, kinds.pop(), buffers=buffers, text=text)
+        for name in shapes:
+            writer.add(name, tensors[name])
+        writer.finish(names.format.config(names.sizes), like)
+        unfinished.rename(out)
+    return manifest.num_parameters
+
+
+def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
+    """Write a .safetensors file as a checkpoint of weights; returns the number of elements."""
+    from titanlite.checkpoint.weights import read_config, read_tensors
+
+    tensors = read_tensors(source)
+    if not tensors:
+        raise ConfigError(f"{source} has no tensors; give another file")
+    return _write_checkpoint(tensors, read_config(source) or {}, source, out, dtype, "one file")
+
+
+def from_hf_folder(
+    source: Path, out: Path, model: str | None = None, dtype: str | None = None
+) -> int:
+    """Write a Hugging Face folder as a checkpoint of weights; returns the number of elements.
+
+    `model` is the registered model that gets the weights; its sizes are those of config.json.
+    """
+    import torch
+
+    from titanlite.checkpoint.storage import Piece
+    from titanlite.checkpoint.weights import opened_weights, read_config
+    from titanlite.models.build import build_model
+    from titanlite.tied import find_tied
+
+    written = read_config(source)
+    own = (written or {}).get("model", {}).get("name", "hf")
+    if written is None or model is not None or own == "hf":
+        written = {**(written or {}), "model": _model_of(source, model or own)}
+    names = _names_of(written, source)
+    spec = find_model(written["model"]["name"])
+    with torch.device("meta"):
+        plain = build_model(spec, names.sizes, torch.float32)
+    tied, pieces = find_tied(plain), {}
+    with opened_weights(source, names) as stored:
+        for name, parameter in plain.named_parameters():
+            kind = stored.dtype_of(name, parameter.shape) or torch.float32
+            pieces[name] = Piece.whole(torch.empty(parameter.shape, dtype=kind))
+        stored.refuse_unexpected(stored.names_of(pieces, tied))
+        stored.fill(pieces, pieces)
+    tensors = {name: piece.local for name, piece in pieces.items()}
+    return _write_checkpoint(tensors, written, source, out, dtype, "a Hugging Face folder")
+
+
+def _model_of(folder: Path, model: str) -> dict[str, Any]:
+    """The keys of [model] for the config.json of a folder; raises ConfigError."""
+    if model not in models.MODELS:
+        known = ", ".join(sorted(models.MODELS))
+        raise ConfigError(
+            f"--model: there is no model {quote(model)}; give one of {known}, "
+            "or --experimental.custom_import, the module that registers it"
+        )
+    format = load(find_model(model).hf)
+    if format is None:
+        raise ConfigError(f"--model: {quote(model)} has no Hugging Face format; give another model")
+    try:
+        return {"name": model, **format.sizes(read_json(folder / CONFIG))}
+    except INVALID as error:
+        raise ConfigError(f"--model: {folder / CONFIG} {error}; give another --model") from error
+    except ImportError as error:
+        raise ConfigError(
+            f'--model: {quote(model)} needs transformers; pip install "titanlite[hf]", or give '
+            "another model"
+        ) from error
+
+
+def _names_of(
+    config: Mapping[str, Mapping[str, Any]],
+    source: Path,
+    given: Mapping[str, str | None] | None = None,
+) -> Names:
+    """How the model of a stored configuration is stored in a Hugging Face folder."""
+    from titanlite.checkpoint.weights import Names
+
+    if not config.get("model"):
+        raise ConfigError(f"{source} has no configuration of its model; give a checkpoint of a run")
+    # Only the model is needed, not its data.
+    used = {name: keys for name, keys in config.items() if name in ("model", "experimental")}
+    sections = stored_sections(used, source, given or {})
+    try:
+        job = JobConfig.model_validate(sections)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{source} has an invalid configuration: {told_invalid(error)}"
+        ) from error
+    return Names(load(load_model_spec(job).hf), make_model_config(job))
+
+
+def _read_checkpoint(
+    source: Path, dtype: str | None, names: Names | None = None
+) -> tuple[dict[str, Tensor], Manifest, Path]:
+    """The weights of a checkpoint, whole, with titanlite's names; raises ConfigError."""
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
 
     from titanlite.checkpoint import storage
     from titanlite.checkpoint.state import MODEL
-    from titanlite.checkpoint.weights import read_tensors, write_file
+    from titanlite.checkpoint.weights import opened_weights, read_tensors
 
     path, manifest = find_checkpoint(source)
     try:
         check_files(path, manifest.files, manifest.files)
         if manifest.stored_as == "safetensors":
             tensors = read_tensors(path / SAFETENSORS)
+        elif manifest.stored_as == "huggingface":
+            names = names or _names_of(manifest.config, path)
+            files = [path / name for name in manifest.weight_files]
+            with opened_weights(path, names, files) as opened:
+                pieces = {}
+                for name, shape in manifest.shapes.items():
+                    kind = opened.dtype_of(name, shape) or torch.float32
+                    pieces[name] = storage.Piece.whole(torch.empty(shape, dtype=kind))
+                opened.fill(pieces, pieces)
+            tensors = {name: piece.local for name, piece in pieces.items()}
         else:
             stored = {
                 name: what
@@ -76,30 +287,28 @@ def to_safetensors(source: Path, out: Path, dtype: str | None = None) -> int:
         raise ConfigError(f"{path} cannot be used: {why}; give another checkpoint") from error
     if dtype:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    with _making(out) as unfinished:
-        unfinished.touch(exist_ok=False)
-        write_file(unfinished, tensors, manifest.config)
-        unfinished.rename(out)
-    return sum(tensor.numel() for tensor in tensors.values())
+    return tensors, manifest, path
 
 
-def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
-    """Write a .safetensors file as a checkpoint of weights; returns the number of elements."""
+def _write_checkpoint(
+    tensors: dict[str, Tensor],
+    config: dict[str, dict[str, Any]],
+    source: Path,
+    out: Path,
+    dtype: str | None,
+    plan: str,
+) -> int:
+    """Write a checkpoint of weights; returns the number of elements."""
     import torch
 
     from titanlite.checkpoint import storage
     from titanlite.checkpoint.state import MODEL
-    from titanlite.checkpoint.weights import read_config, read_tensors
 
-    tensors = read_tensors(source)
     if dtype:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     # A name step-N makes it the checkpoint of step N, and the newest one of its folder.
     folder, named = CheckpointFolder(out.parent), STEP.fullmatch(out.name)
-    config = read_config(source) or {}
-    if not tensors:
-        raise ConfigError(f"{source} has no tensors; give another file")
 
     def seal(files: Mapping[str, FileRecord]) -> None:
         try:
@@ -110,7 +319,7 @@ def to_checkpoint(source: Path, out: Path, dtype: str | None = None) -> int:
                 stored_as="dcp",
                 shapes={name: list(tensor.shape) for name, tensor in tensors.items()},
                 dtype=", ".join(sorted(kinds)),
-                plan="one file",
+                plan=plan,
                 num_ranks=1,
                 config=config,
                 titanlite="",

@@ -30,8 +30,10 @@ from titanlite.errors import TitanliteError
 from titanlite.files import open_regular, read_bytes, shown
 
 MANIFEST = "manifest.json"
-# DCP's metadata file and the suffix of its tensor files; the only file of the other format.
+# DCP's metadata file and the suffix of its tensor files; the only file of the second format, and
+# what a Hugging Face folder has beside .safetensors files.
 METADATA, TENSORS, SAFETENSORS = ".metadata", ".distcp", "model.safetensors"
+HF_CONFIG = "config.json"
 FORMAT = 1
 # The block size in which files are read for their checksums.
 BLOCK_BYTES = 4 * 2**20
@@ -97,16 +99,17 @@ class Manifest(_Record):
     """The content of a checkpoint.
 
     `holds` is "training" (the full training state) or "weights". `stored_as` is the file format:
-    torch.distributed.checkpoint or .safetensors. `serial` increases with each checkpoint of a
-    folder, so the newest has the largest, whatever its step. `shapes` has the unsharded shape of
-    each parameter of the whole model, by canonical name. `state` has the values of a TrainingState,
-    or is empty if only weights are held. Raises pydantic's ValidationError for an invalid value.
+    torch.distributed.checkpoint, one .safetensors file, or a Hugging Face folder. `serial`
+    increases with each checkpoint of a folder, so the newest has the largest, whatever its step.
+    `shapes` has the unsharded shape of each parameter of the whole model, by canonical name.
+    `state` has the values of a TrainingState, or is empty if only weights are held. Raises
+    pydantic's ValidationError for an invalid value.
     """
 
     step: Count
     serial: Positive
     holds: Literal["training", "weights"]
-    stored_as: Literal["dcp", "safetensors"]
+    stored_as: Literal["dcp", "safetensors", "huggingface"]
     shapes: Annotated[dict[Name, Annotated[list[Count], Field(max_length=64)]], Field(min_length=1)]
     dtype: Name
     plan: Name
@@ -119,9 +122,12 @@ class Manifest(_Record):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Manifest:
-        if self.stored_as == "safetensors":
-            if self.holds == "training":
-                raise ValueError("a .safetensors file holds only weights")
+        if self.stored_as != "dcp" and self.holds == "training":
+            raise ValueError("a .safetensors file holds only weights")
+        if self.stored_as == "huggingface":
+            if HF_CONFIG not in self.files or not self.weight_files:
+                raise ValueError(f"files lacks {HF_CONFIG}, or any .safetensors file")
+        elif self.stored_as == "safetensors":
             if set(self.files) != {SAFETENSORS}:
                 raise ValueError(f"files must list only {SAFETENSORS}")
         elif METADATA not in self.files or not any(n.endswith(TENSORS) for n in self.files):
@@ -139,6 +145,11 @@ class Manifest(_Record):
     def training_state(self) -> TrainingState:
         """`state`, if the full training state is held."""
         return TrainingState.model_validate(self.state)
+
+    @property
+    def weight_files(self) -> list[str]:
+        """The .safetensors files."""
+        return sorted(name for name in self.files if name.endswith(".safetensors"))
 
     @property
     def size_bytes(self) -> int:

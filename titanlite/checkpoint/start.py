@@ -15,7 +15,6 @@ from titanlite.checkpoint import state
 from titanlite.checkpoint.folder import CheckpointFolder, Found, look_at
 from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.manifest import (
-    SAFETENSORS,
     BrokenCheckpointError,
     Manifest,
     check_files,
@@ -97,11 +96,11 @@ def load_weights(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGrou
     Raises ConfigError if it is from another model.
     """
     _check_model(job, path, manifest)
-    if manifest.stored_as == "safetensors":
-        # Only this file: others in the folder have not been checked.
-        load_safetensors(job, path / SAFETENSORS, ranks)
-    else:
+    if manifest.stored_as == "dcp":
         _read(state.weight_pieces(job), path, ranks)
+    else:
+        # Only these files: others in the folder have not been checked.
+        load_safetensors(job, path, ranks, [path / name for name in manifest.weight_files])
 
 
 def _candidates(job: Job, folder: CheckpointFolder) -> list[Found]:

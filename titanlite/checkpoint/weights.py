@@ -1,4 +1,7 @@
-"""The weights of the whole model in one .safetensors file, from any plan and to any plan.
+"""The weights of the whole model in .safetensors files, from any plan and to any plan.
+
+One file has titanlite's own names. A Hugging Face folder (huggingface.py writes it) has the names
+and layouts of the model's HFFormat. In loading, each rank reads only its shards of either.
 
 A file is untrusted. It has only numbers and text; the configuration in its text is plain data, read
 by config/stored.py.
@@ -11,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +27,35 @@ from torch import Tensor
 from titanlite.checkpoint import state
 from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.manifest import SAFETENSORS, record_of
-from titanlite.checkpoint.storage import Seal
+from titanlite.checkpoint.storage import Piece, Pieces, Seal
+from titanlite.config import load_model_spec
 from titanlite.errors import ConfigError
 from titanlite.files import open_regular, shown
+from titanlite.hf_format import HFFormat, HFTensor, weight_files
 from titanlite.job import Job
+from titanlite.models import load
 
-CONFIG_KEY = "titanlite.config"
+# Text of a file: the job's configuration, and whose names and layouts its tensors have.
+CONFIG_KEY, LAYOUT_KEY, HF_LAYOUT = "titanlite.config", "titanlite.layout", "huggingface"
+
+
+@dataclass(frozen=True)
+class Names:
+    """How the parameters of a model of these `sizes` are stored; by default as they are."""
+
+    format: HFFormat | None = None
+    sizes: Any = None
+
+    def place(self, name: str, shape: Sequence[int]) -> HFTensor:
+        """Where the parameter `name` of the whole `shape` is stored."""
+        if self.format is None:
+            return HFTensor(name)
+        return self.format.tensor(name, shape, self.sizes)
+
+    @classmethod
+    def of(cls, job: Job) -> Names:
+        """The names in the Hugging Face folders of a job's model; its own if it has no format."""
+        return cls(load(load_model_spec(job.config).hf), job.resolved.model)
 
 
 def save_safetensors(
@@ -48,72 +75,199 @@ def save_safetensors(
     if job.world.is_first:
         folder.mkdir(parents=True)
         config = job.config.model_dump(mode="json", exclude_unset=True)
-        write_file(folder / SAFETENSORS, tensors, config)
+        write_file(folder / SAFETENSORS, tensors, {CONFIG_KEY: json.dumps(config)})
         seal({SAFETENSORS: record_of(folder / SAFETENSORS)})
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write tensors and the job's configuration, and flush the file to the disk."""
-    metadata = {"format": "pt", CONFIG_KEY: json.dumps(config)}
+def write_file(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
+    """Write tensors and text, and flush the file to the disk."""
     try:
-        save_file(dict(tensors), path, metadata=metadata)
+        save_file(dict(tensors), path, metadata={"format": "pt", **text})
     except SafetensorError as error:
         raise OSError(str(error)) from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-def load_safetensors(job: Job, path: Path, ranks: CheckpointGroup) -> None:
+def load_safetensors(
+    job: Job, path: Path, ranks: CheckpointGroup, files: Iterable[Path] | None = None
+) -> None:
     """Load each rank's shards from a .safetensors file, or a folder of them.
 
-    Every rank must call this. Raises ConfigError for missing keys, unexpected keys, wrong shapes,
-    and weights that are not floating point.
+    Every rank must call this. `files` are the files of the folder, if it is known which are valid.
+    Raises ConfigError for missing keys, unexpected keys, wrong shapes, and weights that are not
+    floating point.
     """
+    own = Names.of(job)
     pieces = {name.partition(".")[2]: piece for name, piece in state.weight_pieces(job).items()}
-    # Under a pipeline, each rank has only some of the names.
-    whole = set().union(*ranks.gathered(set(pieces)))
-    ranks.all_do(lambda: _fill(pieces, path, whole))
-    ranks.all_do(lambda: _refuse_missing(sorted(job.parameters.keys() & pieces.keys()), path))
+    with contextlib.ExitStack() as stack:
+        weights: list[StoredWeights] = []
+
+        def open_files() -> None:
+            weights.append(stack.enter_context(opened_weights(path, own, files)))
+
+        ranks.all_do(open_files)
+        (stored,) = weights
+        # Under a pipeline, each rank has only some of the names.
+        wanted = set().union(*ranks.gathered(stored.names_of(pieces, job.tied)))
+        ranks.all_do(lambda: stored.refuse_unexpected(wanted))
+        ranks.all_do(lambda: stored.fill(pieces, job.parameters))
 
 
-def _fill(pieces: state.Pieces, path: Path, whole: set[str]) -> None:
-    """Fill the pieces found in `path`, and remove them from `pieces`.
+@dataclass
+class StoredWeights:
+    """The open .safetensors files of one model."""
 
-    `whole` has the names of the whole model.
+    path: Path
+    tensors: dict[str, tuple[Path, Any]]
+    """Stored name -> its file, and the open file."""
+    names: Names
+    """Where each of the model's parameters is stored."""
+
+    def names_of(self, pieces: Pieces, tied: Mapping[str, str]) -> set[str]:
+        """The stored names of `pieces`, and of the further names of tied weights among them."""
+        shapes = {name: piece.shape for name, piece in pieces.items()}
+        shapes |= {name: shapes[first] for name, first in tied.items() if first in shapes}
+        return {self._place(name, shape).name for name, shape in shapes.items()}
+
+    def refuse_unexpected(self, wanted: set[str]) -> None:
+        """Raises ConfigError for stored tensors that the model does not have."""
+        format = self.names.format
+        more = sorted(self.tensors.keys() - wanted)
+        if more := [name for name in more if format is None or not format.is_ignored(name)]:
+            file, _ = self.tensors[more[0]]
+            raise ConfigError(
+                f"checkpoint: {file} has unexpected keys: {_list(more)}; give the [model] it "
+                "belongs to"
+            )
+
+    def dtype_of(self, name: str, shape: Sequence[int]) -> torch.dtype | None:
+        """The stored dtype of a parameter; None if it is not stored."""
+        stored_as = self._place(name, shape).name
+        if stored_as not in self.tensors:
+            return None
+        file, stored = self.tensors[stored_as]
+        with _explaining(file):
+            source = stored.get_slice(stored_as)
+            # An empty slice has the dtype too, and reads nothing.
+            return (source[:0] if source.get_shape() else stored.get_tensor(stored_as)).dtype
+
+    def fill(self, pieces: Pieces, parameters: Container[str]) -> None:
+        """Fill pieces from where they are stored; raises ConfigError.
+
+        Those that are not `parameters` are buffers, which may be missing.
+        """
+        places = {name: self._place(name, piece.shape) for name, piece in pieces.items()}
+        missing = {name: place for name, place in places.items() if place.name not in self.tensors}
+        if names := sorted({place.name for n, place in missing.items() if n in parameters}):
+            raise ConfigError(
+                f"checkpoint: {self.path} has missing keys: {_list(names)}; give the weights of "
+                "this model"
+            )
+        for name in places.keys() - missing.keys():
+            file, _ = self.tensors[places[name].name]
+            with _explaining(file):
+                self._read(places[name], pieces[name])
+
+    def _place(self, name: str, shape: Sequence[int]) -> HFTensor:
+        """Where a parameter is stored here, where names may lack the format's prefix."""
+        place, format = self.names.place(name, shape), self.names.format
+        if format is None or not format.prefix or place.name in self.tensors:
+            return place
+        short = place.name.removeprefix(format.prefix)
+        return replace(place, name=short) if short in self.tensors else place
+
+    def _read(self, place: HFTensor, piece: Piece) -> None:
+        name = place.name
+        file, stored = self.tensors[name]
+        source = stored.get_slice(name)
+        wanted = place.shape(piece.shape)
+        if tuple(source.get_shape()) != wanted:
+            raise ConfigError(
+                f"checkpoint: {file}: {shown(name)} has shape {source.get_shape()}, and "
+                f"{list(wanted)} in the model; give the [model] it belongs to"
+            )
+        if not piece.local.numel():
+            return
+        if not wanted:
+            source = _Whole(stored.get_tensor(name))
+        found = read_shard(source, place, piece)
+        if found.is_floating_point() != piece.local.is_floating_point():
+            raise ConfigError(
+                f"checkpoint: {file}: {shown(name)} is {_dtype(found)}, and "
+                f"{_dtype(piece.local)} in the model; give floating-point weights"
+            )
+        piece.local.copy_(found)
+
+
+@contextlib.contextmanager
+def opened_weights(
+    path: Path, names: Names, files: Iterable[Path] | None = None
+) -> Iterator[StoredWeights]:
+    """Open a .safetensors file, or those of a folder, which may have titanlite's own names.
+
+    `names` are those in a Hugging Face folder. Raises ConfigError.
     """
-    for file in files_of(path):
-        with _opened(file) as stored:
-            if more := sorted(set(stored.keys()) - whole):
-                raise ConfigError(
-                    f"checkpoint: {file} has unexpected keys: {_list(more)}; give the [model] it "
-                    "belongs to"
-                )
-            for name in set(stored.keys()) & set(pieces):
-                piece, source = pieces.pop(name), stored.get_slice(name)
-                if tuple(source.get_shape()) != tuple(piece.shape):
-                    raise ConfigError(
-                        f"checkpoint: {file}: {shown(name)} has shape {source.get_shape()}, and "
-                        f"{list(piece.shape)} in the model; give the [model] it belongs to"
-                    )
-                if piece.local.numel():
-                    where = tuple(
-                        slice(start, start + size)
-                        for start, size in zip(piece.offsets, piece.local.shape, strict=True)
-                    )
-                    found = source[where] if where else stored.get_tensor(name)
-                    if found.is_floating_point() != piece.local.is_floating_point():
-                        raise ConfigError(
-                            f"checkpoint: {file}: {shown(name)} is {_dtype(found)}, and "
-                            f"{_dtype(piece.local)} in the model; give floating-point weights"
-                        )
-                    piece.local.copy_(found)
+    with contextlib.ExitStack() as stack:
+        tensors: dict[str, tuple[Path, Any]] = {}
+        layouts = set()
+        for file in files or files_of(path):
+            opened = stack.enter_context(_opened(file))
+            text = opened.metadata() or {}
+            layouts.add(text.get(LAYOUT_KEY, "" if CONFIG_KEY in text else HF_LAYOUT))
+            tensors |= dict.fromkeys(opened.keys(), (file, opened))
+        yield StoredWeights(path, tensors, names if layouts == {HF_LAYOUT} else Names())
 
 
-def _refuse_missing(names: list[str], path: Path) -> None:
-    if names:
-        raise ConfigError(
-            f"checkpoint: {path} has missing keys: {_list(names)}; give the weights of this model"
-        )
+class _Whole:
+    """A tensor that is read like a slice of a file; safetensors cannot slice a scalar."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, where: Any) -> Tensor:
+        return self._tensor[where]
+
+
+def read_shard(source: Any, place: HFTensor, piece: Piece) -> Tensor:
+    """The shard of a parameter in `source`, which is sliced like a tensor of the stored shape.
+
+    Reads no more than the shard, but whole heads where `place` reorders the rows of heads, and all
+    of a flat dimension.
+    """
+    starts, sizes = list(piece.offsets), list(piece.local.shape)
+    where = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    if place.is_flat:
+        where[-2:] = [slice(0, piece.shape[-2] * piece.shape[-1])]
+    if place.head_dim is not None:
+        first, last = starts[0] // place.head_dim, -(-where[0].stop // place.head_dim)
+        where[0] = slice(first * place.head_dim, last * place.head_dim)
+        starts[0] -= where[0].start
+    if place.rows is not None:
+        where[0] = slice(where[0].start + place.rows[0], where[0].stop + place.rows[0])
+    found: Tensor = source[tuple(reversed(where) if place.is_transposed else where)]
+    if place.is_transposed:
+        found = found.permute(*reversed(range(found.ndim)))
+    if place.head_dim is not None:
+        by_half = found.unflatten(0, (-1, 2, place.head_dim // 2))
+        found = by_half.transpose(1, 2).flatten(0, 2).narrow(0, starts[0], sizes[0])
+    if place.is_flat:
+        found = found.unflatten(-1, piece.shape[-2:])
+        for dim in (-2, -1):
+            found = found.narrow(dim, starts[dim], sizes[dim])
+    return found
+
+
+def to_stored(tensor: Tensor, place: HFTensor) -> Tensor:
+    """A whole parameter as it is stored, or its part of the stored tensor if that joins several."""
+    if place.is_flat:
+        tensor = tensor.flatten(-2)
+    if place.head_dim is not None:
+        by_pair = tensor.unflatten(0, (-1, place.head_dim // 2, 2))
+        tensor = by_pair.transpose(1, 2).flatten(0, 2)
+    if place.is_transposed:
+        tensor = tensor.permute(*reversed(range(tensor.ndim)))
+    return tensor.contiguous()
 
 
 def _list(names: Sequence[str]) -> str:
@@ -128,10 +282,11 @@ def _dtype(tensor: Tensor) -> str:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a .safetensors file, or a folder of them; raises ConfigError."""
-    tensors: dict[str, Tensor] = {}
-    for file in files_of(path):
-        with _opened(file) as stored:
-            tensors |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    with opened_weights(path, Names()) as opened:
+        tensors = {}
+        for name, (file, stored) in opened.tensors.items():
+            with _explaining(file):
+                tensors[name] = stored.get_tensor(name)
     return tensors
 
 
@@ -156,7 +311,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 def files_of(path: Path) -> list[Path]:
     """The file `path`, or the .safetensors files in it; raises ConfigError if there is none."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = [path] if path.is_file() else weight_files(path)
     if not files:
         raise ConfigError(f"checkpoint: {path} is neither a .safetensors file nor a folder of them")
     return files
@@ -165,11 +320,18 @@ def files_of(path: Path) -> list[Path]:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     """Open a .safetensors file; raises ConfigError if it, or a tensor of it, cannot be read."""
-    try:
+    with _explaining(file):
         # A pipe would block safe_open. Links are followed: Hugging Face's folders consist of links.
         open_regular(file).close()
         with safe_open(file, framework="pt") as stored:
             yield stored
+
+
+@contextlib.contextmanager
+def _explaining(file: Path) -> Iterator[None]:
+    """Turn an error in reading `file` into one line."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"checkpoint: {file}: {error.strerror or error}") from error
     except SafetensorError as error:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
+from titanlite.errors import ConfigError
+from titanlite.hf_format import is_hf_folder, sizes_problems, weight_files
+from titanlite.models import load
 
 
 def checkpoint_problems(config: JobConfig) -> Iterator[str]:
@@ -55,3 +60,20 @@ def checkpoint_problems(config: JobConfig) -> Iterator[str]:
             f"checkpoint.initial_load_path: {quote(path)} is not a folder; give the step-N folder "
             "of a checkpoint, or set checkpoint.initial_load_in_hf for a .safetensors file"
         )
+
+
+def hf_folder_problems(config: JobConfig, sizes: Any) -> Iterator[str]:
+    """What the Hugging Face folder to load from lacks, or says otherwise than the model's sizes."""
+    section = config.checkpoint
+    if not (section.enable and section.initial_load_in_hf and section.initial_load_path):
+        return
+    folder = Path(section.initial_load_path).expanduser()
+    try:
+        if not folder.is_dir():
+            return
+        weight_files(folder)
+        if (format := load(load_model_spec(config).hf)) is not None and is_hf_folder(folder):
+            for line in sizes_problems(format, sizes, folder):
+                yield f"checkpoint.initial_load_path: {line}"
+    except ConfigError as error:
+        yield from error.problems

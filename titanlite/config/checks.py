@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.checkpoint import checkpoint_problems
+from titanlite.config.checkpoint import checkpoint_problems, hf_folder_problems
 from titanlite.config.data import (
     fit_problems,
     own_length,
@@ -583,6 +583,12 @@ def _profiling(job: Draft) -> Iterator[str]:
 def _checkpoints(job: Draft) -> Iterator[str]:
     """The path to load from exists, and a .safetensors file is used only for weights."""
     yield from checkpoint_problems(job.config)
+
+
+@reads("checkpoint", MODEL)
+def _hf_folder(job: Draft) -> Iterator[str]:
+    """The config.json of a Hugging Face folder to load from has the sizes of [model]."""
+    yield from hf_folder_problems(job.config, job.model)
 
 
 @reads("metrics")

@@ -403,12 +403,12 @@ class Checkpoint(Section):
     initial_load_model_only: bool = key(True, "load only the weights from initial_load_path")
     initial_load_in_hf: bool = key(
         False,
-        "initial_load_path is a .safetensors file or a folder of them (Hugging Face's format)",
+        "initial_load_path is a Hugging Face folder, or a .safetensors file or a folder of them",
     )
     initial_load_in_hf_quantized: NotYet[bool] = key(False, "the .safetensors file is quantized")
     last_save_model_only: bool = key(True, "save only the weights at the last step")
     last_save_in_hf: bool = key(
-        False, "save the last step's weights as a .safetensors file (Hugging Face's format)"
+        False, "save the last step's weights as a Hugging Face folder, or a .safetensors file"
     )
     export_dtype: Literal["float32", "float16", "bfloat16"] = key(
         "float32", "dtype of the weights in a checkpoint that has only weights"

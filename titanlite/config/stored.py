@@ -31,6 +31,7 @@ ASKED = {
     "experimental.custom_import": "a module that registers the model",
     "training.dataset_path": "a folder of data",
     "model.hf_assets_path": "a folder with a tokenizer",
+    "model.path": "a folder with the sizes of the model",
 }
 MOST_DESCRIPTION_CHARACTERS = 200
 

@@ -79,9 +79,9 @@ class GatherColwise(RingStyle):
             _require(layer, nn.Linear, self, name)
             self._require_plain_product(layer, name)
             placements = {"weight": Shard(0), "bias": Shard(0)}
-            _distribute(layer, device_mesh, placements, self.src_data_rank)
+            distribute(layer, device_mesh, placements, self.src_data_rank)
             # The hook below replaces the shared input by a dictionary of all layers' outputs.
-            _replace_forward(layer, lambda _, outputs, name=name: outputs[name])
+            replace_forward(layer, lambda _, outputs, name=name: outputs[name])
 
         group = device_mesh.get_group()
 
@@ -121,7 +121,7 @@ class RowwiseLocal(RingStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _require(module, nn.Linear, self)
         self._require_plain_product(module)
-        _distribute(
+        distribute(
             module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank
         )
 
@@ -137,7 +137,7 @@ class RowwiseLocal(RingStyle):
                 output = total.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
             return output if module.bias is None else output + _local(module.bias, Partial())
 
-        return _replace_forward(module, forward)
+        return replace_forward(module, forward)
 
 
 class NormLocal(ParallelStyle):
@@ -155,7 +155,7 @@ class NormLocal(ParallelStyle):
         if is_other and (any(module.children()) or any(p.ndim != 1 for p in own.values())):
             _require(module, (nn.RMSNorm, nn.LayerNorm), self)
         plain = type(module).forward
-        _distribute(module, device_mesh, dict.fromkeys(own, Replicate()), self.src_data_rank)
+        distribute(module, device_mesh, dict.fromkeys(own, Replicate()), self.src_data_rank)
 
         def other(module: nn.Module, x: Tensor) -> Tensor:
             local = {name: _local(p, Partial()) for name, p in module._parameters.items()}
@@ -163,7 +163,7 @@ class NormLocal(ParallelStyle):
                 return plain(module, x)
 
         if is_other:
-            return _replace_forward(module, other)
+            return replace_forward(module, other)
         _require(module, (nn.RMSNorm, nn.LayerNorm), self)
 
         def rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class NormLocal(ParallelStyle):
             weight, bias = _local(module.weight, Partial()), _local(module.bias, Partial())
             return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
 
-        return _replace_forward(module, rms_norm if isinstance(module, nn.RMSNorm) else layer_norm)
+        return replace_forward(module, rms_norm if isinstance(module, nn.RMSNorm) else layer_norm)
 
 
 class EmbeddingLocal(ParallelStyle):
@@ -191,7 +191,7 @@ class EmbeddingLocal(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _require(module, nn.Embedding, self)
-        _distribute(module, device_mesh, {"weight": Replicate()}, self.src_data_rank)
+        distribute(module, device_mesh, {"weight": Replicate()}, self.src_data_rank)
 
         def forward(module: nn.Embedding, indices: Tensor) -> Tensor:
             if self.dim is None:
@@ -199,7 +199,7 @@ class EmbeddingLocal(ParallelStyle):
             own = indices.chunk(device_mesh.size(), dim=self.dim)[device_mesh.get_local_rank()]
             return F.embedding(own, _local(module.weight, Partial()), module.padding_idx)
 
-        return _replace_forward(module, forward)
+        return replace_forward(module, forward)
 
 
 class EmbeddingRowwise(ParallelStyle):
@@ -219,7 +219,7 @@ class EmbeddingRowwise(ParallelStyle):
         _require(module, nn.Embedding, self)
         num_rows: Any = module.num_embeddings
         padding: Any = module.padding_idx
-        _distribute(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
+        distribute(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
         # As DTensor shards unevenly: all ranks but the last ones have equally many rows.
         rows = -(-num_rows // device_mesh.size())
         first = device_mesh.get_local_rank() * rows
@@ -235,7 +235,7 @@ class EmbeddingRowwise(ParallelStyle):
             parts = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
             return parts.redistribute(placements=[Shard(self.scatter_dim)]).to_local()
 
-        return _replace_forward(module, forward)
+        return replace_forward(module, forward)
 
 
 class TokenDropoutLocal(ParallelStyle):
@@ -260,7 +260,7 @@ class TokenDropoutLocal(ParallelStyle):
                 token_numbers = token_numbers.chunk(num_ranks, dim=self.dim)[rank]
             return TokenDropout.forward(module, x, token_numbers)
 
-        return _replace_forward(module, forward)
+        return replace_forward(module, forward)
 
 
 def _has_product(layer: nn.Module) -> bool:
@@ -301,12 +301,13 @@ def _local(parameter: Tensor | None, grad_placement: Placement | None = None) ->
     return parameter.to_local(grad_placements=None if grad_placement is None else [grad_placement])
 
 
-def _distribute(
+def distribute(
     module: nn.Module,
     mesh: DeviceMesh,
     placements: Mapping[str, Placement],
     src_data_rank: int | None,
 ) -> None:
+    """Make the own parameters of `module` DTensors with these placements, by name."""
     for key, parameter in list(module.named_parameters(recurse=False)):
         distributed = distribute_tensor(
             parameter, mesh, [placements[key]], src_data_rank=src_data_rank
@@ -314,7 +315,8 @@ def _distribute(
         module.register_parameter(key, nn.Parameter(distributed, parameter.requires_grad))
 
 
-def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> nn.Module:
+def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> nn.Module:
+    """Make `forward(module, ...)` the forward of `module`, and return the module."""
     module.forward = MethodType(forward, module)
     return module
 

@@ -69,7 +69,10 @@ def main(arguments: Sequence[str]) -> int:
         "--model.hf_assets_path", metavar="FOLDER", help="folder of the text tokenizer"
     )
     parser.add_argument(
-        "--job.config_file", metavar="FILE", help="TOML file that may set the previous three keys"
+        "--model.path", metavar="FOLDER", help="folder with config.json, for the model hf"
+    )
+    parser.add_argument(
+        "--job.config_file", metavar="FILE", help="TOML file that may set the previous four keys"
     )
     asked = parser.parse_args(arguments)
     for option, number in (("--num-samples", asked.num_samples), ("--ranks", asked.ranks)):

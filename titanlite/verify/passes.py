@@ -141,6 +141,11 @@ def explain_forward(e: Evidence) -> Iterator[str]:
             "other cp ranks agree, so this rank misses some of their keys and values, or uses some "
             "twice"
         )
+    elif e.dims.degrees.get("cp", 1) > 1 and "att" in module.lower():
+        parts.append(
+            "in a layout such as headtail a rank's positions jump: if a mask is made from "
+            "positions, it must not take a jump for the start of a document"
+        )
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
 
 

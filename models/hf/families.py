@@ -1,0 +1,255 @@
+"""What is parallelized in a causal language model of transformers, found from its own structure.
+
+The blocks are the list of modules in the base model, and the tensor-parallel styles come from the
+configuration's `base_model_tp_plan`. `missing` says what a plan needs and a model lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from titanlite.mesh.parallel_dims import divisors
+from titanlite.models.hf.config import HFConfig
+from titanlite.models.hf.model import ATTENTION, build, configuration
+from titanlite.parallelize.plan import match_modules
+from titanlite.parallelize.styles import NormLocal
+
+PIPELINE_TYPES = ("gemma", "gpt2", "llama", "mistral", "olmo", "olmo2", "phi3", "qwen2", "qwen3")
+"""The types whose forward is that of `stage_forward`; others scale or mask between blocks."""
+
+Problem = tuple[str, str]
+
+
+REPLICATED = ("replicated", "replicate")
+
+
+def style_of(entry: str) -> ParallelStyle | None:
+    """The style of an entry of `base_model_tp_plan`; None if it replicates, or is not supported.
+
+    The names are those of transformers 5, and in brackets of 4.
+    """
+    styles: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": lambda: ColwiseParallel(),
+        "rowwise": lambda: RowwiseParallel(),
+        # (colwise_rep) and (rowwise_rep): what is between the two is computed whole on every rank.
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        # Norms of single heads are replicated, while each rank has other heads.
+        "replicated_with_grad_allreduce": lambda: NormLocal(),
+    }
+    return styles[entry]() if entry in styles else None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The names of the modules of a model that a plan needs."""
+
+    base: str
+    blocks: str
+    embeddings: tuple[str, ...]
+    head: tuple[str, ...]
+    attention: str | None
+    """The name of the attention within a block; None if the blocks have none or several."""
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """The structure of a model; raises ValueError if it has no list of blocks."""
+    base = str(getattr(model, "base_model_prefix", ""))
+    inner = getattr(model, base, None) if base else None
+    lists = [
+        name
+        for name, child in (inner.named_children() if isinstance(inner, nn.Module) else ())
+        if isinstance(child, nn.ModuleList) and len(child) > 0
+    ]
+    if inner is None or len(lists) != 1:
+        raise ValueError("has no single list of blocks in its base model")
+    names = [
+        name
+        for name, child in inner.named_children()
+        # A norm may have no weights.
+        if name == lists[0] or _holds(child) or name.endswith("norm")
+    ]
+    place = names.index(lists[0])
+    # An embedding comes before the blocks, wherever the model's constructor makes it.
+    before = [n for n in names if n in names[:place] or isinstance(getattr(inner, n), nn.Embedding)]
+    after = [f"{base}.{name}" for name in names if name != lists[0] and name not in before]
+    outer = [name for name, child in model.named_children() if name != base and _holds(child)]
+    blocks = getattr(inner, lists[0])
+    found = {
+        name
+        for block in blocks
+        for name, module in block.named_modules()
+        if hasattr(module, ATTENTION)
+    }
+    everywhere = all(
+        hasattr(dict(block.named_modules()).get(name), ATTENTION)
+        for block in blocks
+        for name in found
+    )
+    return Structure(
+        base=base,
+        blocks=f"{base}.{lists[0]}",
+        embeddings=tuple(f"{base}.{name}" for name in before),
+        head=(*after, *outer),
+        attention=found.pop() if len(found) == 1 and everywhere else None,
+    )
+
+
+def tensor_parallel_of(model: Any, structure: Structure) -> dict[str, ParallelStyle]:
+    """The styles of the model's `base_model_tp_plan`, and of its embedding table.
+
+    `missing` names the entries that have no style; they are left out here.
+    """
+    table: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    styles = {}
+    for name, entry in table.items():
+        pattern = f"{structure.base}.{name}"
+        if match_modules(model, pattern) and (style := style_of(entry)) is not None:
+            styles[pattern] = style
+    if table.get(_inner(structure, "q_proj")) == "colwise":
+        # transformers 4 has no entry for norms of single heads.
+        for name in ("q_norm", "k_norm"):
+            pattern = f"{structure.base}.{_inner(structure, name)}"
+            if match_modules(model, pattern):
+                styles.setdefault(pattern, NormLocal())
+    table_name = f"{structure.base}.embed_tokens"
+    if table_name in structure.embeddings:
+        styles[table_name] = RowwiseParallel(input_layouts=Replicate())
+    return styles
+
+
+def _inner(structure: Structure, name: str) -> str:
+    blocks = structure.blocks.removeprefix(f"{structure.base}.")
+    return f"{blocks}.*.{structure.attention}.{name}"
+
+
+def _holds(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def missing(sizes: HFConfig, tp: int, pp: int, cp: int, seq_len: int) -> list[Problem]:
+    """What this model lacks for a plan, as (key, message); the model is built without storage."""
+    text = json.dumps([sizes.path, sizes.config_class, sizes.values], sort_keys=True, default=str)
+    try:
+        config, model, structure = _built(text, _Same(sizes))
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        key = "model.path" if sizes.path is not None else "model.config_class"
+        why = " ".join(str(error).split())
+        return [(key, f"{why[:200]}; give a causal language model of transformers")]
+    return list(_missing(config, model, structure, tp, pp, cp, seq_len))
+
+
+class _Same:
+    """Sizes that are equal to all others: a cache looks at the text beside them."""
+
+    def __init__(self, sizes: HFConfig) -> None:
+        self.sizes = sizes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=8)
+def _built(text: str, same: _Same) -> tuple[Any, Any, Structure]:
+    config = configuration(same.sizes)
+    with torch.device("meta"):
+        model = build(same.sizes)
+    try:
+        return config, model, structure_of(model)
+    except ValueError as error:
+        raise ValueError(f"{type(model).__name__} {error}") from error
+
+
+def _missing(
+    config: Any, model: Any, structure: Structure, tp: int, pp: int, cp: int, seq_len: int
+) -> Iterator[Problem]:
+    name = type(model).__name__
+    degree = "parallelism.{}_parallel_degree"
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not takes_positions or not getattr(model, "_supports_attention_backend", False):
+        lacks = "attention that can be replaced" if takes_positions else "position_ids"
+        yield "model.config_class", f"{name} has no {lacks}; give another model"
+    if tp > 1:
+        yield from _missing_for_tp(config, model, structure, tp)
+    if pp > 1 and config.model_type not in PIPELINE_TYPES:
+        known = ", ".join(PIPELINE_TYPES)
+        yield (
+            degree.format("pipeline"),
+            f"{name} may compute between its blocks, which a stage would leave out; give 1, or a "
+            f"model of one of the types {known}",
+        )
+    if cp > 1 and structure.attention is None:
+        yield (
+            degree.format("context"),
+            f"{name} does not have one attention in each block; give 1",
+        )
+    if config.model_type != "gpt2" and (dropped := _dropout_of(model)):
+        yield (
+            "model.values",
+            f"{name} drops out, in {dropped}, and differently under each plan; set its dropout "
+            "to 0",
+        )
+    if getattr(config, "attn_logit_softcapping", None):
+        yield (
+            "model.values",
+            "attn_logit_softcapping is not supported; set it to None, or give another model",
+        )
+    if getattr(config, "attention_dropout", 0):
+        yield ("model.values", "attention_dropout differs between plans; set it to 0")
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    is_used = getattr(config, "use_sliding_window", True)
+    if kinds is not None:
+        is_used = "sliding_attention" in kinds
+        if other := sorted({*kinds} - {"full_attention", "sliding_attention"}):
+            yield ("model.values", f"layers of type {other[0]} are not supported")
+    if isinstance(window, int) and is_used and window < seq_len:
+        yield (
+            "training.seq_len",
+            f"{seq_len} tokens are more than sliding_window {window}, and windows are not "
+            f"supported; give at most {window}",
+        )
+
+
+def _missing_for_tp(config: Any, model: Any, structure: Structure, tp: int) -> Iterator[Problem]:
+    key, name = "parallelism.tensor_parallel_degree", type(model).__name__
+    table = getattr(config, "base_model_tp_plan", None)
+    if not table:
+        yield key, f"{type(config).__name__} has no base_model_tp_plan; give 1"
+        return
+    unknown = [
+        f"{pattern} ({entry})"
+        for pattern, entry in table.items()
+        if style_of(entry) is None and entry not in REPLICATED
+    ]
+    if unknown:
+        shown = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        yield key, f"the base_model_tp_plan of {name} has unsupported entries: {shown}; give 1"
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_entry = table.get(_inner(structure, "k_proj"))
+    numbers = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    for what, number in numbers.items() if kv_entry == "colwise" else ():
+        if number % tp:
+            legal = ", ".join(map(str, divisors(number)))
+            yield key, f"{tp} does not divide {what} {number}; give one of {legal}"
+
+
+def _dropout_of(model: nn.Module) -> str:
+    return next((n for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p), "")

@@ -1,0 +1,292 @@
+"""Hugging Face folders: read under any plan, and written so that transformers loads them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import make_job
+from torch import Tensor
+
+import titanlite
+from titanlite import cli
+from titanlite.batch import call_model
+from titanlite.checkpoint.run import Checkpoints
+from titanlite.config import JobConfig, make_config
+from titanlite.errors import TitanliteError
+from titanlite.job import Job
+from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.world import World, open_world
+from titanlite.training.shards import whole_tensor
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 17,
+    "max_position_embeddings": 64,
+}
+GPT2 = {
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "vocab_size": 17,
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "LlamaConfig": LLAMA,
+    "Qwen3Config": {**LLAMA, "head_dim": 16, "tie_word_embeddings": True},
+    "GPT2Config": GPT2,
+}
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# Model of titanlite, its sizes, and the configuration of transformers for the same.
+OWN: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "llama3": (
+        {
+            "name": "llama3",
+            "dim": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "vocab_size": 17,
+            "multiple_of": 32,
+            "rope_theta": 10000.0,
+            "rope_scaling_factor": 4.0,
+            "rope_scaling_original_max_position_embeddings": 16,
+        },
+        "LlamaConfig",
+        {**LLAMA, "intermediate_size": 192, "rms_norm_eps": 1e-5, "rope_parameters": ROPE},
+    ),
+    "gpt2": (
+        {
+            "name": "gpt2",
+            "dim": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "vocab_size": 17,
+            "max_seq_len": 64,
+        },
+        "GPT2Config",
+        GPT2,
+    ),
+}
+TP_FSDP = {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}
+
+
+def config_of(model: dict[str, Any], folder: Path, plan: dict[str, Any], **keys: Any) -> JobConfig:
+    checkpoint = {"enable": True, "initial_load_in_hf": True, "last_save_in_hf": True}
+    return make_config(
+        {
+            "job": {"dump_folder": str(folder)},
+            "model": model,
+            "training": {
+                "dataset": "digits",
+                "global_batch_size": 4,
+                "local_batch_size": 2,
+                "steps": 2,
+                "dtype": "float32",
+            },
+            "lr_scheduler": {"warmup_steps": 1},
+            "activation_checkpoint": {"mode": "none"},
+            "parallelism": {**plan, "disable_loss_parallel": True},
+            "checkpoint": {**checkpoint, **keys},
+        }
+    )
+
+
+def logits_of(job: Job, tokens: Tensor) -> Tensor:
+    """The logits of the same tokens on all ranks."""
+    batch = job.draw()[0]
+    rows = tokens[: batch.tokens.size(0)]
+    with torch.no_grad():
+        found = call_model(job.parts[0], batch.replace(tokens=rows))
+    return whole_tensor(found)
+
+
+def train(
+    place: Place, config: JobConfig, plain_of: Callable[[Path], Any], source: Path
+) -> tuple[float, float]:
+    """The logits' differences from transformers': of the weights loaded, and of those saved."""
+    with open_world(place) as world:
+        return _train(world, config, plain_of, source)
+
+
+def _train(
+    world: World, config: JobConfig, plain_of: Callable[[Path], Any], source: Path
+) -> tuple[float, float]:
+    job = make_job(config, world)
+    tokens = job.draw()[0].tokens.clone()
+    torch.distributed.broadcast(tokens, 0)
+    with Checkpoints(job) as checkpoints:
+        before = (logits_of(job, tokens) - plain_of(source)(tokens).logits).abs().max()
+        for step in (1, 2):
+            job.step(step)
+            checkpoints.after_step(step, is_last=step == 2)
+    saved = Path(config.job.dump_folder) / "checkpoint" / "step-2"
+    after = (logits_of(job, tokens) - plain_of(saved)(tokens).logits).abs().max()
+    return float(before), float(after)
+
+
+def plain_model(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def save_random(
+    folder: Path, config_class: str, sizes: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """A folder that transformers writes, of a tiny random model; its weights."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**(sizes or SIZES[config_class]))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        # Norms and biases too, so that an exchange of two of them is noticed.
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, **options)
+    (folder / "tokenizer.json").write_text("{}")
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config_class", list(SIZES))
+def test_transformers_folder_is_read_and_written_under_a_plan(
+    tmp_path: Path, config_class: str
+) -> None:
+    source = tmp_path / "source"
+    save_random(source, config_class, max_shard_size="60KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 2
+    model = {"name": "hf", "path": str(source)}
+    config = config_of(model, tmp_path, TP_FSDP, initial_load_path=str(source))
+    for before, after in run_ranks(train, 4, config, plain_model, source):
+        assert before < 1e-5
+        assert after < 1e-5
+    saved = tmp_path / "checkpoint" / "step-2"
+    assert (saved / "tokenizer.json").read_text() == "{}"
+    assert (saved / "generation_config.json").is_file()
+    # Another run starts from it, by either key.
+    for in_hf in (True, False):
+        again = config_of(
+            {"name": "hf", "config_class": config_class, "values": SIZES[config_class]},
+            tmp_path / f"again-{in_hf}",
+            {"data_parallel_shard_degree": 2},
+            initial_load_path=str(saved),
+            initial_load_in_hf=in_hf,
+        )
+        for before, after in run_ranks(train, 2, again, plain_model, saved):
+            assert before < 1e-5
+            assert after < 1e-5
+
+
+def page(place: Place, folder: Path, source: Path, tokens: Tensor) -> float:
+    """The code of docs/huggingface.md."""
+    sys.path.insert(0, str(folder))
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with open_world(place) as world:
+        step = importlib.import_module("hf_loop").step
+        out = folder / f"out-{world.size}"
+        found: float = step(init_device_mesh("cpu", (world.size,)), source, tokens, out)
+        return found
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_page_does_as_one_process(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_random(source, "LlamaConfig")
+    text = (Path(__file__).parents[2] / "docs/huggingface.md").read_text()
+    (code,) = re.findall(r"```python\n(# hf_loop.py\n.*?)```", text, re.DOTALL)
+    (tmp_path / "hf_loop.py").write_text(code)
+    tokens = torch.randint(17, (2, 64), generator=torch.Generator().manual_seed(1))
+    (alone,) = run_ranks(page, 1, tmp_path, source, tokens)
+    assert run_ranks(page, 2, tmp_path, source, tokens) == pytest.approx([alone] * 2, rel=1e-5)
+    one, two = (dict(plain_model(tmp_path / f"out-{n}").named_parameters()) for n in (1, 2))
+    before = dict(plain_model(source).named_parameters())
+    for name, weight in one.items():
+        assert not torch.equal(weight, before[name]), name
+        torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OWN))
+def test_own_model_reads_and_writes_folders_of_transformers(tmp_path: Path, name: str) -> None:
+    model, config_class, sizes = OWN[name]
+    source = tmp_path / "source"
+    weights = save_random(source, config_class, sizes)
+    config = config_of(model, tmp_path, TP_FSDP, initial_load_path=str(source))
+    for before, after in run_ranks(train, 4, config, plain_model, source):
+        assert before < 1e-5
+        assert after < 1e-5
+    saved = tmp_path / "checkpoint" / "step-2"
+    found = dict(plain_model(saved).named_parameters())
+    assert {n: w.shape for n, w in found.items()} == {n: w.shape for n, w in weights.items()}
+    # The folder of transformers becomes a checkpoint with this model's names, and back.
+    assert command("convert", source, "--model", name, "--out", tmp_path / "step-0") == 0
+    assert command("convert", tmp_path / "step-0", "--out", tmp_path / "back") == 0
+    back = dict(plain_model(tmp_path / "back").named_parameters())
+    assert all(torch.equal(back[name], weight) for name, weight in weights.items())
+
+
+def command(*words: object) -> int:
+    return cli.main([str(word) for word in words])
+
+
+def test_a_model_by_hand_is_exported_and_loaded(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    weights = save_random(source, "Qwen3Config")
+    model = plain_model(source)
+    model.load_state_dict({name: torch.zeros_like(w) for name, w in model.state_dict().items()})
+    titanlite.load_weights(model, source)
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    titanlite.export(model, out, like=source, shard_bytes=40_000)
+    assert len(list(out.glob("*.safetensors"))) > 2
+    assert (out / "tokenizer.json").is_file()
+    found = dict(plain_model(out).named_parameters())
+    assert all(torch.equal(p, found[name]) for name, p in weights.items())
+    with pytest.raises(TitanliteError, match="exists already; give another name"):
+        titanlite.export(model, out)
+    with pytest.raises(TitanliteError, match="Linear has no Hugging Face format"):
+        titanlite.export(torch.nn.Linear(2, 2), tmp_path / "none")
+
+
+@pytest.mark.parametrize("config_class", ["LlamaConfig", "GPT2Config"])
+def test_convert_to_a_checkpoint_and_back(
+    tmp_path: Path, config_class: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    weights = save_random(source, config_class)
+    assert command("convert", source, "--out", tmp_path / "step-0") == 0
+    assert command("convert", tmp_path / "step-0", "--out", tmp_path / "a", "--like", source) == 0
+    assert (tmp_path / "a" / "tokenizer.json").is_file()
+    capsys.readouterr()
+    found = dict(plain_model(tmp_path / "a").named_parameters())
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    options = ("--dtype", "bfloat16")
+    assert command("convert", tmp_path / "step-0", "--out", tmp_path / "b", *options) == 0
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
+    found = dict(plain_model(tmp_path / "b").named_parameters())
+    assert all(
+        torch.equal(found[name], weight.bfloat16().float()) for name, weight in weights.items()
+    )
+    # What titanlite wrote is read with the configuration that it has.
+    assert command("convert", tmp_path / "b", "--out", tmp_path / "c") == 0
+    assert command("convert", tmp_path / "c", "--out", tmp_path / "d") == 0
+    assert not (tmp_path / "d" / "tokenizer.json").exists()

@@ -1,0 +1,179 @@
+"""Write a Hugging Face folder, which from_pretrained of transformers reads.
+
+FolderWriter     takes whole parameters one by one, and writes config.json and shards of weights
+save_hf_folder   the weights of a job
+companions       tokenizer and generation settings, to be copied from another folder
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint.group import CheckpointGroup
+from titanlite.checkpoint.manifest import record_of
+from titanlite.checkpoint.storage import Seal
+from titanlite.checkpoint.weights import (
+    CONFIG_KEY,
+    HF_LAYOUT,
+    LAYOUT_KEY,
+    Names,
+    to_stored,
+    write_file,
+)
+from titanlite.hf_format import (
+    COMPANIONS,
+    CONFIG,
+    INDEX,
+    TOKEN_KEYS,
+    WEIGHTS,
+    is_hf_folder,
+    read_json,
+)
+from titanlite.job import Job
+
+# As transformers 4: the size above which the weights are written as several files.
+SHARD_BYTES = 5_000_000_000
+
+
+class FolderWriter:
+    """Writes a model's parameters to a new Hugging Face folder, in `dtype`.
+
+    `shapes` has the whole shape of every parameter, in the order in which `add` gets them, and
+    `buffers` are written with them. A tensor that joins several parameters is written when all of
+    them have come. At most one file of the folder is in memory at a time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Mapping[str, Sequence[int]],
+        names: Names,
+        dtype: torch.dtype,
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        text: Mapping[str, str] | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self._folder, self._dtype = folder, dtype
+        self._text = {**(text or {}), LAYOUT_KEY: HF_LAYOUT}
+        self._places = {name: names.place(name, shape) for name, shape in shapes.items()}
+        self._parts: dict[str, dict[int, Tensor]] = {}
+        self._num_parts: dict[str, int] = {}
+        bytes_of: dict[str, int] = {}
+        for name, shape in shapes.items():
+            stored = self._places[name].name
+            size = torch.Size(shape).numel() * dtype.itemsize
+            bytes_of[stored] = bytes_of.get(stored, 0) + size
+            self._num_parts[stored] = self._num_parts.get(stored, 0) + 1
+        self._shards: list[dict[str, Tensor | None]] = [{}]
+        self.num_bytes = in_shard = 0
+        for stored, size in bytes_of.items():
+            if in_shard and in_shard + size > shard_bytes:
+                self._shards.append({})
+                in_shard = 0
+            self._shards[-1][stored] = None
+            in_shard += size
+            self.num_bytes += size
+        for stored, buffer in (buffers or {}).items():
+            self._shards[-1][stored] = buffer.detach().to("cpu", copy=True).contiguous()
+            self.num_bytes += buffer.numel() * buffer.element_size()
+        self._shard_of = {name: n for n, shard in enumerate(self._shards) for name in shard}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, name: str, whole: Tensor) -> None:
+        """Take a whole parameter; it is copied to the CPU."""
+        place = self._places[name]
+        parts = self._parts.setdefault(place.name, {})
+        whole = to_stored(whole.detach().to("cpu", self._dtype, copy=True), place)
+        parts[place.rows[0] if place.rows else 0] = whole
+        if len(parts) < self._num_parts[place.name]:
+            return
+        in_order = [parts[row] for row in sorted(parts)]
+        del self._parts[place.name]
+        number = self._shard_of[place.name]
+        shard = self._shards[number]
+        dim = -1 if place.is_transposed else 0
+        shard[place.name] = in_order[0] if len(in_order) == 1 else torch.cat(in_order, dim=dim)
+        if all(tensor is not None for tensor in shard.values()):
+            file = self._folder / self._file_name(number)
+            write_file(file, {n: t for n, t in shard.items() if t is not None}, self._text)
+            shard.clear()
+
+    def finish(self, config: Mapping[str, Any], like: Path | None = None) -> list[Path]:
+        """Write config.json and the index, and copy tokenizer files from `like`; all files."""
+        assert not any(self._shards), "not every parameter was given"
+        token_keys = {}
+        if like is not None and is_hf_folder(like):
+            found = read_json(like / CONFIG)
+            token_keys = {key: found[key] for key in TOKEN_KEYS if key in found}
+        dtype = str(self._dtype).removeprefix("torch.")
+        self._write_json(CONFIG, {**config, **token_keys, "dtype": dtype})
+        if len(self._shards) > 1:
+            where = {name: self._file_name(n) for name, n in sorted(self._shard_of.items())}
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": where}
+            self._write_json(INDEX, index)
+        for file in companions(like):
+            self._write(file.name, file.read_bytes())
+        return sorted(self._folder.iterdir())
+
+    def _file_name(self, number: int) -> str:
+        count = len(self._shards)
+        return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        self._write(name, (json.dumps(content, indent=2) + "\n").encode())
+
+    def _write(self, name: str, content: bytes) -> None:
+        with (self._folder / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def companions(folder: Path | None) -> Iterator[Path]:
+    """The files of a Hugging Face folder that do not depend on the weights."""
+    if folder is not None:
+        yield from (file for name in COMPANIONS if (file := folder / name).is_file())
+
+
+def save_hf_folder(
+    job: Job, folder: Path, dtype: torch.dtype, seal: Seal, ranks: CheckpointGroup
+) -> None:
+    """Gather the weights on rank 0, which writes a Hugging Face folder and seals it.
+
+    Every rank must call this. Rank 0 holds one file of the folder in memory, in `dtype`.
+    """
+    buffers: dict[str, Tensor] = {}
+    for found in ranks.gathered({name: buffer.cpu() for name, buffer in job.buffers.items()}):
+        buffers |= found
+    names = Names.of(job)
+    assert names.format is not None
+    writer = None
+    if job.world.is_first:
+        text = {CONFIG_KEY: json.dumps(job.config.model_dump(mode="json", exclude_unset=True))}
+        shapes = job.parameter_shapes()
+        writer = FolderWriter(folder, shapes, names, dtype, buffers=buffers, text=text)
+    for name, whole in job.whole_parameters():
+        if writer is not None:
+            writer.add(name, whole)
+    if writer is not None:
+        files = writer.finish(names.format.config(names.sizes), folder_like(job))
+        seal({file.name: record_of(file) for file in files})
+
+
+def folder_like(job: Job) -> Path | None:
+    """The Hugging Face folder from which a job's weights or sizes come; None without one."""
+    section = job.config.checkpoint
+    given = (
+        section.initial_load_path if section.initial_load_in_hf else None,
+        getattr(job.resolved.model, "path", None),
+    )
+    folders = (Path(path).expanduser() for path in given if isinstance(path, str))
+    return next(filter(is_hf_folder, folders), None)
