@@ -59,6 +59,7 @@ from titanlite.training.initialize import (
     LARGEST_WHOLE,
     draws_by_name,
     initialize,
+    move_buffers,
     whole_values,
 )
 from titanlite.training.metrics import Validation
@@ -403,6 +404,7 @@ def _initialize(
     if by_name:
         for part in parts:
             initialize(part, seed, device, tied)
+            move_buffers(part, world.device)
         return None
     spec = load_model_spec(config)
     if whole_bytes > LARGEST_WHOLE:
@@ -415,6 +417,7 @@ def _initialize(
     with whole_values(lambda: initial_model(spec, resolved.model, dtype, seed), world) as values:
         for part in parts:
             initialize(part, seed, device, tied, values)
+            move_buffers(part, world.device)
     way = "the whole model is built on the CPU of each machine, then sharded"
     return PlanRow("initial values", "whole", "whole", way)
 

@@ -127,7 +127,9 @@ class Llama3Config:
 
 
 FLAVORS = {
-    "debugmodel": Llama3Config(dim=256, n_layers=6, n_heads=16, vocab_size=2048, rope_theta=500000),
+    "debugmodel": Llama3Config(
+        dim=256, n_layers=6, n_heads=16, vocab_size=2048, rope_theta=500000.0
+    ),
     # 256 bytes and an end-of-text token, padded to a multiple of 16.
     "tiny": Llama3Config(
         dim=128,
@@ -136,7 +138,7 @@ FLAVORS = {
         n_kv_heads=4,
         vocab_size=272,
         multiple_of=32,
-        rope_theta=500000,
+        rope_theta=500000.0,
     ),
     "small": Llama3Config(
         dim=256,
@@ -145,7 +147,7 @@ FLAVORS = {
         n_kv_heads=4,
         vocab_size=272,
         multiple_of=256,
-        rope_theta=500000,
+        rope_theta=500000.0,
     ),
     "8B": Llama3Config(
         dim=4096,
@@ -154,7 +156,7 @@ FLAVORS = {
         n_kv_heads=8,
         ffn_dim_multiplier=1.3,
         multiple_of=1024,
-        rope_theta=500000,
+        rope_theta=500000.0,
     ),
     "70B": Llama3Config(
         dim=8192,
@@ -163,7 +165,7 @@ FLAVORS = {
         n_kv_heads=8,
         ffn_dim_multiplier=1.3,
         multiple_of=4096,
-        rope_theta=500000,
+        rope_theta=500000.0,
     ),
     "405B": Llama3Config(
         dim=16384,
@@ -172,6 +174,6 @@ FLAVORS = {
         n_kv_heads=8,
         ffn_dim_multiplier=1.2,
         multiple_of=4096,
-        rope_theta=500000,
+        rope_theta=500000.0,
     ),
 }

@@ -32,6 +32,9 @@ CP4 = plan(context_parallel_degree=4)
 CP_GATHER = plan(context_parallel_degree=2, context_parallel_rotate_method="allgather")
 CP_STRIPED = plan(context_parallel_degree=2, context_parallel_load_balancer="striped")
 PP = plan(pipeline_parallel_degree=2)
+LLAMA3 = also(
+    TP, model={"name": "llama3", "flavor": "tiny", "n_layers": 2}, training={"seq_len": 32}
+)
 FSDP = plan(data_parallel_shard_degree=2)
 DDP = plan(data_parallel_replicate_degree=2)
 HSDP = also(
@@ -142,6 +145,17 @@ MUTANTS = [
         ),
     ),
     # Tensor and sequence parallelism.
+    mutant(
+        "a part of a table answers for tokens of the others",
+        "TP",
+        LLAMA3,
+        r"tok_embeddings is the first module",
+        STYLES,
+        (
+            "            found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)\n",
+            "",
+        ),
+    ),
     mutant(
         "a row-wise output is not reduced",
         "TP",

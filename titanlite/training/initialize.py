@@ -131,6 +131,15 @@ def init_buffers(model: nn.Module, seed: int) -> None:
     _set_dropout_keys(model, seed)
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a model to `device`: CPU offload keeps only parameters on the CPU."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(
+                name, buffer.to(device), name not in module._non_persistent_buffers_set
+            )
+
+
 def has_buffers(model: nn.Module) -> bool:
     """Whether the model has buffers other than the keys of TokenDropout."""
     keys = {id(m.key) for m in model.modules() if isinstance(m, TokenDropout)}
