@@ -141,6 +141,12 @@ def test_a_script_trains_what_it_registers(tmp_path: Path) -> None:
     (record,) = [r for r in read_metrics(tmp_path / "two") if r.step == 2]
     assert record.validation_metrics == metrics[1]["2"]
     assert f"margin {metrics[1]['2']['margin']:.4f}" in done.stdout
+    # Data without tokens have no bits, and are counted in samples.
+    assert (record.tokens_per_second, record.measures) == (None, {})
+    assert record.samples_per_second == pytest.approx(2 / record.seconds)
+    assert " samples/s" in done.stdout
+    assert "bits/" not in done.stdout
+    assert " tokens/s" not in done.stdout
     assert steps == [1, 2, 3]
     assert list(validation) == ["2", "3"]
     for rank in (0, 1):

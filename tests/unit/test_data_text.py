@@ -28,7 +28,7 @@ from titanlite.data.sampler import GlobalBatchSampler
 from titanlite.data.text import corpus, documents
 from titanlite.data.text.documents import python_manual, read_documents, split_long
 from titanlite.data.text.packed import PackedText, Stream, number_documents
-from titanlite.data.text.tokenizer import ByteTokenizer, TextWriter
+from titanlite.data.text.tokenizer import ByteTokenizer, TextWriter, load_tokenizer
 from titanlite.errors import ConfigError
 from titanlite.models.llama3.config import FLAVORS
 
@@ -256,13 +256,31 @@ def test_a_missing_package_is_named(tmp_path):
     )
 
 
-def test_long_texts_are_cut_before_words_that_begin_a_line(monkeypatch):
+def test_long_texts_are_cut_before_a_space_between_words(monkeypatch):
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 12)
-    text = "one\ntwo\n  three\n\nfour five six seven eight"
+    text = "one\ntwo three\n  four five sixseveneight-nine  ten"
+    # The longest such piece, or else as much as allowed.
+    expected = ["one\ntwo", " three\n  fou", "r five", " sixseveneig", "ht-nine  ten"]
+    assert split_long(text) == expected
+
+
+def test_pieces_have_the_tokens_of_the_whole_text(tmp_path, monkeypatch):
+    """With the pre-tokenizer of GPT-2."""
+    tokenizers = pytest.importorskip("tokenizers")
+    texts = [text for text, _ in python_manual()]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, special_tokens=["<|endoftext|>"])
+    made.train_from_iterator(texts[:20], trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    text = "".join(texts)
+    (whole,) = tokenizer.encode([text])
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 4000)
     pieces = split_long(text)
-    assert "".join(pieces) == text
-    # The longest piece before a word at the begin of a line, or else as much as allowed.
-    assert pieces == ["one\n", "two\n  three\n", "\n", "four five si", "x seven eigh", "t"]
+    assert len(pieces) > 100
+    assert np.array_equal(np.concatenate(tokenizer.encode(pieces)), whole)
 
 
 def test_a_large_folder_holds_out_documents_by_their_text(tmp_path):

@@ -24,7 +24,7 @@ from titanlite.files import open_regular, shown
 
 Document = Iterable[str]
 
-# Longer documents are cut here at the start of a word that begins a line, and tokenized in pieces.
+# Longer documents are tokenized in pieces.
 PIECE_CHARACTERS = 1 << 20
 # Topics repeat paragraphs of each other. A paragraph of at least this length says that they do.
 PARAGRAPH_CHARACTERS = 80
@@ -255,16 +255,17 @@ def reader_of(file: Path) -> Callable[[BinaryIO, str], Iterator[Document]] | Non
 
 
 def split_long(text: str) -> list[str]:
-    """`text` in pieces of about PIECE_CHARACTERS, cut before words that begin a line.
+    """`text` in pieces of at most PIECE_CHARACTERS, cut before a single space between two words.
 
     There the pre-tokenizers of byte-level BPE cut too, so the tokens are those of the whole text.
+    A piece without such a place is cut anywhere.
     """
     pieces, start = [], 0
     while len(text) - start > PIECE_CHARACTERS:
-        cut = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1
-        while cut > start and text[cut : cut + 1].isspace():
-            cut = text.rfind("\n", start, cut - 1) + 1
-        cut = cut if cut > start else start + PIECE_CHARACTERS
+        cut = text.rfind(" ", start + 1, start + PIECE_CHARACTERS)
+        while cut != -1 and (text[cut - 1].isspace() or text[cut + 1].isspace()):
+            cut = text.rfind(" ", start + 1, cut)
+        cut = start + PIECE_CHARACTERS if cut == -1 else cut
         pieces.append(text[start:cut])
         start = cut
     return [*pieces, text[start:]]
