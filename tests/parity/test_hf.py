@@ -135,6 +135,24 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     assert caught.value.problems[0].startswith(f'model.path: "{tmp_path}" has no config.json')
 
 
+def test_tokens_attend_only_to_their_own_document() -> None:
+    pytest.importorskip("transformers")
+    import torch
+
+    from titanlite.models.hf.config import HFConfig
+    from titanlite.models.hf.model import build
+
+    torch.manual_seed(0)
+    model = build(HFConfig(config_class="LlamaConfig", values=SIZES)).double()
+    tokens = torch.randint(17, (1, 9))
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
+    packed = model(tokens, position_ids=positions, documents=documents, use_cache=False).logits
+    parts = tokens.split([4, 2, 3], dim=1)
+    alone = [model(part, use_cache=False).logits for part in parts]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-6)
+
+
 def test_what_other_families_lack_is_one_line() -> None:
     pytest.importorskip("transformers")
     tp, pp = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
