@@ -250,7 +250,7 @@ def test_padding_and_options_that_change_attention_are_refused() -> None:
         no_mask(1, attention_mask=torch.tensor([[0, 1]]))
     refuse_unsupported("A", {"dropout": 0.0, "softcap": None, "is_causal": True})
     for options in ({"softcap": 50.0}, {"dropout": 0.1}, {"is_causal": False}, {"s_aux": 1}):
-        with pytest.raises(TitanliteError, match="A has attention with .*, which is not supported"):
+        with pytest.raises(TitanliteError, match="A has attention with "):
             refuse_unsupported("A", options)
 
 
