@@ -4,9 +4,10 @@
     register_model, register_dataset, register_loss, register_metric    make your own known to a job
     compare, assert_parallel_equals_reference    verify any parallel code (docs/compare.md)
     export, load_weights                Hugging Face folders (docs/huggingface.md)
+    apply_tp, apply_fsdp, Trainer, ...  the pieces of a loop by hand (docs/by_hand.md)
 
-The names below are imported when they are first used, so `import titanlite` is fast and does not
-import torch.
+docs/api.md documents every name. They are imported when they are first used, so `import titanlite`
+is fast and does not import torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from titanlite.attention import Layout, RingAttention, make_layout, ring_attention
+    from titanlite.batch import Batch, FieldDims, call_model, make_batch
     from titanlite.callbacks import Event, TrainResult
-    from titanlite.checkpoint.by_hand import export, load_weights
+    from titanlite.checkpoint.by_hand import Loaded, load_checkpoint, save_checkpoint
+    from titanlite.checkpoint.hf_by_hand import export, load_weights
     from titanlite.config import JobConfig, load_config, make_config
     from titanlite.equivalence.comparison import (
         Comparer,
@@ -24,51 +28,188 @@ if TYPE_CHECKING:
         assert_parallel_equals_reference,
         compare,
     )
-    from titanlite.errors import ConfigError, RankError
+    from titanlite.errors import ConfigError, RankError, TitanliteError
     from titanlite.from_python import train
+    from titanlite.mesh.device_mesh import Meshes, build_meshes
+    from titanlite.mesh.parallel_dims import ParallelDims
+    from titanlite.parallelize import (
+        ParallelPlan,
+        PipelineRunner,
+        apply_ac,
+        apply_compile,
+        apply_cp,
+        apply_ddp,
+        apply_float8,
+        apply_fsdp,
+        apply_tp,
+        split_model,
+    )
+    from titanlite.parallelize.styles import (
+        EmbeddingLocal,
+        GatherColwise,
+        NormLocal,
+        RowwiseLocal,
+        TokenDropoutLocal,
+    )
+    from titanlite.ranks.launch import Place, run_ranks, torchrun_place
+    from titanlite.ranks.world import World, open_world
     from titanlite.registry import register_dataset, register_loss, register_metric, register_model
+    from titanlite.schedule import make_schedule
+    from titanlite.tied import find_tied
+    from titanlite.training.gradient_norm import (
+        clip_gradients,
+        gradient_norm,
+        reduce_partial_gradients,
+    )
+    from titanlite.training.initialize import initialize
+    from titanlite.training.loss import NEXT_TOKEN, Loss, loss_context, token_loss_sum
+    from titanlite.training.optimizer import build_optimizer, build_scheduler
+    from titanlite.training.step import StepResult, Trainer
+
+PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
+    "Train": {
+        "from_python": ("train",),
+        "callbacks": ("TrainResult", "Event"),
+        "config": ("load_config", "make_config", "JobConfig"),
+        "errors": ("TitanliteError", "ConfigError", "RankError"),
+    },
+    "Register": {
+        "registry": ("register_model", "register_dataset", "register_loss", "register_metric"),
+    },
+    "Verify": {
+        "equivalence.comparison": (
+            "compare",
+            "assert_parallel_equals_reference",
+            "Comparer",
+            "Comparison",
+        ),
+    },
+    "Ranks and meshes": {
+        "mesh.parallel_dims": ("ParallelDims",),
+        "mesh.device_mesh": ("build_meshes", "Meshes"),
+        "ranks.launch": ("run_ranks", "torchrun_place", "Place"),
+        "ranks.world": ("open_world", "World"),
+    },
+    "Parallelize": {
+        "parallelize": (
+            "ParallelPlan",
+            "apply_float8",
+            "apply_tp",
+            "apply_cp",
+            "apply_ac",
+            "apply_compile",
+            "apply_fsdp",
+            "apply_ddp",
+            "split_model",
+            "PipelineRunner",
+        ),
+        "schedule": ("make_schedule",),
+        "parallelize.styles": (
+            "GatherColwise",
+            "RowwiseLocal",
+            "NormLocal",
+            "EmbeddingLocal",
+            "TokenDropoutLocal",
+        ),
+        "tied": ("find_tied",),
+        "attention": ("ring_attention", "RingAttention", "make_layout", "Layout"),
+    },
+    "Step": {
+        "training.initialize": ("initialize",),
+        "batch": ("make_batch", "Batch", "FieldDims", "call_model"),
+        "training.step": ("Trainer", "StepResult"),
+        "training.loss": ("Loss", "NEXT_TOKEN", "token_loss_sum", "loss_context"),
+        "training.gradient_norm": ("gradient_norm", "clip_gradients", "reduce_partial_gradients"),
+        "training.optimizer": ("build_optimizer", "build_scheduler"),
+    },
+    "Checkpoints": {
+        "checkpoint.by_hand": ("save_checkpoint", "load_checkpoint", "Loaded"),
+        "checkpoint.hf_by_hand": ("export", "load_weights"),
+    },
+}
+"""The public names, by topic and module."""
+
+_MODULES = {
+    name: module
+    for modules in PUBLIC.values()
+    for module, names in modules.items()
+    for name in names
+}
 
 __all__ = [
+    "NEXT_TOKEN",
+    "Batch",
     "Comparer",
     "Comparison",
     "ConfigError",
+    "EmbeddingLocal",
     "Event",
+    "FieldDims",
+    "GatherColwise",
     "JobConfig",
+    "Layout",
+    "Loaded",
+    "Loss",
+    "Meshes",
+    "NormLocal",
+    "ParallelDims",
+    "ParallelPlan",
+    "PipelineRunner",
+    "Place",
     "RankError",
+    "RingAttention",
+    "RowwiseLocal",
+    "StepResult",
+    "TitanliteError",
+    "TokenDropoutLocal",
     "TrainResult",
+    "Trainer",
+    "World",
+    "apply_ac",
+    "apply_compile",
+    "apply_cp",
+    "apply_ddp",
+    "apply_float8",
+    "apply_fsdp",
+    "apply_tp",
     "assert_parallel_equals_reference",
+    "build_meshes",
+    "build_optimizer",
+    "build_scheduler",
+    "call_model",
+    "clip_gradients",
     "compare",
     "export",
+    "find_tied",
+    "gradient_norm",
+    "initialize",
+    "load_checkpoint",
     "load_config",
     "load_weights",
+    "loss_context",
+    "make_batch",
     "make_config",
+    "make_layout",
+    "make_schedule",
+    "open_world",
+    "reduce_partial_gradients",
     "register_dataset",
     "register_loss",
     "register_metric",
     "register_model",
+    "ring_attention",
+    "run_ranks",
+    "save_checkpoint",
+    "split_model",
+    "token_loss_sum",
+    "torchrun_place",
     "train",
 ]
 
-_MODULES = {
-    "callbacks": ("Event", "TrainResult"),
-    "checkpoint.by_hand": ("export", "load_weights"),
-    "config": ("JobConfig", "load_config", "make_config"),
-    "equivalence.comparison": (
-        "Comparer",
-        "Comparison",
-        "assert_parallel_equals_reference",
-        "compare",
-    ),
-    "errors": ("ConfigError", "RankError"),
-    "from_python": ("train",),
-    "registry": ("register_dataset", "register_loss", "register_metric", "register_model"),
-}
-
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"titanlite.{module}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"titanlite.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'titanlite' has no attribute {name!r}")
 
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.attention import Layout, make_layout
-from titanlite.batch import Batch, check_forward
+from titanlite.batch import Batch, check_forward, takes
 from titanlite.config import ResolvedJob, load_model_spec
+from titanlite.config.data import source_arguments, spec_for
 from titanlite.config.schema import JobConfig
-from titanlite.data.catalog import DATASETS
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, read_batch
 from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.errors import ConfigError, TitanliteError
@@ -63,7 +63,7 @@ from titanlite.training.initialize import (
 )
 from titanlite.training.metrics import Validation
 from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler, find_rules
-from titanlite.training.shards import whole_tensor
+from titanlite.training.shards import buffers_of, parameters_of, whole_tensor
 from titanlite.training.step import StepResult, Trainer
 
 
@@ -113,23 +113,12 @@ class Job:
 
         A tied weight has its first name. If this rank has several copies of it, the first is here.
         """
-        found: dict[str, nn.Parameter] = {}
-        for part in self.parts:
-            for name, parameter in part.named_parameters():
-                name = canonical_name(name)
-                found.setdefault(self.tied.get(name, name), parameter)
-        return found
+        return parameters_of(self.parts, self.tied)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, by canonical name."""
-        return {
-            canonical_name(f"{prefix}.{name}" if prefix else name): buffer
-            for part in self.parts
-            for prefix, module in part.named_modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set
-        }
+        return buffers_of(self.parts)
 
     @property
     def stage_numbers(self) -> Sequence[int]:
@@ -242,7 +231,7 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
     meshes = build_meshes(dims, world.device.type)
     axes = meshes.axes_of_groups()
     world.name_groups(axes)
-    data = DATASETS[config.training.dataset]
+    data = spec_for(config)
     dataset = _build_dataset(resolved, "train")
     layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     model, plan = _build_model(resolved, data)
@@ -351,7 +340,7 @@ def check_float8(resolved: ResolvedJob) -> None:
     """
     config, tp = resolved.config, resolved.dims.tp
     section = config.quantize.linear.float8
-    model, plan = _build_model(resolved, DATASETS[config.training.dataset])
+    model, plan = _build_model(resolved, spec_for(config))
     chosen, skipped = choose_layers(model, section.recipe, section.filter_fqns)
     if not chosen:
         raise ConfigError(
@@ -362,6 +351,17 @@ def check_float8(resolved: ResolvedJob) -> None:
         raise ConfigError(
             f"parallelism.tensor_parallel_degree: {refused}; give a smaller degree, name the layer "
             "in quantize.linear.float8.filter_fqns, or set quantize.linear.float8.emulate = true"
+        )
+
+
+def check_documents(resolved: ResolvedJob) -> None:
+    """Raises ConfigError if the model cannot keep the documents of a sequence apart."""
+    model, _ = _build_model(resolved, spec_for(resolved.config))
+    if not takes(model, "documents"):
+        raise ConfigError(
+            f"training.attend_across_documents: forward of {type(model).__name__} takes no "
+            "`documents`, so tokens would attend to other documents; set it to true, or use "
+            "another model"
         )
 
 
@@ -530,16 +530,6 @@ def _describe_frozen(model: nn.Module) -> list[PlanRow]:
 
 def _build_dataset(resolved: ResolvedJob, split: str) -> Dataset:
     config = resolved.config
-    names = {
-        "train": (config.training.dataset, config.training.dataset_path, "training"),
-        "validation": (config.validation_dataset, config.validation_dataset_path, "validation"),
-    }
-    name, path, section = names[split]
-    return DATASETS[name].make(
-        model=resolved.model,
-        seq_len=resolved.seq_len,
-        split=split,
-        seed=config.debug.seed,
-        path=path or "",
-        path_key=f"{section}.dataset_path",
-    )
+    name = config.training.dataset if split == "train" else config.validation_dataset
+    arguments = source_arguments(config, resolved.model, resolved.seq_len, split)
+    return spec_for(config, name).make(**arguments)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from titanlite.config.data import spec_for
 from titanlite.config.document import format_config
 from titanlite.drawing.mesh import draw_mesh
 from titanlite.errors import ConfigError, TitanliteError
@@ -26,7 +27,6 @@ from titanlite.observe.metrics import (
     FILE_NAME,
     MetricsLog,
     StepRecord,
-    bits_per_dim,
     mfu,
     peak_memory_bytes,
     read_metrics,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 SAMPLED_A_LINE = 768
 CURVE = "loss.png"
 FIRST_SCREEN = "first_screen.txt"
+
 
 T = TypeVar("T")
 
@@ -195,7 +196,8 @@ class Reporter:
         Returns True on every rank if any rank passes `stops`.
         """
         job, resolved = self._job, self._job.resolved
-        tokens_per_second = resolved.global_batch_size * resolved.seq_len / result.seconds
+        samples_per_second = resolved.global_batch_size / result.seconds
+        tokens_per_second = samples_per_second * resolved.seq_len
         flops_per_second = None
         if job.flops_per_token is not None:
             flops_per_second = tokens_per_second * job.flops_per_token
@@ -209,11 +211,12 @@ class Reporter:
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
-            tokens_per_second=tokens_per_second,
+            tokens_per_second=tokens_per_second if job.data.has_tokens else None,
+            samples_per_second=None if job.data.has_tokens else samples_per_second,
             seconds=result.seconds,
             memory_bytes=memory_bytes,
             validation_loss=None if validation is None else validation.loss,
-            bits_per_dim=None if validation is None else bits_per_dim(validation.loss),
+            measures=self._measures(validation),
             validation_metrics={} if validation is None else validation.metrics,
             flops_per_second=flops_per_second,
             mfu=_mfu(flops_per_second, job),
@@ -236,6 +239,14 @@ class Reporter:
             self._snapshots.step()
             self._draw_pipeline(step)
         return bool(any_stops)
+
+    def _measures(self, validation: Validation | None) -> Mapping[str, float]:
+        """Further figures of a validation loss; none for a loss that the job has chosen itself."""
+        job = self._job
+        if validation is None or job.validation_dataset is None or job.config.training.loss:
+            return {}
+        data = spec_for(job.config, job.config.validation_dataset)
+        return data.measures(validation.loss, job.validation_dataset)
 
     def say(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -263,13 +274,12 @@ class Reporter:
             return
         self._progress.print(
             f"sampling {wanted} {_plural(name, wanted)}, "
-            f"{job.resolved.seq_len:,} {data.token_name}s each"
+            f"{sampling.num_tokens or job.resolved.seq_len:,} {data.token_name}s each"
         )
         try:
             sequences = sample_sequences(
                 job,
                 wanted,
-                temperature=sampling.temperature,
                 on_tokens=self._show_sampling,
                 is_stopped=is_stopped,
             )
@@ -299,17 +309,20 @@ class Reporter:
         from titanlite.drawing.loss import save_loss_curve
 
         curve, job = self._folder / CURVE, self._job
+        in_nats = job.data.is_in_nats and job.config.training.loss is None
         save_loss_curve(
             curve,
             records,
             vocab_size=getattr(job.resolved.model, "vocab_size", None),
             title=job.config.job.description,
+            bits_per=None if not in_nats else job.data.bits_name,
         )
         return f"loss curve: {curve}"
 
     def _show_sampling(self, num_drawn: int) -> None:
         if num_drawn % SAMPLED_A_LINE == 0:
-            name, seq_len = self._job.data.token_name, self._job.resolved.seq_len
+            name = self._job.data.token_name
+            seq_len = self._job.config.sampling.num_tokens or self._job.resolved.seq_len
             self._progress.print(f"  {name} {num_drawn:,} of {seq_len:,}")
 
     def _record_pipeline(self) -> PipelineRecorder | None:
@@ -373,6 +386,8 @@ class Reporter:
         written.write_text(render_screen(*content) + "\n", encoding="utf-8")
         if idle := name_idle_keys(job.config):
             say(idle)
+        if job.config.model.hf_assets_path is not None and not job.data.reads_tokenizer:
+            say(f'no effect here, because "{job.data.name}" is not text: model.hf_assets_path')
         say("")
         for note in (*job.notes, *self._notes):
             say(note)
@@ -393,7 +408,11 @@ def _machine(world: World) -> Machine:
 
 def _data(job: Job) -> Data:
     validation = job.validation_dataset
-    return Data(job.dataset.num_samples, None if validation is None else validation.num_samples)
+    return Data(
+        job.dataset.num_samples,
+        None if validation is None else validation.num_samples,
+        getattr(job.dataset, "fingerprint", ""),
+    )
 
 
 def _make_own_folder(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from titanlite.config import JobConfig, Reading, ResolvedJob, check_machine
+from titanlite.config.data import prepare_data
 from titanlite.config.degrees import DEGREES
 from titanlite.config.keys import one_of
 from titanlite.config.resolve import finish
@@ -77,6 +78,12 @@ def check_start(read: Reading | JobConfig, place: Place | None = None, *, key: s
             check_backend(config.compile.backend)
     reading.require()
     job = finish(draft)
+    prepare_data(config, job.model, job.seq_len)
+    if not config.training.attend_across_documents:
+        # As for float8 below, this check needs the model, and so imports torch.
+        from titanlite.job import check_documents
+
+        check_documents(job)
     if config.converts_to_float8:
         # This check needs the model's layers, and so imports torch.
         from titanlite.job import check_float8

@@ -31,7 +31,10 @@ def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         name
         for name in sys.modules
         if name.startswith(
-            ("plain_model", "odd_model", "rotary_model", "tied_model", "wide_model", "lora_model")
+            (
+                *("plain_model", "odd_model", "rotary_model", "tied_model", "wide_model"),
+                *("lora_model", "packed_documents"),
+            )
         )
     ]:
         del sys.modules[name]

@@ -215,6 +215,51 @@ def positions_from_zero_in_the_model() -> AbstractContextManager[Any]:
     return patch.object(ImageEmbeddings, "forward", forward)
 
 
+def rotary_angles_from_zero() -> AbstractContextManager[Any]:
+    """Rotary embeddings count a rank's tokens from 0."""
+    import torch
+
+    from titanlite.models.llama3.model import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward
+
+    def from_zero(self, q, k, positions):
+        return rotate(self, q, k, torch.arange(positions.size(-1)))
+
+    return patch.object(RotaryEmbedding, "forward", from_zero)
+
+
+def documents_forgotten_on_a_hop() -> AbstractContextManager[Any]:
+    """Ring attention has the mask of documents for a rank's own keys, and for no others."""
+    from titanlite.attention import ring
+
+    parts = ring._parts
+
+    def own_documents_only(rotation, key_rank, q, documents):
+        own = key_rank == rotation.group.rank()
+        return parts(rotation, key_rank, q, documents if own else None)
+
+    return patch.object(ring, "_parts", own_documents_only)
+
+
+def padding_counts_as_classes() -> AbstractContextManager[Any]:
+    """Loss parallelism pads the vocabulary to equal shards, which the softmax takes as classes."""
+    import torch.nn.functional as F
+    from torch.distributed.tensor import DTensor
+
+    from titanlite.training import loss
+
+    unpadded = loss.token_loss_sum
+
+    def padded(logits, targets):
+        if isinstance(logits, DTensor):
+            missing = -logits.size(-1) % logits.device_mesh.size()
+            logits = F.pad(logits.full_tensor(), (0, missing))
+        return unpadded(logits, targets)
+
+    return patch.object(loss, "token_loss_sum", padded)
+
+
 def norm_counts_replicas() -> AbstractContextManager[Any]:
     from titanlite.training import gradient_norm
 

@@ -35,3 +35,15 @@ def test_every_plan_of_the_page_trains_as_one_process(loop: Any) -> None:
         for of_rank in run_ranks(loop.main, 4, dims, timeout_seconds=120):
             for own, expected in zip(of_rank, alone, strict=True):
                 assert own == pytest.approx(expected, rel=1e-11), dims
+
+
+def test_a_checkpoint_by_hand_goes_on_under_another_plan(loop: Any, tmp_path: Path) -> None:
+    whole = run_ranks(loop.main, 1, ParallelDims(), timeout_seconds=120)[0]
+    sharded = ParallelDims(tp=2, dp_shard=2)
+    first = run_ranks(loop.main, 4, sharded, 1, tmp_path, timeout_seconds=120)[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    staged = ParallelDims(pp=2, cp=2)
+    rest = run_ranks(loop.main, 4, staged, 3, tmp_path, timeout_seconds=120)[0]
+    assert len(rest) == 2
+    for own, expected in zip([*first, *rest], whole, strict=True):
+        assert own == pytest.approx(expected, rel=1e-11)

@@ -18,6 +18,7 @@ from titanlite.ranks.world import World
 from titanlite.registry import METRICS, METRICS_REGISTERED_BY
 from titanlite.training.metrics import accuracy, sums_of
 from titanlite.verify.pool import RankPool
+from titanlite.verify.verify import Verifier
 
 # 20 samples in batches of 3 per rank: the last batch has rows that only fill it.
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -52,7 +53,9 @@ def surprise(logits: Tensor, batch: Batch) -> tuple[Tensor, int]:
 def own_metric() -> Iterator[None]:
     titanlite.register_metric("surprise", surprise)
     yield
-    del METRICS["surprise"], METRICS_REGISTERED_BY["surprise"]
+    for name in ("surprise", "mean_of_batch"):
+        METRICS.pop(name, None)
+        METRICS_REGISTERED_BY.pop(name, None)
 
 
 def validate(world: World, resolved: ResolvedJob) -> dict[str, float]:
@@ -79,6 +82,26 @@ def test_every_plan_has_the_metrics_of_one_process() -> None:
     assert 0 < reference["accuracy"] < 1
     for name, found in zip(PLANS, found_by(2, list(PLANS.values())), strict=True):
         assert found == pytest.approx(reference, rel=1e-12), name
+
+
+def mean_of_batch(logits: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    """The mean over a batch, counted once: depends on how samples are batched."""
+    total, count = surprise(logits, batch)
+    return total / count, 1
+
+
+def test_verify_names_a_metric_that_depends_on_the_batches(own_metric: None) -> None:
+    titanlite.register_metric("mean_of_batch", mean_of_batch)
+    metrics = ["accuracy", "surprise", "mean_of_batch"]
+    config = debug_config(
+        SECTIONS,
+        {"validation": {"metrics": metrics}, "parallelism": {"data_parallel_shard_degree": 2}},
+    )
+    with Verifier(timeout_seconds=120) as verifier:
+        found = verifier.verify(config, steps=2)
+    assert [failure.name for failure in found.failures] == ["mean_of_batch"] * 2
+    assert "the metric mean_of_batch is" in found.findings[0]
+    assert "Return the sum over targets and their number" in found.findings[0]
 
 
 def test_masked_targets_do_not_count() -> None:

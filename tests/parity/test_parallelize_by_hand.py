@@ -172,6 +172,46 @@ def test_local_styles_multiply_as_a_layer_of_its_own_product_does():
     assert run_ranks(_in_world_with, 4, styles_with_biases, True, timeout_seconds=120) == [True] * 4
 
 
+def vocabulary_by_hand(world):
+    """EmbeddingRowwise: an uneven vocabulary, a padding row, and a table that is too short."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from titanlite.parallelize import apply_tp
+    from titanlite.parallelize.styles import EmbeddingRowwise
+    from titanlite.training.gradient_norm import reduce_partial_gradients
+    from titanlite.training.shards import whole_tensor
+
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+    reports = []
+    for num_rows, padding in ((13, None), (13, 0), (13, 9), (13, 12), (3, 1)):
+
+        def build(num_rows=num_rows, padding=padding):
+            torch.manual_seed(0)
+            table = nn.Embedding(num_rows, 5, padding_idx=padding)
+            return nn.Sequential(table).double()
+
+        indices = torch.arange(2 * 16).reshape(16, 2) % num_rows
+        reference, model = build(), build()
+        expected = reference(indices)
+        expected.square().sum().backward()
+        reports.append(apply_tp(model, mesh, {"0": EmbeddingRowwise(scatter_dim=0)}))
+        own = model(indices)
+        assert own.shape == (16 // world.size, 2, 5)
+        own.square().sum().backward()
+        whole = DTensor.from_local(own, mesh, [Shard(0)]).full_tensor()
+        torch.testing.assert_close(whole, expected)
+        reduce_partial_gradients(model.parameters())
+        torch.testing.assert_close(whole_tensor(model[0].weight.grad), reference[0].weight.grad)
+    return [report.replicated for report in reports]
+
+
+def test_an_embedding_table_is_sharded_by_the_vocabulary():
+    assert on_ranks(vocabulary_by_hand) == [[(), (), (), (), ("0",)]] * 4
+
+
 def test_a_style_on_the_wrong_module_says_so():
     from titanlite.errors import TitanliteError
 
@@ -201,6 +241,7 @@ def refused_layers(world):
     from titanlite.parallelize import apply_tp
     from titanlite.parallelize.styles import (
         EmbeddingLocal,
+        EmbeddingRowwise,
         GatherColwise,
         NormLocal,
         RowwiseLocal,
@@ -243,6 +284,7 @@ def refused_layers(world):
         ),
         ("norm", ShiftedNorm(4), {"block.layer": NormLocal()}),
         ("embedding", nn.Embedding(4, 4, max_norm=1.0), {"block.layer": EmbeddingLocal(0)}),
+        ("table", nn.Embedding(4, 4, max_norm=1.0), {"block.layer": EmbeddingRowwise(0)}),
         ("named", NamedLinear(4, 4), {"block": GatherColwise(0, "layer")}),
     ):
         try:
@@ -266,6 +308,7 @@ def test_a_style_never_leaves_out_what_a_layer_computes():
     assert "a ShiftedNorm, has a forward of its own" in said["norm"]
     assert "SequenceParallel of torch" in said["norm"]
     assert "an Embedding, has max_norm set" in said["embedding"]
+    assert "an Embedding, has max_norm set" in said["table"]
     assert "named" not in said
 
 

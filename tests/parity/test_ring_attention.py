@@ -138,6 +138,119 @@ def test_bfloat16_is_as_exact_as_plain_bfloat16(rotate_method):
             assert error <= 1.5 * own_error, (case, what)
 
 
+def documents_of(lengths: list[list[int]]):
+    """Numbers of documents [B, T] of these lengths."""
+    import torch
+
+    return torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
+
+
+def document_errors(place: Place, cases: list[tuple]) -> list[tuple[list[float], list[str]]]:
+    """Per case the largest relative errors of (out, dq, dk, dv), and how each part was computed."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from titanlite.attention import make_layout, ring, ring_attention
+    from titanlite.ranks.world import open_world
+
+    found = []
+    of = ring._parts
+    with open_world(place) as world:
+        for layout_name, rotate_method, causal, num_kv_heads, lengths, dtype in cases:
+            layout, whole = make_layout(layout_name, world.size), documents_of(lengths)
+            num_local = whole.size(1) // world.size
+            tensors = full_tensors(world.size, num_local, dtype, num_kv_heads)
+            mask = (whole[:, :, None] == whole[:, None, :]).unsqueeze(1)
+            mask = mask.tril() if causal else mask
+
+            def dense(q, k, v, mask=mask):
+                return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+            parts: list[str] = []
+
+            def record(*arguments, parts=parts):
+                for tile, kernel, mask in of(*arguments):
+                    parts.append("whole" if mask is None else "masked")
+                    yield tile, kernel, mask
+
+            documents = layout.shard(whole, 1, world.rank)
+            local = [layout.shard(part, 2, world.rank) for part in tensors]
+            with patch.object(ring, "_parts", record):
+                own = with_gradients(
+                    lambda q, k, v, c=causal, y=layout, r=rotate_method, d=documents: (
+                        ring_attention(q, k, v, dist.group.WORLD, c, y, r, documents=d)
+                    ),
+                    *local,
+                )
+            exact = with_gradients(dense, *(part.double() for part in tensors))
+            errors = [
+                ((a - layout.shard(b, 2, world.rank)).abs().max() / b.abs().max()).item()
+                for a, b in zip(own, exact, strict=True)
+            ]
+            found.append((errors, parts[: len(parts) // 2]))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_documents_do_not_see_each_other(num_ranks):
+    """Against a dense mask; short documents leave rows without keys in most blocks."""
+    import torch
+
+    num_tokens = 6 * num_ranks
+    lengths = {
+        "one": [[num_tokens], [num_tokens]],
+        "halves, and all but one": [[num_tokens // 2] * 2, [num_tokens - 1, 1]],
+        "short": [[2, 1] * (num_tokens // 3), [1, 4, num_tokens - 5]],
+        "single tokens": [[1] * num_tokens, [num_tokens]],
+    }
+    cases = [
+        (*kinds, 2, of, dtype)
+        for kinds in product(LAYOUTS, ROTATE_METHODS, (True, False))
+        for of in lengths.values()
+        for dtype in (torch.float64, torch.float32)[: 2 if of == lengths["short"] else 1]
+    ]
+    limits = {torch.float64: 1e-13, torch.float32: 3e-6}
+    for of_rank in run_ranks(document_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS):
+        for case, (errors, parts) in zip(cases, of_rank, strict=True):
+            assert max(errors) <= limits[case[-1]], case
+            if case[4] == lengths["one"]:
+                assert "masked" not in parts
+
+
+def test_only_parts_with_a_document_in_common_are_computed():
+    import torch
+
+    def parts(layout, lengths, num_ranks=4):
+        cases = [(layout, "alltoall", True, 4, lengths, torch.float64)]
+        found = run_ranks(document_errors, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS)
+        assert max(max(of_rank[0][0]) for of_rank in found) <= 1e-13
+        return [of_rank[0][1] for of_rank in found]
+
+    # Contiguous shards of 6 tokens. One document each: no rank needs another's keys.
+    assert parts("none", [[6, 6, 6, 6]] * 2) == [["whole"]] * 4
+    # The second document begins in the second shard, and the third where the last shard does.
+    assert parts("none", [[8, 10, 6]] * 2) == [
+        ["whole"],
+        ["masked", "masked"],
+        ["whole", "masked"],
+        ["whole"],
+    ]
+
+
+def test_documents_in_triangles_cut_for_the_kernel():
+    import torch
+
+    cases = [
+        (layout, "alltoall", True, 2, [[700, 90, 410], [1199, 1]], torch.float64)
+        for layout in LAYOUTS
+    ]
+    for of_rank in run_ranks(document_errors, 2, cases, timeout_seconds=TIMEOUT_SECONDS):
+        for case, (errors, _) in zip(cases, of_rank, strict=True):
+            assert max(errors) <= 1e-13, case
+
+
 def mesh_axis_errors(place: Place) -> list[float]:
     """Largest relative errors on one axis of a 2D mesh; each row has its own sequence."""
     import torch
@@ -418,13 +531,18 @@ def check_operator(place: Place, rotate_method: str) -> None:
         settings = (dist.group.WORLD.group_name, "headtail", rotate_method, True, 0.3)
         for dtype in (torch.float32, torch.bfloat16):
             arguments = (q.to(dtype), kv.to(dtype), kv.to(dtype) + 1, *settings)
-            torch.library.opcheck(torch.ops.titanlite.ring_attention.default, arguments)
-            saved = [part.detach() for part in torch.ops.titanlite.ring_attention(*arguments)]
             inputs = [part.detach() for part in arguments[:3]]
-            torch.library.opcheck(
-                torch.ops.titanlite.ring_attention_backward.default,
-                (saved[0], *inputs, *saved, *settings),
-            )
+            for documents in (None, torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])):
+                torch.library.opcheck(
+                    torch.ops.titanlite.ring_attention.default, (*arguments, documents)
+                )
+                found = torch.ops.titanlite.ring_attention(*arguments, documents)
+                out, lse, whole = (part.detach() for part in found)
+                saved = *settings, None if documents is None else whole
+                torch.library.opcheck(
+                    torch.ops.titanlite.ring_attention_backward.default,
+                    (out, *inputs, out, lse, *saved),
+                )
 
 
 @pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
@@ -440,6 +558,7 @@ MISTAKES = {
     "heads": "H a multiple of K, not q [1, 4, 6, 8], k [1, 3, 6, 8]",
     "lengths": "H a multiple of K, not q [1, 4, 6, 8], k [1, 2, 4, 8]",
     "axes": "mesh: ring attention needs one axis, but this mesh has 2; select one",
+    "documents": "needs documents [B, T], here [1, 6], not [6]",
 }
 
 
@@ -464,6 +583,7 @@ def call_badly(place: Place) -> dict[str, str]:
             "heads": lambda: ring_attention(q, k[:, :1].expand(1, 3, 6, 8), k, mesh),
             "lengths": lambda: ring_attention(q, k[:, :, :4], k[:, :, :4], mesh),
             "axes": lambda: ring_attention(q, k, k, plane),
+            "documents": lambda: ring_attention(q, k, k, mesh, documents=torch.zeros(6)),
         }
         answers = {}
         for mistake, call in calls.items():

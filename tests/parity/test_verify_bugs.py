@@ -45,6 +45,13 @@ TIED: Sections = {
 }
 
 
+LLAMA3: Sections = {
+    "model": {"name": "llama3", "flavor": "tiny", "dim": 64, "n_layers": 2, "vocab_size": 33},
+    "experimental": {"custom_import": "packed_documents"},
+    "training": {"dataset": "packed_documents", "seq_len": 32, "local_batch_size": 8},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A bug, the plan to which it is applied, and a pattern for the diagnosis."""
@@ -137,6 +144,31 @@ CASES = [
         "the `positions` argument of stage 1 of the pipeline is missing, on the ranks with pp 1: "
         "each rank then counts its tokens from 0",
         {**ROTARY, "training": {"local_batch_size": 8}},
+    ),
+    Case(
+        bugs.rotary_angles_from_zero,
+        CP,
+        r"layers\.0\.attention\.rotary is the first module in forward order whose output differs",
+        LLAMA3,
+    ),
+    Case(
+        bugs.positions_for_the_first_stage_alone,
+        {**PP, **CP},
+        "the `positions` argument of stage 1 of the pipeline is missing, on the ranks with pp 1",
+        LLAMA3,
+        is_slow=True,
+    ),
+    Case(
+        bugs.documents_forgotten_on_a_hop,
+        CP,
+        r"layers\.0\.attention\.inner is the first module in forward order whose output differs",
+        LLAMA3,
+    ),
+    Case(
+        bugs.padding_counts_as_classes,
+        TP,
+        "every module output agrees, .* but the loss is .* the loss function, its targets or",
+        LLAMA3,
     ),
     Case(
         bugs.positions_from_zero_in_the_model,

@@ -86,6 +86,49 @@ def test_gradients_of_parts_of_the_keys_add_up(name):
         torch.testing.assert_close(joined, expected[index], rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["CPU flash", "plain"])
+@pytest.mark.parametrize("dtype", tolerance)
+@pytest.mark.parametrize("num_keys", [11, 600])
+def test_masked_keys_and_rows_without_keys(name, dtype, num_keys):
+    """The parts of the keys merge to the whole; in each part some queries have no key at all."""
+    exact = [p.to(dtype).double() for p in draw(9, num_keys, num_kv_heads=2)]
+    q, k, v = (part.clone().requires_grad_() for part in exact)
+    mask = torch.rand(2, 1, 9, num_keys, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[0, :, :4, : num_keys - 3] = False
+    mask[1, :, 5:, 7:] = False
+    mask[..., -1] |= ~mask.any(-1)
+    scores = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~mask, -torch.inf)
+    out, lse = scores.softmax(-1) @ v.repeat_interleave(2, 1), scores.logsumexp(-1)
+    grad_out = torch.randn_like(out).to(dtype)
+    grads = torch.autograd.grad(out, (q, k, v), grad_out.double())
+
+    kernel = by_name[name]
+    q, k, v = (part.to(dtype) for part in exact)
+    parts = [slice(0, num_keys - 3), slice(num_keys - 3, num_keys)]
+    # Rounded once, as in a ring.
+    kept = torch.promote_types(dtype, torch.float32)
+    merged = torch.zeros(q.shape, dtype=kept), torch.full(q.shape[:3], -torch.inf, dtype=kept)
+    for keys in parts:
+        arguments = k[:, :, keys], v[:, :, keys], False, 0.3, mask[..., keys]
+        block = kernel.forward(q, *arguments)
+        hidden = ~mask[..., keys].any(-1).expand(q.shape[:3])
+        assert hidden.any()
+        assert (block[1][hidden] == -torch.inf).all()
+        assert not block[0][hidden].any()
+        merge(*merged, *block)
+    found = [
+        kernel.backward(
+            *(grad_out, q, k[:, :, keys], v[:, :, keys], merged[0].to(dtype), merged[1]),
+            *(False, 0.3, mask[..., keys]),
+        )
+        for keys in parts
+    ]
+    found_grads = [sum(dq for dq, _, _ in found)]
+    found_grads += [torch.cat([of[index] for of in found], 2) for index in (1, 2)]
+    for a, b in zip((*merged, *found_grads), (out, lse, *grads), strict=True):
+        assert (a.double() - b).abs().max() <= 2 * tolerance[dtype] * b.abs().max()
+
+
 def test_merge_is_attention_over_both_parts_in_any_order():
     q, k, v = draw(6, 12)
     out, lse = attention_by_definition(q, k, v, False, 1.0)
@@ -138,6 +181,10 @@ def test_the_choice_of_kernel_is_told(monkeypatch):
     )
     assert explain_choice("cuda", torch.bfloat16, 20).startswith("plain (not CUDA flash")
     assert explain_choice("mps", torch.float32, 64) == "plain (no fused kernel is used on mps)"
+    assert explain_choice("cpu", torch.float64, 7, masked=True) == "CPU flash"
+    assert explain_choice("cuda", torch.bfloat16, 64, masked=True) == (
+        "CUDA memory-efficient (not CUDA flash, which takes no mask)"
+    )
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
     assert "needs compute capability 8.0" in explain_choice("cuda", torch.float16, 64)
     assert choose_kernel("cuda", torch.float16, 64).name == "CUDA memory-efficient"
@@ -146,12 +193,18 @@ def test_the_choice_of_kernel_is_told(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("CUDA flash", torch.bfloat16), ("CUDA memory-efficient", torch.float32)]
 )
-@pytest.mark.parametrize(("num_queries", "num_keys", "causal"), [(40, 40, True), (40, 24, False)])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "causal", "masked"),
+    [(40, 40, True, False), (40, 24, False, False), (40, 21, False, True)],
+)
 def test_cuda_kernels_are_called_as_their_operators_want(
-    name, dtype, num_queries, num_keys, causal
+    name, dtype, num_queries, num_keys, causal, masked
 ):
     """Checks values on a GPU; without one, checks shapes and signatures with fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if masked and not by_name[name].takes_masks:
+        pytest.skip("takes no mask")
 
     def tensors(device):
         generator = torch.Generator().manual_seed(0)
@@ -159,9 +212,15 @@ def test_cuda_kernels_are_called_as_their_operators_want(
         return [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
 
     def results(kernel, q, k, v):
-        out, lse = kernel.forward(q, k, v, causal, 0.25)
+        mask = None
+        if masked:
+            mask = torch.ones(2, 1, num_queries, num_keys, dtype=torch.bool, device=q.device)
+            mask = mask.tril(-3)
+        out, lse = kernel.forward(q, k, v, causal, 0.25, mask)
         assert lse.dtype == torch.float32
-        return out, lse, *kernel.backward(out, q, k, v, out, lse, causal, 0.25)
+        # In a ring, the final lse of a query is finite.
+        finite = lse.masked_fill(lse == -torch.inf, 0)
+        return out, finite, *kernel.backward(out, q, k, v, out, finite, causal, 0.25, mask)
 
     if torch.cuda.is_available():
         found = results(by_name[name], *tensors("cuda"))

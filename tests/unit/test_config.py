@@ -227,7 +227,7 @@ def test_keys_of_features_that_are_off_are_accepted_and_named(tmp_path: Path) ->
     file.write_text(IDLE_KEYS)
     config = load_config([f"--job.config_file={file}"])
     assert name_idle_keys(config) == (
-        "no effect here, because their TorchTitan feature is off: model.hf_assets_path, "
+        "no effect here, because their TorchTitan feature is off: "
         "parallelism.expert_tensor_parallel_degree, quantize.linear.mx.recipe_name, "
         "quantize.linear.mx.filter_fqns, quantize.grouped_mm.float8.fqns, "
         "fault_tolerance.group_size"

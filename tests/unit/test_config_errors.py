@@ -27,7 +27,21 @@ def _known_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines that list what there is stay as they are when a model or a data set is added."""
     for registry, names in (
         (models.MODELS, ("image_transformer",)),
-        (DATASETS, ("digits", "photos", "cifar10", "synthetic")),
+        (
+            DATASETS,
+            (
+                "digits",
+                "photos",
+                "cifar10",
+                "synthetic",
+                "pydoc",
+                "text",
+                "tokens",
+                "c4",
+                "c4_test",
+                "c4_validation",
+            ),
+        ),
     ):
         # Last first, because the names return in the opposite order.
         for name in [name for name in reversed(registry) if name not in names]:
@@ -72,7 +86,7 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ("[model]\ndim = 0", ["model.dim: 0 is out of range; give an integer of at least 1"]),
     ("[model]\nnorm_eps = -1.0", ["model.norm_eps: -1.0 is out of range; give a number above 0"]),
     ("[sampling]\nnum_samples = -1", ["sampling.num_samples: -1 is out of range; give an integer of at least 0"]),
-    ("[sampling]\ntemperature = 0.0", ["sampling.temperature: 0.0 is out of range; give a number above 0"]),
+    ("[sampling]\ntemperature = -1.0", ["sampling.temperature: -1.0 is out of range; give a number of at least 0"]),
     ("[activation_checkpoint]\nmemory_budget = 2", ["activation_checkpoint.memory_budget: 2 is out of range; give a number of at least 0 and at most 1"]),
     ('[job]\ndump_folder = ""', ['job.dump_folder: "" is empty; give a string that is not empty']),
     ('[training]\ndtype = "float8"', ['training.dtype: "float8" is not one of its values; give "float32", "float64" or "bfloat16"']),
@@ -100,7 +114,8 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ('[model]\nname = "llama4"', ['model.name: "llama4" is a TorchTitan model that titanlite does not have; give "image_transformer", or set experimental.custom_import to a module that registers your model']),
     ('[model]\nflavor = "8B"', ['model.flavor: image_transformer has no flavor "8B"; give "digits", "cifar" or "debug"']),
     ('[model]\nflavor = "digit"', ['model.flavor: image_transformer has no flavor "digit"; did you mean "digits"?']),
-    ('[training]\ndataset = "c4"', ['training.dataset: "c4" is a TorchTitan data set that titanlite does not have; give "digits", "photos", "cifar10" or "synthetic"']),
+    ('[training]\ndataset = "cc12m-wds"', ['training.dataset: "cc12m-wds" is a TorchTitan data set that titanlite does not have; give "digits", "photos", "cifar10", "synthetic", "pydoc", "text", "tokens", "c4", "c4_test" or "c4_validation"']),
+    ('[training]\ndataset = "c4"', ['training.dataset_path: is not set, but "c4" is read from disk; give its folder', 'training.dataset: "c4" has text, but the model takes images; set training.dataset to "digits" or "synthetic", or model.name to a language model']),
     ('[training]\ndataset = "photo"', ['training.dataset: there is no data set "photo"; did you mean "photos"?']),
     ('[experimental]\ncustom_import = "no_such_package.model"', ['experimental.custom_import: importing "no_such_package.model" failed with ModuleNotFoundError (No module named \'no_such_package\'); give a module that can be imported from "{CWD}"']),
     ("[parallelism]\npipeline_parallel_degree = 8", ["parallelism.pipeline_parallel_degree: 8 stages for 4 blocks, embeddings counted as 1 and output as 1; give fewer ranks, or a model of at least 6 blocks"]),
@@ -193,7 +208,10 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ("[training]\n[training]", ["job.config_file: \"{FILE}\" line 2 is not TOML: cannot declare ('training',) twice; correct \"[training]\""]),
     ('name = "open', ['job.config_file: "{FILE}" line 1 is not TOML: unterminated string; correct "name = \\"open"']),
     ("= 3", ['job.config_file: "{FILE}" line 1 is not TOML: invalid statement; correct "= 3"']),
-    ('[validation]\nenable = true\ndataset = "c4_validation"', ['validation.dataset: "c4_validation" is a TorchTitan data set that titanlite does not have; give "digits", "photos", "cifar10" or "synthetic"']),
+    ('[validation]\nenable = true\ndataset = "coco-validation"', ['validation.dataset: "coco-validation" is a TorchTitan data set that titanlite does not have; give "digits", "photos", "cifar10", "synthetic", "pydoc", "text", "tokens", "c4", "c4_test" or "c4_validation"']),
+    ('[sampling]\nprompt = "The"', ['sampling.prompt: "digits" is not text; remove this key']),
+    ('[sampling]\nnum_tokens = 9', ['sampling.num_tokens: "digits" is not text; remove this key']),
+    ('[training]\nattend_across_documents = false', ['training.attend_across_documents: "digits" has no documents; remove this key, or train on text']),
     ('[activation_checkpoint]\nselective_ac_option = "0"', ['activation_checkpoint.selective_ac_option: "0" is not one of its values; give "op", or a positive integer as a string such as "2"']),
     ("[model.rope]\ntheta = 1", ["model.rope: there is no such key; the keys of image_transformer are dim, num_layers, num_heads, num_kv_heads, ffn_hidden_dim, vocab_size, image_height, image_width, image_channels, norm_eps, zero_init_output, dropout"]),
     ("[fault_tolerance]\nenable = true", ["fault_tolerance.enable: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),

@@ -125,6 +125,9 @@ def test_imports(path: Path) -> None:
         # That tokens are pixels is known to the image data sets alone.
         knows_images = name.startswith("titanlite/data/images/") or name.endswith("data/catalog.py")
         assert knows_images or not is_below(module, "titanlite.data.images"), f"{name}: {module}"
+        # That they are text, to the text data sets.
+        knows_text = name.startswith("titanlite/data/text/") or name.endswith("data/catalog.py")
+        assert knows_text or not is_below(module, "titanlite.data.text"), f"{name}: {module}"
         # One name for each class: the folder models/ is titanlite.models.
         assert not is_below(module, "models"), f"{name} imports {module}"
         assert not any(is_below(module, bad) for bad in rules(name)), f"{name} imports {module}"

@@ -16,7 +16,6 @@ from titanlite.errors import ConfigError
 from titanlite.observe.metrics import (
     MetricsLog,
     StepRecord,
-    bits_per_dim,
     check_extras,
     mfu,
     peak_flops_per_second,
@@ -44,15 +43,25 @@ def test_one_json_object_a_step_with_exactly_the_keys(tmp_path: Path) -> None:
         log.log(make_record(1))
         # Flushed at once: a run that is killed now has this step.
         assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 1
-        log.log(make_record(2, validation_loss=1.4, bits_per_dim=2.02, flops_per_second=3e9))
+        log.log(
+            make_record(
+                2, validation_loss=1.4, measures={"bits_per_dim": 2.02}, flops_per_second=3e9
+            )
+        )
     rows = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert list(rows[0]) == plain
-    assert list(rows[1]) == [*plain, "validation_loss", "bits_per_dim", "flops_per_second"]
+    assert list(rows[1]) == [*plain, "validation_loss", "flops_per_second", "bits_per_dim"]
     assert rows[1]["loss"] == 1.25
 
 
 def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
-    records = [make_record(i, loss=math.pi / i, mfu=0.1 * i) for i in range(1, 5)]
+    records = [
+        make_record(i, loss=math.pi / i, mfu=0.1 * i, measures={"bits_per_byte": 0.7 * i})
+        for i in range(1, 5)
+    ]
+    records.append(
+        make_record(5, tokens_per_second=None, samples_per_second=3.0, validation_metrics={"x": 2})
+    )
     with MetricsLog(tmp_path) as log:
         for record in records:
             log.log(record)
@@ -296,10 +305,6 @@ def test_peaks_are_those_of_the_data_sheets(name: str, teraflops: float | None) 
 def test_mfu_is_a_fraction_of_all_gpus_peak_and_none_where_unknown() -> None:
     assert mfu(989e12, "NVIDIA H100 80GB HBM3", 2) == pytest.approx(0.5)
     assert mfu(1e12, "cpu", 1) is None
-
-
-def test_bits_per_dim_of_a_uniform_guess_is_log2_of_the_vocabulary() -> None:
-    assert bits_per_dim(math.log(256)) == pytest.approx(8.0, rel=1e-15)
 
 
 def test_peak_memory_on_cpu_is_bytes_of_this_process() -> None:

@@ -112,7 +112,8 @@ def run_steps(stream: TextIO, color: bool = True, fail: BaseException | None = N
         for step in range(1, 21):
             if step == 12 and fail is not None:
                 raise fail
-            extra = {"validation_loss": 1.5, "bits_per_dim": 2.164} if step == 8 else {}
+            measures = {"perplexity": 4.482, "bits_per_dim": 2.164}
+            extra = {"validation_loss": 1.5, "measures": measures} if step == 8 else {}
             progress.update(make_record(step, flops_per_second=3.4e12, mfu=0.41, **extra))
             if step == 9:
                 progress.print("a word in between")
@@ -128,7 +129,7 @@ def test_a_pipe_gets_plain_lines() -> None:
         "step  5/20  loss 0.5000  grad norm 0.5  lr 1.00e-03  12.3k tokens/s  3.40 TFLOP/s  "
         "MFU 41.0%  512 MiB a rank  0:00:08 left"
     )
-    assert "validation loss 1.5000  2.164 bits/dim" in lines[2]
+    assert "validation loss 1.5000  perplexity 4.482  2.164 bits/dim" in lines[2]
     assert lines[3] == "a word in between"
     assert lines[-1].endswith(" in all")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out.getvalue())
@@ -138,7 +139,10 @@ def test_a_pipe_gets_plain_lines() -> None:
 def test_a_terminal_gets_one_bar_that_ends_clean() -> None:
     raw = see_on_terminal(run_steps)
     screen = final_screen(raw)
-    assert screen[:2] == ["step 8: validation loss 1.5000  2.164 bits/dim", "a word in between"]
+    assert screen[:2] == [
+        "step 8: validation loss 1.5000  perplexity 4.482  2.164 bits/dim",
+        "a word in between",
+    ]
     assert re.fullmatch(r"step 20/20 \u2501+ 0:00:\d\d in all", screen[2])
     assert screen[3].startswith("loss 0.1250  grad norm 0.5  lr 1.00e-03  12.3k tokens/s")
     assert screen[4:] == ["512 MiB a rank", ""]

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from titanlite.config import JobConfig
+from titanlite.data.spec import DatasetSpec
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageTransformer
 from titanlite.sampling import generate as sample
+from titanlite.sampling.choice import Choice
 from titanlite.sampling.generate import Pace, generate, sample_sequences
 from titanlite.training.initialize import generator_for
 
@@ -102,8 +105,8 @@ def test_a_rank_that_is_asked_to_stop_leaves_off(model, monkeypatch):
             rank=0, size=1, device=torch.device("cpu"), set_timeout=lambda *limit: None
         ),
         resolved=SimpleNamespace(seq_len=NUM_TOKENS),
-        data=SimpleNamespace(prompt_length=1, fields={}, has_tokens=True),
-        config=SimpleNamespace(debug=SimpleNamespace(seed=0)),
+        data=DatasetSpec("own", "", build="none"),
+        config=SimpleNamespace(debug=SimpleNamespace(seed=0), sampling=JobConfig().sampling),
         dataset=SimpleNamespace(sample=lambda index: torch.zeros(NUM_TOKENS, dtype=torch.long)),
     )
     monkeypatch.setattr(sample, "TOKENS_AT_ONCE", NUM_TOKENS)
@@ -126,3 +129,70 @@ def test_a_rank_that_is_asked_to_stop_leaves_off(model, monkeypatch):
 def test_another_batch_is_begun_only_while_half_the_time_is_left():
     assert Pace(100, Clock(10)).allows_another()
     assert not Pace(10, Clock(10)).allows_another()
+
+
+LOGITS = torch.tensor([[3.0, 1.0, 2.0, 2.5, -torch.inf, 9.0]])
+
+
+def kept(**options: Any) -> list[int]:
+    """The tokens that may be sampled; the last logit is padding of the vocabulary."""
+    logits = Choice(vocab_size=5, **options).keep(LOGITS)
+    return logits[0].isfinite().nonzero().flatten().tolist()
+
+
+def test_tokens_that_may_be_sampled():
+    assert kept() == [0, 1, 2, 3]
+    assert kept(top_k=2) == [0, 3]
+    assert kept(top_k=9) == [0, 1, 2, 3]
+    # Probabilities of 0, 3, 2 and 1: 0.474, 0.287, 0.174, 0.064.
+    assert kept(top_p=0.4) == [0]
+    assert kept(top_p=0.5) == [0, 3]
+    assert kept(top_p=0.8) == [0, 2, 3]
+    assert kept(top_p=0.8, top_k=2) == [0, 3]
+    # Nothing is so unlikely that nothing is left.
+    assert kept(top_p=1e-9) == [0]
+    # A higher temperature makes the others likelier.
+    assert kept(top_p=0.5, temperature=9.0) == [0, 3]
+    assert kept(top_p=0.6, temperature=9.0) == [0, 2, 3]
+
+
+def test_tokens_are_sampled_as_often_as_they_are_likely():
+    choice, count = Choice(temperature=0.5, top_k=3, vocab_size=5), 4000
+    generators = [torch.Generator().manual_seed(0)] * count
+    drawn = torch.bincount(choice(LOGITS.expand(count, -1), generators).flatten(), minlength=6)
+    expected = choice.keep(LOGITS).softmax(-1)[0]
+    assert drawn[expected == 0].sum() == 0
+    # Four standard deviations.
+    assert ((drawn / count - expected).abs() <= 4 * (expected / count).sqrt()).all()
+
+
+def test_at_temperature_0_the_likeliest_token_is_taken_and_no_random_number():
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    assert Choice(0, vocab_size=5)(LOGITS, [generator]).tolist() == [[0]]
+    assert Choice(0)(LOGITS, [generator]).tolist() == [[5]]
+    assert torch.equal(generator.get_state(), before)
+
+
+class Counting(torch.nn.Module):
+    """The next token is one more; row i of the prompt begins with i."""
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot((tokens_BT + 1) % 8, 8).float()
+
+
+def test_a_sample_ends_with_its_end_token_and_sampling_with_the_last_row():
+    start = torch.tensor([[3], [5]])
+    generators = [generator_for(0, "x")] * 2
+    seen: list[list[int]] = []
+    tokens = generate(
+        Counting(),
+        start,
+        9,
+        generators,
+        Choice(0),
+        end_token=6,
+        on_new=lambda new: seen.append(new.flatten().tolist()),
+    )
+    assert tokens.tolist() == [[3, 4, 5, 6, 6, 6, 6, 6, 6], [5, 6, 6, 6, 6, 6, 6, 6, 6]]
+    assert seen == [[4, 6], [5, 6], [6, 6]]

@@ -22,23 +22,42 @@ class CausalAttention(nn.Module):
         `documents` [B, T], for as many queries as keys, are the numbers of the tokens' documents
         within their sequence. A query then attends only to keys of its own document.
         """
-        num_queries, num_keys = q_BHTE.size(2), k_BKSE.size(2)
-        # A single query is the last position and attends to every key.
-        is_plain = documents is None and num_queries in (num_keys, 1)
-        mask = None
-        if not is_plain:
-            earlier = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHTE.device)
-            mask = earlier.tril(num_keys - num_queries)
-            if documents is not None:
-                mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
-        return F.scaled_dot_product_attention(
-            q_BHTE,
-            k_BKSE,
-            v_BKSE,
-            attn_mask=mask,
-            is_causal=is_plain and num_queries == num_keys,
-            enable_gqa=q_BHTE.size(1) != k_BKSE.size(1),
-        )
+        return attend(q_BHTE, k_BKSE, v_BKSE, documents=documents)
+
+
+def attend(
+    q_BHTE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Attention of one rank, causal or not, within documents [B, T] if these are given."""
+    num_queries, num_keys = q_BHTE.size(2), k_BKSE.size(2)
+    mask = None
+    # A single query is the last position and attends to every key.
+    if is_causal and (documents is not None or num_queries not in (num_keys, 1)):
+        earlier = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHTE.device)
+        mask = earlier.tril(num_keys - num_queries)
+    if documents is not None:
+        mask_BTT = same_document(documents, documents)
+        mask = mask_BTT if mask is None else mask_BTT & mask
+    return F.scaled_dot_product_attention(
+        q_BHTE,
+        k_BKSE,
+        v_BKSE,
+        attn_mask=mask,
+        is_causal=is_causal and mask is None and num_queries == num_keys,
+        scale=scale,
+        enable_gqa=q_BHTE.size(1) != k_BKSE.size(1),
+    )
+
+
+def same_document(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """A mask [B, 1, T, S], true where query [B, T] and key [B, S] have the same document."""
+    return of_queries[:, None, :, None] == of_keys[:, None, None, :]
 
 
 class KeyValueCache:

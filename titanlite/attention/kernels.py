@@ -5,7 +5,8 @@ neither returns the log-sum-exp nor has a backward pass for a subset of the keys
 picks the kernel for a device, dtype and head size; `explain_choice` explains the choice.
 
 Shapes: B batch, H query heads, K key/value heads (H a multiple of K), T queries, S keys, E head
-size; lse is [B, H, T] in the accumulator's dtype.
+size; lse is [B, H, T] in the accumulator's dtype; a mask is [B, 1, T, S], and true where a query
+attends to a key.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def choose_kernel(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> Kernel:
+def choose_kernel(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, masked: bool = False
+) -> Kernel:
     """The fastest kernel that supports these inputs; the plain kernel supports all."""
-    return next(
-        kernel for kernel in KERNELS if not kernel.refusal(torch.device(device), dtype, head_dim)
-    )
+    inputs = torch.device(device), dtype, head_dim
+    return next(kernel for kernel in KERNELS if not kernel.why_not(*inputs, masked))
 
 
-def explain_choice(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> str:
+def explain_choice(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, masked: bool = False
+) -> str:
     """One line: the kernel that `choose_kernel` picks, and why the faster ones do not apply."""
-    chosen = choose_kernel(device, dtype, head_dim)
+    chosen = choose_kernel(device, dtype, head_dim, masked)
     device = torch.device(device)
     refusals = [
-        f"not {kernel.name}, which {kernel.refusal(device, dtype, head_dim)}"
+        f"not {kernel.name}, which {kernel.why_not(device, dtype, head_dim, masked)}"
         for kernel in KERNELS[: KERNELS.index(chosen)]
         if kernel.device_type == device.type
     ]
@@ -51,11 +55,18 @@ class Kernel(ABC):
 
     `smallest_triangle` is the number of keys down to which splitting a causal square into two
     triangles and a square is faster; None if the kernel skips the masked half by itself.
+    `takes_masks`: whether it supports a mask.
     """
 
     name: ClassVar[str]
     device_type: ClassVar[str | None] = None
     smallest_triangle: ClassVar[int | None] = None
+    takes_masks: ClassVar[bool] = True
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
+        """Why this kernel is not chosen for these inputs; empty if it can be."""
+        reason = self.refusal(device, dtype, head_dim)
+        return reason or ("takes no mask" if masked and not self.takes_masks else "")
 
     @abstractmethod
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -63,11 +74,18 @@ class Kernel(ABC):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out [B, H, T, E], lse [B, H, T]) of q [B, H, T, E], k and v [B, K, S, E].
 
-        With `causal` (T = S), each query attends to the keys up to its own index.
+        With `causal` (T = S), each query attends to the keys up to its own index. With a `mask`,
+        which excludes `causal`, a query may have no key: its out is 0 and its lse -inf.
         """
 
     @abstractmethod
@@ -81,6 +99,7 @@ class Kernel(ABC):
         lse: Tensor,
         causal: bool,
         scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The contribution of these keys to (dq, dk, dv), given out and lse over all keys.
 
@@ -104,9 +123,20 @@ class CpuFlash(Kernel):
         return "" if dtype in self.dtypes else "needs float16, bfloat16, float32 or float64"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        bias = None if mask is None else _bias_of(mask, q)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+        )
+        # The kernel returns an lse of 0 for a query without keys.
+        return (out, lse) if mask is None else _hide_empty_rows(out, lse, mask)
 
     def backward(
         self,
@@ -118,9 +148,11 @@ class CpuFlash(Kernel):
         lse: Tensor,
         causal: bool,
         scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        bias = None if mask is None else _bias_of(mask, q)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
+            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
 
 
@@ -129,6 +161,7 @@ class CudaFlash(Kernel):
 
     name = "CUDA flash"
     device_type = "cuda"
+    takes_masks = False
 
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         if device.type != "cuda":
@@ -142,7 +175,13 @@ class CudaFlash(Kernel):
         return ""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return out, lse
@@ -157,6 +196,7 @@ class CudaFlash(Kernel):
         lse: Tensor,
         causal: bool,
         scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout, the kernel does not read the random state but checks its shape.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -185,13 +225,20 @@ class CudaEfficient(Kernel):
         return f"needs a head size that is a multiple of {multiple}" if head_dim % multiple else ""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         k, v = _repeat_heads(k, q), _repeat_heads(v, q)
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
+            q, k, v, self._bias(mask, q), True, 0.0, causal, scale=scale
         )
-        return out, lse.narrow(2, 0, q.size(2))
+        lse = lse.narrow(2, 0, q.size(2))
+        return (out, lse) if mask is None else _hide_empty_rows(out, lse, mask)
 
     def backward(
         self,
@@ -203,6 +250,7 @@ class CudaEfficient(Kernel):
         lse: Tensor,
         causal: bool,
         scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_kv_heads = k.size(1)
         k, v = _repeat_heads(k, q), _repeat_heads(v, q)
@@ -210,10 +258,18 @@ class CudaEfficient(Kernel):
         lse = F.pad(lse, (0, -lse.size(2) % self.lse_alignment), value=torch.inf)
         no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, k, v, None, out, lse, no_seed, no_seed,
+            grad_out, q, k, v, self._bias(mask, q), out, lse, no_seed, no_seed,
             0.0, [True, True, True, False], causal, scale=scale,
         )  # fmt: skip
         return dq, _sum_heads(dk, num_kv_heads), _sum_heads(dv, num_kv_heads)
+
+    def _bias(self, mask: Tensor | None, q: Tensor) -> Tensor | None:
+        """The bias [B, H, T, S]; rows start at multiples of 16 elements, as the kernel requires."""
+        if mask is None:
+            return None
+        num_keys = mask.size(3)
+        bias = _bias_of(F.pad(mask, (0, -num_keys % 16)), q).narrow(3, 0, num_keys)
+        return bias.expand(-1, q.size(1), -1, -1)
 
 
 class Plain(Kernel):
@@ -225,12 +281,19 @@ class Plain(Kernel):
         return ""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, causal, scale)
+        scores = self._scores(q, k, causal, scale, mask)
         lse = scores.logsumexp(-1)
         weights = torch.exp(scores - lse.unsqueeze(-1))
-        return (weights @ _repeat_heads(v, q).to(weights.dtype)).to(q.dtype), lse
+        out = (weights @ _repeat_heads(v, q).to(weights.dtype)).to(q.dtype)
+        return (out, lse) if mask is None else _hide_empty_rows(out, lse, mask)
 
     def backward(
         self,
@@ -242,8 +305,9 @@ class Plain(Kernel):
         lse: Tensor,
         causal: bool,
         scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = torch.exp(self._scores(q, k, causal, scale) - lse.unsqueeze(-1))
+        weights = torch.exp(self._scores(q, k, causal, scale, mask) - lse.unsqueeze(-1))
         grad_out = grad_out.to(weights.dtype)
         correction = (grad_out * out.to(weights.dtype)).sum(-1, keepdim=True)
         grad_weights = grad_out @ _repeat_heads(v, q).to(weights.dtype).mT
@@ -253,13 +317,29 @@ class Plain(Kernel):
         dv = _sum_heads(weights.mT @ grad_out, v.size(1))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    def _scores(
+        self, q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None
+    ) -> Tensor:
         dtype = accumulator_dtype(q.dtype)
         scores = q.to(dtype) @ _repeat_heads(k, q).to(dtype).mT * scale
         if causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores.masked_fill_(future, -torch.inf)
+        if mask is not None:
+            scores.masked_fill_(~mask, -torch.inf)
         return scores
+
+
+def _bias_of(mask: Tensor, q: Tensor) -> Tensor:
+    """A mask as values to add to the scores: 0 where a query attends to a key, else -inf."""
+    bias = torch.zeros_like(mask, dtype=q.dtype)
+    return bias.masked_fill_(mask.logical_not(), -torch.inf)
+
+
+def _hide_empty_rows(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) with the values 0 and -inf for queries without keys, so that `merge` is exact."""
+    is_empty = mask.any(-1).logical_not()
+    return out.masked_fill(is_empty.unsqueeze(-1), 0), lse.masked_fill(is_empty, -torch.inf)
 
 
 def _repeat_heads(kv: Tensor, q: Tensor) -> Tensor:

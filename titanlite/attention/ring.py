@@ -6,6 +6,10 @@ operator with its own backward pass: autograd saves only q, k, v, out and lse, t
 opaque call, and selective activation checkpointing can save it by name:
 `torch.ops.titanlite.ring_attention.default`.
 
+With several documents in a sequence, a query attends only to its own document. The ranks
+all-gather the documents' numbers once per call. Each rank then skips the parts of a block without a
+visible pair and calls the faster kernel without a mask for parts in which all pairs are visible.
+
 Sources: Ring Attention (arXiv 2310.01889), pass-KV (arXiv 2411.01783).
 Shapes: B batch, H query heads, K key/value heads, T local tokens, E head size; kv [2, B, S, K, E].
 """
@@ -13,18 +17,20 @@ Shapes: B batch, H query heads, K key/value heads, T local tokens, E head size; 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlite.attention.dense import attend, same_document
 from titanlite.attention.kernels import Kernel, accumulator_dtype, choose_kernel
 from titanlite.attention.layout import Layout, Tile, make_layout
-from titanlite.attention.rotation import Rotation, find_rotation
+from titanlite.attention.rotation import Rotation, find_rotation, gather_whole
 from titanlite.errors import ConfigError
 
 
@@ -37,19 +43,22 @@ def ring_attention(
     layout: str | Layout = "headtail",
     rotate_method: str = "alltoall",
     scale: float | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks: this rank's shard of attention.
 
     q is [B, H, T, E], k and v are [B, K, T, E] with H a multiple of K; the result is [B, H, T, E].
     All four are shards made by `layout.shard`. Every rank of the one-dimensional `mesh` must call
     this with the same shapes and settings; with one rank it is plain attention. The default of
-    `scale` is 1 / sqrt(E).
+    `scale` is 1 / sqrt(E). `documents` [B, T], a shard too, are the numbers of the tokens'
+    documents within their sequence; a query then attends only to keys of its own document.
 
     Raises ConfigError for an unknown layout or rotate method, for a layout made for another number
     of ranks, and for an odd number of local tokens if the layout needs two chunks per rank;
     ValueError for shapes that do not match.
     """
-    return RingAttention(mesh, layout, rotate_method)(q, k, v, causal, scale)
+    ring = RingAttention(mesh, layout, rotate_method)
+    return ring(q, k, v, causal, scale, documents=documents)
 
 
 class RingAttention(nn.Module):
@@ -104,31 +113,28 @@ class RingAttention(nn.Module):
 
         Takes the arguments of torch.nn.functional.scaled_dot_product_attention too. Whether it is
         causal is set by the call, or else by the constructor. Fewer heads in k and v than in q are
-        always grouped. Raises ConfigError for a mask or dropout, which it does not have.
+        always grouped. With `documents` [B, T], a query attends only to keys of its own document.
+        Raises ConfigError for any other mask or dropout, which it does not have.
         """
-        if attn_mask is not None or documents is not None or dropout_p:
-            what = "a mask" if not dropout_p else f"dropout of {dropout_p:g}"
+        if attn_mask is not None or dropout_p:
+            what = "a mask" if attn_mask is not None else f"dropout of {dropout_p:g}"
             raise ConfigError(
                 f"parallelism.context_parallel_degree: the attention module is called with {what}, "
                 "but ring attention has neither masks nor dropout; call it without"
             )
         given = causal if is_causal is None else is_causal
         causal = self.is_causal if given is None else given
-        _check_shapes(q, k, v)
+        _check_shapes(q, k, v, documents)
         if self.layout.num_ranks == 1:
-            grouped = q.size(1) != k.size(1)
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
-            )
+            return attend(q, k, v, is_causal=causal, scale=scale, documents=documents)
         if q.size(2) % self.layout.chunks_per_rank:
             raise ConfigError(
                 f"sequence length: {q.size(2)} tokens on a rank cannot be split into two equal "
                 f"chunks for the {self.layout.name} layout; shard the sequence with layout.shard"
             )
         scale = q.size(3) ** -0.5 if scale is None else scale
-        out, _ = torch.ops.titanlite.ring_attention(
-            q, k, v, self.group_name, self.layout.name, self.rotate_method, causal, scale
-        )
+        settings = (self.group_name, self.layout.name, self.rotate_method, causal, scale)
+        out, *_ = torch.ops.titanlite.ring_attention(q, k, v, *settings, documents)
         return out
 
     def extra_repr(self) -> str:
@@ -138,12 +144,17 @@ class RingAttention(nn.Module):
         )
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:
     expected = (q.size(0), k.size(1), q.size(2), q.size(3)) if q.dim() == k.dim() == 4 else None
     if expected is None or k.shape != expected or v.shape != expected or q.size(1) % k.size(1):
         raise ValueError(
             "ring attention needs q [B, H, T, E] and k, v [B, K, T, E] with H a multiple of K, "
             f"not q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if documents is not None and documents.shape != (q.size(0), q.size(2)):
+        raise ValueError(
+            f"ring attention needs documents [B, T], here {[q.size(0), q.size(2)]}, "
+            f"not {list(documents.shape)}"
         )
 
 
@@ -157,10 +168,11 @@ def _ring_attention(
     rotate_method: str,
     causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """(out [B, H, T, E], lse [B, H, T] in the accumulator's dtype)."""
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [B, H, T, E], lse [B, H, T] in the accumulator's dtype, documents of all [c, B, T])."""
     rotation = _make_rotation(group_name, layout, rotate_method, causal)
-    kernel = choose_kernel(q.device, q.dtype, q.size(3))
+    whole = None if documents is None else gather_whole(documents, rotation.group)
     q = _with_unit_stride(q)
     dtype = accumulator_dtype(q.dtype)
     out = _empty_heads_inside(q, dtype).zero_()
@@ -168,16 +180,15 @@ def _ring_attention(
 
     def visit(key_rank: int, kv: Tensor) -> None:
         k, v = kv.transpose(2, 3)
-        for tile in _tiles(rotation, key_rank, q, kernel):
+        for tile, kernel, mask in _parts(rotation, key_rank, q, whole):
             rows, keys = tile.queries, tile.keys
-            merge(
-                out[:, :, rows],
-                lse[:, :, rows],
-                *kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], tile.causal, scale),
+            found = kernel.forward(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], tile.causal, scale, mask
             )
+            merge(out[:, :, rows], lse[:, :, rows], *found)
 
     rotation.forward(_pack(k, v), visit)
-    return out.to(q.dtype), lse
+    return out.to(q.dtype), lse, _empty_documents(q) if whole is None else whole
 
 
 @torch.library.custom_op("titanlite::ring_attention_backward", mutates_args=())
@@ -193,9 +204,10 @@ def _ring_attention_backward(
     rotate_method: str,
     causal: bool,
     scale: float,
+    documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; `documents` are those of all ranks, [c, B, T]."""
     rotation = _make_rotation(group_name, layout, rotate_method, causal)
-    kernel = choose_kernel(q.device, q.dtype, q.size(3))
     q, grad_out = _with_unit_stride(q), _with_unit_stride(grad_out)
     dtype = accumulator_dtype(q.dtype)
     dq = _empty_heads_inside(q, dtype).zero_()
@@ -204,7 +216,7 @@ def _ring_attention_backward(
         k, v = kv.transpose(2, 3)
         dkv = torch.zeros_like(kv, dtype=dtype)
         dk, dv = dkv.transpose(2, 3)
-        for tile in _tiles(rotation, key_rank, q, kernel):
+        for tile, kernel, mask in _parts(rotation, key_rank, q, documents):
             rows, keys = tile.queries, tile.keys
             tile_dq, tile_dk, tile_dv = kernel.backward(
                 grad_out[:, :, rows],
@@ -215,6 +227,7 @@ def _ring_attention_backward(
                 lse[:, :, rows],
                 tile.causal,
                 scale,
+                mask,
             )
             dq[:, :, rows] += tile_dq
             dk[:, :, keys] += tile_dk
@@ -248,6 +261,32 @@ def _find_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def _parts(
+    rotation: Rotation, key_rank: int, q: Tensor, documents: Tensor | None
+) -> Iterator[tuple[Tile, Kernel, Tensor | None]]:
+    """The tiles of this rank's queries and `key_rank`'s keys, each with its kernel and its mask.
+
+    `documents` [c, B, T] are those of all ranks. A tile without a pair of one document is left out.
+    The mask is None if all pairs of the tile have one document; it contains a causal tile's
+    triangle. Nothing that is sent depends on this, so ranks may decide differently.
+    """
+    inputs = q.device, q.dtype, q.size(3)
+    kernel = choose_kernel(*inputs)
+    if documents is None:
+        yield from ((tile, kernel, None) for tile in _tiles(rotation, key_rank, q, kernel))
+        return
+    masked = choose_kernel(*inputs, masked=True)
+    own, theirs = documents[rotation.group.rank()], documents[key_rank]
+    for tile in _tiles(rotation, key_rank, q, kernel):
+        mask = same_document(own[:, tile.queries], theirs[:, tile.keys])
+        has_any, has_all = torch.stack([mask.any(), mask.all()]).tolist()
+        if has_all:
+            yield tile, kernel, None
+        elif has_any:
+            mask = mask.tril() if tile.causal else mask
+            yield replace(tile, causal=False), masked, mask
+
+
 def _tiles(rotation: Rotation, key_rank: int, q: Tensor, kernel: Kernel) -> list[Tile]:
     """The tiles of this rank's queries and `key_rank`'s keys, split where that saves work."""
     tiles = rotation.layout.tiles(rotation.group.rank(), key_rank, q.size(2), rotation.causal)
@@ -272,9 +311,27 @@ def _empty_heads_inside(like: Tensor, dtype: torch.dtype | None = None) -> Tenso
     return like.new_empty((b, t, h, e), dtype=dtype).transpose(1, 2)
 
 
+def _empty_documents(q: Tensor) -> Tensor:
+    return q.new_empty(0, dtype=torch.int64)
+
+
 @_ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *settings: object) -> tuple[Tensor, Tensor]:
-    return _empty_heads_inside(q), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group_name: str,
+    layout: str,
+    rotate_method: str,
+    causal: bool,
+    scale: float,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+    if documents is None:
+        return _empty_heads_inside(q), lse, _empty_documents(q)
+    num_ranks = _find_group(group_name).size()
+    return _empty_heads_inside(q), lse, documents.new_empty((num_ranks, *documents.shape))
 
 
 @_ring_attention_backward.register_fake
@@ -285,14 +342,18 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, *ctx.settings = inputs
+    q, k, v, *ctx.settings, documents = inputs
+    ctx.has_documents = documents is not None
     ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _differentiate(ctx, grad_out: Tensor, _) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.titanlite.ring_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-    return *grads, *(None for _ in ctx.settings)
+def _differentiate(ctx, grad_out: Tensor, *_) -> tuple[Tensor | None, ...]:
+    *saved, documents = ctx.saved_tensors
+    grads = torch.ops.titanlite.ring_attention_backward(
+        grad_out, *saved, *ctx.settings, documents if ctx.has_documents else None
+    )
+    return *grads, *(None for _ in ctx.settings), None
 
 
 @register_flop_formula(torch.ops.titanlite.ring_attention)

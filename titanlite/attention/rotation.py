@@ -32,6 +32,13 @@ Visit = Callable[[int, Tensor], None]
 VisitBackward = Callable[[int, Tensor], Tensor]
 
 
+def gather_whole(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks, [c, ...] in rank order."""
+    whole = tensor.new_empty((group.size(), *tensor.shape))
+    _all_gather(whole.flatten(0, 1), tensor.contiguous(), group=group)
+    return whole
+
+
 @dataclass(frozen=True)
 class Rotation(ABC):
     """Brings the keys and values of all ranks of `group` to this rank, block by block.

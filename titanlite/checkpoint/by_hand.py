@@ -1,170 +1,240 @@
-"""Hugging Face folders for a model outside a job: `titanlite.export`, `titanlite.load_weights`.
+"""Checkpoints of a training loop written by hand, in the format of a job's (docs/by_hand.md).
 
-The model may be plain or parallelized by hand: its parameters are tensors or DTensors. It is one of
-transformers, or of a class that is registered with an HFFormat and keeps its sizes as `config`.
+A checkpoint loads under any plan, is complete or absent, and has checksums. `titanlite convert`
+reads it, and a job can start from its weights (checkpoint.initial_load_path). Random generators are
+not saved.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from titanlite import models
-from titanlite.checkpoint.huggingface import SHARD_BYTES, FolderWriter
-from titanlite.checkpoint.storage import Piece
-from titanlite.checkpoint.weights import Names, opened_weights
+from titanlite.checkpoint import state
+from titanlite.checkpoint.folder import CheckpointFolder, Found, make_token
+from titanlite.checkpoint.manifest import (
+    BrokenCheckpointError,
+    FileRecord,
+    Manifest,
+    check_files,
+    own_version,
+)
+from titanlite.checkpoint.storage import first_failure, load, save, stored_tensors, told
 from titanlite.errors import TitanliteError
-from titanlite.hf_format import format_of, is_hf_folder
-from titanlite.models import load
-from titanlite.names import canonical_name
-from titanlite.tied import find_tied
-from titanlite.training.shards import local_part, offsets_of, whole_tensor
+from titanlite.training.shards import buffers_of, parameters_of
+
+T = TypeVar("T")
 
 
-def export(
-    model: nn.Module,
+class Loop(Protocol):
+    """What a loop trains with: a titanlite Trainer, or any object with these three."""
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The model, or this rank's pipeline stages of it."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """torch's Adam, AdamW or SGD."""
+
+    @property
+    def scheduler(self) -> LRScheduler:
+        """The learning rate schedule, a LambdaLR."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The step after which a checkpoint was saved, and the `samples_read` given then."""
+
+    step: int
+    samples_read: int
+
+
+def save_checkpoint(
     folder: str | Path,
+    step: int,
+    loop: Loop,
     *,
-    dtype: torch.dtype | None = None,
-    like: str | Path | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write `model` as a new Hugging Face folder, which from_pretrained reads.
+    samples_read: int = 0,
+    tied: Mapping[str, str] | None = None,
+    keep_latest: int = 0,
+) -> Path:
+    """Save weights, persistent buffers, optimizer and schedule as `folder`/step-`step`.
 
-    Every rank of the model's process group must call this: DTensors are gathered one by one, and
-    rank 0 writes files of up to `shard_bytes`, each of which it holds in memory. `dtype` is by
-    default that of the parameters. Tokenizer files and generation settings are copied from `like`,
-    another Hugging Face folder. When it returns, the folder is complete on rank 0's file system.
-
-    Raises TitanliteError if the folder exists, for a model without a format, for parameters without
-    values or of several dtypes, and if writing fails; on every rank.
+    Every rank of the default process group must call this; without one, a single process saves.
+    The folder must be the same on all ranks. `samples_read` is the place in the data. Under
+    pipeline parallelism, `tied` is `titanlite.tied.find_tied` of the plain model. All but the
+    `keep_latest` last checkpoints are removed; 0 keeps all. Raises TitanliteError on every rank if
+    any rank failed.
     """
-    folder, like = Path(folder), None if like is None else Path(like)
-    names, config = _format_of(model)
-    tied = find_tied(model)
-    parameters = {
-        canonical_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if name not in tied
-    }
-    dtypes = {parameter.dtype for parameter in parameters.values()}
-    if dtype is None and len(dtypes) != 1:
-        raise TitanliteError(
-            f"export: the parameters have several dtypes ({_listed(dtypes)}); give dtype"
-        )
-    if any(parameter.is_meta for parameter in parameters.values()):
-        raise TitanliteError("export: the model is on the meta device; give it values first")
-    if like is not None and not is_hf_folder(like):
-        raise TitanliteError(f"export: like, {like}, has no config.json; give a folder that has")
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    unfinished = folder.with_name(f"{folder.name}.new")
-    writers: list[FolderWriter] = []
-    problem = ""
+    place, ranks, token = CheckpointFolder(Path(folder)), _Ranks(), make_token()
+    (token,) = ranks.from_first(lambda: (token,))
+    trained = _Trained(loop, tied or {})
+    shapes = {name: list(tensor.shape) for name, tensor in trained.parameters.items()}
+    dtypes = {tensor.dtype for tensor in trained.parameters.values()}
+    everywhere: dict[str, list[int]] = {}
+    for of_rank in ranks.gathered(shapes):
+        everywhere |= of_rank
+    unfinished, final = place.unfinished(step, token), place.at(step)
 
-    def attempt(step: Callable[[], None]) -> None:
-        """On rank 0, unless an earlier step has failed."""
-        nonlocal problem
+    def seal(files: Mapping[str, FileRecord]) -> None:
+        manifest = Manifest(
+            step=step,
+            serial=place.next_serial(),
+            holds="training",
+            stored_as="dcp",
+            shapes=everywhere,
+            dtype=", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+            plan="a loop by hand",
+            num_ranks=ranks.size,
+            config={},
+            titanlite=own_version(),
+            torch=torch.__version__,
+            state=state.numbers_of(trained, samples_read),
+            files=dict(files),
+        )
+        place.commit(unfinished, final, manifest, token)
+        place.keep_latest(keep_latest, token)
+
+    ranks.from_first(lambda: place.path.mkdir(parents=True, exist_ok=True))
+    try:
+        pieces = {**state.weight_pieces(trained), **state.optimizer_pieces(trained)}
+        save(pieces, unfinished, ranks.group, seal)
+    except CheckpointException as error:
+        rank, cause = first_failure(error)
+        raise TitanliteError(f"saving {final} failed on rank {rank}: {told(cause)}") from error
+    return final
+
+
+def load_checkpoint(
+    folder: str | Path,
+    loop: Loop,
+    *,
+    step: int | None = None,
+    tied: Mapping[str, str] | None = None,
+) -> Loaded | None:
+    """Load the newest valid checkpoint of `folder`, or that of `step`; None if there is none.
+
+    Every rank must call this with the model already sharded, under any plan. Parameters, buffers,
+    optimizer state and schedule are set in place. Raises TitanliteError if `step` is missing or
+    invalid, if no checkpoint is valid though some exist, or if one is from another model or
+    optimizer.
+    """
+    ranks, trained = _Ranks(), _Trained(loop, tied or {})
+    found = ranks.from_first(lambda: _choose(CheckpointFolder(Path(folder)), step))
+    if found is None:
+        return None
+    manifest, path = found.manifest, found.path
+    assert manifest is not None
+    own: dict[str, list[int]] = {}
+    for of_rank in ranks.gathered({n: list(t.shape) for n, t in trained.parameters.items()}):
+        own |= of_rank
+    for name in sorted({*own, *manifest.shapes}):
+        here, there = own.get(name, "none"), manifest.shapes.get(name, "none")
+        if here != there:
+            raise TitanliteError(
+                f"{path} is from another model: {name} is {there} there and {here} here"
+            )
+    state.check_optimizer(trained, manifest.training_state.optimizer.name)
+    pieces = state.weight_pieces(trained)
+    stored = stored_tensors(path, manifest.files)
+    ranks.all_do(lambda: pieces.update(state.make_optimizer_state(trained, stored)))
+    try:
+        load(pieces, path, ranks.group)
+    except CheckpointException as error:
+        rank, cause = first_failure(error)
+        raise TitanliteError(f"loading {path} failed on rank {rank}: {told(cause)}") from error
+    ranks.all_do(lambda: state.check_counts(trained))
+    state.restore_schedule(trained, manifest.training_state.lr_scheduler)
+    return Loaded(manifest.step, manifest.training_state.dataloader)
+
+
+@dataclass
+class _Trained:
+    """A loop as state.Trained."""
+
+    trainer: Loop
+    tied: Mapping[str, str]
+    parameters: dict[str, nn.Parameter] = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.trainer.scheduler, LambdaLR):
+            kind = type(self.trainer.scheduler).__name__
+            raise TitanliteError(f"a schedule must be a LambdaLR, not a {kind}")
+        self.parameters = parameters_of(self.trainer.parts, self.tied)
+        self.buffers = buffers_of(self.trainer.parts)
+
+
+class _Ranks:
+    """The default process group; without one, a single process."""
+
+    def __init__(self) -> None:
+        is_alone = not dist.is_initialized()
+        self.group = None if is_alone else dist.group.WORLD
+        self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+
+    def gathered(self, value: T) -> list[T]:
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_first(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0; all ranks return its result, or raise its error."""
+        box: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = function()
+            except (TitanliteError, OSError) as error:
+                box[1] = error
+        if self.group is not None:
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def all_do(self, function: Callable[[], None]) -> None:
+        """Call `function` on every rank; if any fails, all raise the error of the lowest rank."""
+        failure: TitanliteError | None = None
         try:
-            if is_first and not problem:
-                step()
-        except OSError as error:
-            problem = f"writing {folder} failed: {error.strerror or error}"
+            function()
         except TitanliteError as error:
-            problem = str(error)
-
-    def begin() -> None:
-        if folder.exists() or unfinished.exists():
-            raise TitanliteError(f"{folder} or {unfinished} exists already; give another name")
-        shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        options: dict[str, Any] = {"buffers": _persistent_buffers(model)}
-        options["shard_bytes"] = shard_bytes
-        kind = dtype or next(iter(dtypes))
-        writers.append(FolderWriter(unfinished, shapes, names, kind, **options))
-
-    def end() -> None:
-        writers[0].finish(config, like)
-        unfinished.rename(folder)
-
-    attempt(begin)
-    _agree(problem)
-    # If rank 0 fails now, the others still gather with it, and learn of it at the end.
-    for name, parameter in parameters.items():
-        whole = whole_tensor(parameter.detach())
-        attempt(partial(lambda name, whole: writers[0].add(name, whole), name, whole))
-    attempt(end)
-    if problem and writers:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    _agree(problem)
+            failure = error
+        first = next(filter(None, self.gathered(failure)), None)
+        if first is not None:
+            raise first
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Load a Hugging Face folder, or a .safetensors file of one, into `model` in place.
-
-    Each rank reads only its shards of DTensors. Parameters may have another dtype than the file.
-    Raises ConfigError for missing and unexpected keys and wrong shapes, and TitanliteError for a
-    model without a format or without storage.
-    """
-    names, _ = _format_of(model)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise TitanliteError(
-            "load_weights: the model is on the meta device; call to_empty(device=...) on it, and "
-            "set its buffers"
-        )
-    further = find_tied(model)
-    parameters = {
-        canonical_name(n): p.detach() for n, p in model.named_parameters() if n not in further
-    }
-    tensors = {**parameters, **_persistent_buffers(model)}
-    pieces = {name: Piece(local_part(t), t.shape, offsets_of(t)) for name, t in tensors.items()}
-    tied = {canonical_name(name): canonical_name(first) for name, first in further.items()}
-    with opened_weights(Path(folder), names) as stored:
-        stored.refuse_unexpected(stored.names_of(pieces, tied))
-        stored.fill(pieces, parameters)
-
-
-def _format_of(model: Any) -> tuple[Names, dict[str, Any]]:
-    """Where the model's parameters are stored, and its config.json."""
-    config = getattr(model, "config", None)
-    if hasattr(config, "model_type") and hasattr(config, "to_json_string"):
-        from titanlite.models.hf.format import FORMAT, as_json
-
-        return Names(FORMAT), as_json(config)
-    # FSDP2 inserts its own class before the model's.
-    for spec in models.MODELS.values():
-        if spec.hf is not None and load(spec.build) in type(model).__mro__:
-            format = format_of(spec)
-            assert format is not None
-            return Names(format, config), format.config(config)
-    raise TitanliteError(
-        f"{type(model).__name__} has no Hugging Face format; give a model of transformers, or "
-        "register its class with hf=... and keep its sizes as `config`"
-    )
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        canonical_name(f"{prefix}.{name}" if prefix else name): buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-
-
-def _agree(problem: str) -> None:
-    """Raise rank 0's problem, if it has one, on every rank."""
-    box = [problem]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    if box[0]:
-        raise TitanliteError(f"export: {box[0]}")
-
-
-def _listed(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+def _choose(folder: CheckpointFolder, step: int | None) -> Found | None:
+    """The checkpoint to load; its files are checked."""
+    candidates = folder.newest_first()
+    if step is not None:
+        candidates = [found for found in candidates if found.step == step]
+        if not candidates:
+            raise TitanliteError(f"there is no step-{step} in {folder.path}")
+    refused = []
+    for found in candidates:
+        problem = found.reason
+        if found.manifest is not None:
+            try:
+                if found.manifest.holds != "training":
+                    raise BrokenCheckpointError("it holds only weights")
+                check_files(found.path, found.manifest.files, found.manifest.files)
+                stored_tensors(found.path, found.manifest.files)
+                return found
+            except BrokenCheckpointError as error:
+                problem = str(error)
+        refused.append(f"{found.path.name} cannot be used: {problem}")
+    if refused:
+        raise TitanliteError(f"no checkpoint in {folder.path} can be used: {'; '.join(refused)}")
+    return None

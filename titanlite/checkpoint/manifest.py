@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -83,11 +84,15 @@ class OptimizerState(_Record):
 
 
 class TrainingState(_Record):
-    """The training state apart from tensors: schedule steps, samples drawn, optimizer settings."""
+    """The training state apart from tensors: schedule steps, samples drawn, optimizer settings.
+
+    `data` identifies the training data, if the data set can tell.
+    """
 
     lr_scheduler: Count
     dataloader: Count
     optimizer: OptimizerState
+    data: Text = ""
 
 
 class Manifest(_Record):
@@ -230,3 +235,11 @@ def open_in_checkpoint(path: Path) -> BinaryIO:
 def _digest(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def own_version() -> str:
+    """The version of titanlite, for Manifest.titanlite."""
+    try:
+        return version("titanlite")
+    except PackageNotFoundError:  # run from a folder, not installed
+        return "unknown"

@@ -11,7 +11,6 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +22,7 @@ from titanlite.checkpoint import state
 from titanlite.checkpoint.folder import CheckpointFolder, look_at, make_token
 from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.huggingface import save_hf_folder
-from titanlite.checkpoint.manifest import FileRecord, Manifest
+from titanlite.checkpoint.manifest import FileRecord, Manifest, own_version
 from titanlite.checkpoint.staging import Copies
 from titanlite.checkpoint.start import start_from
 from titanlite.checkpoint.storage import Seal, first_failure, save, save_async, told
@@ -160,7 +159,7 @@ class Checkpoints:
             holds="training",
             stored_as="dcp",
             dtype=job.config.training.dtype,
-            state=state.numbers_of(job),
+            state=state.numbers_of(job, job.sampler.state, state.data_of(job)),
         )
         self._saving_to = self._folder.at(step)
         if in_background and self._section.async_mode != "disabled":
@@ -216,7 +215,7 @@ class Checkpoints:
             "plan": job.dims.describe(),
             "num_ranks": job.world.size,
             "config": job.config.model_dump(mode="json", exclude_unset=True),
-            "titanlite": _own_version(),
+            "titanlite": own_version(),
             "torch": torch.__version__,
         }
 
@@ -287,10 +286,3 @@ class Checkpoints:
                     "checkpoints are complete: the same command resumes from the newest"
                 ) from error
             raise TitanliteError(f"checkpoint: {line}") from error
-
-
-def _own_version() -> str:
-    try:
-        return version("titanlite")
-    except PackageNotFoundError:  # run from a folder, not installed
-        return "unknown"

@@ -184,6 +184,7 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
     if "lr_scheduler" not in left_out:
         state.restore_schedule(job, numbers.lr_scheduler)
     if "dataloader" not in left_out:
+        _check_same_data(job, path, manifest)
         job.sampler.state = numbers.dataloader
     return 0 if "train_state" in left_out else manifest.step
 
@@ -219,6 +220,19 @@ def _check_same_model(job: Job, path: Path, manifest: Manifest) -> None:
             "was trained with, or load only its weights into a new run with "
             "checkpoint.initial_load_path"
         )
+
+
+def _check_same_data(job: Job, path: Path, manifest: Manifest) -> None:
+    """Raises ConfigError if files of the training data have changed, but no key that names them."""
+    before, now = manifest.training_state.data, state.data_of(job)
+    changes = changed_keys(manifest.config, job.config)
+    if not before or before == now or any(c.startswith("training.dataset") for c in changes):
+        return
+    raise ConfigError(
+        f"training.dataset: the data have changed since {path.name} was saved: {before} then, "
+        f"{now or 'unknown'} now; restore them, or set checkpoint.exclude_from_loading = "
+        '["dataloader"] to read the new data from the start'
+    )
 
 
 def _check_model(job: Job, path: Path, manifest: Manifest) -> None:

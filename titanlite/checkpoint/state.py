@@ -8,21 +8,44 @@ and the sampler are a few numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlite.checkpoint.manifest import BrokenCheckpointError
 from titanlite.checkpoint.storage import Piece, Pieces
 from titanlite.errors import ConfigError
-from titanlite.job import Job
 from titanlite.training.shards import local_part, offsets_of
+
+if TYPE_CHECKING:
+    from titanlite.job import Job
+
+
+class Updates(Protocol):
+    """What updates the weights."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def scheduler(self) -> torch.optim.lr_scheduler.LRScheduler: ...
+
+
+class Trained(Protocol):
+    """What is trained on this rank: a Job, or the parts of a loop by hand (by_hand.py)."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
+    @property
+    def buffers(self) -> Mapping[str, Tensor]: ...
+    @property
+    def trainer(self) -> Updates: ...
+
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 
 
-def weight_pieces(job: Job, dtype: torch.dtype | None = None) -> Pieces:
+def weight_pieces(job: Trained, dtype: torch.dtype | None = None) -> Pieces:
     """This rank's shard of each parameter and persistent buffer; copied if `dtype` differs."""
     pieces = {}
     for name, tensor in {**job.parameters, **job.buffers}.items():
@@ -33,7 +56,7 @@ def weight_pieces(job: Job, dtype: torch.dtype | None = None) -> Pieces:
     return pieces
 
 
-def optimizer_pieces(job: Job) -> Pieces:
+def optimizer_pieces(job: Trained) -> Pieces:
     """This rank's shard of the optimizer state; empty before the first step."""
     return {
         f"{OPTIMIZER}.{name}.{key}": _piece(value)
@@ -66,8 +89,8 @@ def restore_rng(job: Job, pieces: Pieces) -> None:
             raise BrokenCheckpointError(f"{name} is not a valid generator state") from error
 
 
-def numbers_of(job: Job) -> dict[str, Any]:
-    """The values of TrainingState (manifest.py): schedule, sampler, and the optimizer's name."""
+def numbers_of(job: Trained, samples_read: int, data: str = "") -> dict[str, Any]:
+    """The values of TrainingState (manifest.py): schedule, optimizer, and the place in the data."""
     optimizer = job.trainer.optimizer
     settings = [
         {key: value for key, value in group.items() if key != "params"}
@@ -75,12 +98,18 @@ def numbers_of(job: Job) -> dict[str, Any]:
     ]
     return {
         "lr_scheduler": job.trainer.scheduler.last_epoch,
-        "dataloader": job.sampler.state,
+        "dataloader": samples_read,
         "optimizer": {"name": type(optimizer).__name__, "settings": settings[0]},
+        "data": data,
     }
 
 
-def restore_schedule(job: Job, last_epoch: int) -> None:
+def data_of(job: Job) -> str:
+    """Identifies the training data: a Dataset's `fingerprint`, or "" if it has none."""
+    return getattr(job.dataset, "fingerprint", "")
+
+
+def restore_schedule(job: Trained, last_epoch: int) -> None:
     """Restore the position in the schedule; the learning rate there follows the configuration."""
     scheduler: Any = job.trainer.scheduler
     rates = [
@@ -93,7 +122,9 @@ def restore_schedule(job: Job, last_epoch: int) -> None:
         group["lr"] = rate
 
 
-def make_optimizer_state(job: Job, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Pieces:
+def make_optimizer_state(
+    job: Trained, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> Pieces:
     """Allocate the optimizer state that `stored` has; returns the pieces to fill.
 
     State of its parameter's shape is sharded like the parameter. Raises BrokenCheckpointError if
@@ -132,7 +163,7 @@ def make_optimizer_state(job: Job, stored: Mapping[str, tuple[torch.Size, torch.
     return optimizer_pieces(job)
 
 
-def check_counts(job: Job) -> None:
+def check_counts(job: Trained) -> None:
     """Raises BrokenCheckpointError if a step count of the optimizer is not valid."""
     kept = job.trainer.optimizer.state.values()
     counts = [state["step"].float() for state in kept if isinstance(state.get("step"), Tensor)]
@@ -145,7 +176,7 @@ _ADAM = {"step": False, "exp_avg": True, "exp_avg_sq": True}
 _KEPT = {"Adam": _ADAM, "AdamW": _ADAM, "SGD": {"momentum_buffer": True}}
 
 
-def check_optimizer(job: Job, name: str) -> None:
+def check_optimizer(job: Trained, name: str) -> None:
     """Raises ConfigError if `name`, the optimizer that was saved, has another kind of state."""
     own = type(job.trainer.optimizer).__name__
     kept = {"Adam": "Adam", "AdamW": "Adam"}

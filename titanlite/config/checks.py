@@ -24,6 +24,7 @@ from titanlite.config.data import (
     own_length,
     sequence_length,
     source_problems,
+    spec_for,
     unlike_problems,
 )
 from titanlite.config.degrees import DEGREES
@@ -32,6 +33,7 @@ from titanlite.config.model import size_problems
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
+from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where, divisors
 from titanlite.registry import LOSSES, METRICS
@@ -187,20 +189,65 @@ def _validation_source(job: Draft) -> Iterator[str]:
         yield from source_problems("validation", dataset, path)
 
 
-@reads(MODEL, "training.dataset")
+DATA_KEYS = ("training.dataset", "training.attend_across_documents", "model.hf_assets_path")
+
+
+@reads(MODEL, *DATA_KEYS)
 def _data(job: Draft) -> Iterator[str]:
-    """The training data has the sequence length and token values that the model takes."""
+    """The training data has the sequence length and token values that the model takes, the
+    tokenizer can be read, and only text is split at documents."""
     dataset = job.config.training.dataset
     yield from fit_problems("training", dataset, job.config, job.model, job.seq_len)
 
 
-@reads(MODEL, "validation", "training.dataset")
+@reads(MODEL, "validation", *DATA_KEYS)
 def _validation_data(job: Draft) -> Iterator[str]:
     """The validation data has them too, and the same fields and loss as the training data."""
     config, dataset = job.config, job.config.validation_dataset
     if config.validation.enable and dataset != config.training.dataset:
         yield from fit_problems("validation", dataset, config, job.model, job.seq_len)
         yield from unlike_problems(config.training.dataset, dataset, config.training.loss)
+
+
+@reads(MODEL, "sampling", "training.seq_len", *DATA_KEYS)
+def _sampling(job: Draft) -> Iterator[str]:
+    """sampling.prompt and sampling.num_tokens are only for text, and fit the model."""
+    config, section = job.config, job.config.sampling
+    if config.training.dataset not in DATASETS:
+        return
+    prompt: list[int] = []
+    try:
+        spec = spec_for(config)
+        prompt = spec.start_tokens(section.prompt) or []
+    except ConfigError as error:
+        # fit_problems reports what is wrong with the data themselves.
+        yield from (line for line in error.problems if line.startswith("sampling."))
+        return
+    if section.num_tokens is None:
+        if len(prompt) >= job.seq_len:
+            yield (
+                f"sampling.prompt: it has {len(prompt):,} tokens, but a sample has "
+                f"{job.seq_len:,}; shorten it, or set sampling.num_tokens"
+            )
+        return
+    # Samples are drawn by the plain model: only its own limits count, not those of the plan.
+    known = size_problems(job.model, ParallelDims(), job.seq_len)
+    limits = size_problems(job.model, ParallelDims(), section.num_tokens)
+    own = own_length(job.model)
+    if spec.end_token is None:
+        yield f'sampling.num_tokens: "{spec.name}" is not text; remove this key'
+    elif own is not None and section.num_tokens > own:
+        yield (
+            f"sampling.num_tokens: {section.num_tokens:,} is more than the {own:,} tokens that the "
+            "model takes; give at most that"
+        )
+    elif new := [message for key, message in limits if (key, message) not in known]:
+        yield f"sampling.num_tokens: {new[0]}"
+    elif section.num_tokens <= len(prompt):
+        yield (
+            f"sampling.num_tokens: {section.num_tokens:,} is not more than the {len(prompt):,} "
+            f"tokens of the prompt; give at least {len(prompt) + 1:,}"
+        )
 
 
 @reads(MODEL, "training.seq_len", "training.dataset", "validation.enable", "validation.seq_len")

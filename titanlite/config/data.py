@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,10 @@ from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
 from titanlite.data.catalog import DATASETS
-from titanlite.data.spec import Misfit
+from titanlite.data.spec import DatasetSpec, JobKeys
+from titanlite.errors import ConfigError
 
-TORCHTITAN_DATASETS = (
-    *("c4", "c4_test", "c4_validation"),
-    *("cc12m-wds", "cc12m-test", "coco-validation"),
-)
+TORCHTITAN_DATASETS = ("cc12m-wds", "cc12m-test", "coco-validation")
 
 
 def source_problems(section: str, dataset: str, path: str | None) -> Iterator[str]:
@@ -37,10 +36,60 @@ def source_problems(section: str, dataset: str, path: str | None) -> Iterator[st
         yield f"{section}.dataset: there is no data set {name}; {advice}"
     elif info.needs_path and path is None:
         yield f"{section}.dataset_path: is not set, but {name} is read from disk; give its folder"
-    elif info.needs_path and path is not None and not Path(path).expanduser().is_dir():
-        yield f"{section}.dataset_path: {quote(path)} is not a folder; give the folder of {name}"
+    elif info.needs_path and path is not None and not _is_there(Path(path).expanduser(), info):
+        what = "a file or folder" if info.accepts_file else "a folder"
+        yield f"{section}.dataset_path: {quote(path)} is not {what}; give the folder of {name}"
     elif not info.needs_path and path is not None:
         yield f"{section}.dataset_path: {name} is not read from a folder; remove this key"
+
+
+def _is_there(path: Path, info: DatasetSpec) -> bool:
+    return path.is_dir() or (info.accepts_file and path.is_file())
+
+
+def spec_for(config: JobConfig, dataset: str | None = None) -> DatasetSpec:
+    """The spec of `dataset`, by default that of training, for this job.
+
+    Raises ConfigError if it cannot do what the job asks.
+    """
+    training = config.training
+    elsewhere = (config.validation_dataset, config.validation_dataset_path) != (
+        training.dataset,
+        training.dataset_path,
+    )
+    keys = JobKeys(
+        hf_assets_path=config.model.hf_assets_path,
+        attend_across_documents=training.attend_across_documents,
+        validates_elsewhere=elsewhere,
+        dump_folder=config.job.dump_folder,
+    )
+    return DATASETS[dataset or training.dataset].for_job(keys)
+
+
+def source_arguments(config: JobConfig, model: Any, seq_len: int, split: str) -> dict[str, Any]:
+    """The arguments of DatasetSpec.make and prepare for a split, "train" or "validation"."""
+    is_training = split == "train"
+    path = config.training.dataset_path if is_training else config.validation_dataset_path
+    section = "training"
+    if not is_training and (config.validation.dataset or config.validation.dataset_path):
+        section = "validation"
+    return {
+        "model": model,
+        "seq_len": seq_len,
+        "split": split,
+        "seed": config.debug.seed,
+        "path": path or "",
+        "path_key": f"{section}.dataset_path",
+    }
+
+
+def prepare_data(config: JobConfig, model: Any, seq_len: int) -> None:
+    """Do what can be done once before ranks start, such as tokenizing; raises ConfigError."""
+    splits = {"train": config.training.dataset}
+    if config.validation.enable:
+        splits["validation"] = config.validation_dataset
+    for split, dataset in splits.items():
+        spec_for(config, dataset).prepare(**source_arguments(config, model, seq_len, split))
 
 
 # TorchTitan's default of training.seq_len, if neither model nor data set fixes the length.
@@ -72,17 +121,24 @@ def fit_problems(
     section: str, dataset: str, config: JobConfig, model: Any, seq_len: int
 ) -> Iterator[str]:
     """Why the model cannot read the data set, with the changes that would help."""
-    misfit = _misfit(dataset, model, seq_len)
+    if dataset not in DATASETS:
+        return
+    try:
+        spec = spec_for(config, dataset)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    misfit = spec.misfit(model, seq_len)
     if misfit is None:
         return
-    fitting = [quote(name) for name in DATASETS if not _misfit(name, model, seq_len)]
+    fitting = [quote(name) for name in DATASETS if _fits(config, name, model, seq_len)]
     ways = [f"{section}.dataset to {one_of(fitting)}"] if fitting else []
     if section == "training":
         flavors = load_model_spec(config).load_flavors()
         whole = [
             quote(name)
             for name, flavor in flavors.items()
-            if not _misfit(dataset, flavor, sequence_length(config, flavor))
+            if spec.misfit(flavor, sequence_length(config, flavor)) is None
         ]
         if whole and not config.model.overrides:
             ways.append(f"model.flavor to {one_of(whole)}")
@@ -112,6 +168,10 @@ def unlike_problems(training: str, validation: str, loss: str | None) -> Iterato
     )
 
 
-def _misfit(dataset: str, model: Any, seq_len: int) -> Misfit | None:
-    spec = DATASETS.get(dataset)
-    return None if spec is None else spec.misfit(model, seq_len)
+def _fits(config: JobConfig, dataset: str, model: Any, seq_len: int) -> bool:
+    """Whether a data set can be suggested: it fits, and does not consist of a user's own files."""
+    if DATASETS[dataset].needs_path and DATASETS[dataset].accepts_file:
+        return False
+    with contextlib.suppress(ConfigError):
+        return spec_for(config, dataset).misfit(model, seq_len) is None
+    return False

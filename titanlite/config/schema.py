@@ -104,8 +104,10 @@ class Model(Section):
     flavor: str | None = key(
         None, "set of sizes of the model; default: its first", torchtitan="debugmodel"
     )
-    hf_assets_path: Inert[str] = key(
-        "./tests/assets/tokenizer", "folder of Hugging Face assets, such as a text tokenizer"
+    hf_assets_path: str | None = key(
+        None,
+        "folder of the text tokenizer, a tokenizer.json; if not set, tokens are bytes",
+        torchtitan="./tests/assets/tokenizer",
     )
     tokenizer_path: NotYet[str | None] = key(None, "text tokenizer; replaced by hf_assets_path")
     converters: Values[Literal["quantize.linear.float8"]] = key(
@@ -184,8 +186,15 @@ class Training(Section):
     """Data set, batch, sequence length, steps and dtypes"""
 
     loss: str | None = key(None, "registered loss; default: that of the data set", torchtitan=OWN)
-    dataset: str = key("digits", f"data set: {', '.join(DATASETS)}", torchtitan="c4_test")
-    dataset_path: str | None = key(None, "folder of a data set on disk (cifar10)")
+    dataset: str = key("digits", f"one of {', '.join(DATASETS)}", torchtitan="c4_test")
+    dataset_path: str | None = key(
+        None, "file or folder of a data set on disk (text, tokens, c4, c4_test, cifar10)"
+    )
+    attend_across_documents: bool = key(
+        True,
+        "text: whether tokens attend to earlier documents of their sequence",
+        torchtitan=OWN,
+    )
     local_batch_size: PositiveInt = key(8, "sequences per data-parallel rank and accumulation step")
     global_batch_size: CountOrMinusOne = key(
         -1,
@@ -506,8 +515,26 @@ class Sampling(Section):
     num_samples: NonNegativeInt = key(
         16, "number of samples to draw at the end; 0: none", torchtitan=OWN
     )
-    temperature: PositiveFloat = key(
-        1.0, "below 1: likelier tokens; above 1: more varied ones", torchtitan=OWN
+    temperature: NonNegativeFloat = key(
+        1.0,
+        "below 1: likelier tokens; above 1: more varied ones; 0: always the likeliest",
+        torchtitan=OWN,
+    )
+    top_k: PositiveInt | None = key(
+        None, "sample only from the top_k likeliest tokens; if not set, from all", torchtitan=OWN
+    )
+    top_p: float = key(
+        1.0,
+        "sample only from the likeliest tokens that together have this probability",
+        torchtitan=OWN,
+        gt=0,
+        le=1,
+    )
+    prompt: str = key("", "text that the samples continue", torchtitan=OWN)
+    num_tokens: PositiveInt | None = key(
+        None,
+        "tokens of a sample, with the prompt; if not set, those of a training sequence",
+        torchtitan=OWN,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from titanlite.config.keys import job_keys
 from titanlite.config.toml import quote
+from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError
 from titanlite.files import shown
 
@@ -23,12 +24,13 @@ DATA: Mapping[str, tuple[str, ...]] = {
     "job": ("description",),
     "model": ("name", "flavor"),
     "training": ("dataset", "seq_len", "dtype", "mixed_precision_param", "mixed_precision_reduce"),
-    "sampling": ("num_samples", "temperature"),
+    "sampling": ("num_samples", "temperature", "top_k", "top_p", "num_tokens"),
     "debug": ("seed", "deterministic", "deterministic_warn_only"),
 }
 ASKED = {
     "experimental.custom_import": "a module that registers the model",
     "training.dataset_path": "a folder of data",
+    "model.hf_assets_path": "a folder with a tokenizer",
     "model.path": "a folder with the sizes of the model",
 }
 MOST_DESCRIPTION_CHARACTERS = 200
@@ -40,8 +42,15 @@ def stored_sections(
     """The trusted sections of a stored configuration, and the keys of ASKED that were `given`.
 
     Raises ConfigError if the configuration in `source` has a key of ASKED that the user has not
-    given: a file alone must not cause a module to be imported or a path to be opened.
+    given: a file alone must not cause a module to be imported or a path to be opened. Data whose
+    files are not needed for sampling are replaced by others of their kind.
     """
+    data = DATASETS.get(str(stored.get("training", {}).get("dataset")))
+    if data is not None and data.sampled_as is not None and not given.get("training.dataset_path"):
+        training = {**stored["training"], "dataset": data.sampled_as, "dataset_path": None}
+        stored = {**stored, "training": training}
+    if data is None or not data.reads_tokenizer:
+        stored = {**stored, "model": {**stored.get("model", {}), "hf_assets_path": None}}
     problems = []
     for name, what in ASKED.items():
         section, key = name.split(".")

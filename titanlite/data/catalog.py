@@ -5,6 +5,7 @@ from __future__ import annotations
 from titanlite import models
 from titanlite.data.images.spec import CIFAR10, DIGITS, PHOTOS, SYNTHETIC
 from titanlite.data.spec import DatasetSpec
+from titanlite.data.text.spec import C4, C4_TEST, C4_VALIDATION, PYDOC, TEXT, TOKENS
 
 DATASETS: dict[str, DatasetSpec] = {}
 """All data sets that a job can use, by name."""
@@ -18,6 +19,9 @@ def register(spec: DatasetSpec) -> None:
     models.enter(spec, DATASETS, REGISTERED_BY, "data set")
 
 
-for built_in in (DIGITS, PHOTOS, CIFAR10, SYNTHETIC):
+IMAGES = (DIGITS, PHOTOS, CIFAR10, SYNTHETIC)
+TEXTS = (PYDOC, TEXT, TOKENS, C4, C4_TEST, C4_VALIDATION)
+
+for built_in in (*IMAGES, *TEXTS):
     DATASETS[built_in.name] = built_in
     REGISTERED_BY[built_in.name] = {__name__}

@@ -11,7 +11,9 @@ import numpy as np
 _MASK = 2**64 - 1
 
 # One stream per use, so that uses with the same (seed, index) get independent numbers.
-SHUFFLE, CROP, PATTERN = 1, 2, 3
+SHUFFLE, CROP, PATTERN, PLACES = 1, 2, 3, 4
+
+_ROUNDS = 6
 
 
 def random_words(seed: int, index: int, stream: int, count: int) -> np.ndarray:
@@ -29,3 +31,38 @@ def random_words(seed: int, index: int, stream: int, count: int) -> np.ndarray:
 def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
     """The order of an epoch: a uniform permutation of range(count), int64, by (seed, epoch)."""
     return np.argsort(random_words(seed, epoch, SHUFFLE, count), kind="stable")
+
+
+class Permutation:
+    """The order of an epoch of `count` samples, one element at a time: `order[position]`.
+
+    Needs no memory, so that an epoch may have billions of samples. It is a Feistel network over
+    the smallest square of a power of two that holds `count`, walked until it is below `count`.
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 3 and 4.
+    """
+
+    def __init__(self, seed: int, epoch: int, count: int) -> None:
+        self._count = count
+        self._bits = max(1, ((count - 1).bit_length() + 1) // 2)
+        self._keys = [int(word) for word in random_words(seed, epoch, PLACES, _ROUNDS)]
+
+    def __getitem__(self, position: int) -> int:
+        while True:
+            position = self._encrypt(position)
+            if position < self._count:
+                return position
+
+    def _encrypt(self, value: int) -> int:
+        mask = (1 << self._bits) - 1
+        left, right = value >> self._bits, value & mask
+        for key in self._keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        return left << self._bits | right
+
+
+def _mixed(word: int) -> int:
+    """A 64-bit hash of a 64-bit word: the finalizer of SplitMix64 (Steele et al. 2014)."""
+    word = (word + 0x9E3779B97F4A7C15) & _MASK
+    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _MASK
+    return word ^ word >> 31

@@ -7,15 +7,21 @@ set: which models fit it, how it is built, and how its samples are shown.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from titanlite.errors import ConfigError
 from titanlite.models import load
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# The loss of data sets that name no other.
+NEXT_TOKEN = "titanlite.training.loss:NEXT_TOKEN"
 
 
 class Dataset(Protocol):
@@ -33,6 +39,16 @@ class Dataset(Protocol):
         """
 
 
+class TokenWriter(Protocol):
+    """Prints sampled tokens."""
+
+    def add(self, token: int) -> None:
+        """Print what `token` adds to the text."""
+
+    def close(self) -> None:
+        """Print the rest, and end the line."""
+
+
 @dataclass(frozen=True)
 class Misfit:
     """Why a model and a data set do not match."""
@@ -43,6 +59,18 @@ class Misfit:
     """What the model accepts."""
     changes: tuple[str, ...]
     """What must change, such as "model.image_height to 8"."""
+
+
+@dataclass(frozen=True)
+class JobKeys:
+    """The keys of a job that a data set may depend on, besides those of its own section."""
+
+    hf_assets_path: str | None = None
+    """The folder of a text tokenizer."""
+    attend_across_documents: bool = True
+    validates_elsewhere: bool = False
+    """Whether [validation] names other data, so nothing of the training data is held out."""
+    dump_folder: str = "."
 
 
 @dataclass(frozen=True)
@@ -63,10 +91,12 @@ class DatasetSpec:
     build: str | Callable[..., Dataset]
     vocab_size: int | None = None
     needs_path: bool = False
+    accepts_file: bool = False
+    """Whether the path may be a single file; otherwise it is a folder."""
     fields: Mapping[str, int | None] = field(default_factory=dict)
     """Fields of a sample besides its tokens: name -> dimension that counts tokens, None if none.
     The model receives each by name; "targets" and "positions" replace the next-token defaults."""
-    loss: str = "titanlite.training.loss:NEXT_TOKEN"
+    loss: str = NEXT_TOKEN
     """The Loss to train on these samples, as "module:attribute"."""
     sample_name: str = "sequence"
     token_name: str = "token"
@@ -74,6 +104,12 @@ class DatasetSpec:
     has_tokens: bool = True
     """Whether samples have tokens. If not, the first field of a sample is the model's input, and
     "targets" is one of its fields; nothing can be sampled."""
+    bits_name: str = "token"
+    """The name of a token in figures of bits: "bits/token", "bits/dim"."""
+    sampled_as: str | None = None
+    """A data set that needs no path and can replace this one where a model is only sampled from."""
+    reads_tokenizer: bool = False
+    """Whether it depends on model.hf_assets_path."""
     prompt_length: int = 1
     """The number of given tokens that sampling starts from; the first token has no predecessor."""
     samples_file: str = "samples.txt"
@@ -82,6 +118,49 @@ class DatasetSpec:
     """Writes that file: `show(path, sampled, real, model=..., title=...)`, tensors [N, T]."""
     least_sizes: Mapping[str, int] = field(default_factory=dict)
     """Fields of a model's configuration -> the smallest value at which samples keep their form."""
+
+    def for_job(self, keys: JobKeys) -> DatasetSpec:
+        """The spec for a job with these keys. Raises ConfigError if it cannot do what they ask."""
+        if not keys.attend_across_documents:
+            raise ConfigError(
+                f'training.attend_across_documents: "{self.name}" has no documents; remove this '
+                "key, or train on text"
+            )
+        return self
+
+    def prepare(self, **arguments: Any) -> None:
+        """Do once what `make` with these arguments would do on every rank, before ranks start."""
+
+    def measures(self, loss_nats: float, dataset: Dataset) -> Mapping[str, float]:
+        """Figures that follow from a validation loss in nats per token, by name.
+
+        A name with "_per_" is a number with a unit, such as "bits_per_dim".
+        """
+        return {f"bits_per_{self.bits_name}": loss_nats / math.log(2)} if self.is_in_nats else {}
+
+    @property
+    def is_in_nats(self) -> bool:
+        """Whether `loss` is in nats per token."""
+        return self.has_tokens and self.loss == NEXT_TOKEN
+
+    def start_tokens(self, prompt: str) -> list[int] | None:
+        """The tokens of a text to continue; None if samples start like those of the data set."""
+        if prompt:
+            raise ConfigError(f'sampling.prompt: "{self.name}" is not text; remove this key')
+        return None
+
+    def writer(self, prompt: str) -> TokenWriter | None:
+        """Prints a sample that continues `prompt` while it is sampled; None if it cannot."""
+        return None
+
+    def texts(self, sampled: Tensor) -> list[str]:
+        """Samples [N, T] as text; empty if they are not text."""
+        return []
+
+    @property
+    def end_token(self) -> int | None:
+        """The token after which a sample has ended; None if all have the same length."""
+        return None
 
     def seq_len(self, model: Any) -> int | None:
         """The length of a sample for this model configuration; None if any length works."""

@@ -46,12 +46,14 @@ def save_loss_curve(
     *,
     vocab_size: int | None = None,
     title: str = "",
+    bits_per: str | None = "dim",
 ) -> None:
     """Draw the loss by step as a PNG, 1,152 x 720 pixels.
 
     Draws the training loss, the validation loss if measured, and, with `vocab_size`, the loss
-    ln(vocab_size) of uniform predictions. The right-hand axis shows bits per dimension. Steps whose
-    loss is not finite are left out. Raises ValueError if there are no records.
+    ln(vocab_size) of uniform predictions. The right-hand axis shows bits per `bits_per`; without
+    it, the loss is not in nats per token. Steps whose loss is not finite are left out. Raises
+    ValueError if there are no records.
     """
     if not records:
         raise ValueError("there are no records to draw")
@@ -68,7 +70,7 @@ def save_loss_curve(
             linestyle=(0, (4, 3)),
             label=f"ln({vocab_size}) = {math.log(vocab_size):.3f}, nothing learned",
         )
-    _dress(axes, title)
+    _dress(axes, title, bits_per)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", facecolor="white")
@@ -109,13 +111,16 @@ def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
         )
 
 
-def _dress(axes: Axes, title: str) -> None:
+def _dress(axes: Axes, title: str, bits_per: str | None) -> None:
     """Scales, grid, legend and title around the curves."""
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel("loss (nats a token)")
-    bits = axes.secondary_yaxis("right", functions=(_nats_to_bits, _bits_to_nats))
-    bits.set_ylabel("bits per dimension")
+    if bits_per is None:
+        axes.set_ylabel("loss")
+    else:
+        axes.set_ylabel("loss (nats a token)")
+        bits = axes.secondary_yaxis("right", functions=(_nats_to_bits, _bits_to_nats))
+        bits.set_ylabel(f"bits per {bits_per}")
     axes.grid(color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines["top"].set_visible(False)

@@ -1,6 +1,6 @@
 """The metrics of a run, one record per step: metrics.jsonl, and on request TensorBoard and W&B.
 
-Also computes peak memory, bits per dimension, and model FLOP/s utilization for known GPUs.
+Also computes peak memory and model FLOP/s utilization for known GPUs.
 """
 
 from __future__ import annotations
@@ -29,37 +29,45 @@ FILE_NAME = "metrics.jsonl"
 # How long the ranks of a killed run may take to end and release the file.
 PATIENCE_SECONDS = 10.0
 VALIDATION = "validation_"
+# What the names of a data set's measures start with.
+MEASURES = ("bits_per_", "perplexity")
 
 
 @dataclass
 class StepRecord:
     """The metrics of one optimizer step, over all ranks.
 
-    `loss` and `validation_loss` are in nats per token, `seconds` is the step's wall-clock time,
-    `memory_bytes` the highest peak of any rank, `mfu` a fraction of 1. None: not measured.
+    `loss` and `validation_loss` are in nats per token, unless the job has another loss, `seconds`
+    is the step's wall-clock time, `memory_bytes` the highest peak of any rank, `mfu` a fraction of
+    1. None: not measured.
     """
 
     step: int
     loss: float
     grad_norm: float
     lr: float
-    tokens_per_second: float
+    # The order of the fields is that of a line in the file.
+    tokens_per_second: float | None = field(default=None, kw_only=True)
     seconds: float
     memory_bytes: int
+    samples_per_second: float | None = None
+    """Only for data without tokens."""
     validation_loss: float | None = None
-    bits_per_dim: float | None = None
     flops_per_second: float | None = None
     mfu: float | None = None
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics of validation.metrics, each written as a figure validation_NAME."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """What the data set derives from the validation loss, such as bits_per_dim or perplexity."""
 
     @property
     def figures(self) -> dict[str, float]:
         """Everything that was measured, by the name under which it is written."""
         values = asdict(self)
-        of_metrics = values.pop("validation_metrics")
+        of_metrics, measures = values.pop("validation_metrics"), values.pop("measures")
         measured = {key: value for key, value in values.items() if value is not None}
-        return measured | {f"{VALIDATION}{name}": value for name, value in of_metrics.items()}
+        named = {f"{VALIDATION}{name}": value for name, value in of_metrics.items()}
+        return measured | measures | named
 
 
 class MetricsLog:
@@ -238,11 +246,6 @@ def check_extras(*, enable_tensorboard: bool, enable_wandb: bool) -> None:
         raise ConfigError(*problems)
 
 
-def bits_per_dim(loss_nats: float) -> float:
-    """A loss in nats per token, as bits per token; for images, the usual bits per dimension."""
-    return loss_nats / math.log(2)
-
-
 def peak_memory_bytes(device: torch.device | str) -> int:
     """This rank's peak memory: allocated on its GPU, or resident on CPU."""
     device = torch.device(device)
@@ -331,6 +334,9 @@ def _record_of(line: bytes) -> StepRecord | None:
             name.removeprefix(VALIDATION): values[name]
             for name in values
             if name.startswith(VALIDATION) and name != "validation_loss"
+        }
+        values["measures"] = {
+            name: value for name, value in values.items() if name.startswith(MEASURES)
         }
         record = _RECORD.validate_python(values)
     except (ValueError, AttributeError, RecursionError):

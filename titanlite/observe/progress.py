@@ -193,8 +193,11 @@ def _figures(record: StepRecord) -> list[str]:
         f"loss {record.loss:.4f}",
         f"grad norm {record.grad_norm:.3g}",
         f"lr {record.lr:.2e}",
-        f"{format_count(record.tokens_per_second)} tokens/s",
     ]
+    if record.tokens_per_second is not None:
+        figures.append(f"{format_count(record.tokens_per_second)} tokens/s")
+    if record.samples_per_second is not None:
+        figures.append(f"{format_count(record.samples_per_second)} samples/s")
     if record.flops_per_second is not None:
         figures.append(f"{format_count(record.flops_per_second, spaced=True)}FLOP/s")
     if record.mfu is not None:
@@ -207,6 +210,7 @@ def _validation(record: StepRecord) -> list[str]:
     if record.validation_loss is None:
         return []
     figures = [f"validation loss {record.validation_loss:.4f}"]
-    if record.bits_per_dim is not None:
-        figures.append(f"{record.bits_per_dim:.3f} bits/dim")
+    for name, value in record.measures.items():
+        what, _, unit = name.partition("_per_")
+        figures.append(f"{value:.3f} {what}/{unit}" if unit else f"{name} {value:.3f}")
     return figures + [f"{name} {value:.4f}" for name, value in record.validation_metrics.items()]

@@ -36,6 +36,8 @@ class Data:
 
     num_training: int | None
     num_validation: int | None = None
+    fingerprint: str = ""
+    """What identifies the training data, if that is not fixed by its name."""
 
 
 def run_facts(
@@ -127,6 +129,8 @@ def _data(config: JobConfig, data: Data) -> Fact:
         other = config.validation_dataset
         where = "" if other == config.training.dataset else f" of {other}"
         text += f", {kept}for validation{where} every {config.validation.freq} steps"
+    if data.fingerprint:
+        text += f"; {data.fingerprint}"
     return Fact("data", text)
 
 

@@ -1,5 +1,6 @@
 """apply_ddp: replicate the model; gradients are reduced in buckets during the backward pass."""
 
+# No `from __future__ import annotations`: torch checks the types of a hook's annotations.
 from collections.abc import Iterator
 from typing import Any
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from titanlite.attention import explain_choice
+from titanlite.batch import takes
 from titanlite.errors import ConfigError
 from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where
@@ -166,9 +167,12 @@ def context_parallel(part: Part) -> PlanRow:
     count = apply_cp(model, meshes.cp, layout=layout, rotate_method=rotation, plan=part.plan)
     dtype = DTYPES[config.training.param_dtype]
     model_config: Any = getattr(model, "config", None)
-    kernel = explain_choice(meshes.cp.device_type, dtype, getattr(model_config, "head_dim", 64))
+    inputs = meshes.cp.device_type, dtype, getattr(model_config, "head_dim", 64)
     name = f"CP {meshes.cp.size()}"
-    note = f"{count} blocks, {layout} layout, {rotation}; {kernel}"
+    note = f"{count} blocks, {layout} layout, {rotation}; {explain_choice(*inputs)}"
+    masked = explain_choice(*inputs, masked=True)
+    if takes(model, "documents") and masked != explain_choice(*inputs):
+        note += f"; blocks with several documents: {masked}"
     return PlanRow("context parallel", name, name, note)
 
 

@@ -1,5 +1,6 @@
-"""`titanlite sample CHECKPOINT --out FILE`: sample from a checkpoint, on any number of ranks.
+"""`titanlite sample CHECKPOINT`: sample from a checkpoint, on any number of ranks.
 
+Images are written to a file. Text is printed, a single one token by token as it is sampled.
 The configuration of the job comes from the checkpoint, except for the plan. It is untrusted: the
 user must name any module to import or folder to open (config/stored.py).
 """
@@ -17,10 +18,9 @@ from pydantic import ValidationError
 from titanlite.checkpoint.folder import find_checkpoint
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config import JobConfig, ResolvedJob, make_config, make_model_config, override
-from titanlite.config.data import own_length
+from titanlite.config.data import own_length, spec_for
 from titanlite.config.load import read_file
 from titanlite.config.stored import ASKED, stored_sections
-from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks.launch import Place, prepare_environment
 from titanlite.start import check_start, run_job
@@ -37,11 +37,22 @@ def main(arguments: Sequence[str]) -> int:
         prog="titanlite sample", description="Sample from the model in a checkpoint."
     )
     parser.add_argument("checkpoint", type=Path, help="step-N, a folder of them, or .safetensors")
-    parser.add_argument("--out", type=Path, required=True, help="the file to write (images: a PNG)")
+    parser.add_argument(
+        "--out", type=Path, help="the file to write (images: a PNG); text is printed without it"
+    )
+    parser.add_argument(
+        "--prompt", help="text to continue; default: sampling.prompt. Then one sample by default"
+    )
     parser.add_argument(
         "--num-samples", type=int, help="number of samples; default: sampling.num_samples"
     )
-    parser.add_argument("--temperature", type=float, help="default: sampling.temperature")
+    parser.add_argument("--num-tokens", type=int, help="text: tokens of a sample, with the prompt")
+    parser.add_argument(
+        "--temperature", type=float, help="0: the likeliest token; default: sampling.temperature"
+    )
+    parser.add_argument("--top-k", type=int, help="default: sampling.top_k")
+    parser.add_argument("--top-p", type=float, help="default: sampling.top_p")
+    parser.add_argument("--seed", type=int, help="default: debug.seed")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes; default: 1")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
@@ -55,10 +66,13 @@ def main(arguments: Sequence[str]) -> int:
         help="folder of a data set that is read from the disk",
     )
     parser.add_argument(
+        "--model.hf_assets_path", metavar="FOLDER", help="folder of the text tokenizer"
+    )
+    parser.add_argument(
         "--model.path", metavar="FOLDER", help="folder with config.json, for the model hf"
     )
     parser.add_argument(
-        "--job.config_file", metavar="FILE", help="TOML file that may set the previous three keys"
+        "--job.config_file", metavar="FILE", help="TOML file that may set the previous four keys"
     )
     asked = parser.parse_args(arguments)
     for option, number in (("--num-samples", asked.num_samples), ("--ranks", asked.ranks)):
@@ -70,15 +84,19 @@ def main(arguments: Sequence[str]) -> int:
     if config.sampling.num_samples == 0:
         raise ConfigError("--num-samples: the job's own number is 0; give a number")
     start = check_start(config, key="--ranks")
+    is_text = spec_for(config).end_token is not None
+    if asked.out is None and not is_text:
+        raise ConfigError("--out: is not given; give the file to write")
     on_rank = partial(draw, source=source, manifest=manifest, out=asked.out)
     try:
         drawn = run_job(on_rank, start)
     except RankError as error:
         raise TitanliteError(f"{error.rank_traceback}\n{error}".strip()) from error
-    name, wanted = DATASETS[config.training.dataset].sample_name, config.sampling.num_samples
+    name, wanted = spec_for(config).sample_name, config.sampling.num_samples
     if drawn < wanted:
         print(f"sampled only {drawn} of {wanted} {name}s: all would take over a minute")
-    print(f"{drawn} {name}{'s' * (drawn != 1)} from {source}: {asked.out}")
+    if asked.out is not None:
+        print(f"{drawn} {name}{'s' * (drawn != 1)} from {source}: {asked.out}")
     return 0
 
 
@@ -88,9 +106,9 @@ def draw(
     device_type: str,
     source: Path,
     manifest: Manifest | None,
-    out: Path,
+    out: Path | None,
 ) -> int:
-    """Load the weights, sample, and write the file, as one rank; returns the number of samples."""
+    """Load the weights, sample, and print or write, as one rank; returns the number of samples."""
     from titanlite.checkpoint.folder import look_at
     from titanlite.checkpoint.group import CheckpointGroup
     from titanlite.checkpoint.start import load_weights, problem_of
@@ -113,13 +131,22 @@ def draw(
                         f"{source} cannot be used: {problem}; give another checkpoint"
                     )
                 load_weights(job, source, manifest, ranks)
+        is_streamed = config.sampling.num_samples == 1 and world.is_first
+        writer = job.data.writer(config.sampling.prompt) if is_streamed else None
         try:
             sequences = sample_sequences(
-                job, config.sampling.num_samples, temperature=config.sampling.temperature
+                job,
+                config.sampling.num_samples,
+                on_new=(lambda new: None) if writer is None else (lambda new: writer.add(int(new))),
             )
         except NoSamplesError as error:
             raise ConfigError(f"{source}: {error}") from error
-        if world.is_first:
+        if writer is not None:
+            writer.close()
+        elif world.is_first:
+            for number, text in enumerate(job.data.texts(sequences), start=1):
+                print(f"--- sample {number} ---\n{text}\n")
+        if world.is_first and out is not None:
             try:
                 save_samples(job, sequences, out)
             except OSError as error:
@@ -199,6 +226,13 @@ def _for_sampling(
     changes: dict[str, Any] = {
         "job.device": asked.device,
         "sampling.num_samples": asked.num_samples,
+        "sampling.prompt": asked.prompt,
+        "sampling.num_tokens": asked.num_tokens,
         "sampling.temperature": asked.temperature,
+        "sampling.top_k": asked.top_k,
+        "sampling.top_p": asked.top_p,
+        "debug.seed": asked.seed,
     }
+    if asked.prompt is not None and asked.num_samples is None:
+        changes["sampling.num_samples"] = 1
     return override(config, {name: value for name, value in changes.items() if value is not None})

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.batch import call_model, make_batch, takes
@@ -25,6 +26,7 @@ from titanlite.models.build import build_model, initial_model
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
 from titanlite.ranks.world import free_memory_bytes
+from titanlite.sampling.choice import Choice
 from titanlite.tied import find_tied, tie
 from titanlite.training.initialize import (
     draws_by_name,
@@ -41,37 +43,45 @@ TOKENS_A_LOOK = 128
 # Time checks needed to estimate the growth of the cost per token.
 LOOKS_FOR_A_LINE = 4
 WAIT_SECONDS = 3600
+# Sampling from the model's own distribution.
+ALL = Choice()
 
 
 def sample_sequences(
     job: Job,
     num_samples: int,
     *,
-    temperature: float = 1.0,
     limit_seconds: float = 60,
     on_tokens: Callable[[int], None] = lambda num_drawn: None,
+    on_new: Callable[[Tensor], None] = lambda new: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """Up to `num_samples` sampled sequences as tokens [N, T]; every rank must call this.
 
-    Each starts with the first tokens of a training sample, as many as the data set defines; the
-    other tokens are sampled from the model's logits divided by `temperature`. The sequences are the
-    same for every plan with the same weights, up to rounding error. If all would take longer than
-    `limit_seconds`, a rank drops as many as necessary, but keeps at least one. `on_tokens` is
-    called regularly with the number of tokens sampled so far per sequence. If `is_stopped` becomes
-    true, a rank drops its unfinished sequences. Raises NoSamplesError if the whole model does not
-    fit in memory beside the shards, or needs batch fields other than tokens and positions.
+    T is sampling.num_tokens, or else the training length. Text starts with sampling.prompt as the
+    begin of a document, and after an end-of-text token has only such tokens; other data start with
+    the first tokens of a training sample, as many as the data set defines. The other tokens are
+    sampled as [sampling] says, with debug.seed. The sequences are the same for every plan with the
+    same weights, up to rounding error. If all would take longer than `limit_seconds`, a rank drops
+    as many as necessary, but keeps at least one. `on_tokens` is called regularly with the number of
+    tokens sampled so far per sequence, and `on_new` with each new token of all sequences that a
+    rank samples at once, [B, 1]. If `is_stopped` becomes true, a rank drops its unfinished
+    sequences. Raises NoSamplesError if the whole model does not fit in memory beside the shards, or
+    needs batch fields other than tokens, positions and documents.
     """
+    section = job.config.sampling
     if not job.data.has_tokens:
         raise NoSamplesError(f"the samples of {job.data.name} are not tokens")
     for name in job.data.fields:
-        if name not in ("targets", "positions") and _is_taken(job, name):
+        if name not in ("targets", "positions", "documents") and _is_taken(job, name):
             raise NoSamplesError(f"the model takes `{name}`, which sampling cannot provide")
     if not _fits(job):
         raise NoSamplesError("the whole model does not fit on one rank")
     # A rank that samples nothing, or is faster, waits for the others at the end.
     job.world.set_timeout(WAIT_SECONDS, "the limit of sampling")
-    model, seq_len = whole_model(job), job.resolved.seq_len
+    model, seq_len = whole_model(job), section.num_tokens or job.resolved.seq_len
+    start = job.data.start_tokens(section.prompt)
+    choice = Choice(section.temperature, section.top_k, section.top_p, job.data.vocab_size)
     # Each row is a sequence and a flag that it is complete; zero on all ranks except its own.
     sequences = torch.zeros(num_samples, seq_len + 1, dtype=torch.long)
     left = list(range(job.world.rank, num_samples, job.world.size))
@@ -85,7 +95,10 @@ def sample_sequences(
 
     while left and pace.allows_another() and not is_stopped():
         drawn, left = left[:at_once], left[at_once:]
-        prompts = first_tokens(job.dataset, drawn, job.data.prompt_length)
+        if start is None:
+            prompts = first_tokens(job.dataset, drawn, job.data.prompt_length)
+        else:
+            prompts = torch.tensor([start[:seq_len]] * len(drawn))
         generators = [generator_for(job.config.debug.seed, f"sample {index}") for index in drawn]
         try:
             tokens = generate(
@@ -93,9 +106,11 @@ def sample_sequences(
                 prompts.to(job.world.device),
                 seq_len,
                 generators,
-                temperature,
+                choice,
+                end_token=job.data.end_token,
                 pace=pace,
                 on_tokens=look,
+                on_new=on_new,
             )
         except _StoppedError:
             break
@@ -172,12 +187,16 @@ def generate(
     tokens_BT: Tensor,
     seq_len: int,
     generators: list[torch.Generator],
-    temperature: float = 1.0,
+    choice: Choice = ALL,
     *,
+    end_token: int | None = None,
     pace: Pace | None = None,
     on_tokens: Callable[[int], None] = lambda num_drawn: None,
+    on_new: Callable[[Tensor], None] = lambda new: None,
 ) -> Tensor:
     """Extend `tokens_BT` to `seq_len` tokens; each row has its own random generator.
+
+    After the first sampled `end_token` of a row, all its tokens are end tokens.
 
     If `pace` predicts that the time is too short, the last half of the rows is dropped, down to one
     row. A model without `make_cache` processes all tokens so far for each new one.
@@ -185,22 +204,26 @@ def generate(
     model.eval()
     cache = model.make_cache(seq_len) if hasattr(model, "make_cache") else None
     new = tokens_BT
+    has_ended_B1 = torch.zeros_like(tokens_BT[:, :1], dtype=torch.bool)
     for drawn in range(tokens_BT.size(1), seq_len):
         if cache is None:
             logits_BTV = call_model(model, make_batch(tokens_BT))
         else:
             logits_BTV = model(new, cache=cache)
-        logits_BV = logits_BTV[:, -1].float() / temperature
-        # Gumbel-max: the noise is drawn on the CPU, so every device samples the same tokens.
-        uniform = torch.stack([torch.rand(logits_BV.size(1), generator=g) for g in generators])
-        gumbel_BV = -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
-        new = (logits_BV + gumbel_BV.to(logits_BV.device)).argmax(-1, keepdim=True)
+        new = choice(logits_BTV[:, -1], generators)
+        if end_token is not None:
+            new = new.masked_fill(has_ended_B1, end_token)
+            has_ended_B1 |= new == end_token
         tokens_BT = torch.cat([tokens_BT, new], dim=1)
+        on_new(new)
+        if end_token is not None and bool(has_ended_B1.all()):
+            return F.pad(tokens_BT, (0, seq_len - tokens_BT.size(1)), value=end_token)
         if drawn % TOKENS_A_LOOK == 0:
             on_tokens(drawn)
             if pace and not pace.keeps(TOKENS_A_LOOK, seq_len - drawn) and len(generators) > 1:
                 rows = len(generators) // 2
                 generators, tokens_BT, new = generators[:rows], tokens_BT[:rows], new[:rows]
+                has_ended_B1 = has_ended_B1[:rows]
                 if cache is not None:
                     cache.keep_first(rows)
     return tokens_BT

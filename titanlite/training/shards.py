@@ -1,10 +1,39 @@
-"""Conversion between a whole tensor and the shards that ranks hold."""
+"""The tensors of a rank by name, and conversion between whole tensors and shards."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+from titanlite.names import canonical_name
+
+
+def parameters_of(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
+    """The parameters of this rank's parts of a model, or its shards of them, by canonical name.
+
+    A tied weight has its first name, which `tied` gives by further name. If the parts have several
+    copies of it, the first is here.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            name = canonical_name(name)
+            found.setdefault(tied.get(name, name), parameter)
+    return found
+
+
+def buffers_of(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The persistent buffers of this rank's parts of a model, by canonical name."""
+    return {
+        canonical_name(f"{prefix}.{name}" if prefix else name): buffer
+        for part in parts
+        for prefix, module in part.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -12,12 +12,13 @@ from titanlite.verify.record import Agreement, RankRun, ReferenceStep
 
 KINDS = (
     *("start", "loss", "norm", "gradient", "lr", "weight", "state", "buffer", "validation"),
-    "reloaded",
+    *("metric", "reloaded"),
 )
 """What is compared, in the order in which a step computes it.
 
 "start" is the weights before the first step, "state" the optimizer state, and "reloaded" the
-weights, state and buffers of a new job that has loaded this one's checkpoint.
+weights, state and buffers of a new job that has loaded this one's checkpoint. "metric" is one of
+validation.metrics.
 """
 NUMBERS = ("loss", "norm", "lr", "validation")
 """The kinds that are one number per step; the others are tensors."""
@@ -80,6 +81,9 @@ class Tolerance:
             return 0.0
         if key[0] == "lr":
             return FLOAT64_TOLERANCE
+        if key[0] == "metric" and (self.dtype != "float64" or self.is_narrow):
+            # A metric may count, as accuracy does, and then jumps where two logits nearly tie.
+            return math.inf
         # Rounding error of tensors grows with the steps, so later steps are not used. A number can
         # agree by chance in one step, so all steps are used.
         own, all_of_kind = 0.0, [0.0]
@@ -117,6 +121,8 @@ def differences(
                 value = getattr(known, kind)
                 if value is not None:
                     of_step[kind, ""] = max(_relative(getattr(s, kind), value) for s in seen)
+            for name, value in known.metrics.items():
+                of_step["metric", name] = max(_relative(s.metrics[name], value) for s in seen)
             small = _noise([s.gradients for s in seen], NOISE * known.norm)
             noise = small if noise is None else noise & small
         for kind, tensors in (
@@ -251,6 +257,8 @@ def _items(tensors: Iterable[Mapping[str, Agreement]]) -> Iterable[tuple[str, Ag
 
 
 def _relative(value: float, reference: float) -> float:
+    if math.isnan(value) and math.isnan(reference):
+        return 0.0  # a metric of nothing
     if not math.isfinite(value):
         return math.inf
     if reference == 0.0:

@@ -31,6 +31,7 @@ from titanlite.verify.passes import (
 )
 from titanlite.verify.updates import (
     explain_buffers,
+    explain_metrics,
     explain_norm_alone,
     explain_rate,
     explain_reloaded,
@@ -64,7 +65,7 @@ def _growth(e: Evidence) -> list[str]:
     if e.step <= 1 or not e.failures:
         return []
     first = min((f for f in e.failures if f.step == e.step), key=lambda f: KINDS.index(f.kind))
-    if first.kind in ("validation", "reloaded"):
+    if first.kind in ("validation", "metric", "reloaded"):
         # Compared in few steps only, or after the last.
         return []
     key = first.kind, first.name
@@ -102,6 +103,7 @@ QUESTIONS = (
     explain_state,
     explain_buffers,
     explain_validation,
+    explain_metrics,
     explain_reloaded,
     explain_replicas,
 )

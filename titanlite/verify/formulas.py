@@ -19,6 +19,7 @@ from titanlite.data.sampler import read_batch
 from titanlite.job import Job
 from titanlite.ranks.account import recorded_calls
 from titanlite.training.loss import NEXT_TOKEN
+from titanlite.training.metrics import Validation
 from titanlite.training.shards import local_part
 from titanlite.verify.jobs import own_decay, own_multiplier
 
@@ -99,15 +100,15 @@ def wrong_validation(job: Job, shown: float) -> Iterator[str]:
         )
 
 
-def evaluate_unchanged(job: Job, problems: list[str]) -> float:
-    """Run a validation and return its loss; adds to `problems` any training state it changes."""
+def validate_unchanged(job: Job, problems: list[str]) -> Validation:
+    """Run a validation; adds to `problems` any training state that it changes."""
     before = _training_state(job)
-    loss = job.evaluate()
+    found = job.validate()
     after = _training_state(job)
     for what, value in before.items():
         if any(a is not b and a != b for a, b in zip(value, after[what], strict=True)):
             problems.append(f"a validation changes {what}; restore it before training continues")
-    return loss
+    return found
 
 
 def _training_state(job: Job) -> dict[str, list[Any]]:

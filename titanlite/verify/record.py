@@ -45,7 +45,9 @@ class RankStep:
     positions_agree: bool = True
     targets_agree: bool = True
     validation: float | None = None
-    """The validation loss, after the last step of a job that validates."""
+    """The validation loss, after the first and the last step of a job that validates."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The metrics of that validation."""
     state: dict[str, Agreement] = field(default_factory=dict)
     """The optimizer state, by "parameter.key"."""
     buffers: dict[str, Agreement] = field(default_factory=dict)
@@ -84,6 +86,7 @@ class ReferenceStep:
     """From the formula of the schedule, not from the scheduler that ran."""
     num_targets: int = 0
     validation: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -173,6 +173,7 @@ WORDS = {
     "state": "optimizer state",
     "buffer": "buffer",
     "validation": "the validation loss",
+    "metric": "validation metric",
     "reloaded": "reloaded tensor",
 }
 

@@ -41,9 +41,9 @@ from titanlite.verify.agreement import (
 )
 from titanlite.verify.failing import naming_failures
 from titanlite.verify.formulas import (
-    evaluate_unchanged,
     left_over_gradients,
     optimizer_problems,
+    validate_unchanged,
     wrong_formats,
     wrong_reductions,
     wrong_validation,
@@ -75,7 +75,7 @@ def run_reference(
     With `microbatches`, a step's batch is split into these instead of the job's own.
     """
     with open_job(world, resolved) as job:
-        drawn = draw_zero_matrices(job, None)
+        drawn = draw_zero_parameters(job, None)
         torch.save(
             {"weights": _whole(job.whole_parameters()), "drawn": drawn}, step_file(folder, 0)
         )
@@ -119,10 +119,11 @@ def run_reference(
             left_over = left_over or list(left_over_gradients(job, step))
             problems += recurrence.problems(step, batches, record, run.steps[step])
             if resolved.config.validation.enable and step in (1, steps):
-                loss = evaluate_unchanged(job, problems)
-                run.steps[step].validation = loss
+                validated = validate_unchanged(job, problems)
+                run.steps[step].validation = validated.loss
+                run.steps[step].metrics = dict(validated.metrics)
                 if step == 1:
-                    problems += wrong_validation(job, loss)
+                    problems += wrong_validation(job, validated.loss)
         run.problems = tuple(dict.fromkeys([*left_over, *problems]))
         return run
 
@@ -145,7 +146,7 @@ def run_plan(
     calls_before = {call.group: call.number for call in recorded_calls()}
     with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
         start = load(folder, 0)
-        draw_zero_matrices(job, start["drawn"])
+        draw_zero_parameters(job, start["drawn"])
         # FSDP2 registers other tensors during a step.
         parameters, problems = job.parameters, list(optimizer_problems(job))
         placements = {name: placements_of(job, parameter) for name, parameter in parameters.items()}
@@ -200,7 +201,8 @@ def run_plan(
                 for name, buffer in all_buffers(job).items()
             }
             if resolved.config.validation.enable and step in (1, steps):
-                found.validation = evaluate_unchanged(job, problems)
+                validated = validate_unchanged(job, problems)
+                found.validation, found.metrics = validated.loss, dict(validated.metrics)
             seen.append(found)
         reloaded, resume_problems = None, list[str]()
         if reloads:
@@ -254,16 +256,18 @@ def load(folder: str, step: int) -> Any:
 
 
 @torch.no_grad()
-def draw_zero_matrices(job: Job, names: list[str] | None) -> list[str]:
-    """Draw random values for the matrices that start at zero; returns their names.
+def draw_zero_parameters(job: Job, names: list[str] | None) -> list[str]:
+    """Draw random values for the parameters that start at zero; returns their names.
 
-    These are the matrices in `names`, or if it is None all that are zero. Below a zero output layer
-    every gradient of the first step is zero, and zero agrees with everything.
+    These are the parameters in `names`, or if it is None all that are zero. Below a zero output
+    layer every gradient of the first step is zero, and zero agrees with everything. A zero bias
+    that is added twice changes nothing, and after a step of AdamW a tensor that was zero holds only
+    quotients g / (|g| + eps), in which the rounding error of a small g is large.
     """
     found = []
     for name, parameter in job.parameters.items():
         local = local_part(parameter)
-        if name in names if names is not None else parameter.ndim > 1 and not local.any():
+        if name in names if names is not None else not local.any():
             whole = torch.empty(parameter.shape)
             whole.normal_(0.0, 0.02, generator=generator_for(job.config.debug.seed, name))
             local.copy_(shard_of(whole, parameter))

@@ -36,7 +36,7 @@ from titanlite.verify.record import (
     ReferenceTrace,
     module_of,
 )
-from titanlite.verify.run import Patch, draw_zero_matrices, load, open_job
+from titanlite.verify.run import Patch, draw_zero_parameters, load, open_job
 from titanlite.verify.sequences import cut_again, leave_out_targets
 
 # Outputs and cells' gradients are kept up to these totals.
@@ -185,7 +185,7 @@ def _at_step(
         return cut_again(batches, microbatches)
 
     with open_job(world, resolved) as job:
-        draw_zero_matrices(job, load(folder, 0)["drawn"])
+        draw_zero_parameters(job, load(folder, 0)["drawn"])
         for number in range(1, step):
             job.trainer.step(draw(number))
         yield job, draw(step)

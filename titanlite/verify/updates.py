@@ -133,6 +133,18 @@ def explain_validation(e: Evidence) -> Iterator[str]:
         )
 
 
+def explain_metrics(e: Evidence) -> Iterator[str]:
+    if e.failed("validation") or e.failed("weight"):
+        return
+    for name in e.failed("metric"):
+        own, known = e.runs[0].steps[e.step].metrics[name], e.reference[e.step].metrics[name]
+        yield (
+            f"the weights and the validation loss agree, but the metric {name} is {own:.6g} "
+            f"instead of {known:.6g}: its sum or its count depends on how the batch is split. "
+            "Return the sum over targets and their number, and no mean"
+        )
+
+
 def explain_reloaded(e: Evidence) -> Iterator[str]:
     if wrong := e.failed("reloaded"):
         tensors = f"{len(wrong)} tensor{'s' * (len(wrong) > 1)} ({listed(sorted(wrong), 3)})"

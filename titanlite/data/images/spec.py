@@ -37,6 +37,7 @@ class ImageSpec(DatasetSpec):
     max_width: int | None = None
     sample_name: str = "image"
     token_name: str = "pixel"
+    bits_name: str = "dim"
     samples_file: str = "samples.png"
     show: str | Callable[..., None] = "titanlite.data.images.picture:save_samples"
     least_sizes: Mapping[str, int] = field(

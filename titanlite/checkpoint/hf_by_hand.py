@@ -1,0 +1,170 @@
+"""Hugging Face folders for a model outside a job: `titanlite.export`, `titanlite.load_weights`.
+
+The model may be plain or parallelized by hand: its parameters are tensors or DTensors. It is one of
+transformers, or of a class that is registered with an HFFormat and keeps its sizes as `config`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite import models
+from titanlite.checkpoint.huggingface import SHARD_BYTES, FolderWriter
+from titanlite.checkpoint.storage import Piece
+from titanlite.checkpoint.weights import Names, opened_weights
+from titanlite.errors import TitanliteError
+from titanlite.hf_format import format_of, is_hf_folder
+from titanlite.models import load
+from titanlite.names import canonical_name
+from titanlite.tied import find_tied
+from titanlite.training.shards import local_part, offsets_of, whole_tensor
+
+
+def export(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    like: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write `model` as a new Hugging Face folder, which from_pretrained reads.
+
+    Every rank of the model's process group must call this: DTensors are gathered one by one, and
+    rank 0 writes files of up to `shard_bytes`, each of which it holds in memory. `dtype` is by
+    default that of the parameters. Tokenizer files and generation settings are copied from `like`,
+    another Hugging Face folder. When it returns, the folder is complete on rank 0's file system.
+
+    Raises TitanliteError if the folder exists, for a model without a format, for parameters without
+    values or of several dtypes, and if writing fails; on every rank.
+    """
+    folder, like = Path(folder), None if like is None else Path(like)
+    names, config = _format_of(model)
+    tied = find_tied(model)
+    parameters = {
+        canonical_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if name not in tied
+    }
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    if dtype is None and len(dtypes) != 1:
+        raise TitanliteError(
+            f"export: the parameters have several dtypes ({_listed(dtypes)}); give dtype"
+        )
+    if any(parameter.is_meta for parameter in parameters.values()):
+        raise TitanliteError("export: the model is on the meta device; give it values first")
+    if like is not None and not is_hf_folder(like):
+        raise TitanliteError(f"export: like, {like}, has no config.json; give a folder that has")
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    unfinished = folder.with_name(f"{folder.name}.new")
+    writers: list[FolderWriter] = []
+    problem = ""
+
+    def attempt(step: Callable[[], None]) -> None:
+        """On rank 0, unless an earlier step has failed."""
+        nonlocal problem
+        try:
+            if is_first and not problem:
+                step()
+        except OSError as error:
+            problem = f"writing {folder} failed: {error.strerror or error}"
+        except TitanliteError as error:
+            problem = str(error)
+
+    def begin() -> None:
+        if folder.exists() or unfinished.exists():
+            raise TitanliteError(f"{folder} or {unfinished} exists already; give another name")
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        options: dict[str, Any] = {"buffers": _persistent_buffers(model)}
+        options["shard_bytes"] = shard_bytes
+        kind = dtype or next(iter(dtypes))
+        writers.append(FolderWriter(unfinished, shapes, names, kind, **options))
+
+    def end() -> None:
+        writers[0].finish(config, like)
+        unfinished.rename(folder)
+
+    attempt(begin)
+    _agree(problem)
+    # If rank 0 fails now, the others still gather with it, and learn of it at the end.
+    for name, parameter in parameters.items():
+        whole = whole_tensor(parameter.detach())
+        attempt(partial(lambda name, whole: writers[0].add(name, whole), name, whole))
+    attempt(end)
+    if problem and writers:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    _agree(problem)
+
+
+def load_weights(model: nn.Module, folder: str | Path) -> None:
+    """Load a Hugging Face folder, or a .safetensors file of one, into `model` in place.
+
+    Each rank reads only its shards of DTensors. Parameters may have another dtype than the file.
+    Raises ConfigError for missing and unexpected keys and wrong shapes, and TitanliteError for a
+    model without a format or without storage.
+    """
+    names, _ = _format_of(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise TitanliteError(
+            "load_weights: the model is on the meta device; call to_empty(device=...) on it, and "
+            "set its buffers"
+        )
+    further = find_tied(model)
+    parameters = {
+        canonical_name(n): p.detach() for n, p in model.named_parameters() if n not in further
+    }
+    tensors = {**parameters, **_persistent_buffers(model)}
+    pieces = {name: Piece(local_part(t), t.shape, offsets_of(t)) for name, t in tensors.items()}
+    tied = {canonical_name(name): canonical_name(first) for name, first in further.items()}
+    with opened_weights(Path(folder), names) as stored:
+        stored.refuse_unexpected(stored.names_of(pieces, tied))
+        stored.fill(pieces, parameters)
+
+
+def _format_of(model: Any) -> tuple[Names, dict[str, Any]]:
+    """Where the model's parameters are stored, and its config.json."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "model_type") and hasattr(config, "to_json_string"):
+        from titanlite.models.hf.format import FORMAT, as_json
+
+        return Names(FORMAT), as_json(config)
+    # FSDP2 inserts its own class before the model's.
+    for spec in models.MODELS.values():
+        if spec.hf is not None and load(spec.build) in type(model).__mro__:
+            format = format_of(spec)
+            assert format is not None
+            return Names(format, config), format.config(config)
+    raise TitanliteError(
+        f"{type(model).__name__} has no Hugging Face format; give a model of transformers, or "
+        "register its class with hf=... and keep its sizes as `config`"
+    )
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        canonical_name(f"{prefix}.{name}" if prefix else name): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _agree(problem: str) -> None:
+    """Raise rank 0's problem, if it has one, on every rank."""
+    box = [problem]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    if box[0]:
+        raise TitanliteError(f"export: {box[0]}")
+
+
+def _listed(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

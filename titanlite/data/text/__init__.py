@@ -1,0 +1,1 @@
+"""Text: tokenizers, documents, and sequences packed from them."""

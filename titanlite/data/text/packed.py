@@ -1,0 +1,97 @@
+"""Sequences cut from one long stream of tokens, in which an end-of-text token ends each document.
+
+Sequence `i` has the tokens [i * T, (i + 1) * T) of the stream, and as targets those one place
+later. Sequences are cut anywhere: mostly they begin and end inside a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titanlite.data.keyed_random import Permutation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens of documents in order, in pieces [N] that may be memory-mapped files."""
+
+    pieces: Sequence[np.ndarray]
+    fingerprint: str = ""
+    """Text for people that differs if the tokens differ."""
+    tokens_per_byte: float | None = None
+    """Tokens per UTF-8 byte of text; None if the text is not known."""
+
+    def __len__(self) -> int:
+        return sum(len(piece) for piece in self.pieces)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop` - 1, int64; reads nothing else."""
+        parts = []
+        for piece in self.pieces:
+            if start < len(piece) and stop > 0:
+                parts.append(piece[max(start, 0) : stop])
+            start, stop = start - len(piece), stop - len(piece)
+        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+
+
+class PackedText:
+    """The sequences of a stream; sample `i` is sequence `order[i mod N]` of epoch `i // N`.
+
+    Each sample has "tokens" and "targets", int64 [T]. With `end_of_text`, it also has "documents"
+    [T], the number of each token's document within the sequence, from 0, and "positions" [T], which
+    start at 0 in each document. An end-of-text token belongs to the document that it ends. With
+    `shuffle_seed` None the order is that of the stream, in every epoch. The tokens after the last
+    whole sequence are not used.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        seq_len: int,
+        *,
+        shuffle_seed: int | None = None,
+        end_of_text: int | None = None,
+    ) -> None:
+        self.num_samples = max(0, len(stream) - 1) // seq_len
+        self.fingerprint, self.tokens_per_byte = stream.fingerprint, stream.tokens_per_byte
+        self._stream, self._seq_len = stream, seq_len
+        self._shuffle_seed, self._end_of_text = shuffle_seed, end_of_text
+        # The last two orders, because a global batch can span two epochs.
+        self._orders: dict[int, Permutation] = {}
+
+    def sample(self, index: int) -> dict[str, Tensor]:
+        # The launcher packs too, to check the text, and must not load torch.
+        import torch
+
+        epoch, place = divmod(index, self.num_samples)
+        if self._shuffle_seed is not None:
+            place = self._order(epoch, self._shuffle_seed)[place]
+        start = place * self._seq_len
+        tokens = self._stream.read(start, start + self._seq_len + 1)
+        fields = {"tokens": tokens[:-1], "targets": tokens[1:]}
+        if self._end_of_text is not None:
+            fields |= number_documents(tokens[:-1], self._end_of_text)
+        return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in fields.items()}
+
+    def _order(self, epoch: int, seed: int) -> Permutation:
+        if epoch not in self._orders:
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = Permutation(seed, epoch, self.num_samples)
+        return self._orders[epoch]
+
+
+def number_documents(tokens: np.ndarray, end_of_text: int) -> dict[str, np.ndarray]:
+    """The fields "documents" and "positions" of a sequence of tokens, int64 [T] each."""
+    places = np.arange(len(tokens), dtype=np.int64)
+    is_first = np.zeros(len(tokens), dtype=bool)
+    is_first[1:] = tokens[:-1] == end_of_text
+    starts = np.maximum.accumulate(np.where(is_first, places, 0))
+    return {"documents": np.cumsum(is_first, dtype=np.int64), "positions": places - starts}

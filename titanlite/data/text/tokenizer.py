@@ -1,0 +1,198 @@
+"""Tokenizers: text to token numbers and back. No torch.
+
+Bytes are the default and need no file. Any other vocabulary comes from a `tokenizer.json`, read by
+the package `tokenizers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import numpy as np
+
+from titanlite.errors import ConfigError
+from titanlite.files import open_regular
+
+KEY = "model.hf_assets_path"
+# Tokens that are decoded again with each new one.
+CONTEXT = 32
+# Names of the end-of-text token, tried in this order if tokenizer_config.json names none.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """What reading and sampling need of a tokenizer."""
+
+    vocab_size: int
+    """The largest token number + 1."""
+    end_of_text: int
+    """The token after each document."""
+    start: Sequence[int]
+    """The tokens before each document; mostly none."""
+    identity: str
+    """Changes if any text may get other tokens."""
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The tokens of each text, without special tokens. Raises UnicodeEncodeError."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD."""
+
+
+class ByteTokenizer:
+    """A token is a UTF-8 byte; 256 is the end of a text."""
+
+    vocab_size = 257
+    end_of_text = 256
+    start: Sequence[int] = ()
+    identity = "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+class FileTokenizer:
+    """The tokenizer of a folder with tokenizer.json and, if there is one, tokenizer_config.json.
+
+    The end-of-text token is the `eos_token` of the configuration, or else the first of END_NAMES in
+    the vocabulary. A document starts with the `bos_token` if the tokenizer itself adds it. A
+    special token that is spelled out in a text is read as plain text.
+    Raises ConfigError if a file is missing or damaged, or there is no end-of-text token.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if importlib.util.find_spec("tokenizers") is None:
+            raise ConfigError(
+                f"{KEY}: reading a tokenizer.json needs the package tokenizers, which is not "
+                'installed; pip install "titanlite[text]", or remove this key to train on bytes'
+            )
+        from tokenizers import Tokenizer as FromFile
+
+        content = _read(folder / "tokenizer.json")
+        try:
+            self._tokenizer: Any = FromFile.from_str(content.decode())
+        except Exception as error:  # the package raises a plain Exception
+            raise ConfigError(
+                f"{KEY}: {folder / 'tokenizer.json'} is not a tokenizer ({error}); download it "
+                "again"
+            ) from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _settings(folder / "tokenizer_config.json")
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        names = [settings["eos_token"]] if "eos_token" in settings else list(END_NAMES)
+        ends = [vocabulary[name] for name in names if name in vocabulary]
+        if not ends:
+            raise ConfigError(
+                f"{KEY}: the tokenizer in {folder} has no end-of-text token "
+                f"({', '.join(names)}); name one as eos_token in tokenizer_config.json"
+            )
+        self.end_of_text = ends[0]
+        added = self._tokenizer.encode("", add_special_tokens=True).ids
+        first = vocabulary.get(settings.get("bos_token"))
+        adds_first = settings.get("add_bos_token") == "True" or first in added[:1]
+        self.start: Sequence[int] = (first,) if first is not None and adds_first else ()
+        about = f"{self.end_of_text} {self.start}".encode()
+        self.identity = hashlib.sha256(about + content).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        for text in texts:
+            text.encode()  # the package replaces lone surrogates in silence
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def load_tokenizer(folder: str | None) -> Tokenizer:
+    """The tokenizer in `folder` (model.hf_assets_path); bytes if it is None."""
+    if folder is None:
+        return ByteTokenizer()
+    path = Path(folder).expanduser()
+    try:
+        changed = (path / "tokenizer.json").stat().st_mtime_ns
+    except OSError as error:
+        raise ConfigError(
+            f"{KEY}: {path / 'tokenizer.json'} cannot be read ({error.strerror}); give the folder "
+            "of a tokenizer.json, or remove this key to train on bytes"
+        ) from error
+    return _load(path, changed)
+
+
+class TextWriter:
+    """Prints a sampled text token by token, after its `prompt`, up to the end-of-text token.
+
+    A character is printed once all its bytes are there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str, stream: TextIO | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._stream = sys.stdout if stream is None else stream
+        # The text of a token can depend on the one before it, so the prompt's are kept.
+        self._tokens: list[int] = tokenizer.encode([prompt])[0].tolist()
+        self._has_ended = False
+        self._shown = 0
+        self._show()
+
+    def add(self, token: int) -> None:
+        if token == self._tokenizer.end_of_text:
+            self._has_ended = True
+        if not self._has_ended:
+            self._tokens.append(token)
+            self._show()
+
+    def close(self) -> None:
+        self._show(is_last=True)
+        print(file=self._stream, flush=True)
+
+    def _show(self, *, is_last: bool = False) -> None:
+        text = self._tokenizer.decode(self._tokens)
+        if text.endswith("\ufffd") and not is_last:
+            return
+        print(text[self._shown :], end="", file=self._stream, flush=True)
+        self._shown = len(text)
+        if len(self._tokens) > 2 * CONTEXT:
+            self._tokens = self._tokens[-CONTEXT:]
+            self._shown = len(self._tokenizer.decode(self._tokens))
+
+
+@functools.lru_cache(maxsize=2)
+def _load(folder: Path, changed: int) -> Tokenizer:
+    return FileTokenizer(folder)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{KEY}: {path} cannot be read ({error.strerror or error})") from error
+
+
+def _settings(path: Path) -> dict[str, str]:
+    """The values of tokenizer_config.json as text; a token may be a table with its content."""
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(_read(path))
+        if not isinstance(values, dict):
+            raise ValueError("it is not a table")
+    except ValueError as error:
+        raise ConfigError(
+            f"{KEY}: {path} is not valid JSON ({error}); download it again"
+        ) from error
+    plain = {k: v.get("content") if isinstance(v, dict) else v for k, v in values.items()}
+    return {key: str(value) for key, value in plain.items() if value is not None}
