@@ -97,6 +97,36 @@ def test_tied_gpt2_agrees(transformers_verifier: Verifier, axes: tuple[str, ...]
     assert found.agrees, found.findings
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config_class", "axes"),
+    [
+        ("LlamaConfig", ("tensor_parallel", "context_parallel")),
+        ("GPT2Config", ("pipeline_parallel", "context_parallel")),
+    ],
+)
+def test_documents_agree(
+    transformers_verifier: Verifier, tmp_path: Path, config_class: str, axes: tuple[str, ...]
+) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(f'{{"text": "{"word " * (n % 7)}{n}"}}\n' for n in range(400)))
+    sections = job(config_class, {f"{axis}_degree": 2 for axis in axes}, vocab_size=272)
+    if config_class == "GPT2Config":
+        off = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 272}
+        sections["model"]["values"] = {**sizes, **off}
+    sections["training"] |= {
+        "dataset": "text",
+        "dataset_path": str(text),
+        "seq_len": 64,
+        "attend_across_documents": False,
+    }
+    found = transformers_verifier.verify(make_config(sections), steps=2)
+    assert found.agrees, found.findings
+    # GPT-2 is in float64 throughout, so the tolerance is 1e-11 there.
+    assert config_class == "GPT2Config" or 1e-6 / found.margin < 1e-12
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of sizes only look whether transformers is there."""
