@@ -2,6 +2,7 @@
 
     HFFormat    how a model's sizes and parameters are stored there; a ModelSpec's `hf`
     HFTensor    where one parameter is stored, and in which layout
+    format_of   the format of a registered model
     read_json, weight_files, sizes_problems    read a folder, which may come from anybody
 
 A folder may be one that transformers wrote, or another program, so it is read as data: JSON, and
@@ -19,6 +20,7 @@ from typing import Any
 
 from titanlite.errors import ConfigError
 from titanlite.files import read_bytes, shown
+from titanlite.models import ModelSpec, load
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 # Files of a folder that do not depend on the weights.
@@ -103,6 +105,25 @@ class HFFormat:
             for name, (there, here) in pairs.items()
             if there != here
         ]
+
+
+def format_of(spec: ModelSpec) -> HFFormat | None:
+    """The format of a registered model; None if it has none.
+
+    Raises ConfigError if it cannot be imported or is not an HFFormat.
+    """
+    try:
+        found = load(spec.hf)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model.name: loading {spec.hf} failed with {type(error).__name__} ({error}); correct "
+            f"`hf` in the registration of {spec.name}"
+        ) from error
+    if found is not None and not isinstance(found, HFFormat):
+        raise ConfigError(
+            f"model.name: `hf` of {spec.name} is a {type(found).__name__}; give an HFFormat"
+        )
+    return found
 
 
 def is_hf_folder(path: Path) -> bool:

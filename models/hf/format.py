@@ -13,7 +13,9 @@ from titanlite.files import shown
 from titanlite.hf_format import HFFormat, HFTensor
 from titanlite.models.hf.config import FAMILIES, HFConfig
 
-# Keys of config.json that are not sizes: what wrote it, and how text is generated.
+# Keys of config.json about the file and not the model.
+ABOUT_FILE = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "model_type"}
+# Keys that do not change what the weights mean.
 BESIDE = {
     *("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range"),
@@ -56,10 +58,8 @@ def sizes(found: Mapping[str, Any]) -> dict[str, Any]:
     model_type = found.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         raise ValueError(f"has model_type {model_type!r}, which transformers does not know")
-    values = {key: value for key, value in found.items() if key not in BESIDE | {"model_type"}}
-    dropped = {key: 0.0 for key in ("attn_pdrop", "embd_pdrop", "resid_pdrop") if key in found}
-    name = transformers.CONFIG_MAPPING[model_type].__name__
-    return {"config_class": name, "values": {**values, **dropped}}
+    values = {key: value for key, value in found.items() if key not in ABOUT_FILE}
+    return {"config_class": transformers.CONFIG_MAPPING[model_type].__name__, "values": values}
 
 
 def differing(sizes: HFConfig, found: Mapping[str, Any]) -> list[str]:

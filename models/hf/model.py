@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
+from titanlite.attention.dense import attend
 from titanlite.attention.huggingface import no_mask, refuse_unsupported
 from titanlite.models.hf.config import HFConfig
 
@@ -38,19 +38,7 @@ class CausalAttention(nn.Module):
         scale: float | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        mask = None
-        if documents is not None:
-            is_same = documents[:, None, :, None] == documents[:, None, None, :]
-            mask = is_same & is_same.new_ones(is_same.shape[-2:]).tril()
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=q.size(1) != k.size(1),
-        )
+        return attend(q, k, v, scale=scale, documents=documents)
 
 
 class JoinedConv1D(Conv1D):
@@ -108,9 +96,7 @@ def _attend(
     """The attention function that transformers calls; the output is [B, T, H, E]."""
     refuse_unsupported(type(module).__name__, more)
     attention: nn.Module = getattr(module, ATTENTION)
-    # Ring attention has no documents, and the job has been checked.
-    among = {} if documents is None else {"documents": documents}
-    return attention(q, k, v, scale=scaling, **among).transpose(1, 2), None
+    return attention(q, k, v, scale=scaling, documents=documents).transpose(1, 2), None
 
 
 def inputs(batch: Batch) -> dict[str, Any]:

@@ -97,6 +97,36 @@ def test_tied_gpt2_agrees(transformers_verifier: Verifier, axes: tuple[str, ...]
     assert found.agrees, found.findings
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config_class", "axes"),
+    [
+        ("LlamaConfig", ("tensor_parallel", "context_parallel")),
+        ("GPT2Config", ("pipeline_parallel", "context_parallel")),
+    ],
+)
+def test_documents_agree(
+    transformers_verifier: Verifier, tmp_path: Path, config_class: str, axes: tuple[str, ...]
+) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(f'{{"text": "{"word " * (n % 7)}{n}"}}\n' for n in range(400)))
+    sections = job(config_class, {f"{axis}_degree": 2 for axis in axes}, vocab_size=272)
+    if config_class == "GPT2Config":
+        off = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 272}
+        sections["model"]["values"] = {**sizes, **off}
+    sections["training"] |= {
+        "dataset": "text",
+        "dataset_path": str(text),
+        "seq_len": 64,
+        "attend_across_documents": False,
+    }
+    found = transformers_verifier.verify(make_config(sections), steps=2)
+    assert found.agrees, found.findings
+    # GPT-2 is in float64 throughout, so the tolerance is 1e-11 there.
+    assert config_class == "GPT2Config" or 1e-6 / found.margin < 1e-12
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of sizes only look whether transformers is there."""
@@ -133,6 +163,24 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["--model.name=hf", f"--model.path={tmp_path}"])
     assert caught.value.problems[0].startswith(f'model.path: "{tmp_path}" has no config.json')
+
+
+def test_tokens_attend_only_to_their_own_document() -> None:
+    pytest.importorskip("transformers")
+    import torch
+
+    from titanlite.models.hf.config import HFConfig
+    from titanlite.models.hf.model import build
+
+    torch.manual_seed(0)
+    model = build(HFConfig(config_class="LlamaConfig", values=SIZES)).double()
+    tokens = torch.randint(17, (1, 9))
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
+    packed = model(tokens, position_ids=positions, documents=documents, use_cache=False).logits
+    parts = tokens.split([4, 2, 3], dim=1)
+    alone = [model(part, use_cache=False).logits for part in parts]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-6)
 
 
 def test_what_other_families_lack_is_one_line() -> None:

@@ -195,6 +195,27 @@ def test_transformers_folder_is_read_and_written_under_a_plan(
             assert after < 1e-5
 
 
+def load_and_save(place: Place, config: JobConfig) -> None:
+    with open_world(place) as world:
+        job = make_job(config, world)
+        with Checkpoints(job) as checkpoints:
+            checkpoints.after_step(2, is_last=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf", "gpt2"])
+def test_stages_of_a_tied_model_read_and_write_the_same_folder(tmp_path: Path, name: str) -> None:
+    source = tmp_path / "source"
+    weights = save_random(source, "GPT2Config")
+    model = OWN["gpt2"][0] if name == "gpt2" else {"name": "hf", "path": str(source)}
+    plan = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}
+    config = config_of(model, tmp_path, plan, initial_load_path=str(source))
+    run_ranks(load_and_save, 4, config)
+    found = dict(plain_model(tmp_path / "checkpoint" / "step-2").named_parameters())
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
 def page(place: Place, folder: Path, source: Path, tokens: Tensor) -> float:
     """The code of docs/huggingface.md."""
     sys.path.insert(0, str(folder))
@@ -275,6 +296,8 @@ def test_convert_to_a_checkpoint_and_back(
     assert command("convert", source, "--out", tmp_path / "step-0") == 0
     assert command("convert", tmp_path / "step-0", "--out", tmp_path / "a", "--like", source) == 0
     assert (tmp_path / "a" / "tokenizer.json").is_file()
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("source", "a")]
+    assert configs[0] == configs[1]
     capsys.readouterr()
     found = dict(plain_model(tmp_path / "a").named_parameters())
     assert found.keys() == weights.keys()

@@ -16,11 +16,20 @@ from torch import Tensor, nn
 
 import titanlite
 from titanlite import cli, models
+from titanlite.attention.huggingface import no_mask, refuse_unsupported
 from titanlite.checkpoint.huggingface import FolderWriter
 from titanlite.checkpoint.storage import Piece
 from titanlite.checkpoint.weights import Names, opened_weights, read_shard, to_stored
-from titanlite.errors import ConfigError
-from titanlite.hf_format import CONFIG, INDEX, HFFormat, HFTensor, read_json, weight_files
+from titanlite.errors import ConfigError, TitanliteError
+from titanlite.hf_format import (
+    CONFIG,
+    INDEX,
+    HFFormat,
+    HFTensor,
+    format_of,
+    read_json,
+    weight_files,
+)
 
 # How a parameter of a shape is stored, and the same in plain operations.
 LAYOUTS: list[tuple[tuple[int, ...], HFTensor, Callable[[Tensor], Tensor]]] = [
@@ -223,6 +232,26 @@ def test_other_sizes_in_config_json_are_refused_before_ranks_start(tmp_path: Pat
     assert told(4) == [
         f"checkpoint.initial_load_path: FOLDER/config.json lacks hidden_size; {advice}"
     ]
+
+
+def test_a_wrong_format_is_named() -> None:
+    for hf, said in (
+        ("titanlite.nothing:FORMAT", "loading titanlite.nothing:FORMAT failed with Module"),
+        ({}, "`hf` of net is a dict; give an HFFormat"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            format_of(models.ModelSpec("net", Sizes, Net, hf=hf))
+    assert format_of(models.ModelSpec("net", Sizes, Net)) is None
+
+
+def test_padding_and_options_that_change_attention_are_refused() -> None:
+    no_mask(1, attention_mask=torch.ones(1, 4))
+    with pytest.raises(TitanliteError, match="mask the padding's targets by -100"):
+        no_mask(1, attention_mask=torch.tensor([[0, 1]]))
+    refuse_unsupported("A", {"dropout": 0.0, "softcap": None, "is_causal": True})
+    for options in ({"softcap": 50.0}, {"dropout": 0.1}, {"is_causal": False}, {"s_aux": 1}):
+        with pytest.raises(TitanliteError, match="A has attention with "):
+            refuse_unsupported("A", options)
 
 
 @pytest.mark.usefixtures("registered")

@@ -1,9 +1,9 @@
 """Ring attention as an attention implementation of transformers, for a model and loop by hand.
 
 transformers calls attention by a name (`attn_implementation`) and makes its mask by the same name.
-Ring attention is causal by the tokens' layout, so it takes no mask. That matters: under a layout
-such as headtail, a rank's positions are not consecutive, and transformers' own masks take each jump
-for the start of another document (`find_packed_sequence_indices`).
+Ring attention is causal by the tokens' layout, and takes documents but no mask. That matters: under
+a layout such as headtail, a rank's positions are not consecutive, and transformers' own masks take
+each jump for the start of another document (`find_packed_sequence_indices`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ def register_ring_attention(
     `position_ids=layout.positions(rank, seq_len)[None]`, where layout is
     `make_layout("headtail", mesh.size())`. Fewer key and value heads than query heads are grouped.
 
-    The model raises TitanliteError for other positions, such as those of packed documents, for a
-    padding mask, and for attention that is not plain and causal (dropout, sliding windows that are
-    shorter than the sequence, soft-capped scores, attention sinks).
+    For packed documents, pass `documents=`, this rank's shard of the number of each token's
+    document [B, T], and position_ids in each document.
+
+    The model raises TitanliteError for other positions without `documents`, for a padding mask, and
+    for attention that is not plain and causal (dropout, sliding windows that are shorter than the
+    sequence, soft-capped scores, attention sinks).
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -55,6 +58,7 @@ def register_ring_attention(
         v: Tensor,
         mask: Tensor | None = None,
         scaling: float | None = None,
+        documents: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         refuse_unsupported(type(module).__name__, options)
@@ -63,9 +67,10 @@ def register_ring_attention(
         if mask is not None or (window is not None and window < seq_len):
             what = "a mask" if mask is not None else f"a sliding window of {window} tokens"
             raise TitanliteError(f"ring attention has no masks, but there is {what}; remove it")
-        if getattr(module, "layer_idx", None) == 0 and not torch.compiler.is_compiling():
+        is_first = getattr(module, "layer_idx", None) == 0 and documents is None
+        if is_first and not torch.compiler.is_compiling():
             _check_positions(options.get("position_ids"), ring.layout.positions(rank, seq_len))
-        return ring(q, k, v, True, scaling).transpose(1, 2), None
+        return ring(q, k, v, True, scaling, documents=documents).transpose(1, 2), None
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, no_mask)
@@ -95,5 +100,5 @@ def _check_positions(given: Any, own: Tensor) -> None:
     if isinstance(given, Tensor) and not bool((given.cpu() == own).all()):
         raise TitanliteError(
             "position_ids are not those of this rank's tokens in the layout; pass "
-            "layout.positions(rank, seq_len)[None]. Packed documents are not supported"
+            "layout.positions(rank, seq_len)[None], and for packed documents also `documents`"
         )

@@ -31,8 +31,8 @@ from titanlite.config.model import import_module
 from titanlite.config.stored import stored_sections
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
-from titanlite.hf_format import CONFIG, INVALID, is_hf_folder, read_json
-from titanlite.models import find_model, load
+from titanlite.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
+from titanlite.models import find_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,7 +211,7 @@ def _model_of(folder: Path, model: str) -> dict[str, Any]:
             f"--model: there is no model {quote(model)}; give one of {known}, "
             "or --experimental.custom_import, the module that registers it"
         )
-    format = load(find_model(model).hf)
+    format = format_of(find_model(model))
     if format is None:
         raise ConfigError(f"--model: {quote(model)} has no Hugging Face format; give another model")
     try:
@@ -244,7 +244,7 @@ def _names_of(
         raise ConfigError(
             f"{source} has an invalid configuration: {told_invalid(error)}"
         ) from error
-    return Names(load(load_model_spec(job).hf), make_model_config(job))
+    return Names(format_of(load_model_spec(job)), make_model_config(job))
 
 
 def _read_checkpoint(

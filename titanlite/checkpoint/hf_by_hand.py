@@ -21,7 +21,7 @@ from titanlite.checkpoint.huggingface import SHARD_BYTES, FolderWriter
 from titanlite.checkpoint.storage import Piece
 from titanlite.checkpoint.weights import Names, opened_weights
 from titanlite.errors import TitanliteError
-from titanlite.hf_format import HFFormat, is_hf_folder
+from titanlite.hf_format import format_of, is_hf_folder
 from titanlite.models import load
 from titanlite.names import canonical_name
 from titanlite.tied import find_tied
@@ -139,7 +139,8 @@ def _format_of(model: Any) -> tuple[Names, dict[str, Any]]:
     # FSDP2 inserts its own class before the model's.
     for spec in models.MODELS.values():
         if spec.hf is not None and load(spec.build) in type(model).__mro__:
-            format: HFFormat = load(spec.hf)
+            format = format_of(spec)
+            assert format is not None
             return Names(format, config), format.config(config)
     raise TitanliteError(
         f"{type(model).__name__} has no Hugging Face format; give a model of transformers, or "

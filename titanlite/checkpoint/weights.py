@@ -31,9 +31,8 @@ from titanlite.checkpoint.storage import Piece, Pieces, Seal
 from titanlite.config import load_model_spec
 from titanlite.errors import ConfigError
 from titanlite.files import open_regular, shown
-from titanlite.hf_format import HFFormat, HFTensor, weight_files
+from titanlite.hf_format import HFFormat, HFTensor, format_of, weight_files
 from titanlite.job import Job
-from titanlite.models import load
 
 # Text of a file: the job's configuration, and whose names and layouts its tensors have.
 CONFIG_KEY, LAYOUT_KEY, HF_LAYOUT = "titanlite.config", "titanlite.layout", "huggingface"
@@ -55,7 +54,7 @@ class Names:
     @classmethod
     def of(cls, job: Job) -> Names:
         """The names in the Hugging Face folders of a job's model; its own if it has no format."""
-        return cls(load(load_model_spec(job.config).hf), job.resolved.model)
+        return cls(format_of(load_model_spec(job.config)), job.resolved.model)
 
 
 def save_safetensors(

@@ -10,8 +10,7 @@ from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
-from titanlite.hf_format import is_hf_folder, sizes_problems, weight_files
-from titanlite.models import load
+from titanlite.hf_format import format_of, is_hf_folder, sizes_problems, weight_files
 
 
 def checkpoint_problems(config: JobConfig) -> Iterator[str]:
@@ -72,7 +71,7 @@ def hf_folder_problems(config: JobConfig, sizes: Any) -> Iterator[str]:
         if not folder.is_dir():
             return
         weight_files(folder)
-        if (format := load(load_model_spec(config).hf)) is not None and is_hf_folder(folder):
+        if (format := format_of(load_model_spec(config))) is not None and is_hf_folder(folder):
             for line in sizes_problems(format, sizes, folder):
                 yield f"checkpoint.initial_load_path: {line}"
     except ConfigError as error:
