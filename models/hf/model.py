@@ -7,6 +7,7 @@ not have; and GPT-2's joined projection has a dimension for q, k and v, so that 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from titanlite.batch import Batch
 
 ATTENTION = "titanlite_attention"
+
+# transformers imports torchao if it is installed, which logs libraries built for other machines.
+logging.getLogger("torchao").addFilter(
+    lambda record: not record.getMessage().startswith("Failed to load")
+)
 
 
 class CausalAttention(nn.Module):
