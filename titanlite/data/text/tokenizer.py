@@ -101,7 +101,7 @@ class FileTokenizer:
             )
         self.end_of_text = ends[0]
         added = self._tokenizer.encode("", add_special_tokens=True).ids
-        first = vocabulary.get(settings.get("bos_token"))
+        first = vocabulary.get(settings.get("bos_token", ""))
         adds_first = settings.get("add_bos_token") == "True" or first in added[:1]
         self.start: Sequence[int] = (first,) if first is not None and adds_first else ()
         about = f"{self.end_of_text} {self.start}".encode()
