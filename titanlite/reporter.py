@@ -386,7 +386,7 @@ class Reporter:
         written.write_text(render_screen(*content) + "\n", encoding="utf-8")
         if idle := name_idle_keys(job.config):
             say(idle)
-        if job.config.model.hf_assets_path is not None and not job.data.reads_tokenizer:
+        if job.config.model.hf_assets_path and not job.data.reads_tokenizer:
             say(f'no effect here, because "{job.data.name}" is not text: model.hf_assets_path')
         say("")
         for note in (*job.notes, *self._notes):

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from plans import make_job
 from torch import Tensor
 
 import titanlite
-from titanlite import cli
+from titanlite import cli, models
 from titanlite.batch import call_model
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig, make_config
@@ -24,6 +25,8 @@ from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.ranks.world import World, open_world
+from titanlite.sampling.choice import Choice
+from titanlite.sampling.generate import generate
 from titanlite.training.shards import whole_tensor
 
 LLAMA = {
@@ -313,3 +316,30 @@ def test_convert_to_a_checkpoint_and_back(
     assert command("convert", tmp_path / "b", "--out", tmp_path / "c") == 0
     assert command("convert", tmp_path / "c", "--out", tmp_path / "d") == 0
     assert not (tmp_path / "d" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("name", list(OWN))
+def test_greedy_sampling_is_that_of_transformers(tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes, config_class, values = OWN[name]
+    torch.manual_seed(3)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config_class)(**values)
+    ).eval()
+    for parameter in theirs.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.3)  # logits far apart, so that no two nearly tie
+    theirs.save_pretrained(tmp_path / "theirs")
+    spec = models.find_model(name)
+    fields = {key: value for key, value in sizes.items() if key != "name"}
+    flavor = next(iter(spec.load_flavors().values()))
+    own = spec.load_build()(replace(flavor, **fields))
+    titanlite.load_weights(own, tmp_path / "theirs")
+    prompts = torch.randint(16, (3, 5))
+    expected = theirs.generate(
+        prompts, do_sample=False, max_length=40, eos_token_id=None, pad_token_id=16
+    )
+    generators = [torch.Generator() for _ in prompts]
+    found = generate(own, prompts, 40, generators, Choice(temperature=0))
+    assert torch.equal(found, expected)
+    assert len(found[:, 5:].unique()) > 3

@@ -34,6 +34,13 @@ def source_problems(section: str, dataset: str, path: str | None) -> Iterator[st
             f"did you mean {quote(match[0])}?" if match else f"give {one_of(map(quote, DATASETS))}"
         )
         yield f"{section}.dataset: there is no data set {name}; {advice}"
+    elif info.needs_path and path is None and info.default_path is not None:
+        if not Path(info.default_path).is_dir():
+            yield (
+                f"{section}.dataset: {name} is read from the folder {info.default_path}, which is "
+                f"not here; give its place as {section}.dataset_path, or other data, such as "
+                f"--{section}.dataset={info.sampled_as}"
+            )
     elif info.needs_path and path is None:
         yield f"{section}.dataset_path: is not set, but {name} is read from disk; give its folder"
     elif info.needs_path and path is not None and not _is_there(Path(path).expanduser(), info):
@@ -70,7 +77,9 @@ def source_arguments(config: JobConfig, model: Any, seq_len: int, split: str) ->
     """The arguments of DatasetSpec.make and prepare for a split, "train" or "validation"."""
     is_training = split == "train"
     path = config.training.dataset_path if is_training else config.validation_dataset_path
-    section = "training"
+    section, dataset = "training", config.training.dataset
+    if not is_training:
+        dataset = config.validation_dataset
     if not is_training and (config.validation.dataset or config.validation.dataset_path):
         section = "validation"
     return {
@@ -78,7 +87,7 @@ def source_arguments(config: JobConfig, model: Any, seq_len: int, split: str) ->
         "seq_len": seq_len,
         "split": split,
         "seed": config.debug.seed,
-        "path": path or "",
+        "path": path or DATASETS[dataset].default_path or "",
         "path_key": f"{section}.dataset_path",
     }
 

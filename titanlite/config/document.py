@@ -188,9 +188,8 @@ These keys configure features that titanlite does not have: experts, converters 
 `quantize.linear.float8`, fault tolerance and memory estimation. The values that turn these features
 on (of `parallelism.expert_parallel_degree`, `model.converters`, `fault_tolerance.enable` and
 `memory_estimation.enable`) are refused. While a feature is off, its keys have no effect in
-TorchTitan either, so any value is accepted. `model.hf_assets_path` is accepted too, because
-titanlite has no text tokenizer that could use it. A line at the start of the run lists those of
-these keys that are set.
+TorchTitan either, so any value is accepted. A line at the start of the run lists those of these
+keys that are set.
 """
 
 

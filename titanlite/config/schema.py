@@ -106,7 +106,7 @@ class Model(Section):
     )
     hf_assets_path: str | None = key(
         None,
-        "folder of the text tokenizer, a tokenizer.json; if not set, tokens are bytes",
+        "folder of the text tokenizer, a tokenizer.json; if not set or empty, tokens are bytes",
         torchtitan="./tests/assets/tokenizer",
     )
     tokenizer_path: NotYet[str | None] = key(None, "text tokenizer; replaced by hf_assets_path")

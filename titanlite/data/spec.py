@@ -93,6 +93,8 @@ class DatasetSpec:
     needs_path: bool = False
     accepts_file: bool = False
     """Whether the path may be a single file; otherwise it is a folder."""
+    default_path: str | None = None
+    """The folder if the job gives none, relative to the working directory, where it exists."""
     fields: Mapping[str, int | None] = field(default_factory=dict)
     """Fields of a sample besides its tokens: name -> dimension that counts tokens, None if none.
     The model receives each by name; "targets" and "positions" replace the next-token defaults."""

@@ -124,7 +124,7 @@ class TokensSpec(TextSpec):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        if self.keys is None or self.keys.hf_assets_path is None:
+        if self.keys is None or not self.keys.hf_assets_path:
             return None
         return super().tokenizer
 
@@ -140,7 +140,12 @@ def cut(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
 PYDOC = TextSpec("pydoc", "the manual in Python's own help(), which differs between versions")
 TEXT = TextSpec("text", "text files: .txt, .jsonl, .parquet or .arrow", needs_path=True)
 TOKENS = TokensSpec("tokens", "files of tokens: .npy or .bin of uint16 or uint32", needs_path=True)
-C4_TEST = TextSpec("c4_test", "TorchTitan's sample of C4, from its folder", needs_path=True)
+C4_TEST = TextSpec(
+    "c4_test",
+    "TorchTitan's sample of C4, from its folder",
+    needs_path=True,
+    default_path="tests/assets/c4_test",
+)
 C4 = TextSpec("c4", "local files of C4", pattern="c4-train.*", needs_path=True)
 C4_VALIDATION = TextSpec(
     "c4_validation", "local validation files of C4", pattern="c4-validation.*", needs_path=True

@@ -118,8 +118,8 @@ class FileTokenizer:
 
 
 def load_tokenizer(folder: str | None) -> Tokenizer:
-    """The tokenizer in `folder` (model.hf_assets_path); bytes if it is None."""
-    if folder is None:
+    """The tokenizer in `folder` (model.hf_assets_path); bytes if it is None or empty."""
+    if not folder:
         return ByteTokenizer()
     path = Path(folder).expanduser()
     try:
@@ -127,7 +127,7 @@ def load_tokenizer(folder: str | None) -> Tokenizer:
     except OSError as error:
         raise ConfigError(
             f"{KEY}: {path / 'tokenizer.json'} cannot be read ({error.strerror}); give the folder "
-            "of a tokenizer.json, or remove this key to train on bytes"
+            f"of a tokenizer.json, or --{KEY}= (empty) for bytes"
         ) from error
     return _load(path, changed)
 
