@@ -29,7 +29,7 @@ def take_turns(place: Place, steps: int) -> tuple[list[float], list[float], floa
     from titanlite.ranks.order import OrderCheck
     from titanlite.ranks.world import open_world
 
-    config = plan_config(PLANS[PLAN])
+    config = plan_config("image", PLANS[PLAN])
     with open_world(place) as world:
         job = build_job(resolve_job(config, world.size), world)
         check = OrderCheck(job.meshes.axes_of_groups())

@@ -1,11 +1,12 @@
 """The cost of a plan: CPU-seconds per step over all ranks, relative to a plain PyTorch loop.
 
-    python tests/benchmarks/plan_overhead.py [--steps 15] [plan ...]
+    python tests/benchmarks/plan_overhead.py [--model llama] [--steps 15] [plan ...]
 
 The plain loop ("bare") runs in one process. Wall time on shared cores is noise, and so is the ratio
 of two separate runs. So the plan's ranks and the plain process take turns step by step, and each
 waits while the other runs. Every process has one thread and the same allocator setting. The control
-compares the plain loop with itself.
+compares the plain loop with itself. The model is an image transformer, or the "small" Llama 3 of
+5 million parameters on sequences of 1,024 bytes.
 """
 
 from __future__ import annotations
@@ -20,27 +21,33 @@ from typing import Any
 from titanlite.config import JobConfig, make_config, make_parallel_dims, resolve_job
 from titanlite.ranks.launch import Place, run_ranks
 
-JOB: dict[str, dict[str, Any]] = {
-    "model": {
-        "flavor": "cifar",
-        "dim": 256,
-        "num_layers": 4,
-        "num_heads": 8,
-        "image_height": 32,
-        "image_width": 32,
-        "image_channels": 1,
-        "ffn_hidden_dim": 688,
+JOBS: dict[str, dict[str, dict[str, Any]]] = {
+    "image": {
+        "model": {
+            "flavor": "cifar",
+            "dim": 256,
+            "num_layers": 4,
+            "num_heads": 8,
+            "image_height": 32,
+            "image_width": 32,
+            "image_channels": 1,
+            "ffn_hidden_dim": 688,
+        },
+        "training": {"dataset": "synthetic"},
     },
-    "training": {"dataset": "synthetic", "global_batch_size": 8, "local_batch_size": 8},
-    "activation_checkpoint": {"mode": "none"},
+    "llama": {
+        "model": {"name": "llama3", "flavor": "small"},
+        "training": {"dataset": "pydoc", "seq_len": 1024},
+    },
 }
+BATCH_SIZE = 8
 PLANS: dict[str, dict[str, Any]] = {
     "one rank": {"data_parallel_shard_degree": 1},
     "ddp4": {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
     "fsdp4": {"data_parallel_shard_degree": 4},
     "tp2_fsdp2": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
     "tp4": {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 1},
-    # Eight microbatches of one image.
+    # Eight microbatches of one sequence.
     "pp4": {
         "pipeline_parallel_degree": 4,
         "pipeline_parallel_schedule": "1F1B",
@@ -48,16 +55,24 @@ PLANS: dict[str, dict[str, Any]] = {
         "pipeline_parallel_last_stage_less_layers": 0,
         "data_parallel_shard_degree": 1,
     },
+    "cp4": {"context_parallel_degree": 4, "data_parallel_shard_degree": 1},
 }
 TARGETS = {"control": 1.0, "one rank": 1.03, "ddp4": 1.12, "fsdp4": 1.12, "tp2_fsdp2": 1.30,
-           "tp4": 1.60, "pp4": 1.15}  # fmt: skip
+           "tp4": 1.60, "pp4": 1.15, "cp4": 1.20}  # fmt: skip
 
 
-def plan_config(plan: dict[str, Any]) -> JobConfig:
-    """The benchmark's job under a plan; a data-parallel rank has its images in one microbatch."""
+def plan_config(model: str, plan: dict[str, Any]) -> JobConfig:
+    """The job under a plan; a data-parallel rank has its sequences in one microbatch."""
     dp = plan.get("data_parallel_replicate_degree", 1) * plan["data_parallel_shard_degree"]
-    training = {**JOB["training"], "local_batch_size": 8 // dp}
-    return make_config({**JOB, "training": training, "parallelism": plan})
+    batch = {"global_batch_size": BATCH_SIZE, "local_batch_size": BATCH_SIZE // dp}
+    return make_config(
+        {
+            **JOBS[model],
+            "training": {**JOBS[model]["training"], **batch},
+            "parallelism": plan,
+            "activation_checkpoint": {"mode": "none"},
+        }
+    )
 
 
 def bare_loop(config: JobConfig) -> Callable[[], None]:
@@ -65,25 +80,25 @@ def bare_loop(config: JobConfig) -> Callable[[], None]:
     import torch
     import torch.nn.functional as F
 
-    from titanlite.config import load_model_spec, make_model_config
-    from titanlite.data.images.build import build_dataset
+    from titanlite.config import load_model_spec
+    from titanlite.config.data import source_arguments, spec_for
+    from titanlite.data.sampler import read_batch
 
-    model_config = make_model_config(config)
-    model = load_model_spec(config).load_build()(model_config)
+    resolved = resolve_job(config, 1)
+    model = load_model_spec(config).load_build()(resolved.model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    dataset = build_dataset(
-        "synthetic", split="train", seed=0, height=32, width=32, channels=1, vocab_size=256
-    )
+    spec = spec_for(config)
+    dataset = spec.make(**source_arguments(config, resolved.model, resolved.seq_len, "train"))
     sample = 0
 
     def step() -> None:
         nonlocal sample
-        tokens = torch.stack([dataset.sample(i) for i in range(sample, sample + 8)])
-        sample += 8
-        logits = model(tokens)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        batch = read_batch(dataset, range(sample, sample + BATCH_SIZE), spec.fields)
+        sample += BATCH_SIZE
+        logits = model(batch.tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -93,7 +108,9 @@ def bare_loop(config: JobConfig) -> Callable[[], None]:
     return step
 
 
-def take_turns(place: Place, plan: dict[str, Any] | None, num_ranks: int, steps: int, path: str):
+def take_turns(
+    place: Place, model: str, plan: dict[str, Any] | None, num_ranks: int, steps: int, path: str
+) -> list[float]:
     """CPU-seconds of each step of this process; the last process runs the plain loop."""
     import torch
     import torch.distributed as dist
@@ -102,7 +119,6 @@ def take_turns(place: Place, plan: dict[str, Any] | None, num_ranks: int, steps:
 
     turns = dist.FileStore(path)
     is_bare = place.rank == num_ranks
-    config = plan_config(plan or PLANS["one rank"])
 
     def loop(step: Callable[[], object]) -> list[float]:
         torch.set_num_threads(1)
@@ -121,21 +137,25 @@ def take_turns(place: Place, plan: dict[str, Any] | None, num_ranks: int, steps:
 
     keep_freed_memory()
     if is_bare or plan is None:
-        return loop(bare_loop(config))
+        return loop(bare_loop(plan_config(model, PLANS["one rank"])))
     from titanlite.job import build_job
 
     place = replace(place, world_size=num_ranks, local_world_size=num_ranks)
+    resolved = resolve_job(plan_config(model, plan), num_ranks)
     with open_world(place) as world:
-        return loop(build_job(resolve_job(config, world.size), world).step)
+        return loop(build_job(resolved, world).step)
 
 
-def measure(plan: dict[str, Any] | None, steps: int) -> tuple[float, float, float]:
+def measure(model: str, plan: dict[str, Any] | None, steps: int) -> tuple[float, float, float]:
     """Median CPU-seconds of the plan and of the plain loop, and the median ratio per turn."""
     import tempfile
 
-    num_ranks = 1 if plan is None else make_parallel_dims(plan_config(plan), None).world_size
+    num_ranks = 1
+    if plan is not None:
+        num_ranks = make_parallel_dims(plan_config(model, plan), None).world_size
     with tempfile.TemporaryDirectory() as folder:
-        seconds = run_ranks(take_turns, num_ranks + 1, plan, num_ranks, steps, f"{folder}/turns")
+        turns = f"{folder}/turns"
+        seconds = run_ranks(take_turns, num_ranks + 1, model, plan, num_ranks, steps, turns)
     totals = [sum(step) for step in zip(*seconds[:num_ranks], strict=True)]
     bare = seconds[num_ranks]
     ratios = [total / alone for total, alone in zip(totals, bare, strict=True)]
@@ -144,13 +164,14 @@ def measure(plan: dict[str, Any] | None, steps: int) -> tuple[float, float, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=list(JOBS), default="image")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("plans", nargs="*", default=["control", *PLANS])
     arguments = parser.parse_args()
     print(f"medians of {arguments.steps} alternating steps, CPU-seconds over all ranks")
     print(f"{'plan':12} {'plan':>8} {'bare':>8} {'ratio':>7} {'target':>7}")
     for name in arguments.plans:
-        total, bare, ratio = measure(PLANS.get(name), arguments.steps)
+        total, bare, ratio = measure(arguments.model, PLANS.get(name), arguments.steps)
         target = TARGETS[name]
         print(f"{name:12} {total:8.3f} {bare:8.3f} {ratio:7.3f} {target:7.2f}", flush=True)
 
