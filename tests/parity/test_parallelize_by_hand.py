@@ -687,7 +687,7 @@ def readme_snippet(world, snippet):
 
 def test_the_snippet_of_the_readme_runs_as_it_stands_there():
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    start = r"steps of that page work on any model:\n\n```python\n"
+    start = r"steps\s+work on any model:\n\n```python\n"
     (snippet,) = re.findall(rf"{start}(.*?)```", text, re.S)
     assert "apply_ac" in snippet
     names = run_ranks(_in_world_with, 4, readme_snippet, snippet, timeout_seconds=120)[0]

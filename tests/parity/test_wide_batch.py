@@ -9,6 +9,7 @@ import torch
 from training import FEW_STEPS, Sections, differences, make_config, train
 
 from titanlite.config import resolve_job
+from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.verify.shrink import shrink
@@ -74,6 +75,12 @@ def test_validation_counts_by_the_loss_and_leaves_fillers_out() -> None:
     assert both == pytest.approx([alone, alone], rel=1e-12)
 
 
+@pytest.fixture
+def no_data_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(DATASETS, "packed_documents", raising=False)
+
+
+@pytest.mark.usefixtures("no_data_of_other_tests")
 def test_length_is_the_jobs_own() -> None:
     job = resolve_job(config({}))
     assert job.seq_len == 24
@@ -98,6 +105,7 @@ def test_a_validation_set_has_the_fields_of_the_training_set() -> None:
     )
 
 
+@pytest.mark.usefixtures("no_data_of_other_tests")
 def test_a_model_without_images_is_told_which_data_it_can_read() -> None:
     with pytest.raises(ConfigError) as caught:
         config({}, dataset="photos")
