@@ -52,6 +52,11 @@ COMMANDS = {
         "compare a plan with one process, and name the cause of a difference",
         "titanlite verify configs/tp2_fsdp2.toml --steps=2",
     ),
+    "plan": Command(
+        "titanlite.plan.command",
+        "memory and communication of a job's step on any number of ranks, before it runs",
+        "titanlite plan configs/plan/llama_405b.toml",
+    ),
     "simulate": Command(
         "titanlite.simulate.command",
         "draw and compare training schemes in virtual time",

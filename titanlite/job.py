@@ -67,6 +67,8 @@ from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler,
 from titanlite.training.shards import buffers_of, parameters_of, whole_tensor
 from titanlite.training.step import StepResult, Trainer
 
+Materialize = Callable[[Sequence[nn.Module]], None]
+
 
 @dataclass
 class Job:
@@ -219,11 +221,12 @@ class Job:
             yield self._own_part(batch)
 
 
-def build_job(resolved: ResolvedJob, world: World) -> Job:
+def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | None = None) -> Job:
     """Build this rank's part of the job; every rank of the world must call this.
 
     The model is built without storage, sharded, and then materialized and initialized. So a rank
-    holds only its shards, and one whole parameter at a time while it draws their values.
+    holds only its shards, and one whole parameter at a time while it draws their values. If
+    `materialize` is given, it allocates the parts of the model instead, without initial values.
     """
     config, dims = resolved.config, resolved.dims
     if config.debug.deterministic:
@@ -259,7 +262,11 @@ def build_job(resolved: ResolvedJob, world: World) -> Job:
         plan,
     )
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
-    row = _initialize(resolved, world, made.parts, model_bytes, by_name=by_name, tied=tied)
+    row = None
+    if materialize is not None:
+        materialize(made.parts)
+    else:
+        row = _initialize(resolved, world, made.parts, model_bytes, by_name=by_name, tied=tied)
     if row is not None:
         made.applied.append(row)
     made.applied += [*_describe_groups(config, rules), *frozen]

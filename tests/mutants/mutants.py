@@ -448,8 +448,8 @@ MUTANTS = [
         r"loss|target|microbatch",
         PIPELINE,
         (
-            "            microbatch = self._batch.rows(int(rows[0]), int(rows[-1]) + 1)",
-            "            microbatch = self._batch.rows(0, len(rows))",
+            "            microbatch = self._batch.rows(first, first + rows.numel())",
+            "            microbatch = self._batch.rows(0, rows.numel())",
         ),
     ),
     mutant(

@@ -329,7 +329,9 @@ class PipelineRunner:
         def loss_function(outputs: Any, rows: Tensor) -> Tensor:
             assert self._batch is not None
             assert self._loss_function is not None
-            microbatch = self._batch.rows(int(rows[0]), int(rows[-1]) + 1)
+            # A part of an arange says by its offset which rows it has; no value has to be read.
+            first = int(rows.storage_offset())
+            microbatch = self._batch.rows(first, first + rows.numel())
             loss = self._loss_function(outputs, microbatch)
             if self.on_loss is not None:
                 self.on_loss()

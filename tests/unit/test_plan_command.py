@@ -1,0 +1,127 @@
+"""`titanlite plan`: its figures by formula, its output, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite import cli
+from titanlite.config import JobConfig, make_config, resolve_job
+from titanlite.plan.command import representatives
+from titanlite.plan.events import Trace
+from titanlite.plan.trace import trace_rank
+
+BATCH, TOKENS = 4, 64
+
+
+def debug_job(plan: dict[str, Any] | None = None, **training: Any) -> JobConfig:
+    return make_config(
+        {
+            "model": {"flavor": "debug"},
+            "training": {"dataset": "synthetic", "global_batch_size": BATCH, **training},
+            "activation_checkpoint": {"mode": "none"},
+            "parallelism": {"data_parallel_shard_degree": 1, **(plan or {})},
+        }
+    )
+
+
+def trace(config: JobConfig, rank: int = 0) -> Trace:
+    return trace_rank(resolve_job(config, None), rank)
+
+
+def test_operations_and_memory_are_those_of_the_formulas() -> None:
+    config = debug_job(local_batch_size=BATCH)
+    resolved = resolve_job(config, 1)
+    model = resolved.model
+    found = trace(config)
+    products = 6 * (model.num_parameters - model.num_embedding_parameters - 5 * model.dim)
+    # Attention has two products in the forward pass, and five in the backward pass.
+    attention = 14 * model.num_layers * model.dim * TOKENS
+    assert found.flops == BATCH * TOKENS * (products + attention)
+    held = found.held
+    # Beside the parameters, dropout has a key of eight bytes in five modules.
+    assert held["parameters"] == 4 * model.num_parameters + 5 * 8
+    assert held["optimizer state"] == pytest.approx(2 * held["parameters"], rel=0.01)
+    peak = found.peak()
+    assert peak.num_bytes == sum(peak.bytes_of.values()) > sum(held.values())
+    logits = 4 * BATCH * TOKENS * model.vocab_size
+    assert peak.bytes_of["activations"] > model.num_layers * 4 * BATCH * TOKENS * model.dim + logits
+
+
+def test_shards_hold_their_part_and_full_checkpointing_keeps_less() -> None:
+    alone = trace(debug_job(local_batch_size=1))
+    sharded = trace(debug_job({"data_parallel_shard_degree": 4}, local_batch_size=1))
+    assert sharded.held["parameters"] < 0.3 * alone.held["parameters"]
+    assert "gathered parameters" in sharded.category_of.values()
+    assert "gathered parameters" not in alone.category_of.values()
+    values = debug_job(local_batch_size=1).model_dump(exclude_unset=True)
+    full = trace(make_config({**values, "activation_checkpoint": {"mode": "full"}}))
+    assert full.flops > 1.25 * alone.flops
+    assert full.peak().bytes_of["activations"] < 0.5 * alone.peak().bytes_of["activations"]
+    phases = {operator.place.phase for operator in full.operators}
+    assert phases == {"forward", "recomputation", "backward", "optimizer"}
+
+
+def test_a_world_of_thousands_of_ranks_is_traced_in_one_process() -> None:
+    plan = {"data_parallel_replicate_degree": 8, "tensor_parallel_degree": 4}
+    sizes = {"global_batch_size": 256, "local_batch_size": 1}
+    found = trace(debug_job({**plan, "data_parallel_shard_degree": 32}, **sizes), rank=1023)
+    assert found.coordinates["dp_shard"] == 31
+    kinds = {(one.kind, one.axis): one.num_ranks for one in found.communications}
+    assert kinds["all_gather", "dp_shard"] == 32
+    assert kinds["all_reduce", "dp_replicate"] == 8
+    assert kinds["reduce_scatter", "tp"] == 4
+
+
+def test_ranks_of_all_kinds_of_stages_are_traced() -> None:
+    for stages, expected in ((1, [0]), (4, [0, 2, 4, 6]), (16, [0, 2, 16, 30])):
+        plan = {
+            "pipeline_parallel_degree": stages,
+            "tensor_parallel_degree": 2 if stages > 1 else 1,
+        }
+        dims = resolve_job(
+            make_config(
+                {
+                    "model": {"flavor": "debug", "num_layers": 32},
+                    "training": {"dataset": "synthetic", "local_batch_size": 32},
+                    "parallelism": {"data_parallel_shard_degree": 1, **plan},
+                }
+            ),
+            None,
+        ).dims
+        assert representatives(dims) == expected
+
+
+def test_the_command_shows_bars_bytes_and_notes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, figures = tmp_path / "job.toml", tmp_path / "figures.json"
+    job.write_text(
+        '[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\nglobal_batch_size = 8\n'
+        "local_batch_size = 4\n[compile]\nenable = true\n"
+    )
+    options = ["--parallelism.pipeline_parallel_degree=2", "--json", str(figures)]
+    assert cli.main(["plan", str(job), "--parallelism.tensor_parallel_degree=2", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "4 ranks: pp 2 x tp 2" in shown
+    assert "rank 0" in shown
+    assert "rank 2" in shown
+    assert "tp           all_gather" in shown
+    assert "note: compile: planned as eager code" in shown
+    found = json.loads(figures.read_text())
+    assert [one["rank"] for one in found] == [0, 2]
+    sent = [one for one in found[0]["communications"] if one["kind"] == "send"]
+    assert sent[0]["axis"] == "pp"
+    assert found[0]["peak"]["bytes"] == sum(found[0]["peak"]["bytes_of"].values())
+
+
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["plan", str(tmp_path / "none.toml")]) == 2
+    assert "none.toml" in capsys.readouterr().err
+    job = tmp_path / "job.toml"
+    job.write_text('[model]\nflavor = "debug"\n[parallelism]\ntensor_parallel_degree = 3\n')
+    assert cli.main(["plan", str(job)]) == 2
+    assert "parallelism.tensor_parallel_degree: 3" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""What a traced step does, in program order, as plain data. No torch.
+
+A Trace has the events of one rank. Computation runs on the rank's main stream; a Communication
+runs beside it from where it is issued until the Wait of the same number, if there is one, and
+otherwise holds the main stream until it ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "gathered parameters",
+    "communication buffers",
+    "temporary",
+)
+"""What memory is used for. Activations are what the forward pass keeps for the backward pass."""
+
+PHASES = ("forward", "backward", "recomputation", "optimizer", "other")
+FROM_RANK_TO_RANK = ("send", "receive")
+
+
+class Place(NamedTuple):
+    """Where an event happens: a module of the plain model ("" for none), and a phase."""
+
+    module: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: its floating-point operations, and the bytes that it reads and writes."""
+
+    name: str
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    place: Place
+    dtype: str
+    shape: tuple[int, ...] = ()
+    """(batch, m, n, k) of a matrix product; () for others."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """One collective, or one side of a P2P message.
+
+    `num_bytes` are those of its whole tensor: the output of a gather, the input of a reduction.
+    The axis is "world" for the sums of a step. `number` is what a Wait refers to.
+    """
+
+    kind: str
+    axis: str
+    num_bytes: int
+    num_ranks: int
+    place: Place
+    number: int
+    peer: int = -1
+    """The other rank of a P2P message, counted along the axis; -1 for a collective."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The main stream waits for a communication."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a block of memory has from now on; 0 frees it."""
+
+    block: int
+    num_bytes: int
+    place: Place
+
+
+Event = Operator | Communication | Wait | Memory
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory that a step holds: where, and how many bytes of each category."""
+
+    place: Place
+    bytes_of: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.bytes_of.values())
+
+
+@dataclass
+class Trace:
+    """The events of one rank in one step, and what the rank holds.
+
+    `held` has the bytes of each category that is there before the step. `sizes` has the size of the
+    blocks that are there then and that the step may free, which are part of `held`. `category_of`
+    has the category of each block of memory.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    events: list[Event] = field(default_factory=list)
+    held: dict[str, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    category_of: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def communications(self) -> list[Communication]:
+        return [event for event in self.events if isinstance(event, Communication)]
+
+    @property
+    def operators(self) -> list[Operator]:
+        return [event for event in self.events if isinstance(event, Operator)]
+
+    @property
+    def flops(self) -> int:
+        return sum(operator.flops for operator in self.operators)
+
+    def peak(self) -> Peak:
+        """The peak of the step, with parameters and optimizer state, which are always there."""
+        sizes = dict(self.sizes)
+        now: Counter[str] = Counter(self.held)
+        best, total, most = Peak(Place("", "other"), dict(now)), now.total(), now.total()
+        for event in self.events:
+            if not isinstance(event, Memory):
+                continue
+            change = event.num_bytes - sizes.get(event.block, 0)
+            sizes[event.block] = event.num_bytes
+            now[self.category_of[event.block]] += change
+            total += change
+            if total > most:
+                best, most = Peak(event.place, dict(now)), total
+        return best
+
+
+def totals(communications: Iterable[Communication]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(kind, axis) -> (number of communications, total bytes)."""
+    counts: Counter[tuple[str, str]] = Counter()
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    for one in communications:
+        counts[one.kind, one.axis] += 1
+        num_bytes[one.kind, one.axis] += one.num_bytes
+    return {key: (counts[key], num_bytes[key]) for key in sorted(counts)}

@@ -1,0 +1,176 @@
+"""A world of any size in one process: a fake process group, fake tensors, and what they need.
+
+Under a fake process group every collective returns at once, with shapes but no values. Two parts of
+a step do not run that way and have stand-ins: DDP's reducer (C++ that reads memory) and compiled
+blocks, which are traced as eager code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titanlite import job
+from titanlite.batch import Batch
+from titanlite.config import ResolvedJob
+from titanlite.config.data import spec_for
+from titanlite.data.spec import Dataset
+from titanlite.job import _build_dataset
+from titanlite.parallelize import ddp, steps
+from titanlite.ranks.world import World
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, size: int) -> Iterator[World]:
+    """The world of `size` ranks as `rank` sees it. No process group may exist yet."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    _forget_groups()
+    try:
+        yield World(rank, size, local_rank=0, local_size=1, device=torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Clear DTensor's caches: they hold process groups of a world that is gone."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def materialize(parts: list[nn.Module], mode: FakeTensorMode) -> None:
+    """Allocate the parameters and buffers of `parts` as fake tensors on the CPU."""
+    from titanlite.tied import find_tied, tie
+
+    with mode:
+        for part in parts:
+            tied = find_tied(part)
+            part.to_empty(device="cpu")
+            tie(part, tied)
+
+
+def faked(batch: Batch, mode: FakeTensorMode) -> Batch:
+    """The batch without values."""
+    fields = {name: mode.from_tensor(field) for name, field in batch.fields.items()}
+    return Batch(fields, batch.dims)
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[None]:
+    """Inside, build_job uses stand-ins for what cannot run on fake tensors, and for the data."""
+    with (
+        patch.object(steps, "apply_ddp", apply_ddp),
+        patch.object(job, "_build_dataset", build_dataset),
+    ):
+        yield
+
+
+# The fields of tokens whose values do not change what a step does.
+KNOWN_FIELDS = {"targets", "positions", "documents"}
+
+
+def build_dataset(resolved: ResolvedJob, split: str) -> Dataset:
+    """Samples of zeros, so that a job is planned without its data, if their shapes are known."""
+    config = resolved.config
+    name = config.training.dataset if split == "train" else config.validation_dataset
+    spec = spec_for(config, name)
+    if spec.has_tokens and spec.fields.keys() <= KNOWN_FIELDS:
+        return ZeroTokens(resolved.seq_len, tuple(spec.fields))
+    return _build_dataset(resolved, split)
+
+
+class ZeroTokens:
+    """A data set of zeros; a Dataset."""
+
+    num_samples = 1 << 40
+
+    def __init__(self, seq_len: int, fields: tuple[str, ...]) -> None:
+        self._seq_len, self._fields = seq_len, fields
+
+    def sample(self, index: int) -> dict[str, Tensor]:
+        zeros = torch.zeros(self._seq_len, dtype=torch.int64)
+        return dict.fromkeys(("tokens", *self._fields), zeros)
+
+
+def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False) -> int:
+    """Reduce gradients in DDP's buckets, as parallelize.apply_ddp does.
+
+    The buckets are DDP's own, in reverse order of the parameters. A bucket is reduced when all its
+    gradients are there, unless set_requires_gradient_sync(False) was called.
+    """
+    state = _Replica(model, replicate_mesh.get_group())
+    model.set_requires_gradient_sync = state.set_requires_gradient_sync  # type: ignore[assignment]
+    return ddp.BUCKET_CAP_MB
+
+
+class _Replica:
+    """DDP's reductions: one all-reduce a bucket, in a buffer that exists from the first step on."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._model, self._group, self._syncs = model, group, True
+        self._buckets: list[list[nn.Parameter]] = []
+        self._buffers: list[Tensor] = []
+        self._missing: list[set[int]] = []
+        self._pending: list[Any] = []
+        model.register_forward_pre_hook(self._start)
+
+    def set_requires_gradient_sync(self, required: bool) -> None:
+        self._syncs = required
+
+    def _start(self, *_: Any) -> None:
+        # As in DDP, at the first forward pass: until then parameters have no storage.
+        if not self._buckets:
+            trained = [p for p in self._model.parameters() if p.requires_grad][::-1]
+            limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, ddp.BUCKET_CAP_MB << 20]
+            assign: Any = dist._compute_bucket_assignment_by_size
+            indices, _ = assign(trained, limits, [False] * len(trained))
+            self._buckets = [[trained[index] for index in bucket] for bucket in indices]
+            for number, bucket in enumerate(self._buckets):
+                size = sum(parameter.numel() for parameter in bucket)
+                self._buffers.append(torch.empty(size, dtype=bucket[0].dtype))
+                for place, parameter in enumerate(bucket):
+                    parameter.register_post_accumulate_grad_hook(self._hook(number, place))
+        self._missing = [set(range(len(bucket))) for bucket in self._buckets]
+
+    def _hook(self, number: int, place: int) -> Any:
+        def ready(_: Tensor) -> None:
+            if not self._syncs:
+                return
+            self._missing[number].discard(place)
+            if self._missing[number]:
+                return
+            buffer, offset = self._buffers[number], 0
+            with torch.no_grad():
+                for parameter in self._buckets[number]:
+                    assert parameter.grad is not None
+                    buffer[offset : offset + parameter.numel()] = parameter.grad.flatten()
+                    offset += parameter.numel()
+            work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            self._pending.append((work, number))
+            if not any(self._missing):
+                self._finish()
+
+        return ready
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        for work, number in self._pending:
+            work.wait()
+            offset, buffer = 0, self._buffers[number]
+            for parameter in self._buckets[number]:
+                assert parameter.grad is not None
+                size = parameter.numel()
+                parameter.grad.copy_(buffer[offset : offset + size].view_as(parameter))
+                offset += size
+        self._pending.clear()

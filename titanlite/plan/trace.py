@@ -1,0 +1,114 @@
+"""Trace a training step of a job of any size in one process, with the job's own code.
+
+The job is built as a run builds it, by build_job, for one rank of a fake world (fake_world.py). Two
+steps run on fake tensors; the second is recorded (recorder.py), since optimizer state and lazily
+built parts exist only after the first.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titanlite.config import ResolvedJob
+from titanlite.job import Job, build_job
+from titanlite.plan.events import Memory, Trace
+from titanlite.plan.fake_world import fake_world, faked, materialize, stand_ins
+from titanlite.plan.recorder import Recorder
+from titanlite.training.shards import local_part
+
+
+def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
+    """The second step of `rank`. No process group may exist in this process."""
+    size = resolved.dims.world_size
+    with fake_world(rank, size) as world, stand_ins():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        job = build_job(resolved, world, lambda parts: materialize(list(parts), mode))
+        recorder = Recorder(axes_of_ranks(job))
+        with mode, recorder.watching(job.trainer.parts):
+            # One batch of a step that accumulates several is enough.
+            job.trainer.step([faked(batch, mode) for batch in job.draw()[:1]])
+        return _record_step(job, recorder, mode)
+
+
+def _record_step(job: Job, recorder: Recorder, mode: FakeTensorMode) -> Trace:
+    gc.collect()
+    recorder.events.clear()
+    trace = Trace(job.world.rank, job.dims.coordinates(job.world.rank), recorder.events)
+    parameters = _local(job.parameters.values())
+    states = [
+        value
+        for state in job.trainer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    of_parts = [*parameters, *(buffer for part in job.parts for buffer in part.buffers())]
+    known = recorder.blocks_of([*of_parts, *_local(states)])
+    # What else is there: parameters that stay gathered, buffers of DDP and of pipeline stages.
+    trace.sizes = {b: size for b, size in recorder.sizes.items() if size and b not in known}
+    recorder.buffers.update(trace.sizes.keys() - recorder.gathered)
+    trace.held = {
+        "parameters": _num_bytes(of_parts),
+        "optimizer state": _num_bytes(_local(states)),
+        "gathered parameters": sum(trace.sizes.get(b, 0) for b in recorder.gathered),
+        "communication buffers": sum(trace.sizes.get(b, 0) for b in recorder.buffers),
+    }
+    gradients: set[int] = set()
+
+    def on_gradients() -> None:
+        present = [p.grad for p in job.parameters.values() if p.grad is not None]
+        gradients.update(recorder.blocks_of(_local(present)))
+        recorder.phase = "optimizer"
+
+    recorder.phase = "forward"
+    with mode, recorder.watching(job.trainer.parts):
+        batches = [faked(batch, mode) for batch in job.draw()]
+        recorder.note(field for batch in batches for field in batch.fields.values())
+        job.trainer.step(batches, on_gradients=on_gradients)
+        del batches
+    recorder.phase = "other"
+    found = {
+        "gradients": gradients,
+        "gathered parameters": recorder.gathered,
+        "communication buffers": recorder.buffers,
+        "activations": _kept_for_backward(trace),
+    }
+    for block in recorder.sizes:
+        names = (name for name, blocks in found.items() if block in blocks)
+        trace.category_of[block] = next(names, "temporary")
+    return trace
+
+
+def _kept_for_backward(trace: Trace) -> set[int]:
+    """The blocks that are allocated in a forward pass and freed in a backward pass."""
+    made: dict[int, str] = {}
+    kept = set()
+    for event in trace.events:
+        if isinstance(event, Memory):
+            if event.num_bytes:
+                made.setdefault(event.block, event.place.phase)
+            elif made.get(event.block) == "forward" and event.place.phase != "forward":
+                kept.add(event.block)
+    return kept
+
+
+def axes_of_ranks(job: Job) -> dict[tuple[int, ...], str]:
+    """The ranks of each process group -> its axis."""
+    axes: dict[tuple[int, ...], str] = {}
+    for mesh in (job.meshes.world, job.meshes.dp):
+        for axis in mesh.mesh_dim_names or ():
+            axes.setdefault(tuple(dist.get_process_group_ranks(mesh.get_group(axis))), axis)
+    return axes
+
+
+def _local(tensors: Iterable[Any]) -> list[Tensor]:
+    return [local_part(tensor) for tensor in tensors]
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in map(local_part, tensors))
