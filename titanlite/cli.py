@@ -54,7 +54,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "titanlite.plan.command",
-        "memory and communication of a job's step on any number of ranks, before it runs",
+        "show what a step takes on any number of ranks, before it runs",
         "titanlite plan configs/plan/llama_405b.toml",
     ),
     "simulate": Command(
