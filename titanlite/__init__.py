@@ -16,7 +16,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from titanlite.attention import Layout, RingAttention, make_layout, ring_attention
+    from titanlite.attention import (
+        Layout,
+        RingAttention,
+        make_layout,
+        register_ring_attention,
+        ring_attention,
+    )
     from titanlite.batch import Batch, FieldDims, call_model, make_batch
     from titanlite.callbacks import Event, TrainResult
     from titanlite.checkpoint.by_hand import Loaded, load_checkpoint, save_checkpoint
@@ -112,7 +118,13 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "TokenDropoutLocal",
         ),
         "tied": ("find_tied",),
-        "attention": ("ring_attention", "RingAttention", "make_layout", "Layout"),
+        "attention": (
+            "ring_attention",
+            "RingAttention",
+            "register_ring_attention",
+            "make_layout",
+            "Layout",
+        ),
     },
     "Step": {
         "training.initialize": ("initialize",),
@@ -197,6 +209,7 @@ __all__ = [
     "register_loss",
     "register_metric",
     "register_model",
+    "register_ring_attention",
     "ring_attention",
     "run_ranks",
     "save_checkpoint",

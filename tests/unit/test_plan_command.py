@@ -125,3 +125,6 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     job.write_text('[model]\nflavor = "debug"\n[parallelism]\ntensor_parallel_degree = 3\n')
     assert cli.main(["plan", str(job)]) == 2
     assert "parallelism.tensor_parallel_degree: 3" in capsys.readouterr().err
+    job.write_text('[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\n')
+    assert cli.main(["plan", str(job), "--json", str(tmp_path / "none" / "f.json")]) == 2
+    assert "f.json cannot be written (No such file" in capsys.readouterr().err

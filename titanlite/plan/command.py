@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
+from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.observe.quantities import format_bytes, format_count
 from titanlite.plan.events import CATEGORIES, Trace, totals
@@ -38,8 +39,13 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{resolved.dims.world_size:,} ranks: {resolved.dims.describe()}\n")
     print("\n".join([*show_memory(traces), "", *show_communication(traces), *notes]))
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump([figures(trace) for trace in traces], file, indent=1)
+        try:
+            with open(options.json, "w", encoding="utf-8") as file:
+                json.dump([figures(trace) for trace in traces], file, indent=1)
+        except OSError as error:
+            raise ConfigError(
+                f"--json: {options.json} cannot be written ({error.strerror}); give another file"
+            ) from error
     return 0
 
 
