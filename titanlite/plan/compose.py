@@ -41,6 +41,8 @@ Stage = list[tuple[str, Part]]
 class Done(NamedTuple):
     """One action of a step: its kind, its stage and microbatch (-1 for none), and its segment.
 
+    Microbatches are counted over all batches that the step accumulates.
+
     The kind is one of the schedule's, or START, BATCH or END.
     """
 
@@ -156,8 +158,10 @@ class _Composer:
             if pipeline is None:
                 actions.append(Done(BATCH, 0, index, self._segment(BATCH, of_batch)))
             else:
-                actions += self._pipelined(place, of_batch)
-        actions.append(Done(END, -1, -1, self._end(weights, exchanged)))
+                actions += self._pipelined(place, index, of_batch)
+        actions.append(
+            Done(END, -1, -1, self._end(weights, exchanged, 0 if copies else dims.pp - 1))
+        )
         return Composition(rank, dims.coordinates(rank), self._held(weights, numbers), actions)
 
     # What a rank has
@@ -288,11 +292,11 @@ class _Composer:
         data.end_reduce(builder, pending)
         return builder.segment()
 
-    def _pipelined(self, place: int, of_batch: _Variant) -> Iterator[Done]:
+    def _pipelined(self, place: int, index: int, of_batch: _Variant) -> Iterator[Done]:
         """The actions of one batch on a rank, in the order of the schedule's table."""
         assert self._pipeline is not None
+        schedule = self._pipeline.schedule
         if self._table is None:
-            schedule = self._pipeline.schedule
             is_lowered = any(a.kind not in COMPUTE_KINDS for row in schedule.actions for a in row)
             self._table = schedule if is_lowered else add_communication(schedule)
         made: set[int] = set()
@@ -303,7 +307,9 @@ class _Composer:
                 )
                 if part.kind in (FULL_BACKWARD, BACKWARD_WEIGHT):
                     made.add(part.stage)
-                microbatch = -1 if part.microbatch is None else part.microbatch
+                microbatch = -1
+                if part.microbatch is not None:
+                    microbatch = index * schedule.num_microbatches + part.microbatch
                 segment = self._segment(part.kind, variant)
                 yield Done(part.kind, part.stage, microbatch, segment)
 
@@ -326,7 +332,11 @@ class _Composer:
         elif kind in (SEND_F, RECV_F, SEND_B, RECV_B):
             name = "send" if kind in (SEND_F, SEND_B) else "receive"
             place = Place("", FORWARD_PHASE if kind in (SEND_F, RECV_F) else BACKWARD_PHASE)
-            builder.start(name, "pp", self._pieces.boundary_bytes, self._dims.pp, place)
+            assert self._pipeline is not None
+            other = variant.stage + (1 if kind in (SEND_F, RECV_B) else -1)
+            peer = self._pipeline.schedule.stage_to_rank[other]
+            num_bytes = self._pieces.boundary_bytes
+            builder.start(name, "pp", num_bytes, self._dims.pp, place, peer)
         elif kind == UNSHARD and data.is_fsdp:
             for name, part in parts:
                 place = Place(name, FORWARD_PHASE)
@@ -357,7 +367,7 @@ class _Composer:
             builder.allocate("gradients", -self._data.whole_gradient_bytes(part))
         self._data.end_reduce(builder, pending)
 
-    def _end(self, weights: list[Weight], exchanged: int) -> Segment:
+    def _end(self, weights: list[Weight], exchanged: int, peer: int) -> Segment:
         """The gradient norm, clipping and the update, for these weights."""
         pieces = self._pieces
         traced = sum(w.shard_numel(pieces.num_shards) for w in pieces.end_weights if w.is_trained)
@@ -378,7 +388,8 @@ class _Composer:
                 # The gradients of a tied weight are summed over its two stages.
                 for kind in ("send", "receive"):
                     place = Place("", "optimizer")
-                    events.append(Communication(kind, "pp", exchanged, self._dims.pp, place, 0))
+                    size = self._dims.pp
+                    events.append(Communication(kind, "pp", exchanged, size, place, 0, peer))
                 exchanged = 0
             events.append(event)
         return replace(pieces.end, events=tuple(events), net={})

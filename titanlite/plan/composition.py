@@ -6,9 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from titanlite.config import JobConfig
+from titanlite.config import JobConfig, ResolvedJob, resolve_job
+from titanlite.config.load import override
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
 
@@ -74,10 +75,20 @@ class Builder:
         """Append an operator that reads and writes `num_bytes`."""
         self.events.append(Operator(name, 0, num_bytes, num_bytes, place, dtype))
 
-    def start(self, kind: str, axis: str, num_bytes: int, num_ranks: int, place: Place) -> int:
+    def start(
+        self,
+        kind: str,
+        axis: str,
+        num_bytes: int,
+        num_ranks: int,
+        place: Place,
+        peer: int = -1,
+    ) -> int:
         """Append a communication; returns its number, for `wait`."""
         self._number += 1
-        self.events.append(Communication(kind, axis, num_bytes, num_ranks, place, self._number))
+        self.events.append(
+            Communication(kind, axis, num_bytes, num_ranks, place, self._number, peer)
+        )
         return self._number
 
     def wait(self, number: int) -> None:
@@ -195,6 +206,14 @@ class Pieces:
     """Forward and backward FLOPs of the model, without recomputation."""
 
 
+WITHOUT_A_PIPELINE: dict[str, Any] = {
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.pipeline_parallel_schedule_csv": "",
+    "parallelism.module_fqns_per_model_part": None,
+    "parallelism.pipeline_parallel_layers_per_stage": None,
+}
+
+
 def uses_fsdp(config: JobConfig, dims: ParallelDims) -> bool:
     """Whether FSDP2 wraps the model: as steps.data_parallel decides."""
     training = config.training
@@ -202,3 +221,19 @@ def uses_fsdp(config: JobConfig, dims: ParallelDims) -> bool:
     if is_mixed or training.enable_cpu_offload or dims.fsdp_enabled:
         return True
     return dims.dp > 1 and (dims.tp_enabled or dims.pp_enabled)
+
+
+def smaller(resolved: ResolvedJob) -> ResolvedJob:
+    """The job for one microbatch, without a pipeline and on as few ranks as its pieces need."""
+    config, dims = resolved.config, resolved.dims
+    at_once = config.training.local_batch_size
+    if resolved.pipeline is not None:
+        at_once = resolved.pipeline.microbatch_size
+    shards = 2 if uses_fsdp(config, dims) and not dims.cp_enabled else 1
+    changes = WITHOUT_A_PIPELINE | {
+        "parallelism.data_parallel_replicate_degree": 1,
+        "parallelism.data_parallel_shard_degree": shards,
+        "training.local_batch_size": at_once,
+        "training.global_batch_size": at_once * shards,
+    }
+    return resolve_job(override(config, changes), None)

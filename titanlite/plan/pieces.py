@@ -21,25 +21,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite import job as job_module
-from titanlite.config import ResolvedJob, resolve_job
-from titanlite.config.load import override
+from titanlite.config import ResolvedJob
 from titanlite.job import Job
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
-from titanlite.plan.composition import Part, Pieces, Segment, Weight, segment_of, uses_fsdp
+from titanlite.plan.composition import Part, Pieces, Segment, Weight, segment_of, smaller
 from titanlite.plan.events import Communication, Event, Memory, Operator, Trace, Wait
 from titanlite.plan.trace import trace_job
 from titanlite.training import step
 from titanlite.training.gradient_norm import reduce_partial_gradients
 from titanlite.training.shards import local_part
 
-WITHOUT_A_PIPELINE: dict[str, Any] = {
-    "parallelism.pipeline_parallel_degree": 1,
-    "parallelism.pipeline_parallel_schedule_csv": "",
-    "parallelism.module_fqns_per_model_part": None,
-    "parallelism.pipeline_parallel_layers_per_stage": None,
-}
 # Of FSDP2, each before the collective whose buffer it fills.
 CHUNK = "fsdp::chunk_cat"
 COPY_IN = ("fsdp::all_gather_copy_in", CHUNK)
@@ -106,22 +99,6 @@ def trace_pieces(resolved: ResolvedJob) -> Pieces:
         state_bytes=state,
         flops_per_token=job.flops_per_token,
     )
-
-
-def smaller(resolved: ResolvedJob) -> ResolvedJob:
-    """The job for one microbatch, without a pipeline and on as few ranks as its pieces need."""
-    config, dims = resolved.config, resolved.dims
-    at_once = config.training.local_batch_size
-    if resolved.pipeline is not None:
-        at_once = resolved.pipeline.microbatch_size
-    shards = 2 if uses_fsdp(config, dims) and not dims.cp_enabled else 1
-    changes = WITHOUT_A_PIPELINE | {
-        "parallelism.data_parallel_replicate_degree": 1,
-        "parallelism.data_parallel_shard_degree": shards,
-        "training.local_batch_size": at_once,
-        "training.global_batch_size": at_once * shards,
-    }
-    return resolve_job(override(config, changes), None)
 
 
 class _FewerBlocks:
