@@ -77,7 +77,11 @@ MUST_NOT_IMPORT = {
             "data_parallel",
             "events",
             "hardware",
+            "html",
+            "planning",
             "predict",
+            "report",
+            "spans",
             "timing",
         )
     },

@@ -10,8 +10,8 @@ import pytest
 
 from titanlite import cli
 from titanlite.config import JobConfig, make_config, resolve_job
-from titanlite.plan.command import representatives
 from titanlite.plan.events import Trace
+from titanlite.plan.planning import representatives
 from titanlite.plan.trace import trace_rank
 
 BATCH, TOKENS = 4, 64
@@ -92,30 +92,48 @@ def test_ranks_of_all_kinds_of_stages_are_traced() -> None:
             ),
             None,
         ).dims
-        assert representatives(dims) == expected
+        assert [dims.rank(pp=place) for place in representatives(dims)] == expected
 
 
 def test_the_command_shows_bars_bytes_and_notes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     job, figures = tmp_path / "job.toml", tmp_path / "figures.json"
     job.write_text(
         '[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\nglobal_batch_size = 8\n'
         "local_batch_size = 4\n[compile]\nenable = true\n"
     )
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     options = ["--parallelism.pipeline_parallel_degree=2", "--json", str(figures)]
+    options += ["--hardware", "a100", "--html", str(page), "--trace", str(trace)]
     assert cli.main(["plan", str(job), "--parallelism.tensor_parallel_degree=2", *options]) == 0
     shown = capsys.readouterr().out
     assert "4 ranks: pp 2 x tp 2" in shown
     assert "rank 0" in shown
     assert "rank 2" in shown
-    assert "tp           all_gather" in shown
+    assert "tp (TP)\n      all_gather" in shown
     assert "note: compile: planned as eager code" in shown
-    found = json.loads(figures.read_text())
+    assert "MFU" in shown
+    written = json.loads(figures.read_text())
+    found, time = written["ranks"], written["time"]
+    for rank in time["ranks"].values():
+        parts = [*rank["compute_seconds"].values(), rank["launch_seconds"], rank["idle_seconds"]]
+        parts += [one["exposed_seconds"] for one in rank["traffic"]]
+        assert sum(parts) == pytest.approx(time["seconds"])
+    assert "<!DOCTYPE html>" in page.read_text()
+    kinds = [event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]]
+    # Each of the two stages sends or receives every microbatch once.
+    assert kinds.count("forward") == 2 * num_microbatches(written)
     assert [one["rank"] for one in found] == [0, 2]
     sent = [one for one in found[0]["communications"] if one["kind"] == "send"]
     assert sent[0]["axis"] == "pp"
     assert found[0]["peak"]["bytes"] == sum(found[0]["peak"]["bytes_of"].values())
+
+
+def num_microbatches(written: dict[str, Any]) -> int:
+    sends = [one for one in written["ranks"][0]["communications"] if one["kind"] == "send"]
+    return int(sends[0]["count"])
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -128,3 +146,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     job.write_text('[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\n')
     assert cli.main(["plan", str(job), "--json", str(tmp_path / "none" / "f.json")]) == 2
     assert "f.json cannot be written (No such file" in capsys.readouterr().err
+    assert cli.main(["plan", str(job), "--hardware", "a1000"]) == 2
+    assert "'a1000' is not known; give one of a100" in capsys.readouterr().err
+    assert cli.main(["plan", str(job), "--trace", "trace.json"]) == 2
+    assert "--trace: a step has no times without --hardware" in capsys.readouterr().err

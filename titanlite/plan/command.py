@@ -1,27 +1,29 @@
-"""`titanlite plan`: the memory, communication and operations of a job's step, before it runs."""
+"""`titanlite plan`: what a job's step takes and how long it lasts, before it runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
 from titanlite.errors import ConfigError
-from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.observe.quantities import format_bytes, format_count
-from titanlite.plan.events import CATEGORIES, Trace, totals
+from titanlite.observe.terminal import terminal_width, uses_color
+from titanlite.plan.hardware import known_hardware, load_hardware
+from titanlite.plan.html import draw_page
+from titanlite.plan.planning import plan_job
+from titanlite.plan.report import figures, show
+from titanlite.plan.spans import make_timeline, step_spans
+from titanlite.schedule.trace import make_trace
 
 if TYPE_CHECKING:
     from titanlite.config import JobConfig
 
 EPILOG = "Any key of the job can follow: --section.key=value."
-BAR_WIDTH = 40
-LETTERS = dict(zip(CATEGORIES, "PGOAFC.", strict=True))
-"""The letter of each category in a bar."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,24 +31,45 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="titanlite plan", description=__doc__, epilog=EPILOG)
     parser.add_argument("job", help="the TOML file of the job")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        help=f"also give the time: of {', '.join(known_hardware())}, or of a file",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with charts")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write the predicted step as a Chrome trace, for ui.perfetto.dev",
+    )
     options, rest = parser.parse_known_args(arguments)
-    config, notes = plannable(load_config([f"--job.config_file={options.job}", *rest]))
-    resolved = resolve_job(config, None)
-    from titanlite.plan.trace import trace_rank
-
-    ranks = representatives(resolved.dims)
-    traces = [trace_rank(resolved, rank) for rank in ranks]
-    print(f"{resolved.dims.world_size:,} ranks: {resolved.dims.describe()}\n")
-    print("\n".join([*show_memory(traces), "", *show_communication(traces), *notes]))
+    hardware = load_hardware(options.hardware) if options.hardware else None
+    if options.trace and hardware is None:
+        raise ConfigError("--trace: a step has no times without --hardware; give both")
+    asked = load_config([f"--job.config_file={options.job}", *rest])
+    config, notes = plannable(asked)
+    plan = plan_job(resolve_job(config, None), hardware, is_compiled=asked.compile.enable)
+    plan.notes.extend(notes)
+    print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
     if options.json:
-        try:
-            with open(options.json, "w", encoding="utf-8") as file:
-                json.dump([figures(trace) for trace in traces], file, indent=1)
-        except OSError as error:
-            raise ConfigError(
-                f"--json: {options.json} cannot be written ({error.strerror}); give another file"
-            ) from error
+        _write("--json", options.json, json.dumps(figures(plan), indent=1))
+    if options.html:
+        page = draw_page(figures(plan), step_spans(plan), title=config.job.description)
+        _write("--html", options.html, page)
+    if options.trace:
+        timeline = make_timeline(step_spans(plan), plan.dims)
+        _write("--trace", options.trace, make_trace(timeline))
     return 0
+
+
+def _write(option: str, file: str, text: str) -> None:
+    """Write a file that an option asks for."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{option}: {file} cannot be written ({error.strerror}); give another file"
+        ) from error
 
 
 def plannable(config: JobConfig) -> tuple[JobConfig, list[str]]:
@@ -67,73 +90,4 @@ def plannable(config: JobConfig) -> tuple[JobConfig, list[str]]:
     if config.job.device == "cuda":
         changes["job.device"] = "cpu"
         notes.append("device: traced on the CPU; kernels of a GPU keep other scratch memory")
-    lines = ["", *(f"note: {note}" for note in notes)] if notes else []
-    return (override(config, changes) if changes else config), lines
-
-
-def representatives(dims: ParallelDims) -> list[int]:
-    """One rank per pipeline stage, those with the largest shards: the first of other axes.
-
-    Of more than four stages: the first two, the middle one and the last.
-    """
-    places = list(range(dims.pp))
-    if dims.pp > 4:
-        places = [0, 1, dims.pp // 2, dims.pp - 1]
-    return [dims.rank(pp=place) for place in places]
-
-
-def show_memory(traces: Sequence[Trace]) -> list[str]:
-    """A bar for each rank: the bytes of each category at the peak of a step."""
-    peaks = [trace.peak() for trace in traces]
-    largest = max(peak.num_bytes for peak in peaks)
-    lines = ["memory of a rank at the peak of a step"]
-    for trace, peak in zip(traces, peaks, strict=True):
-        bar = ""
-        for name in CATEGORIES:
-            share = peak.bytes_of.get(name, 0) / largest
-            bar += LETTERS[name] * round(BAR_WIDTH * share)
-        where = f"{peak.place.phase} of {peak.place.module}" if peak.place.module else "the step"
-        total = format_bytes(peak.num_bytes)
-        lines.append(f"  {_name(trace):12} {total:>9} {bar:{BAR_WIDTH}}  {where}")
-    lines.append("")
-    header = "".join(f"{_name(trace):>12}" for trace in traces)
-    lines.append(f"    {'':22}{header}")
-    for name in CATEGORIES:
-        cells = [format_bytes(peak.bytes_of.get(name, 0)) for peak in peaks]
-        if any(peak.bytes_of.get(name, 0) for peak in peaks):
-            lines.append(f"  {LETTERS[name]} {name:22}" + "".join(f"{cell:>12}" for cell in cells))
-    return lines
-
-
-def show_communication(traces: Sequence[Trace]) -> list[str]:
-    """Number and bytes of each kind of communication, by axis, for each rank."""
-    of_ranks = [totals(trace.communications) for trace in traces]
-    keys = sorted({key for of in of_ranks for key in of}, key=lambda key: (key[1], key[0]))
-    lines = ["communication of a rank in a step: number, bytes of whole tensors"]
-    lines.append(f"    {'':26}" + "".join(f"{_name(trace):>20}" for trace in traces))
-    for kind, axis in keys:
-        cells = []
-        for of in of_ranks:
-            count, num_bytes = of.get((kind, axis), (0, 0))
-            cells.append(f"{count:,} x, {format_bytes(num_bytes)}" if count else "-")
-        lines.append(f"    {axis:13}{kind:13}" + "".join(f"{cell:>20}" for cell in cells))
-    flops = "".join(f"{format_count(trace.flops, spaced=True) + 'FLOP':>20}" for trace in traces)
-    lines += ["", f"    {'products':26}{flops}"]
-    return lines
-
-
-def figures(trace: Trace) -> dict[str, Any]:
-    """What is known of a rank, for programs."""
-    peak = trace.peak()
-    return {
-        "rank": trace.rank,
-        "coordinates": trace.coordinates,
-        "held_bytes": trace.held,
-        "peak": {"bytes": peak.num_bytes, "bytes_of": peak.bytes_of, **peak.place._asdict()},
-        "flops": trace.flops,
-        "communications": [asdict(one) for one in trace.communications],
-    }
-
-
-def _name(trace: Trace) -> str:
-    return f"rank {trace.rank}"
+    return (override(config, changes) if changes else config), notes

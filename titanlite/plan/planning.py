@@ -9,7 +9,7 @@ whose communication is the same and whose peaks differ by a few percent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
@@ -58,6 +58,8 @@ class JobPlan:
     prediction: Prediction | None = None
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    cost: Cost | None = field(default=None, repr=False)
+    """The cost of the prediction."""
 
     @property
     def peak_bytes(self) -> int:
@@ -79,7 +81,7 @@ def plan_job(
     """
     dims = resolved.dims
     method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
-    prediction = None
+    prediction, cost = None, None
     compositions: list[Composition] = []
     if method == PIECES or hardware is not None:
         pieces = load_pieces(resolved, use_cache=use_cache)
@@ -100,13 +102,29 @@ def plan_job(
             )
     else:
         ranks = [
-            RankPlan(one.rank, one.coordinates, one.held, one.peak(), one.totals(), one.flops)
+            RankPlan(
+                one.rank,
+                one.coordinates,
+                one.held,
+                _of_any_block(one.peak(), resolved),
+                one.totals(),
+                one.flops,
+            )
             for one in compositions
             if one.rank in shown
         ]
-    plan = JobPlan(dims, ranks, method, hardware, prediction)
+    plan = JobPlan(dims, ranks, method, hardware, prediction, cost=cost)
     plan.warnings.extend(find_warnings(plan))
     return plan
+
+
+def _of_any_block(peak: Peak, resolved: ResolvedJob) -> Peak:
+    """The peak in a block without its number: the stages of a pipeline share their pieces."""
+    if resolved.pipeline is None:
+        return peak
+    names = peak.place.module.split(".")
+    place = peak.place._replace(module=".".join("*" if n.isdigit() else n for n in names))
+    return replace(peak, place=place)
 
 
 def passes(resolved: ResolvedJob) -> int:
