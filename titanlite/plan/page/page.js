@@ -18,7 +18,7 @@ const bytes = x => scaled(x, 1024, ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB']);
 const count = x => scaled(x, 1000, ['', 'k', 'M', 'G', 'T', 'P']).replace(' ', '');
 const seconds = x => x >= 1 || x <= 0 ? `${figures3(x)} s`
   : x >= 1e-3 ? `${figures3(x * 1e3)} ms` : `${figures3(x * 1e6)} us`;
-const percent = x => `${(100 * x).toFixed(x < 0.0995 ? 1 : 0)}%`;
+const percent = x => `${(100 * x).toFixed(x >= 0.0005 && x < 0.0995 ? 1 : 0)}%`;
 
 // Elements
 
@@ -240,8 +240,8 @@ function showTimeline() {
         if (row.is_main && stop - start > 34 && !(names[span[3]] in GREY)) {
           const words = names[span[2]];
           const room = Math.floor((stop - start - 6) / 6.3);
-          const short = /^[FBIW]$/.test(names[span[3]]) ? `${names[span[3]]}${span[4]}` : words;
-          const chosen = words.length <= room ? words : short.length <= room ? short : `${short.slice(0, Math.max(0, room - 1))}\u2026`;
+          const short = /^[FBIW]$/.test(names[span[3]]) ? `${names[span[3]]}${span[4]}` : words.replace(/^\w+ of /, '');
+          const chosen = words.length <= room ? words : short.length <= room ? short : `\u2026${short.slice(short.length - room + 1)}`;
           if (chosen.length > 1) drawn.push(text((start + stop) / 2, y + 14, chosen, {'text-anchor': 'middle', 'pointer-events': 'none'}));
         }
       }
