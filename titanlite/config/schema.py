@@ -568,7 +568,10 @@ class JobConfig(Section):
 
     @property
     def num_recorded_collectives(self) -> int:
-        """Collectives the flight recorder keeps; fewer in "debug", which reads all at each step."""
+        """How many collectives the flight recorder keeps.
+
+        At most 2,000 with comm.mode "debug", which reads all of them at each step.
+        """
         size = self.comm.trace_buf_size
         return min(size, 2000) if self.comm.mode == "debug" else size
 
