@@ -533,7 +533,7 @@ class Sampling(Section):
     prompt: str = key("", "text that the samples continue", torchtitan=OWN)
     num_tokens: PositiveInt | None = key(
         None,
-        "tokens of a sample, with the prompt; if not set, those of a training sequence",
+        "tokens of a sample, including the prompt; if not set, those of a training sequence",
         torchtitan=OWN,
     )
 
