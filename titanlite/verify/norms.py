@@ -67,7 +67,7 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
         extra = (degrees[axis] - 1) * sum(once[name] for name in replicated)
         yield (
             f"gradients replicated over {axis} are counted {degrees[axis]} times, once on each "
-            "rank",
+            f"rank of {axis}",
             math.sqrt(total + extra),
         )
     tied = {name: n for name, n in _num_stages(runs).items() if n > 1}
@@ -78,7 +78,7 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
         )
     copies = {name: len(next(iter(ranks.values()))) for name, ranks in holders.items()}
     yield (
-        "all replicated gradients are counted on every rank that holds them",
+        "gradients replicated over any axis are counted once on each rank that holds them",
         math.sqrt(sum(copies[name] * once[name] for name in once)),
     )
     for axis in axes:
@@ -94,8 +94,8 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
                 if runs[ranks[0]].coordinates[axis] > 0
             )
             yield (
-                f"of gradients {words} over {axis}, only the first rank's shard is counted, as if "
-                "they were replicated",
+                f"gradients {words} over {axis} are counted as if they were replicated: only the "
+                f"shard of the first rank of {axis} is counted",
                 math.sqrt(max(0.0, total - missing)),
             )
             yield (
