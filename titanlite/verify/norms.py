@@ -39,7 +39,8 @@ def _num_stages(runs: Sequence[RankRun]) -> dict[str, int]:
     places: dict[str, set[int]] = {}
     for run in runs:
         for name in run.placements:
-            places.setdefault(name, set()).add(run.coordinates["pp"])
+            # Meshes of other code may have no axis of that name.
+            places.setdefault(name, set()).add(run.coordinates.get("pp", 0))
     return {name: len(found) for name, found in places.items()}
 
 
