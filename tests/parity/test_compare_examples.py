@@ -63,6 +63,7 @@ def norm_of(model, *, is_local: bool = False):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # transformers needs it for a tp_plan
     folder = tmp_path_factory.mktemp("llama")
     save_llama(folder)
 
