@@ -78,6 +78,7 @@ MUST_NOT_IMPORT = {
             "events",
             "hardware",
             "html",
+            "local",
             "planning",
             "predict",
             "report",

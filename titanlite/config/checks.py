@@ -591,6 +591,17 @@ def _hf_folder(job: Draft) -> Iterator[str]:
     yield from hf_folder_problems(job.config, job.model)
 
 
+@reads("memory_estimation")
+def _memory_estimation(job: Draft) -> Iterator[str]:
+    """Memory is estimated with fake tensors only."""
+    estimation = job.config.memory_estimation
+    if estimation.enable and estimation.disable_fake_mode:
+        yield (
+            "memory_estimation.disable_fake_mode: true estimates with real tensors, which "
+            "titanlite does not do; write false, or remove this line"
+        )
+
+
 @reads("metrics")
 def _loggers(job: Draft) -> Iterator[str]:
     """The packages that [metrics] needs are installed."""
