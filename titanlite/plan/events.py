@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from titanlite.plan_row import PlanRow
+
 CATEGORIES = (
     "parameters",
     "gradients",
@@ -107,7 +109,7 @@ class Trace:
 
     `held` has the bytes of each category that is there before the step. `sizes` has the size of the
     blocks that are there then and that the step may free, which are part of `held`. `category_of`
-    has the category of each block of memory.
+    has the category of each block of memory. `applied` is the effective plan.
     """
 
     rank: int
@@ -116,6 +118,7 @@ class Trace:
     held: dict[str, int] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
     category_of: dict[int, str] = field(default_factory=dict)
+    applied: tuple[PlanRow, ...] = ()
 
     @property
     def communications(self) -> list[Communication]:

@@ -11,12 +11,15 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.config import ResolvedJob
+from titanlite.config.model import load_model_spec
 from titanlite.job import Job, build_job
+from titanlite.models.build import build_model
 from titanlite.plan.events import Memory, Trace
 from titanlite.plan.fake_world import fake_world, faked, materialize, stand_ins
 from titanlite.plan.recorder import Recorder
@@ -45,10 +48,18 @@ def trace_job(
         return job, _record_step(job, recorder, mode)
 
 
+def count_parameters(resolved: ResolvedJob) -> int:
+    """The elements of all parameters of the job's model; a tied weight counts once."""
+    with torch.device("meta"):
+        model = build_model(load_model_spec(resolved.config), resolved.model, torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _record_step(job: Job, recorder: Recorder, mode: FakeTensorMode) -> Trace:
     gc.collect()
     recorder.events.clear()
     trace = Trace(job.world.rank, job.dims.coordinates(job.world.rank), recorder.events)
+    trace.applied = tuple(job.applied)
     parameters = _local(job.parameters.values())
     states = [
         value
