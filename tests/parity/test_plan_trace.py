@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
+from tests.benchmarks.allocator import peak_bounds
 from tests.benchmarks.communication import PARALLELISM, make_job_config
 from titanlite.config import JobConfig, make_config, resolve_job
 from titanlite.plan.events import Communication, Memory, totals
@@ -56,19 +56,8 @@ def config_of(plan: str) -> JobConfig:
     return make_job_config(plan, microbatches=1 if "pp" in plan else 2)
 
 
-def allocations(function: Any) -> list[int]:
-    """The bytes held beyond those at the start, after each allocation and release."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return list(itertools.accumulate(change for _, change in changes))
-
-
-def run_and_record(place: Place, configs: list[JobConfig]) -> list[tuple[Any, int]]:
-    """The communication of step 2 of real jobs, and the peak that a step adds, in bytes."""
+def run_and_record(place: Place, configs: list[JobConfig]) -> list[tuple[Any, tuple[int, int]]]:
+    """The communication of step 2 of real jobs, and bounds of the peak of a step."""
     from titanlite.job import build_job
     from titanlite.plan.recorder import Recorder
     from titanlite.plan.trace import axes_of_ranks
@@ -82,13 +71,13 @@ def run_and_record(place: Place, configs: list[JobConfig]) -> list[tuple[Any, in
             recorder = Recorder(axes_of_ranks(job), is_fake=False)
             with recorder:
                 job.step()
-            peak = min(max(allocations(job.step)) for _ in range(2))
+            peak = peak_bounds(job.step)
             calls = [event for event in recorder.events if isinstance(event, Communication)]
             found.append((calls, peak))
     return found
 
 
-Found = dict[str, list[tuple[list[Communication], int]]]
+Found = dict[str, list[tuple[list[Communication], tuple[int, int]]]]
 
 
 def measure(plans: list[str]) -> Found:
@@ -103,12 +92,11 @@ def check_plans(plans: list[str]) -> None:
         resolved = resolve_job(config_of(plan), 4)
         for rank in (0, 3):
             trace = trace_rank(resolved, rank)
-            calls, peak = of_ranks[rank]
+            calls, (low, high) = of_ranks[rank]
             assert totals(trace.communications) == totals(calls), plan
             assert [told(c) for c in trace.communications] == [told(c) for c in calls], plan
             extra = trace.peak().num_bytes - sum(trace.held.values())
-            # What kernels allocate inside themselves is not traced, and weighs in a small model.
-            assert extra == pytest.approx(peak, rel=0.25), plan
+            assert 0.995 * low <= extra <= 1.005 * high, (plan, low, extra, high)
             sizes = dict(trace.sizes)
             for event in trace.events:
                 if isinstance(event, Memory):
