@@ -30,12 +30,18 @@ from titanlite.ranks.world import World
 
 
 @contextlib.contextmanager
-def fake_world(rank: int, size: int) -> Iterator[World]:
-    """The world of `size` ranks as `rank` sees it. No process group may exist yet."""
+def fake_world(rank: int, size: int, device_type: str = "cpu") -> Iterator[World]:
+    """The world of `size` ranks as `rank` sees it. No process group may exist yet.
+
+    Its device is the CPU, unless "cuda" is asked for and there is a GPU: without one, autograd
+    aborts on fake CUDA tensors.
+    """
+    has_device = device_type == "cuda" and torch.cuda.is_available()
+    device = torch.device("cuda" if has_device else "cpu")
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     _forget_groups()
     try:
-        yield World(rank, size, local_rank=0, local_size=1, device=torch.device("cpu"))
+        yield World(rank, size, local_rank=0, local_size=1, device=device)
     finally:
         dist.destroy_process_group()
         _forget_groups()
@@ -49,14 +55,14 @@ def _forget_groups() -> None:
     _redistribute._gen_transform_infos.cache_clear()
 
 
-def materialize(parts: list[nn.Module], mode: FakeTensorMode) -> None:
-    """Allocate the parameters and buffers of `parts` as fake tensors on the CPU."""
+def materialize(parts: list[nn.Module], mode: FakeTensorMode, device: torch.device) -> None:
+    """Allocate the parameters and buffers of `parts` as fake tensors."""
     from titanlite.tied import find_tied, tie
 
     with mode:
         for part in parts:
             tied = find_tied(part)
-            part.to_empty(device="cpu")
+            part.to_empty(device=device)
             tie(part, tied)
 
 
@@ -138,7 +144,7 @@ class _Replica:
             self._buckets = [[trained[index] for index in bucket] for bucket in indices]
             for number, bucket in enumerate(self._buckets):
                 size = sum(parameter.numel() for parameter in bucket)
-                self._buffers.append(torch.empty(size, dtype=bucket[0].dtype))
+                self._buffers.append(bucket[0].new_empty(size))
                 for place, parameter in enumerate(bucket):
                     parameter.register_post_accumulate_grad_hook(self._hook(number, place))
         self._missing = [set(range(len(bucket))) for bucket in self._buckets]

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from titanlite.names import canonical_name
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
 from titanlite.plan.scratch import CPU, Scratch, num_bytes
+from titanlite.plan.streams import Streams
 
 # Operator -> kind, and the positions of the whole tensor (-1: the result), of the group and, for
 # P2P messages, of the peer among its arguments.
@@ -44,6 +46,7 @@ PEER_AT = 2
 WAIT = "_c10d_functional::wait_tensor"
 # Operators that touch no data.
 FREE = ("aten::detach", "aten::empty", "aten::new_empty", "aten::empty_strided", "aten::alias")
+BOOKKEEPING = ("profiler::", "prim::")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 # Attention kernels: forward and backward products, each of 2 B H T T E operations.
 ATTENTION = {
@@ -86,7 +89,10 @@ class Recorder(TorchDispatchMode):
         self._axes, self._next, self._number = axes, 0, 0
         self._unwaited: dict[int, tuple[int, Any]] = {}
         self._issued: list[tuple[int, Any]] = []
+        self.streams = Streams(lambda: len(self.events), self._add_waits)
+        """Followed if they take the place of a device's; by default all is on the main stream."""
         self._modules: list[str] = []
+        self._gathered_for: list[str] = []
         self._spans: list[tuple[int, str]] = [(0, "")]
         self.phase = "other"
 
@@ -96,9 +102,11 @@ class Recorder(TorchDispatchMode):
     def watching(self, parts: list[nn.Module]) -> Iterator[None]:
         """Inside, the place of events in these modules, and FSDP's resizing, are recorded."""
         handles = []
+        names = {}
         for part in parts:
             for name, module in part.named_modules():
-                handles += self._hook(module, canonical_name(name))
+                names[module] = canonical_name(name)
+                handles += self._hook(module, names[module])
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -116,7 +124,22 @@ class Recorder(TorchDispatchMode):
                 self.note([state])
             return state
 
+        def of_its_modules(method: Any) -> Any:
+            """A method of FSDP2's groups, which may run while another module does."""
+
+            def call(group: Any, *args: Any) -> Any:
+                self._gathered_for.append(names.get(group.modules[0], ""))
+                try:
+                    return method(group, *args)
+                finally:
+                    self._gathered_for.pop()
+
+            return call
+
         with contextlib.ExitStack() as stack:
+            for name in ("unshard", "wait_for_unshard", "post_backward"):
+                method = of_its_modules(getattr(FSDPParamGroup, name))
+                stack.enter_context(patch.object(FSDPParamGroup, name, method))
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
             stack.enter_context(patch.object(torch, "get_rng_state", noted_rng_state))
             for name in METHODS:
@@ -169,6 +192,10 @@ class Recorder(TorchDispatchMode):
 
     def place(self) -> Place:
         """The module and the phase of what happens now."""
+        place = self._place_of_computation()
+        return place._replace(module=self._gathered_for[-1]) if self._gathered_for else place
+
+    def _place_of_computation(self) -> Place:
         if torch._C._current_graph_task_id() == -1:
             return Place(self._modules[-1] if self._modules else "", self.phase)
         if self._modules:
@@ -198,7 +225,7 @@ class Recorder(TorchDispatchMode):
             # The real operator returns its input; its fake kernel a new tensor.
             block = self.blocks.get(args[0].untyped_storage()._cdata)
             if block in self._unwaited:
-                self.events.append(Wait(self._unwaited.pop(block)[0]))
+                self._add_waits((self._unwaited.pop(block)[0],))
             return args[0]
         result = function(*args, **kwargs)
         place = self.place()
@@ -207,7 +234,7 @@ class Recorder(TorchDispatchMode):
             self._note_storage(output.untyped_storage())
         if name in COLLECTIVES:
             self._add_collective(name, args, result, place)
-        elif not function.is_view and name not in FREE:
+        elif not (function.is_view or name in FREE or name.startswith(BOOKKEEPING)):
             self._add_operator(name, args, kwargs, result, outputs, place, function)
             if name in self._scratch.kernels:
                 self._allocate(self._scratch.kernels[name](args, self._num_threads))
@@ -236,6 +263,7 @@ class Recorder(TorchDispatchMode):
                 if outputs or inputs
                 else "",
                 _shape_of(name, args),
+                self.streams.is_beside,
             )
         )
 
@@ -257,11 +285,23 @@ class Recorder(TorchDispatchMode):
         )
         self._number += 1
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
+        size, before = num_bytes(whole), self.streams.issue(self._number)
+        ready = before.position if self.streams.is_beside else -1
         self.events.append(
-            Communication(kind, axis, num_bytes(whole), len(ranks), place, self._number, peer)
+            Communication(
+                kind,
+                axis,
+                size,
+                len(ranks),
+                place,
+                self._number,
+                peer,
+                ready,
+                before.numbers,
+            )
         )
         copies = self._scratch.copies.get(kind, 0)
-        held = [self._allocate(copies * num_bytes(whole))]
+        held = [self._allocate(copies * size)]
         if isinstance(result, Tensor):
             if kind in self._scratch.holds_input:
                 held.append(args[0])
@@ -271,6 +311,9 @@ class Recorder(TorchDispatchMode):
             for tensor in (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
                 self._note_storage(tensor.untyped_storage())
                 self.buffers.add(self.blocks[tensor.untyped_storage()._cdata])
+
+    def _add_waits(self, numbers: tuple[int, ...]) -> None:
+        self.events += [Wait(number) for number in numbers]
 
     # Memory
 
@@ -335,7 +378,8 @@ class _Work(dist.Work):
 
     def wait(self, *args: Any) -> Any:
         result = self._work.wait(*args)
-        self._recorder.events += [Wait(number) for number in self._numbers]
+        if not self._recorder.streams.is_beside:
+            self._recorder._add_waits(tuple(self._numbers))
         self._numbers = []
         if self._recorder._scratch.frees_at_wait:
             self._held = None

@@ -139,6 +139,9 @@ CPU = Scratch(
 def _cuda_flash_backward(args: Args, _: int) -> int:
     q = args[1]
     batch, heads, length, features = q.shape
+    if not _is_reduced(q):
+        # The memory-efficient kernel takes float32; it keeps a sum for each query.
+        return 4 * batch * heads * length
     rows = -(-length // 128) * 128
     return 4 * batch * heads * rows * (-(-features // 32) * 32 + 1)
 
