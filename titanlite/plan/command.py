@@ -54,12 +54,7 @@ def plannable(config: JobConfig) -> tuple[JobConfig, list[str]]:
     changes: dict[str, Any] = {}
     notes = []
     if config.compile.enable:
-        changes["compile.enable"] = False
-        notes.append("compile: planned as eager code; a compiled step keeps fewer activations")
-    if config.quantize.linear.float8.enable_fsdp_float8_all_gather:
-        changes["quantize.linear.float8.enable_fsdp_float8_all_gather"] = False
-        changes["quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"] = False
-        notes.append("float8: planned with FSDP's all-gathers in the compute dtype, not in float8")
+        notes.append("compile: operators are counted one by one; the compiler fuses some of them")
     if config.training.enable_cpu_offload:
         notes.append("offload: parameters and optimizer state, which the CPU holds, are included")
     if config.comm.mode != "default":

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,6 +28,7 @@ from titanlite.config.data import spec_for
 from titanlite.data.spec import Dataset
 from titanlite.job import _build_dataset
 from titanlite.parallelize import ddp, steps
+from titanlite.parallelize.float8_gather import Float8Shard
 from titanlite.ranks.world import World
 
 
@@ -78,8 +81,34 @@ def stand_ins() -> Iterator[None]:
     with (
         patch.object(steps, "apply_ddp", apply_ddp),
         patch.object(job, "_build_dataset", build_dataset),
+        patch.object(FakeTensor, "as_subclass", as_subclass, create=True),
+        patch.object(torch, "compile", partial(compile_as_graph, torch.compile)),
     ):
+        # Code compiled for another job has other shapes.
+        torch.compiler.reset()
         yield
+
+
+def compile_as_graph(
+    compiler: Any, function: Any, *, backend: Any = "inductor", **options: Any
+) -> Any:
+    """torch.compile with graphs that run operator by operator, in place of the inductor's code.
+
+    The graph is split in the same way into a forward and a backward pass, so the one keeps the same
+    tensors for the other. The inductor fuses operators; here each is seen.
+    """
+    return compiler(function, backend="aot_eager" if backend == "inductor" else backend, **options)
+
+
+def as_subclass(tensor: Any, kind: type) -> Tensor:
+    """The fake tensor itself, with the methods of a shard that FSDP2 gathers in float8.
+
+    Tensor.as_subclass does not take a fake tensor. FSDP2 asks for these methods, not for the class.
+    """
+    if kind is Float8Shard:
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            setattr(tensor, name, MethodType(getattr(kind, name), tensor))
+    return tensor
 
 
 # The fields of tokens whose values do not change what a step does.

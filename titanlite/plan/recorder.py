@@ -16,9 +16,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._ops import HigherOrderOperator
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -96,6 +98,13 @@ class Recorder(TorchDispatchMode):
         self._spans: list[tuple[int, str]] = [(0, "")]
         self.phase = "other"
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True, since Dynamo does not compile what runs under other modes."""
+        return True
+
     # The place of an event
 
     @contextlib.contextmanager
@@ -104,9 +113,15 @@ class Recorder(TorchDispatchMode):
         handles = []
         names = {}
         for part in parts:
+            compiled: tuple[str, ...] = ()
             for name, module in part.named_modules():
                 names[module] = canonical_name(name)
+                if name.startswith(compiled) and compiled:
+                    # Dynamo would have to trace these hooks.
+                    continue
                 handles += self._hook(module, names[module])
+                if isinstance(module, OptimizedModule):
+                    compiled += (f"{name}.",)
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -127,10 +142,10 @@ class Recorder(TorchDispatchMode):
         def of_its_modules(method: Any) -> Any:
             """A method of FSDP2's groups, which may run while another module does."""
 
-            def call(group: Any, *args: Any) -> Any:
+            def call(group: Any, *args: Any, **kwargs: Any) -> Any:
                 self._gathered_for.append(names.get(group.modules[0], ""))
                 try:
-                    return method(group, *args)
+                    return method(group, *args, **kwargs)
                 finally:
                     self._gathered_for.pop()
 
@@ -212,8 +227,12 @@ class Recorder(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            # DTensor handles it first; this mode then sees what it calls.
+        if isinstance(function, HigherOrderOperator):
+            if self._is_fake:
+                return self._call_with_rng_state(function, args, kwargs)
+            return function(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            # DTensor and other wrappers handle it first; this mode then sees what they call.
             return NotImplemented
         if self._is_fake and function is torch.ops.aten._local_scalar_dense.default:
             return _some_value(args[0])
@@ -239,6 +258,22 @@ class Recorder(TorchDispatchMode):
             if name in self._scratch.kernels:
                 self._allocate(self._scratch.kernels[name](args, self._num_threads))
         return result
+
+    def _call_with_rng_state(self, function: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        """An operator of a compiled graph that saves a random state, or that runs with one.
+
+        They are in graphs with recomputation. Without a rule of its own, another higher-order
+        operator runs as one call.
+        """
+        if function is run_and_save_rng_state:
+            state, (operator, *rest) = torch.get_rng_state(), args
+        elif function is run_with_rng_state:
+            state, (_, operator, *rest) = torch.get_rng_state(), args
+        else:
+            return function(*args, **kwargs)
+        with self:
+            result = operator(*rest, **kwargs)
+        return (state, result) if function is run_and_save_rng_state else result
 
     def _add_operator(
         self,
