@@ -65,6 +65,17 @@ def test_shards_hold_their_part_and_full_checkpointing_keeps_less() -> None:
     assert phases == {"forward", "recomputation", "backward", "optimizer"}
 
 
+# Dynamo looks at it and hides the warning, except where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_block_keeps_what_its_partition_saves() -> None:
+    values = debug_job(local_batch_size=1).model_dump(exclude_unset=True)
+    eager, compiled = (
+        trace(make_config({**values, "compile": {"enable": enable}})) for enable in (False, True)
+    )
+    assert compiled.flops == eager.flops
+    assert compiled.peak().bytes_of["activations"] < 0.9 * eager.peak().bytes_of["activations"]
+
+
 def test_a_world_of_thousands_of_ranks_is_traced_in_one_process() -> None:
     plan = {"data_parallel_replicate_degree": 8, "tensor_parallel_degree": 4}
     sizes = {"global_batch_size": 256, "local_batch_size": 1}
@@ -101,7 +112,7 @@ def test_the_command_shows_bars_bytes_and_notes(
     job, figures = tmp_path / "job.toml", tmp_path / "figures.json"
     job.write_text(
         '[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\nglobal_batch_size = 8\n'
-        "local_batch_size = 4\n[compile]\nenable = true\n"
+        'local_batch_size = 4\n[job]\ndevice = "cuda"\n'
     )
     options = ["--parallelism.pipeline_parallel_degree=2", "--json", str(figures)]
     assert cli.main(["plan", str(job), "--parallelism.tensor_parallel_degree=2", *options]) == 0
@@ -112,7 +123,7 @@ def test_the_command_shows_bars_bytes_and_notes(
     assert "rank 0" in shown
     assert "rank 2" in shown
     assert "tp           all_gather" in shown
-    assert "note: compile: planned as eager code" in shown
+    assert "note: device: without a GPU here" in shown
     found = json.loads(figures.read_text())
     assert [one["rank"] for one in found] == [0, 2]
     sent = [one for one in found[0]["communications"] if one["kind"] == "send"]

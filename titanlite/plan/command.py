@@ -77,19 +77,13 @@ def plannable(config: JobConfig, notes: Sequence[str] = ()) -> tuple[JobConfig, 
     changes: dict[str, Any] = {}
     notes = list(notes)
     if config.compile.enable:
-        changes["compile.enable"] = False
-        notes.append("compile: planned as eager code; a compiled step keeps fewer activations")
-    if config.quantize.linear.float8.enable_fsdp_float8_all_gather:
-        changes["quantize.linear.float8.enable_fsdp_float8_all_gather"] = False
-        changes["quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"] = False
-        notes.append("float8: planned with FSDP's all-gathers in the compute dtype, not in float8")
+        notes.append("compile: operators are counted one by one; the compiler fuses some of them")
     if config.training.enable_cpu_offload:
         notes.append("offload: parameters and optimizer state, which the CPU holds, are included")
     if config.comm.mode != "default":
         changes["comm.mode"] = "default"
     if config.job.device == "cuda":
-        changes["job.device"] = "cpu"
-        notes.append("device: traced on the CPU; kernels of a GPU keep other scratch memory")
+        notes.append("device: without a GPU here, traced on the kernels of the CPU")
     lines = ["", *(f"note: {note}" for note in notes)] if notes else []
     return (override(config, changes) if changes else config), lines
 
