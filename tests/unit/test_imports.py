@@ -69,7 +69,17 @@ MUST_NOT_IMPORT = {
     },
     **{
         f"titanlite/plan/{name}.py": ["torch"]
-        for name in ("__init__", "command", "cost", "events", "hardware", "timing")
+        for name in (
+            "__init__",
+            "command",
+            "composition",
+            "cost",
+            "data_parallel",
+            "events",
+            "hardware",
+            "predict",
+            "timing",
+        )
     },
     "titanlite/__init__.py": ["torch"],
     "titanlite/data/catalog.py": ["torch", "numpy"],
