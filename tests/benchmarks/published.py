@@ -7,26 +7,33 @@ pipeline, data parallelism and optimizer are composed by formula. The fitted fig
 from Korthikanti et al. 2022, table 5 (arXiv 2205.05198); Narayanan et al. 2021, table 1 (arXiv
 2104.04473) is predicted with them.
 
-Both papers ran Megatron-LM, whose elementwise operators are fused and whose attention stores its
-scores. Its dropout is not traced. Without sequence parallelism each rank computes norms, dropout
-and residual sums of the whole sequence, and an all-reduce stands for an all-gather and a
-reduce-scatter.
+TorchTitan's Llama 3 8B in bfloat16 gives the two fitted figures of its H100; its 70B and Llama 3's
+405B (arXiv 2407.21783, table 4) are predicted. These are composed by titanlite.plan itself, from
+eager traces whose elementwise operators are fused. Llama 3's stages are taken to have one block
+(the paper gives no number), its all-gather for context parallelism is titanlite's, and TFLOP/s
+count attention as PaLM does, without causal masking.
+
+The two older papers ran Megatron-LM, whose elementwise operators are fused and whose attention
+stores its scores. Its dropout is not traced. Without sequence parallelism each rank computes norms,
+dropout and residual sums of the whole sequence, and an all-reduce stands for an all-gather and a
+reduce-scatter. The number of stages of a rank is 1 where the paper gives none.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from titanlite.config import make_config, resolve_job
+from titanlite.config import ResolvedJob, make_config, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.plan.cost import Cost
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place
 from titanlite.plan.hardware import Hardware, load_hardware
+from titanlite.plan.planning import PIECES, plan_job
 from titanlite.plan.timing import time_events
 from titanlite.plan.trace import trace_rank
 
@@ -111,19 +118,113 @@ class Pieces:
     ends: list[Event]
 
 
+@dataclass(frozen=True)
+class Llama:
+    """A published run of Llama 3: tokens/s of a GPU, or TFLOP/s if `is_tflops`."""
+
+    name: str
+    hardware: str
+    flavor: str
+    parallelism: dict[str, Any]
+    local_batch: int
+    recomputes: str
+    is_compiled: bool
+    published: float
+    seq_len: int = 8192
+    is_tflops: bool = False
+
+    def resolve(self) -> ResolvedJob:
+        degrees = self.parallelism
+        dp = degrees["data_parallel_shard_degree"]
+        return resolve_job(
+            make_config(
+                {
+                    "model": {"name": "llama3", "flavor": self.flavor},
+                    "training": {
+                        "dataset": "synthetic",
+                        "seq_len": self.seq_len,
+                        "local_batch_size": self.local_batch,
+                        "global_batch_size": self.local_batch * dp,
+                        "mixed_precision_param": "bfloat16",
+                        "mixed_precision_reduce": "float32",
+                    },
+                    "parallelism": degrees,
+                    "activation_checkpoint": {
+                        "mode": self.recomputes,
+                        **({"selective_ac_option": "op"} if self.recomputes == "selective" else {}),
+                    },
+                }
+            ),
+            None,
+        )
+
+
+def _fsdp(shards: int, tp: int = 1) -> dict[str, Any]:
+    return {"data_parallel_shard_degree": shards, "tensor_parallel_degree": tp}
+
+
+def _llama_405b(shards: int, cp: int = 1) -> dict[str, Any]:
+    return {
+        **_fsdp(shards, 8),
+        "context_parallel_degree": cp,
+        "context_parallel_rotate_method": "allgather",
+        "pipeline_parallel_degree": 16,
+        "pipeline_parallel_schedule": "Interleaved1F1B",
+        "pipeline_parallel_layers_per_stage": 1,
+    }
+
+
+TITAN = "h100_96gb"
+LLAMA_FITTED = [
+    Llama("8B, 8 GPUs", TITAN, "8B", _fsdp(8), 2, "selective", False, 5762),
+    Llama("8B, 8 GPUs, compiled", TITAN, "8B", _fsdp(8), 2, "selective", True, 6667),
+    Llama("8B, 128 GPUs", TITAN, "8B", _fsdp(128), 2, "selective", False, 5605),
+    Llama("8B, 128 GPUs, compiled", TITAN, "8B", _fsdp(128), 2, "selective", True, 6514),
+]
+LLAMA_PREDICTED = [
+    Llama("70B, 256 GPUs, compiled", TITAN, "70B", _fsdp(32, 8), 16, "full", True, 597.3),
+    Llama("405B, 8,192 GPUs", "h100", "405B", _llama_405b(64), 32, "none", True, 430, 8192, True),
+    Llama("405B, 16,384 GPUs", "h100", "405B", _llama_405b(128), 16, "none", True, 400, 8192, True),
+    Llama(
+        *("405B, 16,384 GPUs, CP 16", "h100", "405B", _llama_405b(8, 16), 16, "none", True, 380),
+        *(131072, True),
+    ),
+]
+
+
+def predict_llama(row: Llama, hardware: Hardware | None = None) -> float:
+    """Tokens/s or TFLOP/s of a GPU, as the row gives."""
+    hardware = hardware or load_hardware(row.hardware)
+    plan = plan_job(row.resolve(), hardware, is_compiled=row.is_compiled, method=PIECES)
+    assert plan.prediction is not None
+    step = plan.prediction.step
+    if not row.is_tflops:
+        return step.tokens_per_second
+    assert step.mfu is not None
+    return step.mfu * hardware.peak("bfloat16") / 1e12
+
+
 @cache
 def trace_pieces(shape: Shape, tp: int, microbatch: int, recomputes: bool) -> Pieces:
     """Trace two blocks and take the second."""
     config = make_config(
         {
             "model": {
-                **{"name": "gpt2", "flavor": "tiny", "dim": shape.width, "n_heads": shape.heads},
-                **{"n_layers": 2, "vocab_size": VOCABULARY, "max_seq_len": SEQ_LEN},
+                "name": "gpt2",
+                "flavor": "tiny",
+                "dim": shape.width,
+                "n_heads": shape.heads,
+                "n_layers": 2,
+                "vocab_size": VOCABULARY,
+                "max_seq_len": SEQ_LEN,
             },
             "training": {
-                **{"dataset": "synthetic", "seq_len": SEQ_LEN, "local_batch_size": microbatch},
+                "dataset": "synthetic",
+                "seq_len": SEQ_LEN,
+                "local_batch_size": microbatch,
                 # As in Megatron-LM, no cast of the weights in each microbatch.
-                **{"global_batch_size": microbatch, "dtype": "bfloat16"},
+                "global_batch_size": microbatch,
+                "dtype": "bfloat16",
             },
             "parallelism": {"tensor_parallel_degree": tp, "data_parallel_shard_degree": 1},
             "activation_checkpoint": {"mode": "full" if recomputes else "none"},
@@ -245,7 +346,7 @@ def korthikanti_runs() -> list[tuple[Run, float]]:
 
 
 # The figures of the A100 that are fitted, with their bounds.
-FITTED = {
+A100_FIGURES = {
     "products.share": (0.6, 1.0),
     "memory.share": (0.4, 0.95),
     "node.share": (0.4, 0.95),
@@ -266,49 +367,78 @@ def with_figures(hardware: Hardware, figures: dict[str, float]) -> Hardware:
     return hardware
 
 
-def fit(hardware: Hardware, rows: Sequence[tuple[Run, float]]) -> dict[str, float]:
-    """The figures with the least squares of the logarithms of the rows' errors."""
+LLAMA_FIGURES = {"products.share": (0.3, 1.0), "memory.share": (0.4, 0.95)}
+
+
+def fit(
+    hardware: Hardware,
+    bounds: dict[str, tuple[float, float]],
+    ratios: Callable[[Hardware], list[float]],
+) -> dict[str, float]:
+    """The figures with the least squares of the logarithms of predicted over published."""
     import numpy as np
     from scipy.optimize import least_squares
 
-    keys = list(FITTED)
-    low, high = (np.array([FITTED[key][side] for key in keys]) for side in (0, 1))
+    keys = list(bounds)
+    low, high = (np.array([bounds[key][side] for key in keys]) for side in (0, 1))
 
-    def errors(values: Any) -> list[float]:
-        changed = with_figures(hardware, dict(zip(keys, map(float, values), strict=True)))
-        return [np.log(step_seconds(run, changed) / seconds) for run, seconds in rows]
+    def errors(values: Any) -> Any:
+        figures = dict(zip(keys, map(float, values), strict=True))
+        return np.log(ratios(with_figures(hardware, figures)))
 
     start = low + 0.6 * (high - low)
     found = least_squares(errors, start, bounds=(low, high), x_scale=high - low, diff_step=1e-3)
     return dict(zip(keys, map(float, found.x), strict=True))
 
 
+def show(title: str, rows: Iterable[tuple[str, float, float]]) -> None:
+    """A table of (name, published, predicted)."""
+    print(title)
+    errors = []
+    for name, published, predicted in rows:
+        errors.append(abs(predicted / published - 1))
+        print(f"  {name:28}{published:9.5g}{predicted:9.4g}{predicted / published - 1:+8.1%}")
+    print(f"  mean error {statistics.fmean(errors):.1%}, worst {max(errors):.1%}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--fit", action="store_true", help="fit the A100's figures again")
+    parser.add_argument("--fit", action="store_true", help="fit the figures again")
     arguments = parser.parse_args()
-    a100 = load_hardware("a100")
-    rows = korthikanti_runs()
+    a100, titan = load_hardware("a100"), load_hardware(TITAN)
+    runs = korthikanti_runs()
     if arguments.fit:
-        figures = fit(a100, rows)
-        print(figures)
-        a100 = with_figures(a100, figures)
-    print("Korthikanti et al. 2022, table 5: seconds a step (fitted)")
-    errors = []
-    for run, seconds in rows:
-        predicted = step_seconds(run, a100)
-        errors.append(abs(predicted / seconds - 1))
-        kind = "full" if run.recomputes else "selective"
-        print(f"{run.name:8}{kind:10}{seconds:8.2f}{predicted:8.2f}{predicted / seconds - 1:+8.1%}")
-    print(f"mean error {statistics.fmean(errors):.1%}, worst {max(errors):.1%}")
-    print("Narayanan et al. 2021, table 1: TFLOP/s of a GPU (predicted)")
-    errors = []
-    for run, measured in NARAYANAN:
-        best, predicted = predict_narayanan(run, a100)
-        errors.append(abs(predicted / measured - 1))
-        text = f"{run.name:8}microbatch {best.microbatch:2}{measured:8.0f}{predicted:8.0f}"
-        print(f"{text}{predicted / measured - 1:+8.1%}", flush=True)
-    print(f"mean error {statistics.fmean(errors):.1%}, worst {max(errors):.1%}")
+        of_a100 = fit(a100, A100_FIGURES, lambda of: [step_seconds(run, of) / s for run, s in runs])
+        of_titan = fit(
+            titan,
+            LLAMA_FIGURES,
+            lambda of: [predict_llama(row, of) / row.published for row in LLAMA_FITTED],
+        )
+        print(of_a100, of_titan)
+        a100, titan = with_figures(a100, of_a100), with_figures(titan, of_titan)
+    show(
+        "A100, fitted: Korthikanti et al. 2022, table 5, seconds a step",
+        (
+            (f"{run.name}, {'full' if run.recomputes else 'selective'}", s, step_seconds(run, a100))
+            for run, s in runs
+        ),
+    )
+    narayanan = ((predict_narayanan(run, a100), measured) for run, measured in NARAYANAN)
+    show(
+        "A100, predicted: Narayanan et al. 2021, table 1, TFLOP/s of a GPU",
+        (
+            (f"{best.name}, microbatch {best.microbatch}", measured, predicted)
+            for (best, predicted), measured in narayanan
+        ),
+    )
+    show(
+        "H100, fitted: TorchTitan, tokens/s of a GPU",
+        ((row.name, row.published, predict_llama(row, titan)) for row in LLAMA_FITTED),
+    )
+    show(
+        "H100, predicted: TorchTitan, tokens/s; Llama 3, TFLOP/s of a GPU",
+        ((row.name, row.published, predict_llama(row)) for row in LLAMA_PREDICTED),
+    )
 
 
 if __name__ == "__main__":

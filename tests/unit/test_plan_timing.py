@@ -76,6 +76,9 @@ def test_operators_are_bound_by_operations_or_by_memory() -> None:
     forward = Operator(flash, 10**9, 0, 0, FORWARD, "float32")
     # A causal kernel computes half of it, at half of the peak.
     assert TP2.operator(forward) == pytest.approx(1e-3)
+    # A ring of three computes half of its own block and all of one more: 3 of 4 halves.
+    ring = replace(TP2, dims=ParallelDims(cp=3))
+    assert ring.operator(forward) == pytest.approx(1.5e-3)
     backward = replace(forward, name=f"{flash}_backward")
     assert TP2.operator(backward) == pytest.approx(2e-3)
     unfused = replace(TP2, attention="unfused", head_dim=100)

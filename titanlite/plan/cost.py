@@ -205,7 +205,10 @@ class Cost:
             return self._unfused(operator, is_backward)
         efficiencies = self.hardware.attention
         share = efficiencies.backward_share if is_backward else efficiencies.forward_share
-        flops = operator.flops * (0.5 if efficiencies.is_causal_halved else 1.0)
+        flops: float = operator.flops
+        if efficiencies.is_causal_halved:
+            # Of a balanced ring's (cp + 1) / 2 blocks, only the rank's own has a triangle to skip.
+            flops *= self.dims.cp / (self.dims.cp + 1)
         return max(flops / (self.hardware.peak(operator.dtype) * share), self._moving(num_bytes))
 
     def _unfused(self, operator: Operator, is_backward: bool) -> float:

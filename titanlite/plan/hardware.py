@@ -97,8 +97,8 @@ class Products:
 class Attention:
     """The shares of the peak of attention kernels.
 
-    They count what is computed: with `is_causal_halved`, half of the products that the trace
-    counts, since a causal kernel skips the upper triangle.
+    They count what is computed. The trace counts whole products; with `is_causal_halved`, a kernel
+    skips the upper triangle of a sequence's scores.
     """
 
     forward_share: float
