@@ -115,6 +115,7 @@ def test_the_command_shows_bars_bytes_and_notes(
         'local_batch_size = 4\n[job]\ndevice = "cuda"\n'
     )
     options = ["--parallelism.pipeline_parallel_degree=2", "--json", str(figures)]
+    options += ["--hardware", "a100"]
     assert cli.main(["plan", str(job), "--parallelism.tensor_parallel_degree=2", *options]) == 0
     shown = capsys.readouterr().out
     assert "image_transformer, flavor debug: " in shown
@@ -124,7 +125,16 @@ def test_the_command_shows_bars_bytes_and_notes(
     assert "rank 2" in shown
     assert "tp           all_gather" in shown
     assert "note: device: without a GPU here" in shown
-    found = json.loads(figures.read_text())
+    assert "time of a step on NVIDIA A100" in shown
+    assert "tokens/s a rank, MFU" in shown
+    assert "pp, exposed + hidden" in shown
+    written = json.loads(figures.read_text())
+    found, time = written["ranks"], written["time"]
+    assert set(time["ranks"]) == {"0", "2"}
+    for rank in time["ranks"].values():
+        parts = [*rank["compute_seconds"].values(), rank["launch_seconds"], rank["idle_seconds"]]
+        parts += [one["exposed_seconds"] for one in rank["traffic"]]
+        assert sum(parts) == pytest.approx(time["seconds"])
     assert [one["rank"] for one in found] == [0, 2]
     sent = [one for one in found[0]["communications"] if one["kind"] == "send"]
     assert sent[0]["axis"] == "pp"
@@ -140,6 +150,12 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "parallelism.tensor_parallel_degree: 3" in capsys.readouterr().err
     assert cli.main(["plan", str(job), "--ranks", "0"]) == 2
     assert "--ranks: 0 is too small" in capsys.readouterr().err
+    assert cli.main(["plan", str(job), "--hardware", "a1000"]) == 2
+    assert "'a1000' is not known; give one of a100" in capsys.readouterr().err
+    assert cli.main(["plan"]) == 2
+    assert "job: is missing" in capsys.readouterr().err
+    assert cli.main(["plan", "--calibrate", str(tmp_path / "none" / "cpu.toml")]) == 2
+    assert "cpu.toml cannot be written (No such file" in capsys.readouterr().err
     job.write_text('[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\n')
     assert cli.main(["plan", str(job), "--json", str(tmp_path / "none" / "f.json")]) == 2
     assert "f.json cannot be written (No such file" in capsys.readouterr().err
