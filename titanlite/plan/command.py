@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
+from titanlite.drawing.mesh import draw_mesh
 from titanlite.errors import ConfigError
+from titanlite.observe.first_screen import render_screen
+from titanlite.observe.run_facts import job_facts
 from titanlite.observe.terminal import terminal_width, uses_color
 from titanlite.plan.hardware import known_hardware, load_hardware
 from titanlite.plan.html import draw_page
-from titanlite.plan.planning import plan_job
+from titanlite.plan.planning import JobPlan, plan_job
 from titanlite.plan.report import figures, show
-from titanlite.plan.spans import make_timeline, step_spans
-from titanlite.schedule.trace import make_trace
+from titanlite.plan.spans import draw_schedules, make_timeline, step_spans
+from titanlite.schedule import Timeline
+from titanlite.schedule.trace import make_trace, read_trace
 
 if TYPE_CHECKING:
-    from titanlite.config import JobConfig
+    from titanlite.config import JobConfig, ResolvedJob
 
 EPILOG = "Any key of the job can follow: --section.key=value."
 
@@ -29,12 +33,20 @@ EPILOG = "Any key of the job can follow: --section.key=value."
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="titanlite plan", description=__doc__, epilog=EPILOG)
-    parser.add_argument("job", help="the TOML file of the job")
+    parser.add_argument("job", nargs="?", help="the TOML file of the job")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="by default as many as the job's degrees need"
+    )
     parser.add_argument(
         "--hardware",
         metavar="NAME|FILE",
         help=f"also give the time: of {', '.join(known_hardware())}, or of a file",
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="measure this machine's CPU, write its hardware file, and stop",
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with charts")
     parser.add_argument(
@@ -42,24 +54,80 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FILE",
         help="write the predicted step as a Chrome trace, for ui.perfetto.dev",
     )
+    parser.add_argument("--svg", metavar="FILE", help="write the predicted pipeline as a picture")
+    parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="the pipeline_step_N.json of a run, to draw below the predicted step in --svg",
+    )
     options, rest = parser.parse_known_args(arguments)
+    if options.calibrate:
+        from titanlite.plan.calibrate import calibrate
+
+        calibrate(options.calibrate)
+        return 0
+    if options.job is None:
+        raise ConfigError("job: is missing; give the TOML file of the job")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks: {options.ranks} is too small; give at least 1")
     hardware = load_hardware(options.hardware) if options.hardware else None
-    if options.trace and hardware is None:
-        raise ConfigError("--trace: a step has no times without --hardware; give both")
-    asked = load_config([f"--job.config_file={options.job}", *rest])
-    config, notes = plannable(asked)
-    plan = plan_job(resolve_job(config, None), hardware, is_compiled=asked.compile.enable)
+    for option in ("trace", "svg"):
+        if getattr(options, option) and hardware is None:
+            raise ConfigError(f"--{option}: a step has no times without --hardware; give both")
+    measured = _read_measured(options.measured, options.svg)
+    asked = _load([f"--job.config_file={options.job}", *rest])
+    config, notes = plannable(*asked)
+    resolved = resolve_job(config, options.ranks)
+    if options.svg and resolved.pipeline is None:
+        raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
+    plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
     plan.notes.extend(notes)
+    print(_first_screen(resolved, plan), end="\n\n")
     print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
     if options.json:
         _write("--json", options.json, json.dumps(figures(plan), indent=1))
     if options.html:
         page = draw_page(figures(plan), step_spans(plan), title=config.job.description)
         _write("--html", options.html, page)
-    if options.trace:
+    if options.trace or options.svg:
         timeline = make_timeline(step_spans(plan), plan.dims)
-        _write("--trace", options.trace, make_trace(timeline))
+        if options.trace:
+            _write("--trace", options.trace, make_trace(timeline))
+        if options.svg:
+            pictured = [timeline] if measured is None else [timeline, measured]
+            _write("--svg", options.svg, draw_schedules(*pictured))
     return 0
+
+
+def _first_screen(resolved: ResolvedJob, plan: JobPlan) -> str:
+    """The job as a run shows it at its start; the effective plan is known of a traced job."""
+    num_parameters = getattr(resolved.model, "num_parameters", None)
+    if num_parameters is None:
+        from titanlite.plan.trace import count_parameters
+
+        num_parameters = count_parameters(resolved)
+    facts = job_facts(resolved, num_parameters)
+    title = resolved.config.job.description
+    return render_screen(title, facts, plan.applied, draw_mesh(plan.dims), stream=sys.stdout)
+
+
+def _read_measured(file: str | None, svg: str | None) -> Timeline | None:
+    """The timeline of a run's trace, if --measured is given."""
+    if file is None:
+        return None
+    if svg is None:
+        raise ConfigError("--measured: it is drawn in a picture; give --svg, too")
+    try:
+        return read_trace(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--measured: {file} cannot be read ({error.strerror}); give another file"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"--measured: {file} is not the trace of a pipeline; give a pipeline_step_N.json of a "
+            "run with profiling.enable_pipeline_timeline = true"
+        ) from error
 
 
 def _write(option: str, file: str, text: str) -> None:
@@ -72,22 +140,28 @@ def _write(option: str, file: str, text: str) -> None:
         ) from error
 
 
-def plannable(config: JobConfig) -> tuple[JobConfig, list[str]]:
-    """The job as it can be traced on this machine, and what that changes."""
+def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:
+    """The job, and notes; a step does not depend on a tokenizer, so that may be missing."""
+    key = "model.hf_assets_path"
+    try:
+        return load_config(arguments), []
+    except ConfigError as error:
+        if not all(problem.startswith(f"{key}:") for problem in error.problems):
+            raise
+        note = f"{key}: there is no tokenizer, so its vocabulary is not compared with the model's"
+        return load_config([*arguments, f"--{key}="]), [note]
+
+
+def plannable(config: JobConfig, notes: Sequence[str] = ()) -> tuple[JobConfig, list[str]]:
+    """The job as it can be traced on this machine, and what that changes, after `notes`."""
     changes: dict[str, Any] = {}
-    notes = []
+    notes = list(notes)
     if config.compile.enable:
-        changes["compile.enable"] = False
-        notes.append("compile: planned as eager code; a compiled step keeps fewer activations")
-    if config.quantize.linear.float8.enable_fsdp_float8_all_gather:
-        changes["quantize.linear.float8.enable_fsdp_float8_all_gather"] = False
-        changes["quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"] = False
-        notes.append("float8: planned with FSDP's all-gathers in the compute dtype, not in float8")
+        notes.append("compile: operators are counted one by one; the compiler fuses some of them")
     if config.training.enable_cpu_offload:
         notes.append("offload: parameters and optimizer state, which the CPU holds, are included")
     if config.comm.mode != "default":
         changes["comm.mode"] = "default"
     if config.job.device == "cuda":
-        changes["job.device"] = "cpu"
-        notes.append("device: traced on the CPU; kernels of a GPU keep other scratch memory")
+        notes.append("device: without a GPU here, traced on the kernels of the CPU")
     return (override(config, changes) if changes else config), notes

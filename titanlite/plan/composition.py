@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from titanlite.config import JobConfig, ResolvedJob, resolve_job
@@ -137,6 +137,9 @@ def segment_of(
             change = event.num_bytes - sizes.get(event.block, 0)
             sizes[event.block] = event.num_bytes
             builder.allocate(category_of[event.block], change, event.place)
+        elif isinstance(event, Communication):
+            # Positions in the whole trace mean nothing in a part of it.
+            builder.events.append(replace(event, ready=-1, after=()))
         else:
             builder.events.append(event)
     return builder.segment()
@@ -246,6 +249,8 @@ def smaller(resolved: ResolvedJob) -> ResolvedJob:
         at_once = resolved.pipeline.microbatch_size
     shards = 2 if uses_fsdp(config, dims) and not dims.cp_enabled else 1
     changes = WITHOUT_A_PIPELINE | {
+        # Cost fuses operators as a compiler does.
+        "compile.enable": False,
         "parallelism.data_parallel_replicate_degree": 1,
         "parallelism.data_parallel_shard_degree": shards,
         "training.local_batch_size": at_once,

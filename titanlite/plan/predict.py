@@ -73,7 +73,7 @@ def predict(
         segments,
         cost,
         tokens=tokens,
-        model_flops=(pieces.flops_per_token or 0.0) * tokens,
+        model_flops=pieces.flops_per_token and pieces.flops_per_token * tokens,
         dtype=resolved.config.training.param_dtype,
     )
     rows = [f"rank {one.rank}" for one in compositions]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from titanlite.drawing.schedule_svg import draw_svg
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.plan.compose import END, START
 from titanlite.plan.composition import Segment, named
@@ -25,10 +26,12 @@ from titanlite.schedule.actions import COMPUTE_KINDS, SEND_B, SEND_F
 from titanlite.schedule.timeline import (
     EXCHANGE,
     GATHER,
+    LANES,
     NAMES,
     RECEIVE,
     REDUCE,
     SEND_TO,
+    WORK,
 )
 from titanlite.simulate.streams import MAIN, run_streams
 
@@ -112,6 +115,26 @@ def make_timeline(spans: Sequence[StepSpan], dims: ParallelDims) -> Timeline:
         ],
         unit="ms",
     )
+
+
+def draw_schedules(*timelines: Timeline) -> str:
+    """An SVG of the pipelines in these timelines, below each other on one scale."""
+    return draw_svg(*(_schedule_only(one) for one in timelines))
+
+
+def _schedule_only(timeline: Timeline) -> Timeline:
+    """The work of a schedule and the communication during it, from 0 on, with its bubble."""
+    work = [span for span in timeline.spans if span.kind in WORK]
+    first = min((span.start for span in work), default=0.0)
+    last = max((span.end for span in work), default=0.0)
+    spans = [
+        span._replace(start=span.start - first, end=span.end - first)
+        for span in timeline.spans
+        if (span.kind in WORK or span.kind in LANES) and first <= span.start and span.end <= last
+    ]
+    alone = replace(timeline, spans=spans, curves={})
+    bubbles = ", ".join(f"{part:.0%}" for part in alone.bubbles())
+    return replace(alone, caption=f"{last - first:.4g} ms; bubble, by rank: {bubbles}")
 
 
 def _kind(span: StepSpan) -> str:
