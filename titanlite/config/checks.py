@@ -373,6 +373,42 @@ def _loss_parallel(job: Draft) -> Iterator[str]:
         )
 
 
+EP = "parallelism.expert_parallel_degree"
+
+
+@reads(
+    MODEL,
+    EP,
+    *(f"parallelism.{DEGREES[axis]}" for axis in ("dp_shard", "cp", "tp")),
+)
+def _expert_parallel(job: Draft) -> Iterator[str]:
+    """The EP degree divides the product of the FSDP, CP and TP degrees, and the number of experts;
+    each expert can be sharded over the ranks that EP leaves."""
+    dims, experts = job.dims, getattr(job.model, "num_experts", 0)
+    if not experts:
+        if dims.ep_enabled:
+            yield f"{EP}: {dims.ep}, but the model has no experts; remove this key"
+        return
+    room = dims.num_expert_ranks
+    legal = [degree for degree in divisors(room) if experts % degree == 0]
+    product = f"data_parallel_shard_degree {dims.dp_shard} x context_parallel_degree {dims.cp} x "
+    product += f"tensor_parallel_degree {dims.tp} = {room}"
+    if room % dims.ep:
+        yield f"{EP}: {dims.ep} does not divide {product}; give {nearest(dims.ep, legal)}"
+    elif experts % dims.ep:
+        yield (
+            f"{EP}: {dims.ep} does not divide the {experts} experts of a block; give "
+            f"{nearest(dims.ep, legal)}"
+        )
+
+
+@reads(MODEL, "debug.moe_force_load_balance")
+def _forced_balance(job: Draft) -> Iterator[str]:
+    """debug.moe_force_load_balance needs a model with experts."""
+    if job.config.debug.moe_force_load_balance and not getattr(job.model, "num_experts", 0):
+        yield "debug.moe_force_load_balance: the model has no experts; remove this key"
+
+
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 
 
