@@ -278,7 +278,12 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     made.applied += [*_describe_groups(config, rules), *frozen]
     trainer = _build_trainer(resolved, world, meshes, made, data, axes, rules, tied)
     if num_experts:
-        trainer.balancer = Balancer(expert_layers(made.parts), num_experts, world.device)
+        trainer.balancer = Balancer(
+            expert_layers(made.parts),
+            num_experts,
+            world.device,
+            has_loss=any(layer.loss_factor for layer in layers.values()),
+        )
     if config.converts_to_float8:
         _gather_in_float8(config, made.parts, trainer)
     return Job(

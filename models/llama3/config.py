@@ -2,9 +2,9 @@
 
 Names, defaults and flavors are TorchTitan v0.2.2's (torchtitan/models/llama3), so that a job's
 [model] carries over. Its `rope_scaling_args` are the four fields that begin with `rope_scaling_`.
-With `moe_num_experts`, the feed-forward of some blocks is a mixture of experts; the fields that
-begin with `moe_` are TorchTitan's `moe_args`, and those of its llama4 and deepseek_v3 that say which
-blocks have experts and how wide these are.
+With `moe_num_experts`, the feed-forward of some blocks is a mixture of experts. The fields that
+begin with `moe_` are TorchTitan's `moe_args`, and what its llama4 and deepseek_v3 say about which
+blocks have experts, and how wide these are.
 """
 
 from __future__ import annotations
@@ -111,9 +111,11 @@ class Llama3Config:
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward of block `layer`, counted from 0, is a mixture of experts."""
         place = layer - self.moe_n_dense_layers
-        return self.moe_num_experts > 0 and place >= 0 and (place + 1) % (
-            self.moe_interleave_layer_step
-        ) == 0
+        return (
+            self.moe_num_experts > 0
+            and place >= 0
+            and (place + 1) % (self.moe_interleave_layer_step) == 0
+        )
 
     @property
     def num_expert_layers(self) -> int:

@@ -15,7 +15,6 @@ from titanlite.parallelize.plan import ParallelPlan
 from titanlite.parallelize.styles import EmbeddingRowwise, GatherColwise, NormLocal, RowwiseLocal
 
 
-
 def plan_of(model: Llama3) -> ParallelPlan:
     """The plan of a model with dense blocks, blocks with experts, or both."""
     config = model.config

@@ -322,6 +322,7 @@ def _pipeline(job: Draft) -> Iterator[str]:
 
 
 RESHARD = "parallelism.fsdp_reshard_after_forward"
+EP = "parallelism.expert_parallel_degree"
 
 
 @reads(MODEL, "compile", "activation_checkpoint", RESHARD, *PIPELINE_KEYS)
@@ -353,6 +354,24 @@ def _split_backward(job: Draft) -> Iterator[str]:
         )
 
 
+@reads(MODEL, "activation_checkpoint", RESHARD, EP, *PIPELINE_KEYS)
+def _experts_by_operator(job: Draft) -> Iterator[str]:
+    """Activation checkpointing by "op" of experts that have their own shards does not work in a
+    pipeline with fsdp_reshard_after_forward = "always"."""
+    ac, parallelism = job.config.activation_checkpoint, job.config.parallelism
+    by_operator = ac.mode == "selective" and ac.selective_ac_option == "op"
+    own_shards = job.dims.ep_enabled or job.dims.tp_enabled
+    has_experts = bool(getattr(job.model, "num_experts", 0))
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    if by_operator and own_shards and has_experts and always and job.dims.pp_enabled:
+        yield (
+            f'{RESHARD}: "always" does not work with activation_checkpoint.selective_ac_option '
+            '"op" in a pipeline of blocks with experts, because PyTorch would gather the experts '
+            'inside a recomputation that it checks against the forward pass; give "default" or '
+            '"never"'
+        )
+
+
 @reads(MODEL, "parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel")
 def _loss_parallel(job: Draft) -> Iterator[str]:
     """With loss parallel, each tensor parallel rank has a part of the vocabulary."""
@@ -371,9 +390,6 @@ def _loss_parallel(job: Draft) -> Iterator[str]:
             f"a part of model.vocab_size {vocab}, but loss parallel needs one on each rank; "
             f"give {nearest(tp, legal)}, or set parallelism.disable_loss_parallel = true"
         )
-
-
-EP = "parallelism.expert_parallel_degree"
 
 
 @reads(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from titanlite.names import canonical_name
 
@@ -97,17 +98,15 @@ def sequence_loss(
     if not factor:
         return None
     num_tokens, num_experts = scores_TBE.size(0), scores_TBE.size(-1)
-    # In the scores' dtype, since a reduction in integers would be an odd one out.
     counts_BE = count_slots(chosen_TBK.transpose(0, 1).flatten(1), num_experts)
-    counts_BE = counts_BE.to(scores_TBE.dtype)
     for name in groups:
         functional = torch.ops._c10d_functional
         counts_BE = functional.wait_tensor(functional.all_reduce(counts_BE, "sum", name))
-        num_tokens *= dist.distributed_c10d._resolve_process_group(name).size()
+        num_tokens *= _resolve_process_group(GroupName(name)).size()
     fractions_BE = counts_BE * (num_experts / (chosen_TBK.size(-1) * num_tokens))
     shares_TBE = scores_TBE / scores_TBE.sum(-1, keepdim=True)
     means_BE = shares_TBE.sum(0) / num_tokens
-    return factor * (fractions_BE * means_BE).sum()
+    return factor * (fractions_BE.to(means_BE.dtype) * means_BE).sum()
 
 
 def expert_layers(parts: Iterable[nn.Module]) -> dict[str, ExpertLayer]:
@@ -125,15 +124,23 @@ def expert_layers(parts: Iterable[nn.Module]) -> dict[str, ExpertLayer]:
 class Balancer:
     """The expert layers of a job, as far as this rank has them.
 
-    `sizes` has the number of experts of every expert layer of the whole model, `layers` those of
-    this rank's parts. A step calls `start`, runs its forward and backward passes, calls `finish`
-    and, before the optimizer's update, `update`. Every rank of the world must call `finish`.
+    `sizes` has the number of experts of every expert layer of the whole model, `layers` has those
+    of this rank's parts, and `has_loss` says whether any layer has an auxiliary loss.
+
+    A step calls `start`, runs its forward and backward passes, calls `finish` and, before the
+    optimizer's update, `update`. Every rank of the world must call `finish`.
     """
 
     def __init__(
-        self, layers: Mapping[str, ExpertLayer], sizes: Mapping[str, int], device: torch.device
+        self,
+        layers: Mapping[str, ExpertLayer],
+        sizes: Mapping[str, int],
+        device: torch.device,
+        *,
+        has_loss: bool = False,
     ) -> None:
-        self.layers, self.sizes, self._device = layers, dict(sizes), device
+        self.layers, self.sizes, self.has_loss = layers, dict(sizes), has_loss
+        self._device = device
         self.counts: dict[str, list[int]] = {}
         """Layer -> the slots of each expert in the last step, summed over all ranks."""
         self.loss: float | None = None
@@ -148,23 +155,20 @@ class Balancer:
     @torch.no_grad()
     def finish(self) -> None:
         """Sum the tallies over all ranks: a token counts on the one rank that routes it."""
-        # In float64, which holds counts exactly, so that the loss shares the all-reduce.
-        totals = torch.zeros(sum(self.sizes.values()) + 1, dtype=torch.float64, device=self._device)
-        rows = totals[:-1].split(list(self.sizes.values()))
+        counts = torch.zeros(sum(self.sizes.values()), dtype=torch.int64, device=self._device)
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        rows = counts.split(list(self.sizes.values()))
         for name, row in zip(self.sizes, rows, strict=True):
             tally = self.layers[name].tally if name in self.layers else Tally()
             if tally.counts is not None:
                 row.copy_(tally.counts)
             if tally.loss is not None:
-                totals[-1] += tally.loss / tally.num_sequences
-        dist.all_reduce(totals)
-        values = totals.tolist()
-        self.counts = {}
-        for name, number in self.sizes.items():
-            self.counts[name] = [int(value) for value in values[:number]]
-            values = values[number:]
-        has_loss = any(layer.loss_factor for layer in self.layers.values())
-        self.loss = values[0] if has_loss else None
+                loss += tally.loss / tally.num_sequences
+        dist.all_reduce(counts)
+        self.counts = dict(zip(self.sizes, (row.tolist() for row in rows), strict=True))
+        if self.has_loss:
+            dist.all_reduce(loss)
+            self.loss = float(loss)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -173,7 +177,7 @@ class Balancer:
         By `bias_step` each, less the mean of these changes: the mean of the biases stays zero.
         """
         for name, layer in self.layers.items():
-            if layer.expert_bias is None:
+            if layer.expert_bias is None or layer.bias_step is None:
                 continue
             counts = self.counts[name]
             total, number = sum(counts), len(counts)

@@ -72,8 +72,10 @@ class Meshes:
 def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = False) -> Meshes:
     """Create the process groups of `dims`; every rank must call this.
 
-    A model that `has_experts` gets a mesh for them if expert parallelism is on, and under tensor
-    parallelism, where experts are not cut, so that FSDP2 shards them over the ranks of tp too. Axes of degree 1 have no group, except the first axis with sharded weights: if nothing is
+    A model that `has_experts` gets a mesh for them with expert parallelism, and also with tensor
+    parallelism, which does not cut experts, so that FSDP2 can shard them over the ranks of tp.
+
+    Axes of degree 1 have no group, except the first axis with sharded weights: if nothing is
     sharded, FSDP2 needs its mesh of one rank for mixed precision.
     """
     sharded, replicated = (axes_where(weights=kind) for kind in ("sharded", "replicated"))
@@ -114,6 +116,4 @@ def _build_expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | Non
     if dims.ep_enabled:
         # Innermost, so that it takes adjacent ranks: those of tp, then of cp, then of dp_shard.
         degrees["ep"] = dims.ep
-    return init_device_mesh(
-        device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
-    )
+    return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))

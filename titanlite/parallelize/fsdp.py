@@ -122,9 +122,11 @@ def apply_fsdp(
         units += 1
     for block in blocks.values():
         reshard_block = always if block is last_block else reshard
-        for layer in expert_layers([block]).values() if expert_mesh is not None else ():
-            shard(layer.experts, reshard_block, expert_mesh, _placement_of_experts(expert_mesh))
-            units += 1
+        if expert_mesh is not None:
+            place = _placement_of_experts(expert_mesh)
+            for layer in expert_layers([block]).values():
+                shard(layer.experts, reshard_block, expert_mesh, place)
+                units += 1
         shard(block, reshard_block)
         units += 1
     # The root unit gets the remaining parameters, often none.

@@ -47,7 +47,8 @@ class ParallelPlan:
 def find_plan(model: nn.Module) -> ParallelPlan:
     """The plan registered for the model's class: `PLANS[class]` in plan.py beside its module.
 
-    It is a ParallelPlan, or a function from the model to its plan. Raises TitanliteError if there is none.
+    It is a ParallelPlan, or a function from the model to its plan. Raises TitanliteError if there
+    is none.
     """
     # FSDP2 and replicate insert their own class before the model's.
     for cls in type(model).__mro__:
