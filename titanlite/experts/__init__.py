@@ -4,12 +4,13 @@
     router.py     which experts a token goes to, and with which weights
     dispatch.py   tokens sorted by expert, sent to the ranks that hold the experts, and combined
     products.py   the SwiGLU of every expert on its own tokens
-    balance.py    the number of tokens of each expert, and what keeps these numbers equal
+    balance.py    the number of tokens of each expert, and the auxiliary loss
+    balancer.py   the load of all layers of a job, and the balancing biases
 
 Nothing here depends on a plan, except the process groups that parallelize/expert_parallel.py sets.
 """
 
-from titanlite.experts.balance import Balancer, expert_layers
+from titanlite.experts.balancer import Balancer, expert_layers
 from titanlite.experts.layer import ExpertLayer
 from titanlite.experts.router import Gate, Router
 
