@@ -45,6 +45,7 @@ MUST_NOT_IMPORT = {
             "covering",
             "diagnose",
             "evidence",
+            "experts",
             "gradients",
             "inputs",
             "jobs",

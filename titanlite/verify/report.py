@@ -166,8 +166,10 @@ def describe_key(key: Key) -> str:
 WORDS = {
     "start": "starting weight",
     "loss": "the loss",
+    "auxiliary_loss": "the auxiliary loss",
     "norm": "the gradient norm",
     "gradient": "gradient",
+    "load": "count of tokens by expert",
     "lr": "the learning rate",
     "weight": "weight",
     "state": "optimizer state",

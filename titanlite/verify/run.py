@@ -102,6 +102,8 @@ def run_reference(
                     done.grad_norm,
                     scheduled_lr(resolved.config, step),
                     done.num_targets,
+                    loads=loads_of(job),
+                    auxiliary_loss=done.auxiliary_loss,
                 )
             )
             record = {
@@ -189,6 +191,7 @@ def run_plan(
             left_over = left_over or list(left_over_gradients(job, step))
             found.loss, found.num_targets = done.loss, done.num_targets
             found.norm, found.lr = done.grad_norm, done.lr
+            found.loads, found.auxiliary_loss = loads_of(job), done.auxiliary_loss
             found.weights = agreements(parameters, record["weights"], lambda p: p)
             problems += [
                 f"step {step} changes the frozen weight {name}"
@@ -273,6 +276,13 @@ def draw_zero_parameters(job: Job, names: list[str] | None) -> list[str]:
             local.copy_(shard_of(whole, parameter))
             found.append(name)
     return found
+
+
+def loads_of(job: Job) -> dict[str, tuple[int, ...]]:
+    """The tokens of each expert of each layer in the last step, as the balancing counts them."""
+    balancer = job.trainer.balancer
+    counts = {} if balancer is None else balancer.counts
+    return {name: tuple(of_layer) for name, of_layer in counts.items()}
 
 
 def _whole(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
