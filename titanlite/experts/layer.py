@@ -40,9 +40,16 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.reset_parameters()
         self.exchange: Exchange | None = None
         self.grouped: bool | None = None
         """Grouped products or a loop over experts; None: whichever is faster."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights of each expert as nn.Linear draws its own."""
+        for weight in (self.w1, self.w2, self.w3):
+            bound = weight.size(-1) ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
 
     def forward(
         self, x_TBD: Tensor, weights_TBK: Tensor, chosen_TBK: Tensor, score_first: bool = False

@@ -7,11 +7,32 @@ from collections.abc import Iterator, Sequence
 
 from titanlite.verify.evidence import EXPLAINED, JobEvidence, pooled
 from titanlite.verify.passes import outputs_agree
-from titanlite.verify.record import Agreement, ExpertTrace
+from titanlite.verify.record import Agreement, ExpertTrace, MovedToken, RankRun
 from titanlite.verify.words import is_near, listed, name_ranks
 
 # The largest difference of an expert's gradient that counts as agreement, in float64.
 WRONG = 1e-9
+
+
+def moved_tokens(runs: Sequence[RankRun]) -> list[str]:
+    """For each step and expert layer, the tokens that went to other experts, in one sentence."""
+    found = []
+    for step in range(len(runs[0].steps)):
+        by_layer: dict[str, list[MovedToken]] = defaultdict(list)
+        for run in runs:
+            for layer, of_rank in run.steps[step].moved.items():
+                by_layer[layer] += of_rank
+        for layer, tokens in by_layer.items():
+            if tokens:
+                first = min(tokens, key=lambda token: (token.sequence, token.position))
+                found.append(
+                    f"step {step}: {layer} routes {len(tokens)} "
+                    f"token{'s' * (len(tokens) > 1)} elsewhere, first token {first.position} of "
+                    f"sequence {first.sequence} to experts {listed(first.experts)}, not "
+                    f"{listed(first.expected)}; the largest margin of a score is "
+                    f"{max(token.margin for token in tokens):.1e}"
+                )
+    return found
 
 
 def explain_experts(e: JobEvidence) -> Iterator[str]:

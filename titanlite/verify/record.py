@@ -30,6 +30,21 @@ class Agreement(NamedTuple):
         return ratio if math.isfinite(ratio) else math.inf
 
 
+class MovedToken(NamedTuple):
+    """A token that goes to other experts than on one process.
+
+    `margin` is by how much its last expert was ranked above the next one there. `call` is the
+    number of the microbatch, counted from 0.
+    """
+
+    call: int
+    sequence: int
+    position: int
+    experts: tuple[int, ...]
+    expected: tuple[int, ...]
+    margin: float
+
+
 @dataclass
 class RankStep:
     """One rank's measurements of one step; step 0 has only the starting weights."""
@@ -54,6 +69,8 @@ class RankStep:
     loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Expert layer -> the tokens of each expert, as the balancing counts them."""
     auxiliary_loss: float | None = None
+    moved: dict[str, tuple[MovedToken, ...]] = field(default_factory=dict)
+    """Expert layer -> this rank's tokens that go to other experts than on the reference."""
 
 
 @dataclass
@@ -128,21 +145,6 @@ class ReferenceTrace:
     """Float8 layer -> (whether its input has one scale per row, the largest amax of its input)."""
     experts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Expert layer -> the tokens that are routed to each expert."""
-
-
-class MovedToken(NamedTuple):
-    """A token that goes to other experts than on one process.
-
-    `margin` is by how much its last expert was ranked above the next one there. `call` is the
-    number of the microbatch, counted from 0.
-    """
-
-    call: int
-    sequence: int
-    position: int
-    experts: tuple[int, ...]
-    expected: tuple[int, ...]
-    margin: float
 
 
 @dataclass

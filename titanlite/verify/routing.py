@@ -1,7 +1,11 @@
 """On a rank: records where the tokens of expert layers go, and compares it with the reference's.
 
-A step's trace has, for each expert layer, the experts that each token was routed to, the rows that
-each expert computed on this rank, and the gradients of the experts one by one.
+    recorded_routing    the experts of each token, and the rows that each expert computed
+    followed_routing    the tokens that go elsewhere in a step; can send them the reference's way
+    compare_routing     a trace's routing, and the gradients of the experts one by one
+
+In float32 and bfloat16, two scores can be closer than their rounding error. The token then goes to
+another expert under another plan, and everything after it differs by more than rounding error.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanlite.batch import Batch
 from titanlite.experts import ExpertLayer, expert_layers
 from titanlite.job import Job
 from titanlite.training.shards import is_sharded, local_part, offsets_of, shard_of
@@ -47,6 +52,51 @@ def recorded_routing(job: Job) -> Iterator[dict[str, Routing]]:
         for name, layer in layers.items():
             stack.enter_context(_recorded(job, layer, found[name]))
         yield found
+
+
+@contextlib.contextmanager
+def followed_routing(
+    job: Job, batches: list[Batch], known: Mapping[str, Mapping[str, Tensor]], *, replay: bool
+) -> Iterator[dict[str, tuple[MovedToken, ...]]]:
+    """Inside, runs a step's routing; the dict has, on exit, each layer's tokens that go elsewhere.
+
+    `known` is the `routing_record` of the reference's step. With `replay`, all tokens are sent to
+    the experts that the reference chose, in recomputation too.
+    """
+    found: dict[str, tuple[MovedToken, ...]] = {}
+    own = ExpectedPart(job, batches)
+    layers = {name: layer for name, layer in expert_layers(job.parts).items() if name in known}
+    with recorded_routing(job) as routed:
+        replays = {name: _Replay(own, known[name]["chosen"]) for name in layers if replay}
+        for name in replays:
+            layers[name].router.choose = replays[name]
+        try:
+            yield found
+        finally:
+            for layer in layers.values():
+                layer.router.choose = None
+        for name in layers:
+            if name in replays:
+                routed[name].chosen = [choice.cpu() for choice, _ in replays[name].calls]
+            found[name] = _moved(own, routed[name], known[name])
+
+
+class _Replay:
+    """Replaces the experts that a router chooses by those of the reference."""
+
+    def __init__(self, own: ExpectedPart, known: Tensor) -> None:
+        self.own, self.known = own, known
+        self.calls: list[tuple[Tensor, Tensor]] = []
+        """In the order of the microbatches: the router's choice, and the reference's."""
+
+    def __call__(self, chosen: Tensor) -> Tensor:
+        if _is_recomputed():
+            # Recomputation makes the same choice again, in any order of microbatches.
+            return next(there for here, there in self.calls if torch.equal(here, chosen))
+        part = self.own.part_of_call(len(self.calls), chosen, self.known, LABELS)
+        replaced = chosen if part is None else part.to(chosen.device)
+        self.calls.append((chosen, replaced))
+        return replaced
 
 
 @contextlib.contextmanager

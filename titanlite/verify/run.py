@@ -52,6 +52,7 @@ from titanlite.verify.jobs import Microbatches, scheduled_lr
 from titanlite.verify.narrow import find_narrowed
 from titanlite.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
 from titanlite.verify.recurrence import Recurrence, one_seed_for_all
+from titanlite.verify.routing import followed_routing, recorded_routing, routing_record
 from titanlite.verify.sequences import cut_again, leave_out_targets, look_at_data
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -95,7 +96,8 @@ def run_reference(
             batches = cut_again(leave_out_targets(job, batches), microbatches)
             if step == 1 and resolved.config.training.param_dtype == "float64":
                 run.narrowed = find_narrowed(job, batches)
-            done = job.trainer.step(batches, on_gradients=keep)
+            with recorded_routing(job) as routed:
+                done = job.trainer.step(batches, on_gradients=keep)
             run.steps.append(
                 ReferenceStep(
                     done.loss,
@@ -116,6 +118,7 @@ def run_reference(
                     for name, (tensor, _) in optimizer_state(job).items()
                 },
                 "buffers": {name: b.detach().cpu().clone() for name, b in all_buffers(job).items()},
+                "routing": {} if microbatches else routing_record(routed),
             }
             torch.save(record, step_file(folder, step))
             left_over = left_over or list(left_over_gradients(job, step))
@@ -138,12 +141,14 @@ def run_plan(
     patch: Patch | None = None,
     microbatches: Microbatches | None = None,
     reloads: bool = False,
+    replay: bool = False,
 ) -> RankRun:
     """Train the job for `steps` steps and measure this rank's part against the record in `folder`.
 
     With `microbatches`, which need one process, the batch is split into these instead of the job's
     own. With `reloads`, the job, which must have [checkpoint] enabled, is saved at its end and
-    loaded into a new job, which is measured too. Every rank of the world must call this.
+    loaded into a new job, which is measured too. With `replay`, tokens go to the experts that the
+    reference chose. Every rank of the world must call this.
     """
     calls_before = {call.group: call.number for call in recorded_calls()}
     with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
@@ -174,8 +179,12 @@ def run_plan(
 
             batches = leave_out_targets(job, batches, record["fields"])
             batches = cut_again(batches, microbatches)
-            with naming_failures(job) if step == 1 else contextlib.nullcontext():
+            with (
+                naming_failures(job) if step == 1 else contextlib.nullcontext(),
+                followed_routing(job, batches, record["routing"], replay=replay) as moved,
+            ):
                 done = job.trainer.step(batches, on_gradients=look)
+            found.moved = moved
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
                 problems += [
