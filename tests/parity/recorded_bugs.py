@@ -543,12 +543,15 @@ def _scaled_expert_gradients(factor: float) -> AbstractContextManager[Any]:
 
 
 def expert_gradients_averaged_over_their_shards() -> AbstractContextManager[Any]:
-    """TorchTitan #1805: FSDP divides experts' gradients by the size of their own, smaller mesh."""
+    """FSDP divides the gradients of experts by the number of ranks of their own mesh, efsdp."""
     return _scaled_expert_gradients(0.5)
 
 
 def expert_gradients_doubled() -> AbstractContextManager[Any]:
-    """PyTorch #160285: the gradients of experts are summed over ep once too often."""
+    """PyTorch #160285: ep's gradients are already sums over its ranks, and not divided again.
+
+    TorchTitan #1551 and Megatron-LM #5956 correct the divisor.
+    """
     return _scaled_expert_gradients(2.0)
 
 

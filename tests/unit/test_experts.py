@@ -347,3 +347,30 @@ def test_a_plan_that_does_not_fit_is_refused(
 def test_balance_cannot_be_forced_without_experts() -> None:
     with pytest.raises(ConfigError, match="the model has no experts; remove this key"):
         resolve_job(make_config({"debug": {"moe_force_load_balance": True}}))
+
+
+def test_hugging_face_folders_are_refused() -> None:
+    config = {
+        "model": {"name": "llama3", "flavor": "moe_debug"},
+        "training": {"dataset": "synthetic", "seq_len": 32},
+        "checkpoint": {"enable": True, "last_save_in_hf": True, "last_save_model_only": True},
+    }
+    with pytest.raises(ConfigError, match="last_save_in_hf: models with experts cannot be written"):
+        resolve_job(make_config(config))
+
+
+def test_loads_are_drawn(tmp_path: Any) -> None:
+    from titanlite.drawing.experts import save_expert_loads
+    from titanlite.observe.metrics import StepRecord
+
+    counts = [{"layers.0.moe": [8, 0, 4, 4], "layers.1.moe": [4, 4, 4, 4]}] * 3
+    records = [
+        StepRecord(step, 1.0, 1.0, 0.1, seconds=1.0, memory_bytes=1, expert_counts=of_step)
+        for step, of_step in enumerate(counts, start=1)
+    ]
+    save_expert_loads(tmp_path / "loads.png", records)
+    assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no counts"):
+        save_expert_loads(
+            tmp_path / "none.png", [StepRecord(1, 1.0, 1.0, 0.1, seconds=1.0, memory_bytes=1)]
+        )

@@ -643,6 +643,17 @@ def _hf_folder(job: Draft) -> Iterator[str]:
     yield from hf_folder_problems(job.config, job.model)
 
 
+@reads("checkpoint", MODEL)
+def _experts_in_hf(job: Draft) -> Iterator[str]:
+    """Models with experts are not written as Hugging Face folders."""
+    section = job.config.checkpoint
+    if section.enable and section.last_save_in_hf and getattr(job.model, "num_experts", 0) > 0:
+        yield (
+            "checkpoint.last_save_in_hf: models with experts cannot be written as Hugging Face "
+            "folders yet; set it to false"
+        )
+
+
 @reads("metrics")
 def _loggers(job: Draft) -> Iterator[str]:
     """The packages that [metrics] needs are installed."""
