@@ -14,8 +14,8 @@ from titanlite.hf_format import HFFormat, HFTensor, require
 from titanlite.models.llama3.config import Llama3Config
 
 NO_EXPERTS = (
-    "checkpoint: a Hugging Face folder cannot hold the experts of this model yet; use titanlite's own "
-    "checkpoints"
+    "checkpoint: the experts of this model cannot be stored in a Hugging Face folder yet; use "
+    "titanlite's own checkpoints"
 )
 OUTER = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 INNER = {

@@ -371,6 +371,4 @@ def test_loads_are_drawn(tmp_path: Any) -> None:
     save_expert_loads(tmp_path / "loads.png", records)
     assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no counts"):
-        save_expert_loads(
-            tmp_path / "none.png", [StepRecord(1, 1.0, 1.0, 0.1, seconds=1.0, memory_bytes=1)]
-        )
+        save_expert_loads(tmp_path / "none.png", [replace(records[0], expert_counts={})])

@@ -21,9 +21,9 @@ class Meshes:
     """The mesh of all ranks, and the sub-mesh of each parallelism.
 
     `pp`, `tp` and `cp` are None if that axis has one rank. `dp` is the mesh for FSDP2: 1-D, or 2-D
-    to replicate over the first dimension and shard over the second. FSDP2 shards over all axes with
-    sharded weights (TABLE in parallel_dims.py), flattened to one dimension: like dp_shard ranks, cp
-    ranks share parameters and have different tokens, so the two axes become dp_shard_cp.
+    to replicate over the first dimension and shard over the second. FSDP2 shards weights over
+    dp_shard and cp together, because the ranks of both axes use the same weights on different
+    tokens. If cp has several ranks, the two are flattened into one dimension, dp_shard_cp.
 
     `experts` is a second mesh of all ranks, for the parameters of experts: pp and dp_replicate as
     in `world`, and the ranks of dp_shard, cp and tp divided into efsdp and, if it has more than one
@@ -75,8 +75,8 @@ def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = Fa
     A model that `has_experts` gets a mesh for them with expert parallelism, and also with tensor
     parallelism, which does not cut experts, so that FSDP2 can shard them over the ranks of tp.
 
-    Axes of degree 1 have no group, except the first axis with sharded weights: if nothing is
-    sharded, FSDP2 needs its mesh of one rank for mixed precision.
+    Axes of degree 1 have no group, except dp_shard: even if nothing is sharded, mixed precision
+    needs FSDP2, and FSDP2 needs a mesh of one rank.
     """
     sharded, replicated = (axes_where(weights=kind) for kind in ("sharded", "replicated"))
     axes = [axis for axis in AXES if dims.degrees[axis] > 1 or axis == sharded[0]]

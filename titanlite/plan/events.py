@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 CATEGORIES = (
@@ -64,6 +64,10 @@ class Communication:
     number: int
     peer: int = -1
     """The other rank of a P2P message, counted along the axis; -1 for a collective."""
+
+    def renumbered(self, number: int) -> Communication:
+        """The same communication with another number."""
+        return replace(self, number=number)
 
 
 @dataclass(frozen=True)

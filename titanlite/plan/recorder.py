@@ -44,6 +44,9 @@ PEER_AT = 2
 WAIT = "_c10d_functional::wait_tensor"
 # Operators that touch no data.
 FREE = ("aten::detach", "aten::empty", "aten::new_empty", "aten::empty_strided", "aten::alias")
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+# Namespaces of operators that only ask a tensor something, or that mark a range for a profiler.
+NO_WORK = ("prim::", "profiler::")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 # Attention kernels: forward and backward products, each of 2 B H T T E operations.
 ATTENTION = {
@@ -172,7 +175,7 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             # DTensor handles it first; this mode then sees what it calls.
             return NotImplemented
-        if self._is_fake and function is torch.ops.aten._local_scalar_dense.default:
+        if self._is_fake and function in READS:
             return _some_value(args[0])
         name = function._schema.name
         if name.startswith(f"{OWN_NAMESPACE}::"):
@@ -190,7 +193,7 @@ class Recorder(TorchDispatchMode):
             if block in self._unwaited:
                 number, _ = self._unwaited.pop(block)
                 self.events.append(Wait(number))
-        elif not function.is_view and name not in FREE:
+        elif not (function.is_view or name in FREE or name.startswith(NO_WORK)):
             self._add_operator(name, args, kwargs, result, outputs, place, function)
         return result
 

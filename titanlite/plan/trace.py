@@ -8,7 +8,7 @@ built parts exist only after the first.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -25,15 +25,24 @@ from titanlite.training.shards import local_part
 
 def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
     """The second step of `rank`. No process group may exist in this process."""
+    return trace_job(resolved, rank)[1]
+
+
+def trace_job(
+    resolved: ResolvedJob, rank: int, prepare: Callable[[Job], None] | None = None
+) -> tuple[Job, Trace]:
+    """The job of `rank` and its second step; `prepare` is called before the first one."""
     size = resolved.dims.world_size
     with fake_world(rank, size) as world, stand_ins():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         job = build_job(resolved, world, lambda parts: materialize(list(parts), mode))
         recorder = Recorder(axes_of_ranks(job))
+        if prepare is not None:
+            prepare(job)
         with mode, recorder.watching(job.trainer.parts):
             # One batch of a step that accumulates several is enough.
             job.trainer.step([faked(batch, mode) for batch in job.draw()[:1]])
-        return _record_step(job, recorder, mode)
+        return job, _record_step(job, recorder, mode)
 
 
 def _record_step(job: Job, recorder: Recorder, mode: FakeTensorMode) -> Trace:
