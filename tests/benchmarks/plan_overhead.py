@@ -1,12 +1,15 @@
 """The cost of a plan: CPU-seconds per step over all ranks, relative to a plain PyTorch loop.
 
     python tests/benchmarks/plan_overhead.py [--model llama] [--steps 15] [plan ...]
+    python tests/benchmarks/plan_overhead.py --model experts ep4
+    python tests/benchmarks/plan_overhead.py --model experts --against dense "one rank"
 
 The plain loop ("bare") runs in one process. Wall time on shared cores is noise, and so is the ratio
 of two separate runs. So the plan's ranks and the plain process take turns step by step, and each
 waits while the other runs. Every process has one thread and the same allocator setting. The control
-compares the plain loop with itself. The model is an image transformer, or the "small" Llama 3 of
-5 million parameters on sequences of 1,024 bytes.
+compares the plain loop with itself. The model is an image transformer, the "small" Llama 3 of 5
+million parameters on sequences of 1,024 bytes, or "moe_tiny" on these. With --against, the plain
+loop trains another model: "dense" has as many parameters per token as moe_tiny, without experts.
 """
 
 from __future__ import annotations
@@ -39,6 +42,14 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"name": "llama3", "flavor": "small"},
         "training": {"dataset": "pydoc", "seq_len": 1024},
     },
+    "experts": {
+        "model": {"name": "llama3", "flavor": "moe_tiny"},
+        "training": {"dataset": "pydoc", "seq_len": 1024},
+    },
+    "dense": {
+        "model": {"name": "llama3", "flavor": "moe_tiny", "moe_num_experts": 0, "multiple_of": 8},
+        "training": {"dataset": "pydoc", "seq_len": 1024},
+    },
 }
 BATCH_SIZE = 8
 PLANS: dict[str, dict[str, Any]] = {
@@ -57,8 +68,9 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "cp4": {"context_parallel_degree": 4, "data_parallel_shard_degree": 1},
 }
+EXPERT_PLANS = {"ep4": {"data_parallel_shard_degree": 4, "expert_parallel_degree": 4}}
 TARGETS = {"control": 1.0, "one rank": 1.03, "ddp4": 1.12, "fsdp4": 1.12, "tp2_fsdp2": 1.30,
-           "tp4": 1.60, "pp4": 1.15, "cp4": 1.20}  # fmt: skip
+           "tp4": 1.60, "pp4": 1.15, "cp4": 1.20, "ep4": 1.40}  # fmt: skip
 
 
 def plan_config(model: str, plan: dict[str, Any]) -> JobConfig:
@@ -109,7 +121,13 @@ def bare_loop(config: JobConfig) -> Callable[[], None]:
 
 
 def take_turns(
-    place: Place, model: str, plan: dict[str, Any] | None, num_ranks: int, steps: int, path: str
+    place: Place,
+    model: str,
+    against: str,
+    plan: dict[str, Any] | None,
+    num_ranks: int,
+    steps: int,
+    path: str,
 ) -> list[float]:
     """CPU-seconds of each step of this process; the last process runs the plain loop."""
     import torch
@@ -137,7 +155,7 @@ def take_turns(
 
     keep_freed_memory()
     if is_bare or plan is None:
-        return loop(bare_loop(plan_config(model, PLANS["one rank"])))
+        return loop(bare_loop(plan_config(against, PLANS["one rank"])))
     from titanlite.job import build_job
 
     place = replace(place, world_size=num_ranks, local_world_size=num_ranks)
@@ -146,7 +164,9 @@ def take_turns(
         return loop(build_job(resolved, world).step)
 
 
-def measure(model: str, plan: dict[str, Any] | None, steps: int) -> tuple[float, float, float]:
+def measure(
+    model: str, against: str, plan: dict[str, Any] | None, steps: int
+) -> tuple[float, float, float]:
     """Median CPU-seconds of the plan and of the plain loop, and the median ratio per turn."""
     import tempfile
 
@@ -155,7 +175,9 @@ def measure(model: str, plan: dict[str, Any] | None, steps: int) -> tuple[float,
         num_ranks = make_parallel_dims(plan_config(model, plan), None).world_size
     with tempfile.TemporaryDirectory() as folder:
         turns = f"{folder}/turns"
-        seconds = run_ranks(take_turns, num_ranks + 1, model, plan, num_ranks, steps, turns)
+        seconds = run_ranks(
+            take_turns, num_ranks + 1, model, against, plan, num_ranks, steps, turns
+        )
     totals = [sum(step) for step in zip(*seconds[:num_ranks], strict=True)]
     bare = seconds[num_ranks]
     ratios = [total / alone for total, alone in zip(totals, bare, strict=True)]
@@ -165,14 +187,17 @@ def measure(model: str, plan: dict[str, Any] | None, steps: int) -> tuple[float,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=list(JOBS), default="image")
+    parser.add_argument("--against", choices=list(JOBS), help="the plain loop's model")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("plans", nargs="*", default=["control", *PLANS])
     arguments = parser.parse_args()
     print(f"medians of {arguments.steps} alternating steps, CPU-seconds over all ranks")
     print(f"{'plan':12} {'plan':>8} {'bare':>8} {'ratio':>7} {'target':>7}")
     for name in arguments.plans:
-        total, bare, ratio = measure(arguments.model, PLANS.get(name), arguments.steps)
-        target = TARGETS[name]
+        plan = (PLANS | EXPERT_PLANS).get(name)
+        against = arguments.against or arguments.model
+        total, bare, ratio = measure(arguments.model, against, plan, arguments.steps)
+        target = 1.4 if arguments.against else TARGETS[name]
         print(f"{name:12} {total:8.3f} {bare:8.3f} {ratio:7.3f} {target:7.2f}", flush=True)
 
 
