@@ -117,7 +117,9 @@ def test_the_command_shows_bars_bytes_and_notes(
     options = ["--parallelism.pipeline_parallel_degree=2", "--json", str(figures)]
     assert cli.main(["plan", str(job), "--parallelism.tensor_parallel_degree=2", *options]) == 0
     shown = capsys.readouterr().out
-    assert "4 ranks: pp 2 x tp 2" in shown
+    assert "image_transformer, flavor debug: " in shown
+    assert " ".join(shown.split()).count("tensor parallel TP 2 TP 2") == 1
+    assert "mesh: pp 2 x tp 2 = 4 ranks" in shown
     assert "rank 0" in shown
     assert "rank 2" in shown
     assert "tp           all_gather" in shown
@@ -136,6 +138,8 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     job.write_text('[model]\nflavor = "debug"\n[parallelism]\ntensor_parallel_degree = 3\n')
     assert cli.main(["plan", str(job)]) == 2
     assert "parallelism.tensor_parallel_degree: 3" in capsys.readouterr().err
+    assert cli.main(["plan", str(job), "--ranks", "0"]) == 2
+    assert "--ranks: 0 is too small" in capsys.readouterr().err
     job.write_text('[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\n')
     assert cli.main(["plan", str(job), "--json", str(tmp_path / "none" / "f.json")]) == 2
     assert "f.json cannot be written (No such file" in capsys.readouterr().err

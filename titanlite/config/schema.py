@@ -182,13 +182,16 @@ class DataLoader(Section):
     prefetch_factor: NotYet[PositiveInt | None] = key(None, "batches that a worker loads ahead")
 
 
+NAMES = [name for name in DATASETS if not name.endswith("_validation")]
+
+
 class Training(Section):
     """Data set, batch, sequence length, steps and dtypes"""
 
     loss: str | None = key(None, "registered loss; default: that of the data set", torchtitan=OWN)
-    dataset: str = key("digits", f"one of {', '.join(DATASETS)}", torchtitan="c4_test")
+    dataset: str = key("digits", f"one of {', '.join(NAMES)}", torchtitan="c4_test")
     dataset_path: str | None = key(
-        None, "file or folder of a data set on disk (text, tokens, c4, c4_test, cifar10)"
+        None, "its file, folder, or name on the Hub (text, tokens, hf, c4, c4_test, cifar10)"
     )
     attend_across_documents: bool = key(
         True,
@@ -533,7 +536,7 @@ class Sampling(Section):
     prompt: str = key("", "text that the samples continue", torchtitan=OWN)
     num_tokens: PositiveInt | None = key(
         None,
-        "tokens of a sample, with the prompt; if not set, those of a training sequence",
+        "tokens of a sample, including the prompt; if not set, those of a training sequence",
         torchtitan=OWN,
     )
 
@@ -568,7 +571,10 @@ class JobConfig(Section):
 
     @property
     def num_recorded_collectives(self) -> int:
-        """Collectives the flight recorder keeps; fewer in "debug", which reads all at each step."""
+        """How many collectives the flight recorder keeps.
+
+        At most 2,000 with comm.mode "debug", which reads all of them at each step.
+        """
         size = self.comm.trace_buf_size
         return min(size, 2000) if self.comm.mode == "debug" else size
 

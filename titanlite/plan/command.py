@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
+from titanlite.drawing.mesh import draw_mesh
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.observe.first_screen import render_screen
 from titanlite.observe.quantities import format_bytes, format_count
+from titanlite.observe.run_facts import job_facts
 from titanlite.plan.events import CATEGORIES, Trace, totals
 
 if TYPE_CHECKING:
@@ -29,15 +33,22 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="titanlite plan", description=__doc__, epilog=EPILOG)
     parser.add_argument("job", help="the TOML file of the job")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="by default as many as the job's degrees need"
+    )
     options, rest = parser.parse_known_args(arguments)
-    config, notes = plannable(load_config([f"--job.config_file={options.job}", *rest]))
-    resolved = resolve_job(config, None)
-    from titanlite.plan.trace import trace_rank
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks: {options.ranks} is too small; give at least 1")
+    config, notes = plannable(*_load([f"--job.config_file={options.job}", *rest]))
+    resolved = resolve_job(config, options.ranks)
+    from titanlite.plan.trace import count_parameters, trace_rank
 
     ranks = representatives(resolved.dims)
     traces = [trace_rank(resolved, rank) for rank in ranks]
-    print(f"{resolved.dims.world_size:,} ranks: {resolved.dims.describe()}\n")
-    print("\n".join([*show_memory(traces), "", *show_communication(traces), *notes]))
+    facts = job_facts(resolved, count_parameters(resolved))
+    content = config.job.description, facts, traces[0].applied, draw_mesh(resolved.dims)
+    print(render_screen(*content, stream=sys.stdout))
+    print("\n".join(["", *show_memory(traces), "", *show_communication(traces), *notes]))
     if options.json:
         try:
             with open(options.json, "w", encoding="utf-8") as file:
@@ -49,10 +60,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def plannable(config: JobConfig) -> tuple[JobConfig, list[str]]:
-    """The job as it can be traced on this machine, and what that changes."""
+def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:
+    """The job, and notes; a step does not depend on a tokenizer, so that may be missing."""
+    key = "model.hf_assets_path"
+    try:
+        return load_config(arguments), []
+    except ConfigError as error:
+        if not all(problem.startswith(f"{key}:") for problem in error.problems):
+            raise
+        note = f"{key}: there is no tokenizer, so its vocabulary is not compared with the model's"
+        return load_config([*arguments, f"--{key}="]), [note]
+
+
+def plannable(config: JobConfig, notes: Sequence[str] = ()) -> tuple[JobConfig, list[str]]:
+    """The job as it can be traced on this machine, and what that changes, after `notes`."""
     changes: dict[str, Any] = {}
-    notes = []
+    notes = list(notes)
     if config.compile.enable:
         notes.append("compile: operators are counted one by one; the compiler fuses some of them")
     if config.training.enable_cpu_offload:

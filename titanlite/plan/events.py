@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+from titanlite.plan_row import PlanRow
 
 CATEGORIES = (
     "parameters",
@@ -72,6 +74,10 @@ class Communication:
     after: tuple[int, ...] = ()
     """The numbers of the communications that must end before it starts."""
 
+    def renumbered(self, number: int) -> Communication:
+        """The same communication with another number."""
+        return replace(self, number=number)
+
 
 @dataclass(frozen=True)
 class Wait:
@@ -110,7 +116,7 @@ class Trace:
 
     `held` has the bytes of each category that is there before the step. `sizes` has the size of the
     blocks that are there then and that the step may free, which are part of `held`. `category_of`
-    has the category of each block of memory.
+    has the category of each block of memory. `applied` is the effective plan.
     """
 
     rank: int
@@ -119,6 +125,7 @@ class Trace:
     held: dict[str, int] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
     category_of: dict[int, str] = field(default_factory=dict)
+    applied: tuple[PlanRow, ...] = ()
 
     @property
     def communications(self) -> list[Communication]:

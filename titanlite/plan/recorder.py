@@ -48,7 +48,9 @@ PEER_AT = 2
 WAIT = "_c10d_functional::wait_tensor"
 # Operators that touch no data.
 FREE = ("aten::detach", "aten::empty", "aten::new_empty", "aten::empty_strided", "aten::alias")
-BOOKKEEPING = ("profiler::", "prim::")
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+# Namespaces of operators that only ask a tensor something, or that mark a range for a profiler.
+NO_WORK = ("prim::", "profiler::")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 # Attention kernels: forward and backward products, each of 2 B H T T E operations.
 ATTENTION = {
@@ -234,7 +236,7 @@ class Recorder(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             # DTensor and other wrappers handle it first; this mode then sees what they call.
             return NotImplemented
-        if self._is_fake and function is torch.ops.aten._local_scalar_dense.default:
+        if self._is_fake and function in READS:
             return _some_value(args[0])
         name = function._schema.name
         if name.startswith(f"{OWN_NAMESPACE}::"):
@@ -253,7 +255,7 @@ class Recorder(TorchDispatchMode):
             self._note_storage(output.untyped_storage())
         if name in COLLECTIVES:
             self._add_collective(name, args, result, place)
-        elif not (function.is_view or name in FREE or name.startswith(BOOKKEEPING)):
+        elif not (function.is_view or name in FREE or name.startswith(NO_WORK)):
             self._add_operator(name, args, kwargs, result, outputs, place, function)
             if name in self._scratch.kernels:
                 self._allocate(self._scratch.kernels[name](args, self._num_threads))
@@ -321,6 +323,9 @@ class Recorder(TorchDispatchMode):
         self._number += 1
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
         size, before = num_bytes(whole), self.streams.issue(self._number)
+        held: list[Any] = [self._allocate(self._scratch.copies.get(kind, 0) * size)]
+        if held[0] is not None:
+            self.buffers.add(held[0].block)
         ready = before.position if self.streams.is_beside else -1
         self.events.append(
             Communication(
@@ -335,8 +340,6 @@ class Recorder(TorchDispatchMode):
                 before.numbers,
             )
         )
-        copies = self._scratch.copies.get(kind, 0)
-        held = [self._allocate(copies * size)]
         if isinstance(result, Tensor):
             if kind in self._scratch.holds_input:
                 held.append(args[0])

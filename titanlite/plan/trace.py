@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.config import ResolvedJob
+from titanlite.config.model import load_model_spec
 from titanlite.job import Job, build_job
+from titanlite.models.build import build_model
 from titanlite.plan.events import Memory, Trace
 from titanlite.plan.fake_world import fake_world, faked, materialize, stand_ins
 from titanlite.plan.recorder import Recorder
@@ -33,6 +35,13 @@ def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
     A job with `job.device = "cuda"` is traced with the streams and the scratch memory of a GPU, and
     on its kernels if there is a GPU here; else on those of the CPU.
     """
+    return trace_job(resolved, rank)[1]
+
+
+def trace_job(
+    resolved: ResolvedJob, rank: int, prepare: Callable[[Job], None] | None = None
+) -> tuple[Job, Trace]:
+    """The job of `rank` and its second step; `prepare` is called before the first one."""
     size = resolved.dims.world_size
     planned = "cuda" if resolved.config.job.device == "cuda" else "cpu"
     with contextlib.ExitStack() as stack:
@@ -48,10 +57,19 @@ def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
         if planned == "cuda":
             device = torch.get_device_module(world.device)
             stack.enter_context(recorder.streams.in_place_of(device))
+        if prepare is not None:
+            prepare(job)
         with mode, recorder.watching(job.trainer.parts):
             # One batch of a step that accumulates several is enough.
             job.trainer.step([faked(batch, mode) for batch in job.draw()[:1]])
-        return _record_step(job, recorder, mode)
+        return job, _record_step(job, recorder, mode)
+
+
+def count_parameters(resolved: ResolvedJob) -> int:
+    """The elements of all parameters of the job's model; a tied weight counts once."""
+    with torch.device("meta"):
+        model = build_model(load_model_spec(resolved.config), resolved.model, torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _record_step(job: Job, recorder: Recorder, mode: FakeTensorMode) -> Trace:
@@ -59,6 +77,7 @@ def _record_step(job: Job, recorder: Recorder, mode: FakeTensorMode) -> Trace:
     recorder.events.clear()
     recorder.streams.restart()
     trace = Trace(job.world.rank, job.dims.coordinates(job.world.rank), recorder.events)
+    trace.applied = tuple(job.applied)
     parameters = _local(job.parameters.values())
     states = [
         value
