@@ -209,10 +209,6 @@ class Recorder(TorchDispatchMode):
 
     def place(self) -> Place:
         """The module and the phase of what happens now."""
-        place = self._place_of_computation()
-        return place._replace(module=self._gathered_for[-1]) if self._gathered_for else place
-
-    def _place_of_computation(self) -> Place:
         if torch._C._current_graph_task_id() == -1:
             return Place(self._modules[-1] if self._modules else "", self.phase)
         if self._modules:
@@ -322,6 +318,8 @@ class Recorder(TorchDispatchMode):
         )
         self._number += 1
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
+        if self._gathered_for and not isinstance(result, Tensor):
+            place = place._replace(module=self._gathered_for[-1])
         size, before = num_bytes(whole), self.streams.issue(self._number)
         held: list[Any] = [self._allocate(self._scratch.copies.get(kind, 0) * size)]
         if held[0] is not None:
