@@ -6,7 +6,9 @@ python docs/make_api.py > docs/api.md
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import itertools
 import re
 import textwrap
 from typing import Any
@@ -38,7 +40,8 @@ def entry(name: str, module: str) -> list[str]:
     thing = getattr(titanlite, name)
     lines = [f"### {name}", f"`{module}`", ""]
     if not callable(thing):
-        return [*lines, f"A `{type(thing).__name__}`: {documented(thing)}"]
+        tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+        return [*lines, f"A `{type(thing).__name__}`. {strings_under(tree.body)[name]}"]
     lines += ["```python", *declared(name, thing), "```", "", documented(thing)]
     if not inspect.isclass(thing):
         return lines
@@ -49,7 +52,7 @@ def entry(name: str, module: str) -> list[str]:
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
         if isinstance(value, property) and inspect.getdoc(value):
             members.append(f"- **`{member}`**: {one_paragraph(value)}")
-        elif inspect.isfunction(function) and inspect.getdoc(function):
+        elif inspect.isfunction(function) and function.__doc__:
             members.append(f"- **`{member}{shortened(function)}`**: {one_paragraph(function)}")
     return [*lines, "", *members] if members else lines
 
@@ -58,12 +61,22 @@ def documented_fields(thing: type) -> dict[str, str]:
     """The fields of a class that have a string under them, and that string."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
     assert isinstance(tree, ast.ClassDef)
+    return strings_under(tree.body)
+
+
+def strings_under(body: list[ast.stmt]) -> dict[str, str]:
+    """The names that have a string under their assignment, and that string."""
     found = {}
-    for field, following in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            text = following.value if isinstance(following, ast.Expr) else None
-            if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                found[field.target.id] = " ".join(text.value.split())
+    for assignment, following in itertools.pairwise(body):
+        if isinstance(assignment, ast.AnnAssign):
+            target: ast.expr = assignment.target
+        elif isinstance(assignment, ast.Assign):
+            target = assignment.targets[0]
+        else:
+            continue
+        text = following.value if isinstance(following, ast.Expr) else None
+        if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
+            found[target.id] = " ".join(str(text.value).split())
     return found
 
 
@@ -95,8 +108,19 @@ def plain(annotation: Any) -> str:
 
 def documented(thing: Any) -> str:
     """The docstring, with its list of arguments (`name: what it is`) as a list of Markdown."""
-    text = textwrap.dedent(inspect.getdoc(thing) or "").strip()
-    return re.sub(r"^([a-z_]+): (?=\S)", r"- `\1`: ", text, flags=re.MULTILINE)
+    lines = []
+    # A list begins after an empty line: a line of prose may also begin with a word and a colon.
+    is_list = True
+    for line in (inspect.getdoc(thing) or "").strip().splitlines():
+        item = re.match(r"([a-z_]+): (?=\S)", line)
+        if is_list and item:
+            line = f"- `{item[1]}`: {line[item.end() :]}"
+        elif line:
+            is_list = is_list and line.startswith(" ")
+        else:
+            is_list = True
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def one_paragraph(thing: Any) -> str:

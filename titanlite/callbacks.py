@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Event:
-    """What a callback receives; the numbers are the same on every rank."""
+    """The argument of a callback; its numbers are the same on every rank."""
 
     job: Job
     """This rank's part of the job: its `parts` of the model, `parameters`, `config`, `world`.
@@ -44,7 +44,7 @@ Callback = Callable[[Event], object]
 
 @dataclass
 class TrainResult:
-    """The result of `titanlite.train`: the numbers of the steps that this call has run."""
+    """The result of `titanlite.train`: the losses, norms and metrics of the steps of this call."""
 
     dump_folder: Path
     steps: list[int] = field(default_factory=list)

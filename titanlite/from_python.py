@@ -24,14 +24,14 @@ def train(
     on_checkpoint: Callback | None = None,
     on_end: Callback | None = None,
 ) -> TrainResult:
-    """Train a job as `python train.py` does; returns the numbers of its steps.
+    """Train a job as `python train.py` does; returns its losses, gradient norms and metrics.
 
     `config` is a JobConfig, a dict of sections, or the path of a TOML file. Models, data sets,
     losses and metrics that the calling script has registered work too. Every rank calls the
     callbacks with an Event: after each step, after its validation, after each checkpoint that is
     complete, and at the end of the run.
 
-    Under torchrun every process calls this, and each gets the same numbers. Raises ConfigError with
+    Under torchrun every process calls this, and each gets the same result. Raises ConfigError with
     all mistakes of the job, and RankError if a rank or a callback fails.
     """
     prepare_environment()

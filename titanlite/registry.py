@@ -39,10 +39,11 @@ def register_model(
 
 
 def register_dataset(name: str, build: str | Callable[..., Dataset], **details: Any) -> None:
-    """Register a data set as `name`; `details` are further fields of DatasetSpec.
+    """Register a data set as `name`.
 
     `build(model=..., seq_len=..., split=..., seed=..., path=..., path_key=...)` returns a Dataset.
-    Raises ValueError if a different data set has that name.
+    `details` are fields of DatasetSpec (titanlite/data/spec.py) besides these two, such as
+    `has_tokens` and `fields`. Raises ValueError if a different data set has that name.
     """
     details.setdefault("description", name)
     catalog.register(DatasetSpec(name=name, build=build, **details))
@@ -108,9 +109,10 @@ def register_metric(name: str, function: str | Callable[..., Any]) -> None:
     """Register a metric, for `validation.metrics = ["name"]`.
 
     `function(outputs, batch)` returns (sum, count) for a batch, as numbers or scalar tensors. The
-    value is the sum of the whole validation set divided by its count. Targets of -100 must not
-    count: they mask the copies that fill the last batch. Sharded logits are gathered before the
-    call. Raises ValueError if a different metric has that name, and for the name "loss".
+    value is the sum over the whole validation set divided by the count over the set. Targets of
+    -100 must not be counted: if the last batch is not full, it is filled with copies of the last
+    sample, whose targets are all -100. Sharded logits are gathered before the call. Raises
+    ValueError if a different metric has that name, and for the name "loss".
     """
     if name == "loss":
         raise ValueError('"loss" is the validation loss; give the metric another name')

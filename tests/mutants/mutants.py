@@ -88,7 +88,7 @@ MUTANTS = [
         "mean of means over the parts of a step",
         "accumulation",
         also(FSDP, **ACCUMULATE),
-        r"accumulation is wrong.*(mean of|wrong weights|times as large)",
+        r"accumulation is wrong.*(mean of|wrong coefficients|times as large)",
         STEP,
         (
             "                loss_function(call_model(self.parts[0], batch), batch).backward()",
@@ -137,7 +137,7 @@ MUTANTS = [
         "gradients are exchanged with every part, and with those before once more",
         "accumulation",
         also(DDP, **ACCUMULATE),
-        r"wrong weights|times as large",
+        r"wrong coefficients|times as large",
         STEP,
         (
             "                self._set_replica_sync(enabled=is_last)\n",
@@ -809,7 +809,7 @@ MUTANTS = [
         "a mean over each rank's targets",
         "loss",
         DDP,
-        r"mean of means|targets|wrong weights",
+        r"mean of means|targets|wrong coefficients",
         STEP,
         (
             "        return max(1, int(self._world_sum(torch.stack(counts).sum().double())))",

@@ -71,7 +71,7 @@ def test_a_run_resumes_only_on_the_text_that_it_began_with(tmp_path, capsys) -> 
         titanlite.train(job(folder, text, training__steps=4))
     (line,) = raised.value.problems
     assert line.startswith(
-        "training.dataset: the data have changed since step-2 was saved: text, 676 tokens, "
+        "training.dataset: the data have changed since step-2 was saved (then: text, 676 tokens, "
     )
     assert line.endswith(
         '; restore them, or set checkpoint.exclude_from_loading = ["dataloader"] to read the new '

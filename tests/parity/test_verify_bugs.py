@@ -193,7 +193,7 @@ CASES = [
         bugs.tied_gradients_not_summed,
         PP,
         "the gradient of tok_emb.weight is correct only after a sum over the stages that hold this "
-        "tied weight: each has the gradient of its own use of it only. Sum the gradients of the",
+        "tied weight: each stage has only the gradient of its own use of the weight. Sum the",
         TIED,
     ),
     Case(
@@ -213,8 +213,8 @@ CASES = [
     Case(
         bugs.norm_misses_strided_shards,
         {**TP, **FSDP},
-        "sharded twice along one dimension, the second time over dp_shard, only the first rank's "
-        "shard is counted",
+        "gradients sharded a second time along one dimension over dp_shard are counted as if they "
+        "were replicated: only the shard of the first rank of dp_shard is counted",
         is_slow=True,
     ),
     Case(
@@ -226,8 +226,8 @@ CASES = [
     Case(
         bugs.last_microbatch_dropped,
         PP,
-        r"; exactly those on pp 0\) sum correct contributions with wrong weights, .* the "
-        r"contribution of microbatch 3 of 4 \(counted from 0, the last\) is missing",
+        r"; exactly those on pp 0\) are sums of correct contributions with wrong coefficients, .* "
+        r"the contribution of microbatch 3 of 4 \(counted from 0, the last\) is missing",
         {
             "training": {"local_batch_size": 8},
             "parallelism": {"pipeline_parallel_microbatch_size": 2},
@@ -269,7 +269,7 @@ CASES = [
         bugs.jumps_in_positions_start_documents,
         CP,
         "layers.0.attention.inner is the first module .* a rank's positions jump: if a mask is "
-        "made from positions, it must not take a jump for the start of a document",
+        "made from positions, it must not treat a jump as the start of a document",
         is_slow=True,
     ),
     Case(
@@ -281,8 +281,9 @@ CASES = [
     Case(
         bugs.amax_of_own_tokens,
         FSDP,
-        r"layers.\d.\S+ is the first float8 layer whose scales differ, on rank \d only .*: there "
-        "its amax is that of the rank's own part, while the largest amax of all ranks is correct",
+        r"layers.\d.\S+ is the first float8 layer whose scales differ, on rank \d only .*: the "
+        "amax there is that of the rank's own part of the tensor, but the largest amax of all "
+        "ranks equals that of one process",
         float8("tensorwise"),
     ),
     Case(

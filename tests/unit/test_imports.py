@@ -67,7 +67,20 @@ MUST_NOT_IMPORT = {
         f"titanlite/equivalence/{name}.py": ["torch"]
         for name in ("__init__", "comparison", "findings", "grid", "report", "request")
     },
-    **{f"titanlite/plan/{name}.py": ["torch"] for name in ("__init__", "command", "events")},
+    **{
+        f"titanlite/plan/{name}.py": ["torch"]
+        for name in (
+            "__init__",
+            "command",
+            "composition",
+            "cost",
+            "data_parallel",
+            "events",
+            "hardware",
+            "predict",
+            "timing",
+        )
+    },
     "titanlite/__init__.py": ["torch"],
     "titanlite/data/catalog.py": ["torch", "numpy"],
     "titanlite/batch.py": ["titanlite.job", "titanlite.parallelize", "titanlite.training"],

@@ -84,7 +84,7 @@ def test_norms_are_explained_by_how_they_count():
     )
     only_first = 2 * (2 + 12)
     words = explain_norm(runs, 1, math.sqrt(norm + only_first))
-    assert "along one dimension, the second time over dp_shard, only the first rank's" in words
+    assert "a second time along one dimension over dp_shard are counted as if they were" in words
     assert explain_norm(runs, 1, 12345.0) == ""
 
 
@@ -134,11 +134,11 @@ def test_shares_of_the_batch_are_told_from_each_other():
     assert "data-parallel rank 1 of 2 (counted from 0, the last) counts 3 times" in shares_of(
         [1, 1, 3, 3], targets, cells
     )
-    assert "the weights are 0.5 for (dp 0, microbatch 0, cp 0)" in shares_of(
+    assert "the coefficients are 0.5 for (dp 0, microbatch 0, cp 0)" in shares_of(
         [0.5, 0.7, 0.2, 3.0], targets, cells
     )
     assert (
-        "the weights are 1/2^2 for data-parallel rank 0 of 2 (counted from 0) and 1/2 for "
+        "the coefficients are 1/2^2 for data-parallel rank 0 of 2 (counted from 0) and 1/2 for "
         "data-parallel rank 1 of 2 (counted from 0, the last), and 2 is the number of microbatches"
     ) in shares_of([0.25, 0.25, 0.5, 0.5], targets, cells)
 

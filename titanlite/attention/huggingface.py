@@ -37,8 +37,8 @@ def register_ring_attention(
     `position_ids=layout.positions(rank, seq_len)[None]`, where layout is
     `make_layout("headtail", mesh.size())`. Fewer key and value heads than query heads are grouped.
 
-    For packed documents, pass `documents=`, this rank's shard of the number of each token's
-    document [B, T], and position_ids in each document.
+    For packed documents, also pass `documents=` [B, T], this rank's shard of the index of each
+    token's document, and position_ids that start at 0 in each document.
 
     The model raises TitanliteError for other positions without `documents`, for a padding mask, and
     for attention that is not plain and causal (dropout, sliding windows that are shorter than the

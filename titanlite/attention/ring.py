@@ -48,10 +48,10 @@ def ring_attention(
     """Attention of this rank's queries to the keys of all ranks: this rank's shard of attention.
 
     q is [B, H, T, E], k and v are [B, K, T, E] with H a multiple of K; the result is [B, H, T, E].
-    All four are shards made by `layout.shard`. Every rank of the one-dimensional `mesh` must call
-    this with the same shapes and settings; with one rank it is plain attention. The default of
-    `scale` is 1 / sqrt(E). `documents` [B, T], a shard too, are the numbers of the tokens'
-    documents within their sequence; a query then attends only to keys of its own document.
+    All four are shards, as `layout.shard` makes them. Every rank of the one-dimensional `mesh` must
+    call this with the same shapes and settings; with one rank it is plain attention. The default of
+    `scale` is 1 / sqrt(E). `documents` [B, T], also a shard, has the index of each token's document
+    within its sequence; a query then attends only to keys of its own document.
 
     Raises ConfigError for an unknown layout or rotate method, for a layout made for another number
     of ranks, and for an odd number of local tokens if the layout needs two chunks per rank;
@@ -114,7 +114,7 @@ class RingAttention(nn.Module):
         Takes the arguments of torch.nn.functional.scaled_dot_product_attention too. Whether it is
         causal is set by the call, or else by the constructor. Fewer heads in k and v than in q are
         always grouped. With `documents` [B, T], a query attends only to keys of its own document.
-        Raises ConfigError for any other mask or dropout, which it does not have.
+        Raises ConfigError for any other mask and for dropout, which it does not support.
         """
         if attn_mask is not None or dropout_p:
             what = "a mask" if attn_mask is not None else f"dropout of {dropout_p:g}"

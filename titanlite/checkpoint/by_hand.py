@@ -70,7 +70,7 @@ def save_checkpoint(
     """Save weights, persistent buffers, optimizer and schedule as `folder`/step-`step`.
 
     Every rank of the default process group must call this; without one, a single process saves.
-    The folder must be the same on all ranks. `samples_read` is the place in the data. Under
+    The folder must be the same on all ranks. `samples_read` is stored for load_checkpoint. Under
     pipeline parallelism, `tied` is `titanlite.tied.find_tied` of the plain model. All but the
     `keep_latest` last checkpoints are removed; 0 keeps all. Raises TitanliteError on every rank if
     any rank failed.

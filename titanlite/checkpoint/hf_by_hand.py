@@ -105,7 +105,7 @@ def export(
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Load a Hugging Face folder, or a .safetensors file of one, into `model` in place.
+    """Load a Hugging Face folder, or one .safetensors file of it, into `model` in place.
 
     Each rank reads only its shards of DTensors. Parameters may have another dtype than the file.
     Raises ConfigError for missing and unexpected keys and wrong shapes, and TitanliteError for a

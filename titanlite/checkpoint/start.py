@@ -229,8 +229,8 @@ def _check_same_data(job: Job, path: Path, manifest: Manifest) -> None:
     if not before or before == now or any(c.startswith("training.dataset") for c in changes):
         return
     raise ConfigError(
-        f"training.dataset: the data have changed since {path.name} was saved: {before} then, "
-        f"{now or 'unknown'} now; restore them, or set checkpoint.exclude_from_loading = "
+        f"training.dataset: the data have changed since {path.name} was saved (then: {before}; "
+        f"now: {now or 'unknown'}); restore them, or set checkpoint.exclude_from_loading = "
         '["dataloader"] to read the new data from the start'
     )
 

@@ -87,7 +87,10 @@ class Reading:
 def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
     """The job that the command line `argv` describes, with all checks that need no rank count.
 
-    Arguments as for read_job. Raises ConfigError with one line for each mistake.
+    `argv`, without the program's name, has `--job.config_file=F`, which names a TOML file, and
+    `--section.key=value`, which overrides its keys. Without a file, a job has all defaults, unless
+    `needs_file`, an example command with a file, is given: then ConfigError says to run it. Raises
+    ConfigError with one line for each mistake.
     """
     return _checked(read_job(argv, needs_file=needs_file))
 

@@ -536,7 +536,7 @@ class Sampling(Section):
     prompt: str = key("", "text that the samples continue", torchtitan=OWN)
     num_tokens: PositiveInt | None = key(
         None,
-        "tokens of a sample, with the prompt; if not set, those of a training sequence",
+        "tokens of a sample, including the prompt; if not set, those of a training sequence",
         torchtitan=OWN,
     )
 
@@ -571,7 +571,10 @@ class JobConfig(Section):
 
     @property
     def num_recorded_collectives(self) -> int:
-        """Collectives the flight recorder keeps; fewer in "debug", which reads all at each step."""
+        """How many collectives the flight recorder keeps.
+
+        At most 2,000 with comm.mode "debug", which reads all of them at each step.
+        """
         size = self.comm.trace_buf_size
         return min(size, 2000) if self.comm.mode == "debug" else size
 

@@ -53,7 +53,8 @@ class Comparison(Result):
     name: str = ""
     """The name of the function that builds the parallel model."""
     losses: str = ""
-    """How the ranks' losses were combined: "mean" or "sum" over their parts; "" if all have one."""
+    """How the ranks' losses were combined: "mean" or "sum" over the parts of the batch; "" if each
+    rank's loss was compared by itself."""
 
     def __str__(self) -> str:
         from titanlite.equivalence.report import format_comparison
@@ -92,30 +93,33 @@ def compare(
 
     `reference()` returns the plain model. `parallel()` or `parallel(mesh)` runs on every rank, in
     an initialized process group (gloo on CPU), and returns that rank's model, or a tuple of modules
-    (pipeline stages), an optimizer and anything else that `step` needs. `mesh` is a DeviceMesh with
-    the axes of `ranks`: a number, or axis -> degree in row-major order.
+    (pipeline stages), an optimizer and anything else that `step` needs. `ranks` is the number of
+    ranks, or a dict from axis to degree; ranks are numbered in row-major order. `mesh` is a
+    DeviceMesh with these axes, or with the axis "world" for a number.
 
     batches: the global batch of each step: tensors in dicts, tuples or lists.
     loss: (model, batch) -> scalar tensor; called on the reference and, without `step`, on ranks.
-    split: how a rank gets its part of a batch. None: all ranks get the whole batch. An axis: equal
-        parts of dimension 0 along it. Axis -> dimension. Or a function (batch, mesh) -> part.
+    split: how a rank gets its part of a batch. With None, all ranks get the whole batch. With the
+        name of an axis, dimension 0 of every tensor is cut into equal parts over this axis. A dict
+        from axis to dimension cuts other dimensions. A function (batch, mesh) returns the part.
     step: (what `parallel` returned, part) -> loss or None: runs forward and backward itself.
     optimizer: (parameters) -> optimizer, used on both sides; AdamW with lr 1e-3 by default.
     clip: (model) -> gradient norm, called on both sides before each optimizer step.
     shard: (name) -> how the rank's plain tensor is cut from the reference's: None, (dim, axis),
-        (dim, index, count), a list of these, or a function of the whole tensor. DTensors and
-        tensors that one axis explains need none.
+        (dim, index, count), a list of these, or a function of the whole tensor. Not needed for
+        DTensors, and for tensors whose shape shows by which single axis they are cut.
     rename: the parallel code's name of a parameter or module -> the reference's. Prefixes of DDP,
         FSDP1, torch.compile and checkpoint wrappers are removed before.
     copy_weights: start from the reference's weights instead of comparing the starting values.
     modules: whether to record module outputs, by forward hooks.
     dtype: "float64" or "float32", torch's default dtype while the functions run.
-    tolerance: the largest relative difference that agrees, by default as in docs/compare.md.
+    tolerance: the largest relative difference that counts as agreement; docs/compare.md explains
+        the default.
     seed: for torch.manual_seed before each of the two functions is called; None for no seed.
     timeout_seconds: how long the ranks may take altogether.
 
     Raises ConfigError for a mistake in the arguments and TitanliteError if the reference does not
-    run. An exception of a rank is part of the result.
+    run. An exception on a rank is part of the result.
     """
     with Comparer(timeout_seconds=timeout_seconds, max_ranks=max_ranks) as comparer:
         return comparer.compare(
@@ -148,7 +152,8 @@ def assert_parallel_equals_reference(
 class Comparer:
     """Keeps its ranks from one comparison to the next; leaving the context manager ends them.
 
-    The ranks are processes, so what the caller's code leaves in them is there in the next call.
+    The same processes run the next comparison, so global state that the caller's code changes
+    stays changed.
     """
 
     def __init__(self, *, timeout_seconds: float = 300, max_ranks: int | None = None) -> None:

@@ -27,7 +27,7 @@ from titanlite.verify.updates import (
     explain_update,
 )
 from titanlite.verify.words import (
-    agree,
+    be_a_sum,
     is_near,
     listed,
     name_factor,
@@ -35,7 +35,7 @@ from titanlite.verify.words import (
     name_ranks,
 )
 
-# How close a weight of a part's gradient must be to a number to equal it; the largest residual.
+# How close a part's coefficient must be to a number to equal it; the largest residual of a fit.
 NEAR, LEFT = 1e-5, 1e-6
 
 Fit = tuple[tuple[float, ...], float]
@@ -46,7 +46,7 @@ class PartEvidence(Evidence):
     """All measurements of parallel code that differs from its reference."""
 
     shares: Mapping[int, Mapping[str, Fit]] = field(default_factory=dict)
-    """Rank -> gradient -> the weight of each part's own gradient in it, and the residual."""
+    """Rank -> gradient -> the coefficient of each part's own gradient in it, and the residual."""
     expected_shares: Mapping[str, Fit] = field(default_factory=dict)
     """The same for the reference's gradients."""
     parts: Sequence[Sequence[int]] = ()
@@ -98,7 +98,7 @@ def explain_start_of_code(e: PartEvidence) -> Iterator[str]:
 
 
 def explain_shares(e: PartEvidence) -> Iterator[str]:
-    """Gradients that sum the gradients of the ranks' parts of the batch with wrong weights."""
+    """Gradients that are sums over the ranks' parts of the batch, with wrong coefficients."""
     if list(missing_sums(e, e.failed("gradient"))):
         return
     groups: dict[tuple[tuple[float, ...], tuple[float, ...]], dict[str, list[int]]] = {}
@@ -118,8 +118,8 @@ def explain_shares(e: PartEvidence) -> Iterator[str]:
         who = name_parameters(list(ranks_of), e.runs, "gradient")
         ranks = sorted({rank for ranks in ranks_of.values() for rank in ranks})
         yield (
-            f"{who} {agree(who, 'sum')} the gradients of the ranks' parts of the batch with wrong "
-            f"weights, {name_ranks(ranks, e.runs, range(len(e.runs)))}: {words}"
+            f"{who} {be_a_sum(who)} over the ranks' parts of the batch with wrong coefficients, "
+            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: {words}"
         )
 
 

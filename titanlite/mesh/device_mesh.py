@@ -15,9 +15,9 @@ class Meshes:
     """The mesh of all ranks, and the sub-mesh of each parallelism.
 
     `pp`, `tp` and `cp` are None if that axis has one rank. `dp` is the mesh for FSDP2: 1-D, or 2-D
-    to replicate over the first dimension and shard over the second. FSDP2 shards over all axes with
-    sharded weights (TABLE in parallel_dims.py), flattened to one dimension: like dp_shard ranks, cp
-    ranks share parameters and have different tokens, so the two axes become dp_shard_cp.
+    to replicate over the first dimension and shard over the second. FSDP2 shards weights over
+    dp_shard and cp together, because the ranks of both axes use the same weights on different
+    tokens. If cp has several ranks, the two are flattened into one dimension, dp_shard_cp.
     """
 
     world: DeviceMesh
@@ -43,8 +43,8 @@ class Meshes:
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     """Create the process groups of `dims`; every rank must call this.
 
-    Axes of degree 1 have no group, except the first axis with sharded weights: if nothing is
-    sharded, FSDP2 needs its mesh of one rank for mixed precision.
+    Axes of degree 1 have no group, except dp_shard: even if nothing is sharded, mixed precision
+    needs FSDP2, and FSDP2 needs a mesh of one rank.
     """
     sharded, replicated = (axes_where(weights=kind) for kind in ("sharded", "replicated"))
     axes = [axis for axis in AXES if dims.degrees[axis] > 1 or axis == sharded[0]]

@@ -70,7 +70,8 @@ def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
 class ParallelDims:
     """The degree of every mesh axis, each at least 1; their product is the number of ranks.
 
-    There is one field per row of TABLE.
+    Each field is a mesh axis, outermost first. TABLE in this module (titanlite/mesh/
+    parallel_dims.py) defines what the ranks along an axis share.
     """
 
     pp: int = 1
@@ -143,17 +144,18 @@ class ParallelDims:
         return place
 
     def data_rank(self, rank: int) -> int:
-        """The index of the share of the samples that `rank` reads, of `dp` shares."""
+        """Which of the `dp` parts of the samples `rank` reads, counted from 0."""
         return self.place_on(axes_where(batch="samples"), rank)
 
     def token_rank(self, rank: int) -> int:
-        """The index of the token shard that `rank` holds, of `num_token_shards`."""
+        """Which of the `num_token_shards` parts of a sequence `rank` holds, counted from 0."""
         return self.place_on(axes_where(batch="tokens"), rank)
 
     def counts_loss(self, rank: int) -> bool:
-        """Whether the loss of `rank` is counted: true for one of the ranks with the same tokens.
+        """Whether the loss of `rank` is added to the total.
 
-        In a pipeline only the last stage computes a loss, so the pp axis is ignored here.
+        Several ranks, such as those of tp, compute the loss of the same tokens; this is true for
+        one of them. In a pipeline only the last stage computes a loss, so the pp axis is ignored.
         """
         position = self.coordinates(rank)
         same = set(axes_where(batch="same")) - set(axes_where(weights="stages"))

@@ -53,8 +53,8 @@ def apply_float8(
     dimension of `token_mesh`) or other features of the layer (the 1-D `tp_mesh`). With `emulate`,
     the device's float8 units are not used.
 
-    Raises TitanliteError if no layer can be converted. For a pipeline stage, `whole` is the whole
-    model, and one of its layers is enough.
+    Raises TitanliteError if no layer can be converted. For a pipeline stage, give the whole model
+    as `whole`: the error is then raised only if none of its layers can be converted.
     """
     chosen, skipped = choose_layers(model, recipe, filter_fqns)
     if not chosen and (whole is None or not choose_layers(whole, recipe, filter_fqns)[0]):

@@ -54,9 +54,9 @@ def apply_fsdp(
     `param_dtype` and reduction in `reduce_dtype`; None means the parameter's own dtype.
 
     `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the
-    backward pass. "default" equals "always", or "never" if `pipelined`, where each microbatch would
-    gather it again. The backward pass needs the head and the last block first, so they are freed
-    only under "always".
+    backward pass. "default" frees all units but the head and the last block, which the backward
+    pass needs first. If `pipelined`, "default" equals "never", because each microbatch would gather
+    the units again.
 
     Gradients are summed, not averaged: the loss is already divided by the number of targets of the
     whole step. Raises TitanliteError for an invalid argument, and for a weight that is tied between

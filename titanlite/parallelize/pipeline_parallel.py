@@ -152,10 +152,11 @@ class PipelineRunner:
     stages as split_model returns them, on the "meta" device; they give the shapes of activations
     between stages. These have dtype `dtype` and are sharded `num_shards` ways along `sequence_dim`,
     or replicated if that is None. `example` is one of this rank's microbatches; only its shapes and
-    dtypes are used. A batch has `schedule.num_microbatches` of them. PyTorch's schedule of that
-    name is used; if there is none, or with `from_table`, PyTorch's runtime executes the table.
-    `tied` is find_tied of the whole model; after the last batch of a step the caller then sums the
-    gradients of tied weights by `copies.sum_gradients()`.
+    dtypes are used. A batch has `schedule.num_microbatches` microbatches. If PyTorch has a schedule
+    of the name `schedule.name`, it runs; otherwise, or with `from_table`, PyTorch's runtime
+    executes the table of `schedule`. `tied` is find_tied of the whole model. If it is given, the
+    caller sums the gradients of tied weights after the last batch of a step, by
+    `copies.sum_gradients()`.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class PipelineRunner:
     def forward(self, batch: Batch) -> Any:
         """The model's output for a batch, on the rank with the last stage; None elsewhere.
 
-        Runs without a schedule, because V-shaped ones of PyTorch cannot run only forward passes.
+        Runs without a schedule: PyTorch's V-shaped schedules cannot run only forward passes.
         """
         self.copies.update_followers()
         shapes = self._shapes(batch.num_sequences)

@@ -194,8 +194,9 @@ class EmbeddingLocal(ParallelStyle):
     """A replicated embedding table, in which each rank looks up only its part of the output.
 
     Input: indices, the same on every rank. Output: the local shard along `dim` of the embeddings,
-    or all of them if `dim` is None. No collective; the gradient of the table is Partial over the
-    ranks. Cheaper than sharding the table by rows if the table is smaller than the activations.
+    or all of them if `dim` is None. There is no collective. The gradient of the table is Partial
+    over the ranks. This is cheaper than sharding the table by rows if the table is smaller than the
+    activations.
     """
 
     def __init__(self, dim: int | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from titanlite.plan_row import PlanRow
@@ -48,6 +48,8 @@ class Operator:
     dtype: str
     shape: tuple[int, ...] = ()
     """(batch, m, n, k) of a matrix product; () for others."""
+    is_beside: bool = False
+    """Whether it runs on another stream than the main one: FSDP2's copies, on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,15 @@ class Communication:
     number: int
     peer: int = -1
     """The other rank of a P2P message, counted along the axis; -1 for a collective."""
+    ready: int = -1
+    """How many of the trace's events the main stream must have done before it can start; -1: all
+    events before it. On a GPU, FSDP2's collectives are issued ahead of the main stream."""
+    after: tuple[int, ...] = ()
+    """The numbers of the communications that must end before it starts."""
+
+    def renumbered(self, number: int) -> Communication:
+        """The same communication with another number."""
+        return replace(self, number=number)
 
 
 @dataclass(frozen=True)

@@ -56,13 +56,16 @@ class World:
         _set_group_timeouts(seconds)
 
     def allowing(self, seconds: float, key: str) -> AbstractContextManager[None]:
-        """Inside, another timeout of the watchdog; the groups in use must have it, too."""
+        """A context in which the watchdog has the timeout `seconds`, called `key` in a report.
+
+        The caller must give the process groups that are used inside this timeout, too.
+        """
         if self.watch is None:
             return contextlib.nullcontext()
         return self.watch.allowing(seconds, key)
 
     def explaining(self) -> AbstractContextManager[None]:
-        """Report communication errors raised inside at once, not when the world is closed."""
+        """A context: a communication error inside is reported before outer contexts are closed."""
         return contextlib.nullcontext() if self.watch is None else self.watch.explaining()
 
     def name_places(self, describe_place: Callable[[int], str]) -> None:
@@ -98,8 +101,8 @@ def open_world(
     If ranks wait for each other for too long, or a rank is lost, the run ends with a report, and
     LostWorldError is raised here. For local ranks the report is the launcher's RankError; otherwise
     it is printed on stderr. The flight recorders keep `trace_buf_size` collectives, and are written
-    to `traces`. `describe_place` gives the mesh coordinates of a rank; passed here, a report has
-    them even for ranks that never joined.
+    to `traces`. `describe_place` returns the mesh coordinates of a rank. If it is given here, and
+    not later by `name_places`, a report has the coordinates even of ranks that never joined.
     """
     if place.is_one_node:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -46,7 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--num-samples", type=int, help="number of samples; default: sampling.num_samples"
     )
-    parser.add_argument("--num-tokens", type=int, help="text: tokens of a sample, with the prompt")
+    parser.add_argument(
+        "--num-tokens", type=int, help="text: tokens of a sample, including the prompt"
+    )
     parser.add_argument(
         "--temperature", type=float, help="0: the likeliest token; default: sampling.temperature"
     )

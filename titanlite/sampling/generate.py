@@ -58,8 +58,8 @@ def sample_sequences(
 ) -> Tensor:
     """Up to `num_samples` sampled sequences as tokens [N, T]; every rank must call this.
 
-    T is sampling.num_tokens, or else the training length. Text starts with sampling.prompt as the
-    begin of a document, and after an end-of-text token has only such tokens; other data start with
+    T is sampling.num_tokens, or else the training length. Text starts with sampling.prompt, as if
+    a document began there, and has only end-of-text tokens after the first; other data start with
     the first tokens of a training sample, as many as the data set defines. The other tokens are
     sampled as [sampling] says, with debug.seed. The sequences are the same for every plan with the
     same weights, up to rounding error. If all would take longer than `limit_seconds`, a rank drops

@@ -49,8 +49,8 @@ def initialize(
     with standard deviation 0.02; vectors are one if they are called weight, else zero. A model with
     buffers sets them in `init_buffers()`; every TokenDropout gets its key here.
 
-    A tied weight is drawn once, by its first name. For a pipeline stage, `tied` is find_tied of the
-    whole model: the stage may have a further name of a weight.
+    A tied weight is drawn once, from the generator of its first name. For a pipeline stage, give
+    find_tied of the whole model as `tied`: the stage may hold a weight under a further name.
     """
     plain: Any = _plain_model(model)
     draw = getattr(plain, "init_parameter", _init_parameter)

@@ -155,7 +155,7 @@ def build_scheduler(
     decay_type: str = "linear",
     min_lr_factor: float = 0.0,
 ) -> LambdaLR:
-    """Linear warm-up, constant, decay to `min_lr_factor` times the rate (arXiv 2404.06395)."""
+    """Linear warm-up, a constant rate, decay to `min_lr_factor` times it (arXiv 2404.06395)."""
     return LambdaLR(
         optimizer,
         lambda step: lr_factor(

@@ -30,7 +30,7 @@ from titanlite.training.optimizer import base_lr
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step: mean loss (nats per target), gradient norm before clipping, rate."""
+    """A step's mean loss (nats per target), gradient norm before clipping, and learning rate."""
 
     loss: float
     grad_norm: float
@@ -83,7 +83,7 @@ class Trainer:
     ranks with the same tokens, only the one that computes the loss is counted.
     `logits_are_sharded` is true under loss parallelism. `non_finite` decides about a step with a
     non-finite loss or gradient norm: "stop" raises NonFiniteError, "skip" skips the update,
-    "ignore" makes it.
+    "ignore" applies it.
     """
 
     parts: list[nn.Module]
@@ -154,7 +154,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Validation:
-        """The mean loss and the metrics of all ranks' batches; all must have equally many."""
+        """The mean loss and the metrics of all ranks' batches; ranks must have equally many."""
         # The sum and the count of the loss, then of each metric.
         totals = torch.zeros(1 + len(self.metrics), 2, dtype=torch.float64, device=self._device)
         for part in self.parts:

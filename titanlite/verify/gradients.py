@@ -1,7 +1,7 @@
 """What is wrong with gradients, judged by the ranks' measurements; torch-free.
 
 It tests for three patterns: a common factor, a missing sum over a mesh axis, and parts of the batch
-that are summed with wrong weights.
+that are summed with wrong coefficients.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
 
 
 def explain_shares(e: JobEvidence) -> Iterator[str]:
-    """Gradients that sum the contributions of ranks or microbatches with wrong weights."""
+    """Gradients that are sums of contributions of ranks or microbatches, wrongly weighted."""
     rest = [name for name in e.failed("gradient") if _factor_of(e, name) is None]
     if rest and e.reference_trace is not None and not list(missing_sums(e, rest)):
         pipeline = e.job.pipeline
@@ -95,8 +95,8 @@ def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
         if axis == "pp":
             yield (
                 f"{who} {be(who)} correct only after a sum over the stages that hold this tied "
-                f"weight{words}: each has the gradient of its own use of it only. Sum the "
-                "gradients of the copies before the optimizer step"
+                f"weight{words}: each stage has only the gradient of its own use of the weight. "
+                "Sum the gradients of the copies before the optimizer step"
             )
             continue
         yield (
@@ -174,8 +174,8 @@ def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
         same = e.factor(factor)
         if factor == 0 or abs(factor) < EXPLAINED:
             yield (
-                f"{who} {be(who)} zero: the backward pass stops before it gets there. Look for a "
-                "detached tensor in the forward pass"
+                f"{who} {be(who)} zero: the backward pass stops before these parameters. Look for "
+                "a detached tensor in the forward pass"
             )
         elif same:
             often = "twice" if "the square of" in same else "once"

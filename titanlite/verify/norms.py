@@ -39,7 +39,8 @@ def _num_stages(runs: Sequence[RankRun]) -> dict[str, int]:
     places: dict[str, set[int]] = {}
     for run in runs:
         for name in run.placements:
-            places.setdefault(name, set()).add(run.coordinates["pp"])
+            # Meshes of other code may have no axis of that name.
+            places.setdefault(name, set()).add(run.coordinates.get("pp", 0))
     return {name: len(found) for name, found in places.items()}
 
 
@@ -57,7 +58,7 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
     yield "the mean of the ranks' own norms is taken", mean
     stages = sorted({run.coordinates.get("pp", 0) for run in runs})
     for stage in stages if len(stages) > 1 else []:
-        held = {n for run in runs if run.coordinates["pp"] == stage for n in run.placements}
+        held = {n for run in runs if run.coordinates.get("pp", 0) == stage for n in run.placements}
         yield (
             f"only the gradients on pp {stage} are counted, without a sum over pp",
             math.sqrt(sum(once[name] for name in held)),
@@ -67,7 +68,7 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
         extra = (degrees[axis] - 1) * sum(once[name] for name in replicated)
         yield (
             f"gradients replicated over {axis} are counted {degrees[axis]} times, once on each "
-            "rank",
+            f"rank of {axis}",
             math.sqrt(total + extra),
         )
     tied = {name: n for name, n in _num_stages(runs).items() if n > 1}
@@ -78,7 +79,7 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
         )
     copies = {name: len(next(iter(ranks.values()))) for name, ranks in holders.items()}
     yield (
-        "all replicated gradients are counted on every rank that holds them",
+        "gradients replicated over any axis are counted once on each rank that holds them",
         math.sqrt(sum(copies[name] * once[name] for name in once)),
     )
     for axis in axes:
@@ -94,8 +95,8 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
                 if runs[ranks[0]].coordinates[axis] > 0
             )
             yield (
-                f"of gradients {words} over {axis}, only the first rank's shard is counted, as if "
-                "they were replicated",
+                f"gradients {words} over {axis} are counted as if they were replicated: only the "
+                f"shard of the first rank of {axis} is counted",
                 math.sqrt(max(0.0, total - missing)),
             )
             yield (

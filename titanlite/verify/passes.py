@@ -67,8 +67,8 @@ def explain_float8(e: JobEvidence) -> Iterator[str]:
             yield (
                 f"{name} scales its input with {own}, but its recipe "
                 f"{e.job.config.quantize.linear.float8.recipe} needs {right}, "
-                f"{name_ranks(others, e.runs, seen)}: another module computes its product with "
-                "another recipe. Call the layer's own product there"
+                f"{name_ranks(others, e.runs, seen)}: the module that computes this layer's "
+                "product uses another recipe. Call the layer's own product(x, weight) there"
             )
             return
         largest = max((value for _, value in seen.values()), default=amax)
@@ -76,10 +76,10 @@ def explain_float8(e: JobEvidence) -> Iterator[str]:
         if wrong and is_near(largest, amax):
             yield (
                 f"{name} is the first float8 layer whose scales differ, "
-                f"{name_ranks(wrong, e.runs, seen)}: there its amax is that of the rank's own "
-                "part, while the largest amax of all ranks is correct. Reduce the amax (MAX) over "
-                "every axis that splits the tensor: tokens over data and context parallelism, "
-                "features over tp"
+                f"{name_ranks(wrong, e.runs, seen)}: the amax there is that of the rank's own part "
+                "of the tensor, but the largest amax of all ranks equals that of one process. "
+                "Reduce the amax (MAX) over every axis that splits the tensor: tokens over data "
+                "and context parallelism, features over tp"
             )
         if wrong:
             return
@@ -144,7 +144,7 @@ def explain_forward(e: Evidence) -> Iterator[str]:
     elif e.dims.degrees.get("cp", 1) > 1 and "att" in module.lower():
         parts.append(
             "in a layout such as headtail a rank's positions jump: if a mask is made from "
-            "positions, it must not take a jump for the start of a document"
+            "positions, it must not treat a jump as the start of a document"
         )
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
 
@@ -210,8 +210,8 @@ def wrong_backward(e: Evidence) -> str:
     last, after = order[wrong[-1]], order[wrong[-1] + 1]
     return (
         f"in the backward pass, the gradient of the output of {last} is the first that differs. "
-        f"That of {after or 'the model'}, the next module in forward order, agrees, so "
-        f"{after or 'the model'} computes a wrong gradient of its input"
+        f"The next module in forward order is {after or 'the model'}. The gradient of its output "
+        "agrees, so it computes a wrong gradient of its input"
     )
 
 

@@ -28,10 +28,10 @@ def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
     """The plan and the reference, before the run."""
     batch = found.job.global_batch_size
     size = batch // found.reference_parts
-    at_once = "at once" if found.reference_parts == 1 else f"{size} at a time"
+    how = "in one batch" if found.reference_parts == 1 else f"{size} at a time"
     lines = [
         f"plan       {found.job.dims.describe()}, {found.job.dims.world_size} ranks: {source}",
-        f"reference  the same {batch} sequences per step on one process, {at_once}; {found.dtype}",
+        f"reference  the same {batch} sequences per step on one process, {how}; {found.dtype}",
     ]
     if shrunk:
         lines.append(f"shrunk     {', '.join(shrunk)}")
@@ -52,9 +52,9 @@ def format_result(found: Result, verdict: str, findings: Sequence[str], dtype: s
         lines += [_table(found), ""]
     lines.append(textwrap.fill(verdict, WIDTH, break_long_words=False))
     if found.narrowed and dtype == "float64":
-        names = listed(found.narrowed, 3)
+        names, verb = listed(found.narrowed, 3), "rounds" if len(found.narrowed) == 1 else "round"
         told = (
-            f"note: {names} rounds to a narrower dtype inside this {dtype} run, so the "
+            f"note: {names} {verb} to a narrower dtype inside this {dtype} run, so the "
             f"tolerance is at least {NARROW_TOLERANCE:.0e} and smaller errors are not found"
         )
         lines += ["", textwrap.fill(told, WIDTH, break_long_words=False)]
@@ -119,7 +119,7 @@ def _verdict(found: Verification) -> str:
     if found.error is not None:
         return f"DOES NOT RUN: {found.error} ({seconds})"
     if found.wrong_sums:
-        return f"DIFFERS: on one process, the batch in parts from the batch at once ({seconds})"
+        return f"DIFFERS: on one process, the batch in parts from the undivided batch ({seconds})"
     return judge(found)
 
 

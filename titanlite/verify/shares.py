@@ -1,4 +1,4 @@
-"""Which cells of the batch a gradient lacks, or counts with a wrong weight; torch-free.
+"""Which cells of the batch a gradient lacks, or has with a wrong coefficient; torch-free.
 
 A cell is the targets of one microbatch on one data- and context-parallel rank (cells.py).
 """
@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from titanlite.verify.record import Cell, RankRun, RankTrace, ReferenceTrace
-from titanlite.verify.words import agree, listed, name_parameters, name_ranks
+from titanlite.verify.words import be_a_sum, listed, name_parameters, name_ranks
 
-# How close a weight must be to a number to equal it, and the largest residual of a fit.
+# How close a coefficient must be to a number to equal it, and the largest residual of a fit.
 NEAR, LEFT = 1e-5, 1e-6
 
 GROUPS: dict[str, Callable[[Cell], object]] = {
@@ -32,7 +32,7 @@ def describe_shares(
     name_factor: Callable[[float], str] = lambda factor: "",
     num_microbatches: int = 1,
 ) -> Iterator[str]:
-    """Which weights are wrong in the gradients `names` that are weighted sums of cells' gradients.
+    """Which coefficients are wrong in the gradients `names` that are sums of cells' gradients.
 
     `name_factor` names the degree or count of the plan that a factor equals; "" for none.
     `num_microbatches` is that of one run of a pipeline's schedule.
@@ -60,7 +60,10 @@ def describe_shares(
             same = name_factor(shares[0])
             what = f"every contribution counts {shares[0]:.6g} times"
             what += f", and {shares[0]:.6g} is {same}" if same else ""
-        yield f"{who} {agree(who, 'sum')} correct contributions with wrong weights, {where}: {what}"
+        yield (
+            f"{who} {be_a_sum(who)} of correct contributions with wrong coefficients, {where}: "
+            f"{what}"
+        )
 
 
 def _known(known: dict[tuple[float, ...], dict[str, list[int]]], own: tuple[float, ...]) -> tuple:
@@ -73,7 +76,7 @@ def _known(known: dict[tuple[float, ...], dict[str, list[int]]], own: tuple[floa
 def _scaled_by_run(
     reference: ReferenceTrace, cells: list[int], shares: tuple[float, ...], num_microbatches: int
 ) -> str:
-    """Weights that are powers of 1/n, n being the microbatches of a run of the schedule."""
+    """Coefficients that are powers of 1/n, n being the microbatches of a run of the schedule."""
     n = num_microbatches
     if n < 2 or not all(0.0 < share < 0.999 for share in shares):
         return ""
@@ -88,8 +91,8 @@ def _scaled_by_run(
         some = [c for c, own in zip(chosen, powers, strict=True) if own == power]
         words.append(f"1/{n}{f'^{power}' if power > 1 else ''} for {_name_cells(some, chosen)}")
     return (
-        f"the weights are {listed(words)}, and {n} is the number of microbatches in a run of the "
-        "schedule: each run scales by 1/n all gradients there are, those of earlier runs again. "
+        f"the coefficients are {listed(words)}, and {n} is the number of microbatches in a run of "
+        "the schedule: each run scales all gradients by 1/n, and those of earlier runs once more. "
         "The loss is divided already: do not scale gradients (scale_grads = False)"
     )
 
@@ -119,7 +122,7 @@ def _describe(reference: ReferenceTrace, cells: list[int], shares: tuple[float, 
     if len(twice) < len(chosen) and len(other) == 1:
         return f"the contribution of {_name_cells(twice, chosen)} counts {other.pop():g} times"
     shown = [f"{s:.4g} for {_name_cell(c)}" for c, s in zip(chosen, shares, strict=True)]
-    return f"the weights are {listed(shown, 4)}"
+    return f"the coefficients are {listed(shown, 4)}"
 
 
 def _name_cells(some: Sequence[Cell], cells: Sequence[Cell]) -> str:

@@ -77,7 +77,7 @@ class Verification(Result):
     reference_parts: int
     """The number of parts in which the reference processes its batch."""
     wrong_sums: str = ""
-    """How the batch in parts differs from the batch at once, on one process."""
+    """How the batch in parts differs from the undivided batch, on one process."""
     resume_problems: list[str] = field(default_factory=list)
     """Sentences about what is wrong with a run that resumes from the plan's checkpoint."""
 
@@ -430,9 +430,9 @@ class Verifier:
         num_parts = reference.job.global_batch_size // in_parts.config.training.local_batch_size
         return (
             f"accumulation is wrong even without parallelism: on one process, a batch in "
-            f"{num_parts} parts gives another {_what(first)} at step {first.step} than the batch "
-            f"at once (difference {first.difference:.1e}). The model is neither random nor mixes "
-            f"sequences, so the sum over the parts is wrong: {causes[0]}"
+            f"{num_parts} parts gives another {_what(first)} at step {first.step} than the "
+            f"undivided batch (difference {first.difference:.1e}). The model is not random and "
+            f"does not mix sequences, so the sum over the parts is wrong: {causes[0]}"
         )
 
 

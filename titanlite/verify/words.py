@@ -136,6 +136,11 @@ def be(who: str) -> str:
     return "is" if who.startswith("the ") else "are"
 
 
+def be_a_sum(who: str) -> str:
+    """ "is a sum" or "are sums", as for `be`."""
+    return "is a sum" if be(who) == "is" else "are sums"
+
+
 def agree(who: str, verb: str) -> str:
     """`verb`, or its third person singular: "differ" or "differs"."""
     is_one = be(who) == "is"
@@ -144,4 +149,4 @@ def agree(who: str, verb: str) -> str:
 
 def how_in_words(how: str) -> str:
     """A placement as an adjective; the caller adds "over" and the axis."""
-    return "sharded twice along one dimension, the second time" if how == "strided" else how
+    return "sharded a second time along one dimension" if how == "strided" else how

@@ -114,7 +114,7 @@ class TextSpec(DatasetSpec):
         return None if self.tokenizer is None else TextWriter(self.tokenizer, prompt)
 
     def start_tokens(self, prompt: str) -> list[int] | None:
-        """The tokens of `prompt` as the begin of a document; an empty one follows another's end."""
+        """The tokens of `prompt` at the start of a document: after the start tokens, or an end."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return super().start_tokens(prompt)

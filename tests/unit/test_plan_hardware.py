@@ -1,0 +1,75 @@
+"""Files of hardware: those that are shipped, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titanlite.errors import ConfigError
+from titanlite.plan.hardware import FOLDER, Curve, known_hardware, load_hardware
+
+
+def test_every_shipped_file_loads_and_lists_at_most_five_fitted_figures() -> None:
+    assert set(known_hardware()) >= {"a100", "h100", "h200", "b200", "mi300x"}
+    for name in known_hardware():
+        found = load_hardware(name)
+        assert found.kind == ("cpu" if name == "cpu" else "gpu")
+        assert found.peak("bfloat16") >= found.peak("float32") or found.kind == "cpu"
+        assert found.peak("float8") >= found.peak("bfloat16") or found.kind == "cpu"
+        assert len(found.fitted) <= 5
+        for share in (found.memory.share, found.node.share, found.fabric.share):
+            assert all(0 < y <= 1 for _, y in share.points) or found.kind == "cpu"
+        if found.kind == "gpu":
+            assert found.node.bytes_per_second > found.fabric.bytes_per_second
+
+
+def test_an_unknown_dtype_has_the_peak_of_a_wider_one() -> None:
+    a100 = load_hardware("a100")
+    assert a100.peak("float8_e4m3fn") == a100.peak("bfloat16") == 312e12
+    assert load_hardware("h100").peak("float8_e4m3fn") == 1979e12
+
+
+def test_a_curve_is_a_line_of_logarithms_and_constant_outside() -> None:
+    curve = Curve(((1e2, 0.1), (1e4, 0.4)))
+    assert curve(1) == curve(1e2) == pytest.approx(0.1)
+    assert curve(1e3) == pytest.approx(0.2)
+    assert curve(1e4) == curve(1e9) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ("num_bytes = 80e9\n", "", "memory.num_bytes: is missing; give it"),
+        ("num_bytes = 80e9", "num_bytes = -1", "memory.num_bytes: -1 is not above 0"),
+        ("num_ranks = 8", "num_ranks = 8.5", "node.num_ranks: 8.5 is not a whole number"),
+        ("share = 0.8\n", "share = [[2, 1], [1, 1]]\n", "fabric.share: [[2, 1], [1, 1]] is not a"),
+        ("half_m = 0", "half_m = true", "products.half_m: True is not a number"),
+        ("[fitted]", "[fited]", "fited: is not a known key; remove it"),
+        ('kind = "gpu"', 'kind = "tpu"', "kind: 'tpu' is neither gpu nor cpu"),
+        ("is_causal_halved = true", "is_causal_halved = 1", "attention.is_causal_halved: 1 is not"),
+        ("bfloat16 = 312e12", "bfloat16 = 0", "flops_per_second.bfloat16: 0 is not above 0"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_key(
+    before: str, after: str, line: str, tmp_path: Path
+) -> None:
+    text = (FOLDER / "a100.toml").read_text()
+    assert before in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(before, after, 1))
+    with pytest.raises(ConfigError) as error:
+        load_hardware(str(path))
+    assert [problem for problem in error.value.problems if line in problem]
+    assert all(problem.startswith("mine.toml: ") for problem in error.value.problems)
+
+
+def test_an_unknown_name_or_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'a1000' is not known; give one of a100, b200"):
+        load_hardware("a1000")
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read \(No such file"):
+        load_hardware(str(tmp_path / "none.toml"))
+    path = tmp_path / "mine.toml"
+    path.write_text("name = ")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_hardware(str(path))

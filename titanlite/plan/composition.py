@@ -1,0 +1,242 @@
+"""The pieces of a step as plain data, and the memory that a run of events takes. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from titanlite.config import JobConfig, ResolvedJob, resolve_job
+from titanlite.config.load import override
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
+
+NOWHERE = Place("", "")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Events that follow each other, and the memory that they take.
+
+    `net` has the bytes of each category that they leave allocated (negative: that they free), and
+    `peak` those that are allocated at their most, both compared with their start.
+    """
+
+    events: tuple[Event, ...]
+    net: Mapping[str, int]
+    peak: Mapping[str, int]
+    peak_place: Place = NOWHERE
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+
+NOTHING = Segment((), {}, {})
+
+
+class Builder:
+    """Puts segments together, and adds communication and memory between them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._now: Counter[str] = Counter()
+        self._peak: dict[str, int] = {}
+        self._peak_place = NOWHERE
+        self._total = self._most = self._number = 0
+
+    def add(self, segment: Segment, *, adds_to_gradients: bool = False) -> None:
+        """Append a segment; its communications get new numbers.
+
+        With `adds_to_gradients`, the gradients exist already: those of the segment are temporary.
+        """
+        if self._total + segment.peak_bytes > self._most:
+            self._most = self._total + segment.peak_bytes
+            self._peak = dict(self._now + Counter())
+            for name, num_bytes in segment.peak.items():
+                self._peak[name] = self._now[name] + num_bytes
+            self._peak_place = segment.peak_place
+        for name, num_bytes in segment.net.items():
+            if not (adds_to_gradients and name == "gradients"):
+                self._now[name] += num_bytes
+                self._total += num_bytes
+        shift = self._number
+        for event in segment.events:
+            if isinstance(event, Communication):
+                event = event.renumbered(event.number + shift)
+                self._number = max(self._number, event.number)
+            elif isinstance(event, Wait):
+                event = Wait(event.number + shift)
+            self.events.append(event)
+
+    def operator(self, name: str, num_bytes: int, dtype: str, place: Place) -> None:
+        """Append an operator that reads and writes `num_bytes`."""
+        self.events.append(Operator(name, 0, num_bytes, num_bytes, place, dtype))
+
+    def start(
+        self,
+        kind: str,
+        axis: str,
+        num_bytes: int,
+        num_ranks: int,
+        place: Place,
+        peer: int = -1,
+    ) -> int:
+        """Append a communication; returns its number, for `wait`."""
+        self._number += 1
+        self.events.append(
+            Communication(kind, axis, num_bytes, num_ranks, place, self._number, peer)
+        )
+        return self._number
+
+    def wait(self, number: int) -> None:
+        self.events.append(Wait(number))
+
+    def allocate(self, category: str, num_bytes: int, place: Place = NOWHERE) -> None:
+        """Add to what is allocated; a negative number frees."""
+        self._now[category] += num_bytes
+        self._total += num_bytes
+        if self._total > self._most:
+            self._most, self._peak = self._total, dict(self._now)
+            self._peak_place = place
+
+    def free(self, category: str) -> None:
+        """Free what this builder has allocated of a category."""
+        self.allocate(category, -self._now[category])
+
+    def segment(self) -> Segment:
+        net = {name: num_bytes for name, num_bytes in self._now.items() if num_bytes}
+        peak = {name: num_bytes for name, num_bytes in self._peak.items() if num_bytes}
+        return Segment(tuple(self.events), net, peak, self._peak_place)
+
+
+def segment_of(
+    events: Iterable[Event], category_of: Mapping[int, str], sizes: dict[int, int]
+) -> Segment:
+    """The segment of traced events; `sizes` has the size of each block, and is updated."""
+    builder = Builder()
+    for event in events:
+        if isinstance(event, Memory):
+            change = event.num_bytes - sizes.get(event.block, 0)
+            sizes[event.block] = event.num_bytes
+            builder.allocate(category_of[event.block], change, event.place)
+        elif isinstance(event, Communication):
+            # Positions in the whole trace mean nothing in a part of it.
+            builder.events.append(replace(event, ready=-1, after=()))
+        else:
+            builder.events.append(event)
+    return builder.segment()
+
+
+class Weight(NamedTuple):
+    """One parameter of a part: its shape on a rank before FSDP shards dimension 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    is_trained: bool
+    is_partial: bool = False
+    """Whether its gradient is summed over the tp axis after the backward pass, not by FSDP2."""
+
+    def shard_numel(self, num_shards: int) -> int:
+        """The elements of the first shard, which is the largest."""
+        rows, rest = self._rows()
+        return -(-rows // num_shards) * rest
+
+    def padded_numel(self, num_shards: int) -> int:
+        """The elements of the gathered parameter; FSDP2 pads dimension 0 to equal shards."""
+        return self.shard_numel(num_shards) * num_shards
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def _rows(self) -> tuple[int, int]:
+        return (self.shape[0], math.prod(self.shape[1:])) if self.shape else (1, 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model that computes as a whole: a block, or what is before or after them.
+
+    `weights` has the parameters of each FSDP unit that the part computes with.
+    """
+
+    forward: Segment
+    backward: Segment
+    units: Mapping[str, tuple[Weight, ...]]
+    buffer_bytes: int
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight for unit in self.units.values() for weight in unit]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a step is made of, for one microbatch on a rank.
+
+    `kinds` has the kind of each block of the model, an index of `blocks`. `start` and `end` are
+    what a step does once; `end`, the update, is that of `end_weights` in `num_shards` shards.
+    """
+
+    before: Part
+    before_names: tuple[str, ...]
+    """The modules of this part that a pipeline stage can have."""
+    blocks: tuple[Part, ...]
+    after: Part
+    after_names: tuple[str, ...]
+    kinds: tuple[int, ...]
+    names: tuple[str, ...]
+    """The name of each block."""
+    start: Segment
+    end: Segment
+    buffer_bytes: int
+    """Bytes of the buffers that every stage has."""
+    end_weights: tuple[Weight, ...]
+    num_shards: int
+    tied: tuple[Weight, ...]
+    """The weights that `before` and `after` share."""
+    boundary_bytes: int
+    """Bytes of the activation between two blocks."""
+    moments: int
+    """Tensors of a parameter's size in its optimizer state."""
+    state_bytes: int
+    """Bytes of the other optimizer state of a parameter."""
+    flops_per_token: float | None
+    """Forward and backward FLOPs of the model, without recomputation."""
+
+
+WITHOUT_A_PIPELINE: dict[str, Any] = {
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.pipeline_parallel_schedule_csv": "",
+    "parallelism.module_fqns_per_model_part": None,
+    "parallelism.pipeline_parallel_layers_per_stage": None,
+}
+
+
+def uses_fsdp(config: JobConfig, dims: ParallelDims) -> bool:
+    """Whether FSDP2 wraps the model: as steps.data_parallel decides."""
+    training = config.training
+    is_mixed = {training.param_dtype, training.reduce_dtype} != {training.dtype}
+    if is_mixed or training.enable_cpu_offload or dims.fsdp_enabled:
+        return True
+    return dims.dp > 1 and (dims.tp_enabled or dims.pp_enabled)
+
+
+def smaller(resolved: ResolvedJob) -> ResolvedJob:
+    """The job for one microbatch, without a pipeline and on as few ranks as its pieces need."""
+    config, dims = resolved.config, resolved.dims
+    at_once = config.training.local_batch_size
+    if resolved.pipeline is not None:
+        at_once = resolved.pipeline.microbatch_size
+    shards = 2 if uses_fsdp(config, dims) and not dims.cp_enabled else 1
+    changes = WITHOUT_A_PIPELINE | {
+        "parallelism.data_parallel_replicate_degree": 1,
+        "parallelism.data_parallel_shard_degree": shards,
+        "training.local_batch_size": at_once,
+        "training.global_batch_size": at_once * shards,
+    }
+    return resolve_job(override(config, changes), None)

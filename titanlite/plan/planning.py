@@ -1,0 +1,154 @@
+"""The plan of a job: what its step takes on each rank, and how long it lasts. Torch-free.
+
+    ResolvedJob [+ Hardware] -> plan_job -> JobPlan: memory, communication, operations, time
+
+A small job is traced whole (trace.py). A large one is composed from pieces (pieces.py, compose.py),
+whose communication is the same and whose peaks differ by a few percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from titanlite.config import ResolvedJob
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.observe.quantities import format_bytes
+from titanlite.plan.cache import load_pieces
+from titanlite.plan.compose import Composition, compose
+from titanlite.plan.cost import Cost
+from titanlite.plan.events import Peak, totals
+from titanlite.plan.hardware import Hardware
+from titanlite.plan.predict import Prediction, predict
+
+WHOLE, PIECES = "whole", "pieces"
+# Passes of a block through a microbatch up to which a job is traced whole.
+MOST_PASSES = 200
+LARGE_BUBBLE = 0.25
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The step of one rank, which stands for all ranks of its pipeline stage.
+
+    `held` has the bytes of each category before the step. `totals` maps (kind, axis) to the number
+    of communications and the bytes of their whole tensors.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    held: dict[str, int]
+    peak: Peak
+    totals: dict[tuple[str, str], tuple[int, int]]
+    flops: int
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The plan of a job on its number of ranks.
+
+    `method` is WHOLE or PIECES. `prediction` is None without hardware. `warnings` are about the
+    plan, `notes` about the planning.
+    """
+
+    dims: ParallelDims
+    ranks: list[RankPlan]
+    method: str
+    hardware: Hardware | None = None
+    prediction: Prediction | None = None
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of all ranks."""
+        return max(one.peak.num_bytes for one in self.ranks)
+
+
+def plan_job(
+    resolved: ResolvedJob,
+    hardware: Hardware | None = None,
+    *,
+    is_compiled: bool = False,
+    method: str | None = None,
+    use_cache: bool = True,
+) -> JobPlan:
+    """The plan of a job; `method` chooses how, by default by the job's size.
+
+    `is_compiled` says that the job compiles its blocks; its memory is that of eager code.
+    """
+    dims = resolved.dims
+    method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
+    prediction = None
+    compositions: list[Composition] = []
+    if method == PIECES or hardware is not None:
+        pieces = load_pieces(resolved, use_cache=use_cache)
+        compositions = compose(resolved, pieces)
+        if hardware is not None:
+            cost = Cost(hardware, dims, is_compiled=is_compiled)
+            prediction = predict(resolved, compositions, cost, pieces)
+    shown = [dims.rank(pp=place) for place in representatives(dims)]
+    if method == WHOLE:
+        from titanlite.plan.trace import trace_rank
+
+        ranks = []
+        for rank in shown:
+            trace = trace_rank(resolved, rank)
+            counts = totals(trace.communications)
+            ranks.append(
+                RankPlan(rank, trace.coordinates, trace.held, trace.peak(), counts, trace.flops)
+            )
+    else:
+        ranks = [
+            RankPlan(one.rank, one.coordinates, one.held, one.peak(), one.totals(), one.flops)
+            for one in compositions
+            if one.rank in shown
+        ]
+    plan = JobPlan(dims, ranks, method, hardware, prediction)
+    plan.warnings.extend(find_warnings(plan))
+    return plan
+
+
+def passes(resolved: ResolvedJob) -> int:
+    """How often the ranks that are traced run a block in a step, about."""
+    config, dims, pipeline = resolved.config, resolved.dims, resolved.pipeline
+    batches = resolved.global_batch_size // (config.training.local_batch_size * dims.dp)
+    if pipeline is None:
+        return batches * getattr(resolved.model, "n_layers", 1)
+    blocks = max(len(stage) for stage in pipeline.stages)
+    places = len(representatives(dims))
+    return batches * places * blocks * pipeline.schedule.num_microbatches
+
+
+def representatives(dims: ParallelDims) -> list[int]:
+    """The places on pp that are shown: of more than four the first two, the middle one, the last.
+
+    Of the other axes, the first rank has the largest shards.
+    """
+    if dims.pp <= 4:
+        return list(range(dims.pp))
+    return [0, 1, dims.pp // 2, dims.pp - 1]
+
+
+def find_warnings(plan: JobPlan) -> Sequence[str]:
+    """What is wrong with a plan on its hardware: one line each."""
+    hardware, prediction, dims = plan.hardware, plan.prediction, plan.dims
+    if hardware is None:
+        return []
+    found = []
+    if plan.peak_bytes > hardware.memory.num_bytes:
+        found.append(
+            f"does not fit: a rank needs {format_bytes(plan.peak_bytes)}, and {hardware.name} has "
+            f"{format_bytes(hardware.memory.num_bytes)}"
+        )
+    if dims.tp > hardware.node.num_ranks:
+        found.append(
+            f"tensor parallelism over {dims.tp} ranks leaves the node, which has "
+            f"{hardware.node.num_ranks}: its collectives use the slower links between nodes"
+        )
+    if prediction is not None and prediction.bubble > LARGE_BUBBLE:
+        found.append(
+            f"the pipeline's ranks are idle for {prediction.bubble:.0%} of the step; give more "
+            "microbatches, or an interleaved schedule"
+        )
+    return found
