@@ -186,9 +186,9 @@ value is refused, and the error names the key.
 """
 
 NO_EFFECT = """\
-These keys configure features that titanlite does not have: experts, converters other than
-`quantize.linear.float8`, fault tolerance, and estimating memory with real tensors. The values that
-turn these features on (of `parallelism.expert_parallel_degree`, `model.converters` and
+These keys configure features that titanlite does not have: the overlap of a pipeline with expert
+communication, converters other than `quantize.linear.float8`, fault tolerance, and estimating
+memory with real tensors. The values that turn these features on (of `model.converters` and
 `fault_tolerance.enable`) are refused, as is `memory_estimation.disable_fake_mode` while
 `memory_estimation.enable` is true. While a feature is off, its keys have no effect in TorchTitan
 either, so any value is accepted. A line at the start of the run lists those of these keys that are
