@@ -190,3 +190,5 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "job.toml is not the trace of a pipeline" in capsys.readouterr().err
     assert cli.main([*timed, "--svg", "out.svg", "--measured", str(tmp_path / "none")]) == 2
     assert "none cannot be read (No such file" in capsys.readouterr().err
+    assert cli.main([*timed, "--svg", "out.svg", "--measured", str(tmp_path)]) == 2
+    assert "has no pipeline_step_N.json; give another folder" in capsys.readouterr().err

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from titanlite.config import make_config, resolve_job
 from titanlite.plan.hardware import load_hardware
 from titanlite.plan.planning import PIECES, JobPlan, plan_job
 from titanlite.plan.report import IDLE, MEMORY_SHARES, draw_bar, figures, show, time_shares
-from titanlite.plan.spans import LANE_OF, make_timeline, step_spans
+from titanlite.plan.spans import LANE_OF, draw_schedules, make_timeline, step_spans
 from titanlite.schedule.trace import make_trace
 from titanlite.simulate.streams import MAIN
 
@@ -158,3 +161,21 @@ def test_the_trace_has_the_form_of_a_measured_one(pipelined: JobPlan) -> None:
     names = [event["name"] for event in events if event["ph"] == "X"]
     assert {"F0", "F1", "B0", "B1"} <= set(names)
     assert {event["name"] for event in events if event["ph"] == "b"} >= {"gather", "send posted"}
+
+
+def test_predicted_and_measured_pipelines_are_drawn_on_one_scale(pipelined: JobPlan) -> None:
+    predicted = make_timeline(step_spans(pipelined), pipelined.dims)
+    measured = replace(
+        predicted,
+        title="1F1B, step 5",
+        spans=[s._replace(start=s.start + 100, end=s.end + 100) for s in predicted.spans],
+    )
+    picture = draw_schedules(predicted, measured)
+    assert "predicted step" in picture
+    assert "measured: 1F1B, step 5" in picture
+    # Both start at 0, so that every cell is at the same place twice.
+    cells = re.findall(r"<rect x='([\d.]+)' y='[\d.]+' width='([\d.]+)'", picture)
+    assert cells
+    assert all(count % 2 == 0 for count in Counter(cells).values())
+    alone = draw_schedules(predicted)
+    assert "measured" not in alone

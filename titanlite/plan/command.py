@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--measured",
         metavar="FILE",
-        help="the pipeline_step_N.json of a run, to draw below the predicted step in --svg",
+        help="the pipeline_step_N.json of a run, to draw below the predicted step in --svg; of a "
+        "folder, that of the fastest step",
     )
     options, rest = parser.parse_known_args(arguments)
     if options.calibrate:
@@ -94,8 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.trace:
             _write("--trace", options.trace, make_trace(timeline))
         if options.svg:
-            pictured = [timeline] if measured is None else [timeline, measured]
-            _write("--svg", options.svg, draw_schedules(*pictured))
+            _write("--svg", options.svg, draw_schedules(timeline, measured))
     return 0
 
 
@@ -112,13 +112,20 @@ def _first_screen(resolved: ResolvedJob, plan: JobPlan) -> str:
 
 
 def _read_measured(file: str | None, svg: str | None) -> Timeline | None:
-    """The timeline of a run's trace, if --measured is given."""
+    """The timeline of a run's trace, or of the fastest one in a folder, if --measured is given."""
     if file is None:
         return None
     if svg is None:
         raise ConfigError("--measured: it is drawn in a picture; give --svg, too")
+    path = Path(file)
     try:
-        return read_trace(Path(file).read_text(encoding="utf-8"))
+        found = list(path.glob("pipeline_step_*.json")) if path.is_dir() else [path]
+        timelines = [read_trace(one.read_text(encoding="utf-8")) for one in found]
+        if not timelines:
+            raise ConfigError(
+                f"--measured: {file} has no pipeline_step_N.json; give another folder"
+            )
+        return min(timelines, key=lambda timeline: timeline.end - timeline.start)
     except OSError as error:
         raise ConfigError(
             f"--measured: {file} cannot be read ({error.strerror}); give another file"

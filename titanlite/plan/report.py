@@ -65,6 +65,8 @@ AXIS_SHARES = {
         ("dp_shard", "S", ORANGE),
         ("dp_shard_cp", "S", ORANGE),
         ("dp_replicate", "R", "#b35806"),
+        ("ep", "E", "#762a83"),
+        ("efsdp", "F", "#fdb863"),
         ("world", "w", GREY),
     )
 }
@@ -94,6 +96,7 @@ def show_head(plan: JobPlan, width: int) -> list[str]:
     if plan.prediction is not None:
         step = plan.prediction.step
         mfu = "" if step.mfu is None else f", MFU {step.mfu:.1%}"
+        mfu += f", hardware utilization {step.hfu:.1%}"
         rate = f"{format_count(step.tokens_per_second)} tokens/s a rank"
         rows.append(("step", f"{format_seconds(step.seconds)}, {rate}{mfu}"))
     used = f"{format_bytes(plan.peak_bytes)} of {format_bytes(whole)} at the peak"
@@ -161,7 +164,8 @@ def show_time(plan: JobPlan, width: int = 100, color: bool = False) -> list[str]
             part = f"{seconds / step.seconds:.0%}" if step.seconds else ""
             is_shown = seconds > LEAST_SECONDS
             cells.append(f"{format_seconds(seconds)} {part:>4}" if is_shown else "-")
-        rows.append((_paint(share, share.letter, color), share.name, cells))
+        if any(cell != "-" for cell in cells):
+            rows.append((_paint(share, share.letter, color), share.name, cells))
     lines += ["", *_table(names, rows, width), ""]
     busiest = min(step.ranks, key=lambda rank: step.ranks[rank].idle_seconds)
     return [*lines, *_show_axes(step, busiest, width)]

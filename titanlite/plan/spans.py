@@ -117,9 +117,12 @@ def make_timeline(spans: Sequence[StepSpan], dims: ParallelDims) -> Timeline:
     )
 
 
-def draw_schedules(*timelines: Timeline) -> str:
-    """An SVG of the pipelines in these timelines, below each other on one scale."""
-    return draw_svg(*(_schedule_only(one) for one in timelines))
+def draw_schedules(predicted: Timeline, measured: Timeline | None = None) -> str:
+    """An SVG of the predicted pipeline, with the measured one below it on the same scale."""
+    pictured = [predicted]
+    if measured is not None:
+        pictured.append(replace(measured, title=f"measured: {measured.title}"))
+    return draw_svg(*(_schedule_only(one) for one in pictured))
 
 
 def _schedule_only(timeline: Timeline) -> Timeline:

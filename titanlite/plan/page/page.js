@@ -97,6 +97,7 @@ function showHead(plan) {
   if (time) {
     cards.append(card('a step', seconds(time.seconds)), card('tokens/s of a rank', count(time.tokens_per_second)));
     if (time.mfu !== null) cards.append(card('MFU', percent(time.mfu)));
+    cards.append(card('hardware utilization', percent(time.hfu)));
     if (plan.degrees.pp > 1) cards.append(card('idle in the pipeline', percent(time.bubble)));
   }
   const fits = !device || plan.peak_bytes <= device.memory_bytes;
