@@ -3,8 +3,8 @@
 python docs/make_pictures.py [--runs] [PAGE.md ...]
 
 `titanlite simulate` gives the same picture each time. With --runs, the `titanlite train` commands
-that are followed by a `cp` of a picture are run too: those pictures are of a real run, and take
-minutes.
+that are followed by a `cp` of a picture, or by a `titanlite plan` that draws one, are run too:
+those pictures are of a real run, and take minutes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ def picture_commands(page: Path) -> list[list[str]]:
     return [shlex.split(line) for line in lines]
 
 
-def run_commands(page: Path) -> list[tuple[list[str], str, str]]:
-    """The training runs of `page` whose picture is copied: arguments, from where, to where."""
+def run_commands(page: Path) -> list[tuple[list[str], list[str]]]:
+    """The training runs of `page` that are drawn, each with the command that makes its picture."""
     found = re.findall(
-        r"^titanlite (train .*)\ncp (\S+\.svg) (\S+\.svg)$", _joined(page), flags=re.MULTILINE
+        r"^titanlite (train .*)\n(cp \S+\.svg \S+\.svg|titanlite plan .*--svg.*)$",
+        _joined(page),
+        flags=re.MULTILINE,
     )
-    return [(shlex.split(command), source, target) for command, source, target in found]
+    return [(shlex.split(train), shlex.split(then)) for train, then in found]
 
 
 def _joined(page: Path) -> str:
@@ -49,12 +51,15 @@ def main(arguments: Sequence[str]) -> int:
             status = titanlite([*command, "--quiet"])
             if status:
                 return status
-        for command, source, target in run_commands(page) if "--runs" in arguments else ():
+        for command, then in run_commands(page) if "--runs" in arguments else ():
             # A process of its own, which ends with its ranks.
             status = subprocess.call([sys.executable, "-m", "titanlite", *command], cwd=ROOT)
             if status:
                 return status
-            shutil.copy(ROOT / source, ROOT / target)
+            if then[0] == "cp":
+                shutil.copy(ROOT / then[1], ROOT / then[2])
+            elif status := titanlite(then[1:]):
+                return status
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from titanlite.callbacks import Callback, Callbacks, TrainResult
 from titanlite.config import JobConfig, read_values
 from titanlite.config.load import read_file
-from titanlite.errors import RankError
+from titanlite.errors import ConfigError, RankError
 from titanlite.ranks.launch import prepare_environment, torchrun_place
 from titanlite.run import train_on_rank
 from titanlite.start import check_start, run_job
@@ -43,7 +43,13 @@ def train(
     callbacks = Callbacks(on_step, on_validation, on_checkpoint, on_end)
     hook = sys.excepthook
     try:
-        return run_job(train_on_rank, check_start(read, world), world, callbacks)
+        start = check_start(read, world, trains=True)
+        if start.job.config.memory_estimation.enable:
+            raise ConfigError(
+                "memory_estimation.enable: true estimates memory and does not train; call "
+                "`titanlite train`, or write false"
+            )
+        return run_job(train_on_rank, start, world, callbacks)
     except RankError as error:
         if error.rank_traceback and error.__cause__ is None:
             raise error from _RankTraceback(error.rank_traceback)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from titanlite.callbacks import Callbacks, Recording, TrainResult
 from titanlite.config import ResolvedJob, read_job
+from titanlite.plan.local import print_memory
 from titanlite.ranks.launch import Place, prepare_environment, torchrun_place
 from titanlite.ranks.signals import StopRequest, ending_with_the_output
 from titanlite.start import check_start, run_job, telling_errors
@@ -22,7 +23,7 @@ EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
 
 
 def main(argv: Sequence[str], *, example: str = EXAMPLE) -> int:
-    """Check the job, then train; returns the exit status.
+    """Check the job, then train, or estimate its memory; returns the exit status.
 
     `example` is the command that the error message for a missing file suggests.
     """
@@ -30,7 +31,12 @@ def main(argv: Sequence[str], *, example: str = EXAMPLE) -> int:
     with ending_with_the_output(), telling_errors() as told:
         told.place = torchrun_place()
         world = None if told.place is None or told.place.world_size == 1 else told.place
-        run_job(train_on_rank, check_start(read_job(argv, needs_file=example), world), world)
+        read = read_job(argv, needs_file=example)
+        if read.config.memory_estimation.enable:
+            num_ranks = None if world is None else world.world_size
+            print_memory(read, num_ranks, is_first=world is None or world.rank == 0)
+        else:
+            run_job(train_on_rank, check_start(read, world, trains=True), world)
     return told.status
 
 

@@ -30,8 +30,9 @@ from titanlite.errors import (
     collecting,
 )
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.plan.local import least_bytes, planned_bytes
 from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, run_ranks
-from titanlite.ranks.machine import check_local_ranks
+from titanlite.ranks.machine import check_local_memory, check_local_ranks, room_bytes
 from titanlite.ranks.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
 
 # The backends of torch._dynamo.list_backends that need no further package.
@@ -43,6 +44,8 @@ BACKENDS = (
 
 T = TypeVar("T")
 
+# The share of a machine's memory from which on a job's plan is looked up.
+LARGE_SHARE = 0.2
 # How long a rank that does not print the error waits for torchrun to end it.
 SILENT_SECONDS = 5.0
 
@@ -55,11 +58,14 @@ class Start:
     device_type: str
 
 
-def check_start(read: Reading | JobConfig, place: Place | None = None, *, key: str = "") -> Start:
+def check_start(
+    read: Reading | JobConfig, place: Place | None = None, *, key: str = "", trains: bool = False
+) -> Start:
     """Check a job for the world of `place`, or if that is None, for local ranks of its own.
 
     Raises ConfigError with all problems: in the values, across keys, and with this machine. `key`
-    is the key or option that set the number of ranks, if it is not in [parallelism].
+    is the key or option that set the number of ranks, if it is not in [parallelism]. `trains` also
+    checks that a training step can fit this machine's memory.
     """
     reading = Reading(read) if isinstance(read, JobConfig) else read
     config = reading.config
@@ -76,8 +82,16 @@ def check_start(read: Reading | JobConfig, place: Place | None = None, *, key: s
     with collecting(reading.problems):
         if config.compile.enable:
             check_backend(config.compile.backend)
+    are_all_here = place is None or place.local_world_size == place.world_size
+    needs_memory = trains and are_all_here and device_type == "cpu"
+    least = 0
+    with collecting(reading.problems):
+        if needs_memory and draft.model is not None:
+            least = _check_memory(config, draft.model, draft.dims)
     reading.require()
     job = finish(draft)
+    if needs_memory:
+        _check_planned_memory(job, least)
     prepare_data(config, job.model, job.seq_len)
     if not config.training.attend_across_documents:
         # As for float8 below, this check needs the model, and so imports torch.
@@ -170,6 +184,29 @@ def check_backend(name: str) -> None:
         match = difflib.get_close_matches(name, BACKENDS, n=1)
         advice = f"did you mean {quote(match[0])}?" if match else f"give {one_of(BACKENDS)}"
         raise ConfigError(f"compile.backend: there is no backend {quote(name)}; {advice}")
+
+
+def _check_memory(config: JobConfig, model: Any, dims: ParallelDims) -> int:
+    """The bytes that the ranks hold at least; raises ConfigError if this machine has less."""
+    least = least_bytes(config, model, dims)
+    check_local_memory(
+        least,
+        "parameters, gradients and optimizer state",
+        allowed_gb=config.job.max_local_memory_gb,
+    )
+    return least
+
+
+def _check_planned_memory(job: ResolvedJob, least: int) -> None:
+    """Raises ConfigError if the peaks of a planned job exceed this machine's memory.
+
+    Only a job that may not fit is looked up: a small one starts without delay.
+    """
+    allowed = job.config.job.max_local_memory_gb
+    if least > LARGE_SHARE * room_bytes(allowed):
+        check_local_memory(
+            planned_bytes(job), "by its plan, the ranks", allowed_gb=allowed, key="training"
+        )
 
 
 def _check_own_ranks(config: JobConfig, dims: ParallelDims, key: str) -> None:

@@ -169,7 +169,7 @@ BAD_FILES: list[tuple[Any, list[str]]] = [
     ('[checkpoint]\ninitial_load_path = "nowhere"\nload_step = 0', [f"checkpoint.{name}: checkpoint.enable is false, so nothing is loaded; set checkpoint.enable = true, or remove this key" for name in ("initial_load_path", "load_step")]),
     ("[checkpoint]\nload_step = -2", ["checkpoint.load_step: -2 is out of range; give an integer of at least -1"]),
     ('[checkpoint]\nexclude_from_loading = ["model"]', ['checkpoint.exclude_from_loading: "model" is not one of its values; give a list of "optimizer" and "lr_scheduler" and "dataloader" and "train_state"']),
-    ("[memory_estimation]\nenable = true", ["memory_estimation.enable: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),
+    ("[memory_estimation]\nenable = true\ndisable_fake_mode = true", ["memory_estimation.disable_fake_mode: true estimates with real tensors, which titanlite does not do; write false, or remove this line"]),
     ("[optimizer]\nearly_step_in_backward = true", ["optimizer.early_step_in_backward: true asks for a TorchTitan feature that titanlite does not have; write false, or remove this line"]),
     ("[training.dataloader]\nnum_workers = 2", ["training.dataloader.num_workers: 2 asks for a TorchTitan feature that titanlite does not have; write 0, or remove this line"]),
     ("[parallelism]\ntensor_parallel_degree = 3", ["parallelism.tensor_parallel_degree: 3 does not divide model.num_heads 4 or model.ffn_hidden_dim 256 or the number of tokens 64; give 2 or 4"]),

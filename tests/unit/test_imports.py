@@ -80,7 +80,12 @@ MUST_NOT_IMPORT = {
             "data_parallel",
             "events",
             "hardware",
+            "html",
+            "local",
+            "planning",
             "predict",
+            "report",
+            "spans",
             "timing",
         )
     },

@@ -10,8 +10,8 @@ import pytest
 
 from titanlite import cli
 from titanlite.config import JobConfig, make_config, resolve_job
-from titanlite.plan.command import representatives
 from titanlite.plan.events import Trace
+from titanlite.plan.planning import representatives
 from titanlite.plan.trace import trace_rank
 
 BATCH, TOKENS = 4, 64
@@ -107,15 +107,26 @@ def test_ranks_of_all_kinds_of_stages_are_traced() -> None:
 
 
 def test_the_command_shows_bars_bytes_and_notes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     job, figures = tmp_path / "job.toml", tmp_path / "figures.json"
     job.write_text(
         '[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\nglobal_batch_size = 8\n'
         'local_batch_size = 4\n[job]\ndevice = "cuda"\n'
     )
+    page, trace, picture = (tmp_path / name for name in ("page.html", "trace.json", "out.svg"))
     options = ["--parallelism.pipeline_parallel_degree=2", "--json", str(figures)]
-    options += ["--hardware", "a100"]
+    options += [
+        "--hardware",
+        "a100",
+        "--html",
+        str(page),
+        "--trace",
+        str(trace),
+        "--svg",
+        str(picture),
+    ]
     assert cli.main(["plan", str(job), "--parallelism.tensor_parallel_degree=2", *options]) == 0
     shown = capsys.readouterr().out
     assert "image_transformer, flavor debug: " in shown
@@ -123,11 +134,9 @@ def test_the_command_shows_bars_bytes_and_notes(
     assert "mesh: pp 2 x tp 2 = 4 ranks" in shown
     assert "rank 0" in shown
     assert "rank 2" in shown
-    assert "tp           all_gather" in shown
+    assert "tp (TP)\n      all_gather" in shown
     assert "note: device: without a GPU here" in shown
-    assert "time of a step on NVIDIA A100" in shown
     assert "tokens/s a rank, MFU" in shown
-    assert "pp, exposed + hidden" in shown
     written = json.loads(figures.read_text())
     found, time = written["ranks"], written["time"]
     assert set(time["ranks"]) == {"0", "2"}
@@ -135,10 +144,20 @@ def test_the_command_shows_bars_bytes_and_notes(
         parts = [*rank["compute_seconds"].values(), rank["launch_seconds"], rank["idle_seconds"]]
         parts += [one["exposed_seconds"] for one in rank["traffic"]]
         assert sum(parts) == pytest.approx(time["seconds"])
+    assert "<!DOCTYPE html>" in page.read_text()
+    assert "bubble, by rank" in picture.read_text()
+    kinds = [event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]]
+    # Each of the two stages sends or receives every microbatch once.
+    assert kinds.count("forward") == 2 * num_microbatches(written)
     assert [one["rank"] for one in found] == [0, 2]
     sent = [one for one in found[0]["communications"] if one["kind"] == "send"]
     assert sent[0]["axis"] == "pp"
     assert found[0]["peak"]["bytes"] == sum(found[0]["peak"]["bytes_of"].values())
+
+
+def num_microbatches(written: dict[str, Any]) -> int:
+    sends = [one for one in written["ranks"][0]["communications"] if one["kind"] == "send"]
+    return int(sends[0]["count"])
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -159,3 +178,17 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     job.write_text('[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\n')
     assert cli.main(["plan", str(job), "--json", str(tmp_path / "none" / "f.json")]) == 2
     assert "f.json cannot be written (No such file" in capsys.readouterr().err
+    for option in ("--trace", "--svg"):
+        assert cli.main(["plan", str(job), option, "out.json"]) == 2
+        assert f"{option}: a step has no times without --hardware" in capsys.readouterr().err
+    timed = ["plan", str(job), "--hardware", "h100"]
+    assert cli.main([*timed, "--svg", "out.svg"]) == 2
+    assert "--svg: the job has no pipeline to draw" in capsys.readouterr().err
+    assert cli.main([*timed, "--measured", str(job)]) == 2
+    assert "--measured: it is drawn in a picture; give --svg" in capsys.readouterr().err
+    assert cli.main([*timed, "--svg", "out.svg", "--measured", str(job)]) == 2
+    assert "job.toml is not the trace of a pipeline" in capsys.readouterr().err
+    assert cli.main([*timed, "--svg", "out.svg", "--measured", str(tmp_path / "none")]) == 2
+    assert "none cannot be read (No such file" in capsys.readouterr().err
+    assert cli.main([*timed, "--svg", "out.svg", "--measured", str(tmp_path)]) == 2
+    assert "has no pipeline_step_N.json; give another folder" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from titanlite.drawing.schedule_png import draw_png
 from titanlite.drawing.schedule_svg import draw_svg
 from titanlite.drawing.schedule_text import draw_text
 from titanlite.schedule import Span, Timeline, make_schedule, walk
-from titanlite.schedule.trace import make_trace
+from titanlite.schedule.trace import make_trace, read_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -172,3 +172,27 @@ def test_communication_has_lanes_below_the_work_and_tracks_of_its_own() -> None:
     begun = [event for event in events if event["ph"] == "b"]
     assert [event["name"] for event in begun] == ["send posted", "receive", "reduction"]
     assert len(begun) == len([event for event in events if event["ph"] == "e"])
+
+
+def test_a_trace_is_read_as_it_was_written():
+    spans = [
+        Span(0, 0.5, 2.0, "F", 0, 0),
+        Span(1, 2.0, 3.5, "I", 1, 0),
+        Span(1, 3.5, 4.0, "W", 1, 0),
+        Span(0, 0.0, 0.5, "FETCH", 0),
+        Span(0, 2.0, 2.5, "SEND_TO"),
+        Span(1, 1.0, 2.5, "RECEIVE"),
+        Span(0, 4.0, 5.0, "end of the step"),
+    ]
+    timeline = Timeline("run <1>", ["rank 0", "rank 1"], spans, unit="ms")
+    read = read_trace(make_trace(timeline))
+    assert (read.title, read.rows, read.unit) == (timeline.title, timeline.rows, "ms")
+    assert sorted(read.spans, key=str) == sorted(spans, key=str)
+    in_seconds = Timeline("", ["rank 0"], [Span(0, 0.25, 0.5, "B", 0, 0)], unit="s")
+    assert read_trace(make_trace(in_seconds)).spans == [Span(0, 250.0, 500.0, "B", 0, 0)]
+
+
+@pytest.mark.parametrize("text", ["[model]", "{}", "[]", '{"traceEvents": [{"name": 1}]}'])
+def test_other_files_are_no_traces(text):
+    with pytest.raises(ValueError, match=r"trace|Expecting"):
+        read_trace(text)

@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import JobConfig, checks, load_config, read_job
+from titanlite.config import JobConfig, checks, load_config, read_job, resolve_job
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.errors import ConfigError
+from titanlite.from_python import train
 from titanlite.lab.cluster import VirtualCluster
 from titanlite.lab.mesh import Mesh
+from titanlite.plan.cache import load_pieces
+from titanlite.plan.compose import compose
+from titanlite.plan.local import PLAN_ERROR, least_bytes, planned_bytes
 from titanlite.ranks import machine
 from titanlite.ranks.launch import Place, Ranks, run_ranks
+from titanlite.run import command as train_command
 from titanlite.start import BACKENDS, check_start
 from titanlite.verify.command import main as verify
 
@@ -28,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 def two_cores_and_eight_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "num_cores", lambda: 2)
     monkeypatch.setattr(machine, "memory_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr(machine, "swap_bytes", lambda: 0)
 
 
 def job(*argv: str) -> JobConfig:
@@ -80,6 +86,91 @@ def test_all_that_starts_ranks_has_the_same_limit(start: Callable[[], object], k
     (line,) = problems_of(start)
     assert line.startswith(f"{key}: ")
     assert "ranks are too many for this machine" in line
+
+
+LLAMA = ("--model.name=llama3", "--training.dataset=synthetic", "--training.seq_len=64")
+
+
+def test_a_job_that_cannot_fit_in_memory_is_refused() -> None:
+    config = job(*LLAMA, "--model.flavor=8B")
+    # 16 bytes for each of 8.03 billion parameters.
+    assert problems_of(lambda: check_start(config, trains=True)) == [
+        "model: parameters, gradients and optimizer state take at least 128 GB on CPU, and this "
+        "machine has 8 GB; train a smaller model or batch, start ranks with torchrun on more "
+        "machines, or set job.max_local_memory_gb = 129"
+    ]
+    # It is not about runs that do not train, nor about ranks on other machines.
+    check_start(config)
+    sharded = job(*LLAMA, "--model.flavor=8B", "--parallelism.data_parallel_shard_degree=2")
+    check_start(sharded, Place(0, 2, 0, 1, rendezvous="env://"), trains=True)
+    assert len(problems_of(lambda: check_start(sharded, trains=True))) == 1
+    check_start(job(*LLAMA, "--model.flavor=8B", "--job.max_local_memory_gb=129"), trains=True)
+    less = job(*LLAMA, "--model.flavor=8B", "--job.max_local_memory_gb=20")
+    (line,) = problems_of(lambda: check_start(less, trains=True))
+    assert "and job.max_local_memory_gb is 20;" in line
+
+
+def test_the_least_memory_is_that_of_each_replica_and_its_optimizer() -> None:
+    def least(*argv: str) -> int:
+        resolved = resolve_job(job(*argv), None)
+        return least_bytes(resolved.config, resolved.model, resolved.dims)
+
+    numel = resolve_job(job(), None).model.num_parameters
+    assert least() == 16 * numel
+    assert least("--training.dtype=bfloat16") == 8 * numel
+    assert least("--optimizer.name=SGD") == 8 * numel
+    assert least("--optimizer.name=SGD", "--optimizer.momentum=0.9") == 12 * numel
+    assert least("--parallelism.data_parallel_shard_degree=4") == 16 * numel
+    assert least("--parallelism.tensor_parallel_degree=4") == 16 * numel
+    assert least("--parallelism.data_parallel_replicate_degree=3") == 48 * numel
+    seed = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
+    assert least(*seed) == 4 * numel
+
+
+def test_a_planned_job_that_cannot_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = job("--model.flavor=debug", "--training.dataset=synthetic")
+    resolved = resolve_job(config, None)
+    assert planned_bytes(resolved) == 0
+    pieces = load_pieces(resolved)
+    (composition,) = compose(resolved, pieces)
+    by_plan = planned_bytes(resolved)
+    assert by_plan == round((1 - PLAN_ERROR) * composition.peak().num_bytes)
+    least = least_bytes(config, resolved.model, resolved.dims)
+    assert least < by_plan
+    monkeypatch.setattr(machine, "memory_bytes", lambda: (least + by_plan) // 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("titanlite.start.LARGE_SHARE", 0.0)
+        (line,) = problems_of(lambda: check_start(config, trains=True))
+    assert line.startswith("training: by its plan, the ranks take at least ")
+    # A job of which little is known to be needed is not looked up.
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 100 * least)
+    monkeypatch.setattr("titanlite.start.planned_bytes", lambda _: pytest.fail("looked up"))
+    check_start(config, trains=True)
+
+
+def test_memory_estimation_shows_memory_and_stops(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "job.toml"
+    file.write_text(
+        '[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\n'
+        "[memory_estimation]\nenable = true\n"
+    )
+    words = [str(file), "--parallelism.tensor_parallel_degree=2", "--job.max_local_ranks=1"]
+    assert train_command(words) == 0
+    shown = capsys.readouterr().out
+    assert "2 ranks: tp 2" in shown
+    assert "P parameters" in shown
+    assert "nothing was trained" in shown
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(ConfigError, match="true estimates memory and does not train"):
+        train(str(file))
+    assert train_command([*words, "--parallelism.tensor_parallel_degree=3"]) == 2
+    assert "tensor_parallel_degree: 3 does not divide" in capsys.readouterr().err
 
 
 def test_backends_known_by_name_are_those_of_torch() -> None:

@@ -51,10 +51,3 @@ class FaultTolerance(Section):
     semi_sync_method: Inert[str | None] = key(
         None, "how replicas synchronize, if not at every step"
     )
-
-
-class MemoryEstimation(Section):
-    """Estimating a job's memory without running it"""
-
-    enable: NotYet[bool] = key(False, "estimate and stop")
-    disable_fake_mode: Inert[bool] = key(False, "estimate with real tensors")

@@ -643,6 +643,17 @@ def _hf_folder(job: Draft) -> Iterator[str]:
     yield from hf_folder_problems(job.config, job.model)
 
 
+@reads("memory_estimation")
+def _memory_estimation(job: Draft) -> Iterator[str]:
+    """Memory is estimated with fake tensors only."""
+    estimation = job.config.memory_estimation
+    if estimation.enable and estimation.disable_fake_mode:
+        yield (
+            "memory_estimation.disable_fake_mode: true estimates with real tensors, which "
+            "titanlite does not do; write false, or remove this line"
+        )
+
+
 @reads("checkpoint", MODEL)
 def _experts_in_hf(job: Draft) -> Iterator[str]:
     """Models with experts are not written as Hugging Face folders."""

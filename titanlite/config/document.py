@@ -172,7 +172,9 @@ The product of the degrees in [parallelism] must be the number of ranks. With
 `data_parallel_shard_degree = -1`, that degree is the number of ranks divided by the other degrees.
 A job that is started as a single process starts as many local ranks as its degrees need; -1 is then
 1 on CPU, and on CUDA the number of GPUs divided by the other degrees. At most 32 ranks per core and
-one per 150 MB of memory are started; `job.max_local_ranks` sets another limit.
+one per 150 MB of memory are started; `job.max_local_ranks` sets another limit. Ranks on CPU whose
+parameters, gradients and optimizer state alone exceed the machine's memory are not started;
+`job.max_local_memory_gb` sets another limit.
 
 Besides the type and range of each key, these rules are checked when the job is read, or as soon as
 the number of ranks is known.
@@ -185,11 +187,12 @@ value is refused, and the error names the key.
 
 NO_EFFECT = """\
 These keys configure features that titanlite does not have: the overlap of a pipeline with expert
-communication, converters other than `quantize.linear.float8`, fault tolerance and memory
-estimation. The values that turn these features on (of `model.converters`, `fault_tolerance.enable`
-and `memory_estimation.enable`) are refused. While a feature is off, its keys have no effect in
-TorchTitan either, so any value is accepted. A line at the start of the run lists those of these
-keys that are set.
+communication, converters other than `quantize.linear.float8`, fault tolerance, and estimating
+memory with real tensors. The values that turn these features on (of `model.converters` and
+`fault_tolerance.enable`) are refused, as is `memory_estimation.disable_fake_mode` while
+`memory_estimation.enable` is true. While a feature is off, its keys have no effect in TorchTitan
+either, so any value is accepted. A line at the start of the run lists those of these keys that are
+set.
 """
 
 

@@ -15,7 +15,6 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from titanlite.config.absent import (
     FaultTolerance,
-    MemoryEstimation,
     MXLinear,
     QuantizedGroupedMM,
 )
@@ -54,6 +53,11 @@ class JobSection(Section):
     max_local_ranks: PositiveInt | None = key(
         None,
         "limit on ranks on this machine; if not set, it depends on cores and memory",
+        torchtitan=OWN,
+    )
+    max_local_memory_gb: PositiveFloat | None = key(
+        None,
+        "limit on the memory of a job's CPU ranks on this machine; if not set, its memory and swap",
         torchtitan=OWN,
     )
     custom_config_module: NotYet[str] = key(
@@ -543,6 +547,13 @@ class Sampling(Section):
         "tokens of a sample, including the prompt; if not set, those of a training sequence",
         torchtitan=OWN,
     )
+
+
+class MemoryEstimation(Section):
+    """Estimating a job's memory without running it"""
+
+    enable: bool = key(False, "print the memory of a step by its plan, and stop")
+    disable_fake_mode: Inert[bool] = key(False, "estimate with real tensors")
 
 
 class JobConfig(Section):

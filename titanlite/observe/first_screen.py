@@ -68,7 +68,9 @@ def render_screen(
     lines = [_Line(line, len(line)) for line in textwrap.wrap(title, width)]
     lines.append(_Line(""))
     lines += _fact_lines(facts, width)
-    lines += [_Line(""), *_plan_lines(rows, width), _Line("")]
+    if rows:
+        lines += [_Line(""), *_plan_lines(rows, width)]
+    lines.append(_Line(""))
     lines += [_Line(line) for line in beside(mesh, width)]
     if on_terminal:
         return _colored(lines, color=color, width=width)

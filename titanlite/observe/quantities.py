@@ -1,4 +1,4 @@
-"""Human-readable quantities: 12.3k, 1.50 GiB, 0:04:10. At most three significant digits."""
+"""Human-readable quantities: 12.3k, 1.50 GiB, 1.23 ms, 0:04:10. At most three digits."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ def format_duration(seconds: float) -> str:
     days, hours = divmod(hours, 24)
     clock = f"{hours}:{minutes:02d}:{rest:02d}"
     return f"{days}d {clock}" if days else clock
+
+
+def format_seconds(seconds: float) -> str:
+    """A short time with its unit: 0.00123 -> "1.23 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * size:
+            return f"{_three_figures(seconds / size)} {unit}"
+    return f"{_three_figures(seconds / 1e-6)} us"
 
 
 def _scale(value: float, base: int, prefixes: tuple[str, ...]) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""Whether a stream is a terminal, and its width: decides between live and plain output."""
+"""Whether a stream is a terminal, its colours and its width: for live or plain output."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ DEFAULT_WIDTH = 100
 def is_terminal(stream: TextIO) -> bool:
     """Whether `stream` is a terminal that interprets control characters."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+def uses_color(stream: TextIO) -> bool:
+    """Whether colours may be written to `stream`: a terminal, and no NO_COLOR."""
+    return is_terminal(stream) and "NO_COLOR" not in os.environ
 
 
 def terminal_width(stream: TextIO) -> int:

@@ -13,5 +13,9 @@ cost.py        the time of an operator and of a communication
 timing.py      the time of a list of events, and of ranks that exchange messages
 predict.py     the time of a composed step, with the pipeline's clock
 planning.py    the plan of a job from all of these
+spans.py       what each rank of a predicted step does when, for traces and pictures
+report.py      a plan as text, and as plain values
+html.py        a plan and a search as a page (titanlite/plan/page/)
+local.py       whether a job fits in this machine's memory
 command.py     `titanlite plan`
 """

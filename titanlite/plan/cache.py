@@ -23,7 +23,10 @@ from titanlite.plan.events import Communication, Event, Operator, Place, Wait
 
 SOURCE = Path(__file__).parents[1]
 # Sections of a job that change nothing of its step.
-UNUSED = ("job", "metrics", "profiling", "checkpoint", "validation", "sampling", "comm", "debug")
+UNUSED = (
+    *("job", "metrics", "profiling", "checkpoint", "validation", "sampling", "comm", "debug"),
+    "memory_estimation",
+)
 
 
 def load_pieces(resolved: ResolvedJob, *, use_cache: bool = True) -> Pieces:

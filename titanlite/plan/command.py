@@ -1,4 +1,4 @@
-"""`titanlite plan`: the memory, communication and operations of a job's step, before it runs."""
+"""`titanlite plan`: what a job's step takes and how long it lasts, before it runs."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
 from titanlite.drawing.mesh import draw_mesh
 from titanlite.errors import ConfigError
-from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.observe.first_screen import render_screen
-from titanlite.observe.quantities import format_bytes, format_count
 from titanlite.observe.run_facts import job_facts
-from titanlite.plan.cost import Cost
-from titanlite.plan.events import CATEGORIES, Trace, totals
-from titanlite.plan.hardware import Hardware, known_hardware, load_hardware
-from titanlite.plan.timing import StepTime, step_time, time_ranks
+from titanlite.observe.terminal import terminal_width, uses_color
+from titanlite.plan.hardware import known_hardware, load_hardware
+from titanlite.plan.html import draw_page
+from titanlite.plan.planning import JobPlan, plan_job
+from titanlite.plan.report import figures, show
+from titanlite.plan.spans import draw_schedules, make_timeline, step_spans
+from titanlite.schedule import Timeline
+from titanlite.schedule.trace import make_trace, read_trace
 
 if TYPE_CHECKING:
     from titanlite.config import JobConfig, ResolvedJob
 
 EPILOG = "Any key of the job can follow: --section.key=value."
-BAR_WIDTH = 40
-LETTERS = dict(zip(CATEGORIES, "PGOAFC.", strict=True))
-"""The letter of each category in a bar."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,6 +48,19 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FILE",
         help="measure this machine's CPU, write its hardware file, and stop",
     )
+    parser.add_argument("--html", metavar="FILE", help="write a page with charts")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write the predicted step as a Chrome trace, for ui.perfetto.dev",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="write the predicted pipeline as a picture")
+    parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="the pipeline_step_N.json of a run, to draw below the predicted step in --svg; of a "
+        "folder, that of the fastest step",
+    )
     options, rest = parser.parse_known_args(arguments)
     if options.calibrate:
         from titanlite.plan.calibrate import calibrate
@@ -60,35 +72,79 @@ def main(arguments: Sequence[str]) -> int:
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks: {options.ranks} is too small; give at least 1")
     hardware = load_hardware(options.hardware) if options.hardware else None
+    for option in ("trace", "svg"):
+        if getattr(options, option) and hardware is None:
+            raise ConfigError(f"--{option}: a step has no times without --hardware; give both")
+    measured = _read_measured(options.measured, options.svg)
     asked = _load([f"--job.config_file={options.job}", *rest])
     config, notes = plannable(*asked)
     resolved = resolve_job(config, options.ranks)
-    from titanlite.plan.trace import count_parameters, trace_rank
-
-    ranks = representatives(resolved.dims)
-    traces = [trace_rank(resolved, rank) for rank in ranks]
-    facts = job_facts(resolved, count_parameters(resolved))
-    content = config.job.description, facts, traces[0].applied, draw_mesh(resolved.dims)
-    print(render_screen(*content, stream=sys.stdout))
-    print("\n".join(["", *show_memory(traces), "", *show_communication(traces)]))
-    step = None
-    if hardware is not None:
-        is_compiled = config.compile.enable
-        step, lines = plan_time(resolved, traces, hardware, is_compiled=is_compiled)
-        print("\n".join(["", *lines]))
-    print("\n".join(notes), end="\n" if notes else "")
+    if options.svg and resolved.pipeline is None:
+        raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
+    plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
+    plan.notes.extend(notes)
+    print(_first_screen(resolved, plan), end="\n\n")
+    print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
     if options.json:
-        try:
-            with open(options.json, "w", encoding="utf-8") as file:
-                found: Any = [figures(trace) for trace in traces]
-                if step is not None:
-                    found = {"ranks": found, "time": asdict(step)}
-                json.dump(found, file, indent=1)
-        except OSError as error:
-            raise ConfigError(
-                f"--json: {options.json} cannot be written ({error.strerror}); give another file"
-            ) from error
+        _write("--json", options.json, json.dumps(figures(plan), indent=1))
+    if options.html:
+        page = draw_page(figures(plan), step_spans(plan), title=config.job.description)
+        _write("--html", options.html, page)
+    if options.trace or options.svg:
+        timeline = make_timeline(step_spans(plan), plan.dims)
+        if options.trace:
+            _write("--trace", options.trace, make_trace(timeline))
+        if options.svg:
+            _write("--svg", options.svg, draw_schedules(timeline, measured))
     return 0
+
+
+def _first_screen(resolved: ResolvedJob, plan: JobPlan) -> str:
+    """The job as a run shows it at its start; the effective plan is known of a traced job."""
+    num_parameters = getattr(resolved.model, "num_parameters", None)
+    if num_parameters is None:
+        from titanlite.plan.trace import count_parameters
+
+        num_parameters = count_parameters(resolved)
+    facts = job_facts(resolved, num_parameters)
+    title = resolved.config.job.description
+    return render_screen(title, facts, plan.applied, draw_mesh(plan.dims), stream=sys.stdout)
+
+
+def _read_measured(file: str | None, svg: str | None) -> Timeline | None:
+    """The timeline of a run's trace, or of the fastest one in a folder, if --measured is given."""
+    if file is None:
+        return None
+    if svg is None:
+        raise ConfigError("--measured: it is drawn in a picture; give --svg, too")
+    path = Path(file)
+    try:
+        found = list(path.glob("pipeline_step_*.json")) if path.is_dir() else [path]
+        timelines = [read_trace(one.read_text(encoding="utf-8")) for one in found]
+        if not timelines:
+            raise ConfigError(
+                f"--measured: {file} has no pipeline_step_N.json; give another folder"
+            )
+        return min(timelines, key=lambda timeline: timeline.end - timeline.start)
+    except OSError as error:
+        raise ConfigError(
+            f"--measured: {file} cannot be read ({error.strerror}); give another file"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"--measured: {file} is not the trace of a pipeline; give a pipeline_step_N.json of a "
+            "run with profiling.enable_pipeline_timeline = true"
+        ) from error
+
+
+def _write(option: str, file: str, text: str) -> None:
+    """Write a file that an option asks for."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{option}: {file} cannot be written ({error.strerror}); give another file"
+        ) from error
 
 
 def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:
@@ -115,143 +171,4 @@ def plannable(config: JobConfig, notes: Sequence[str] = ()) -> tuple[JobConfig, 
         changes["comm.mode"] = "default"
     if config.job.device == "cuda":
         notes.append("device: without a GPU here, traced on the kernels of the CPU")
-    lines = ["", *(f"note: {note}" for note in notes)] if notes else []
-    return (override(config, changes) if changes else config), lines
-
-
-def representatives(dims: ParallelDims) -> list[int]:
-    """One rank per pipeline stage, those with the largest shards: the first of other axes.
-
-    Of more than four stages: the first two, the middle one and the last.
-    """
-    places = list(range(dims.pp))
-    if dims.pp > 4:
-        places = [0, 1, dims.pp // 2, dims.pp - 1]
-    return [dims.rank(pp=place) for place in places]
-
-
-def show_memory(traces: Sequence[Trace]) -> list[str]:
-    """A bar for each rank: the bytes of each category at the peak of a step."""
-    peaks = [trace.peak() for trace in traces]
-    largest = max(peak.num_bytes for peak in peaks)
-    lines = ["memory of a rank at the peak of a step"]
-    for trace, peak in zip(traces, peaks, strict=True):
-        bar = ""
-        for name in CATEGORIES:
-            share = peak.bytes_of.get(name, 0) / largest
-            bar += LETTERS[name] * round(BAR_WIDTH * share)
-        where = f"{peak.place.phase} of {peak.place.module}" if peak.place.module else "the step"
-        total = format_bytes(peak.num_bytes)
-        lines.append(f"  {_name(trace):12} {total:>9} {bar:{BAR_WIDTH}}  {where}")
-    lines.append("")
-    header = "".join(f"{_name(trace):>12}" for trace in traces)
-    lines.append(f"    {'':22}{header}")
-    for name in CATEGORIES:
-        cells = [format_bytes(peak.bytes_of.get(name, 0)) for peak in peaks]
-        if any(peak.bytes_of.get(name, 0) for peak in peaks):
-            lines.append(f"  {LETTERS[name]} {name:22}" + "".join(f"{cell:>12}" for cell in cells))
-    return lines
-
-
-def show_communication(traces: Sequence[Trace]) -> list[str]:
-    """Number and bytes of each kind of communication, by axis, for each rank."""
-    of_ranks = [totals(trace.communications) for trace in traces]
-    keys = sorted({key for of in of_ranks for key in of}, key=lambda key: (key[1], key[0]))
-    lines = ["communication of a rank in a step: number, bytes of whole tensors"]
-    lines.append(f"    {'':26}" + "".join(f"{_name(trace):>20}" for trace in traces))
-    for kind, axis in keys:
-        cells = []
-        for of in of_ranks:
-            count, num_bytes = of.get((kind, axis), (0, 0))
-            cells.append(f"{count:,} x, {format_bytes(num_bytes)}" if count else "-")
-        lines.append(f"    {axis:13}{kind:13}" + "".join(f"{cell:>20}" for cell in cells))
-    flops = "".join(f"{format_count(trace.flops, spaced=True) + 'FLOP':>20}" for trace in traces)
-    lines += ["", f"    {'products':26}{flops}"]
-    return lines
-
-
-def plan_time(
-    resolved: ResolvedJob, traces: Sequence[Trace], hardware: Hardware, *, is_compiled: bool
-) -> tuple[StepTime | None, list[str]]:
-    """The time of a step, and how it is shown. None if stages are missing among the traces."""
-    dims = resolved.dims
-    if len(traces) < dims.pp:
-        line = f"time: not planned for {dims.pp} pipeline stages yet, but for up to {len(traces)}"
-        return None, [line]
-    cost = Cost(hardware, dims, is_compiled=is_compiled)
-    _, segments = time_ranks({trace.rank: trace.events for trace in traces}, cost)
-    tokens = resolved.global_batch_size * resolved.seq_len
-    flops = getattr(resolved.model, "flops_per_token", None)
-    step = step_time(
-        segments,
-        cost,
-        tokens=tokens,
-        model_flops=tokens * flops(resolved.seq_len) if flops else None,
-        dtype=resolved.config.training.param_dtype,
-    )
-    return step, show_time(step, hardware)
-
-
-def show_time(step: StepTime, hardware: Hardware) -> list[str]:
-    """The step's time, what bounds it, and the seconds of each rank by what they go to."""
-    rate = format_count(step.tokens_per_second)
-    lines = [
-        f"time of a step on {hardware.name}: {format_seconds(step.seconds)}",
-        f"  {rate} tokens/s a rank, MFU {'unknown' if step.mfu is None else f'{step.mfu:.1%}'}, "
-        f"hardware utilization {step.hfu:.1%}",
-        f"  {step.bound}",
-        *(["  each rank has a core of its own"] if hardware.kind == "cpu" else []),
-        "",
-    ]
-    names = list(step.ranks)
-    lines.append(f"    {'':26}" + "".join(f"{f'rank {rank}':>20}" for rank in names))
-    segments = list(step.ranks.values())
-
-    def row(name: str, values: Sequence[float], other: Sequence[float] | None = None) -> None:
-        cells = [format_seconds(value) if value else "-" for value in values]
-        if other is not None:
-            cells = [
-                f"{cell} + {format_seconds(more)}" if more else cell
-                for cell, more in zip(cells, other, strict=True)
-            ]
-        lines.append(f"    {name:26}" + "".join(f"{cell:>20}" for cell in cells))
-
-    for kind in dict.fromkeys(kind for one in segments for kind in one.compute_seconds):
-        row(kind, [one.compute_seconds.get(kind, 0.0) for one in segments])
-    axes = dict.fromkeys(axis for one in segments for axis in one.axes)
-    for axis in axes:
-        of = [one.axes.get(axis) for one in segments]
-        row(
-            f"{axis}, exposed + hidden",
-            [one.exposed_seconds if one else 0.0 for one in of],
-            [one.hidden_seconds if one else 0.0 for one in of],
-        )
-    if any(one.launch_seconds for one in segments):
-        row("waits for the host", [one.launch_seconds for one in segments])
-    row("idle", [one.idle_seconds for one in segments])
-    return lines
-
-
-def format_seconds(seconds: float) -> str:
-    """Seconds with a unit: 0.00123 -> "1.23 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
-
-
-def figures(trace: Trace) -> dict[str, Any]:
-    """What is known of a rank, for programs."""
-    peak = trace.peak()
-    return {
-        "rank": trace.rank,
-        "coordinates": trace.coordinates,
-        "held_bytes": trace.held,
-        "peak": {"bytes": peak.num_bytes, "bytes_of": peak.bytes_of, **peak.place._asdict()},
-        "flops": trace.flops,
-        "communications": [asdict(one) for one in trace.communications],
-    }
-
-
-def _name(trace: Trace) -> str:
-    return f"rank {trace.rank}"
+    return (override(config, changes) if changes else config), notes

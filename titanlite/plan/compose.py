@@ -239,10 +239,10 @@ class _Composer:
         builder = Builder()
         if not data.is_fsdp:
             buckets = data.buckets(parts) if variant.is_last else {}
-            for _, part in parts:
-                builder.add(part.forward)
+            for name, part in parts:
+                builder.add(part.forward, part=name)
             for name, part in reversed(parts):
-                builder.add(part.backward, adds_to_gradients=not variant.is_first)
+                builder.add(part.backward, part=name, adds_to_gradients=not variant.is_first)
                 for num_bytes in buckets.get(name, ()):
                     data.all_reduce_bucket(builder, num_bytes, Place(name, BACKWARD_PHASE))
             return builder.segment()
@@ -256,7 +256,7 @@ class _Composer:
                         builder, weights, data.start_gather(builder, weights, place), place
                     )
                     here.add(unit)
-            builder.add(part.forward)
+            builder.add(part.forward, part=name)
             if data.frees(is_needed_first=name in ("after", last_block)):
                 for unit, weights in data.units(name, part):
                     if not (name == "before" and data.is_shared(unit)):
@@ -275,7 +275,7 @@ class _Composer:
                 for unit, weights in data.units(*parts[index - 1]):
                     if unit not in here:
                         started[unit] = data.start_gather(builder, weights, place)
-            builder.add(part.backward)
+            builder.add(part.backward, part=name)
             for unit, weights in data.units(name, part):
                 if name == "after" and data.is_shared(unit):
                     here.add(unit)

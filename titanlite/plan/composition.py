@@ -28,6 +28,8 @@ class Segment:
     net: Mapping[str, int]
     peak: Mapping[str, int]
     peak_place: Place = NOWHERE
+    parts: tuple[tuple[int, int, str], ...] = ()
+    """(index of the first event, of the one after the last, name) of each named part."""
 
     @property
     def peak_bytes(self) -> int:
@@ -42,22 +44,27 @@ class Builder:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self._parts: list[tuple[int, int, str]] = []
         self._now: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
         self._peak_place = NOWHERE
         self._total = self._most = self._number = 0
 
-    def add(self, segment: Segment, *, adds_to_gradients: bool = False) -> None:
+    def add(self, segment: Segment, *, part: str = "", adds_to_gradients: bool = False) -> None:
         """Append a segment; its communications get new numbers.
 
-        With `adds_to_gradients`, the gradients exist already: those of the segment are temporary.
+        `part` is the name of its part of the model: all blocks of a kind share a segment. With
+        `adds_to_gradients`, the gradients exist already: those of the segment are temporary.
         """
         if self._total + segment.peak_bytes > self._most:
             self._most = self._total + segment.peak_bytes
             self._peak = dict(self._now + Counter())
             for name, num_bytes in segment.peak.items():
                 self._peak[name] = self._now[name] + num_bytes
-            self._peak_place = segment.peak_place
+            self._peak_place = named(segment.peak_place, part)
+        if part:
+            start = len(self.events)
+            self._parts.append((start, start + len(segment.events), part))
         for name, num_bytes in segment.net.items():
             if not (adds_to_gradients and name == "gradients"):
                 self._now[name] += num_bytes
@@ -109,7 +116,15 @@ class Builder:
     def segment(self) -> Segment:
         net = {name: num_bytes for name, num_bytes in self._now.items() if num_bytes}
         peak = {name: num_bytes for name, num_bytes in self._peak.items() if num_bytes}
-        return Segment(tuple(self.events), net, peak, self._peak_place)
+        return Segment(tuple(self.events), net, peak, self._peak_place, tuple(self._parts))
+
+
+def named(place: Place, part: str) -> Place:
+    """A place in a block of the same kind, moved to the block `part`; others stay."""
+    own, traced = part.split("."), place.module.split(".")
+    if len(own) == 1 or len(traced) < len(own) or traced[: len(own) - 1] != own[:-1]:
+        return place
+    return place._replace(module=".".join([part, *traced[len(own) :]]))
 
 
 def segment_of(
@@ -244,6 +259,8 @@ def smaller(resolved: ResolvedJob) -> ResolvedJob:
         at_once = resolved.pipeline.microbatch_size
     shards = 2 if uses_fsdp(config, dims) and not dims.cp_enabled else 1
     changes = WITHOUT_A_PIPELINE | {
+        # Cost fuses operators as a compiler does.
+        "compile.enable": False,
         **(WITHOUT_FLOAT8_GATHER if gathers_in_float8(config) else {}),
         "parallelism.data_parallel_replicate_degree": 1,
         "parallelism.data_parallel_shard_degree": shards,

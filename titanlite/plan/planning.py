@@ -9,7 +9,7 @@ whose communication is the same and whose peaks differ by a few percent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
@@ -21,6 +21,7 @@ from titanlite.plan.cost import Cost
 from titanlite.plan.events import Peak, totals
 from titanlite.plan.hardware import Hardware
 from titanlite.plan.predict import Prediction, predict
+from titanlite.plan_row import PlanRow
 
 WHOLE, PIECES = "whole", "pieces"
 # Passes of a block through a microbatch up to which a job is traced whole.
@@ -59,6 +60,10 @@ class JobPlan:
     prediction: Prediction | None = None
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    cost: Cost | None = field(default=None, repr=False)
+    """The cost of the prediction."""
+    applied: tuple[PlanRow, ...] = ()
+    """The effective plan of a job that was traced whole."""
 
     @property
     def peak_bytes(self) -> int:
@@ -80,7 +85,8 @@ def plan_job(
     """
     dims = resolved.dims
     method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
-    prediction = None
+    prediction, cost = None, None
+    applied: tuple[PlanRow, ...] = ()
     compositions: list[Composition] = []
     if method == PIECES or hardware is not None:
         pieces = load_pieces(resolved, use_cache=use_cache)
@@ -88,7 +94,7 @@ def plan_job(
         if hardware is not None:
             cost = Cost(hardware, dims, is_compiled=is_compiled)
             prediction = predict(resolved, compositions, cost, pieces)
-    shown = [dims.rank(pp=place) for place in representatives(dims)]
+    shown = representatives(dims)
     if method == WHOLE:
         from titanlite.plan.trace import trace_rank
 
@@ -96,22 +102,39 @@ def plan_job(
         for rank in shown:
             trace = trace_rank(resolved, rank)
             counts = totals(trace.communications)
+            applied = applied or trace.applied
             ranks.append(
                 RankPlan(rank, trace.coordinates, trace.held, trace.peak(), counts, trace.flops)
             )
     else:
         ranks = [
-            RankPlan(one.rank, one.coordinates, one.held, one.peak(), one.totals(), one.flops)
+            RankPlan(
+                one.rank,
+                one.coordinates,
+                one.held,
+                _of_any_block(one.peak(), resolved),
+                one.totals(),
+                one.flops,
+            )
             for one in compositions
             if one.rank in shown
         ]
-    plan = JobPlan(dims, ranks, method, hardware, prediction)
+    plan = JobPlan(dims, ranks, method, hardware, prediction, cost=cost, applied=applied)
     if method == PIECES and gathers_in_float8(resolved.config):
         plan.notes.append(
             "float8: planned with FSDP's all-gathers in the compute dtype, not in float8"
         )
     plan.warnings.extend(find_warnings(plan))
     return plan
+
+
+def _of_any_block(peak: Peak, resolved: ResolvedJob) -> Peak:
+    """The peak in a block without its number: the stages of a pipeline share their pieces."""
+    if resolved.pipeline is None:
+        return peak
+    names = peak.place.module.split(".")
+    place = peak.place._replace(module=".".join("*" if n.isdigit() else n for n in names))
+    return replace(peak, place=place)
 
 
 def passes(resolved: ResolvedJob) -> int:
@@ -121,18 +144,17 @@ def passes(resolved: ResolvedJob) -> int:
     if pipeline is None:
         return batches * getattr(resolved.model, "n_layers", 1)
     blocks = max(len(stage) for stage in pipeline.stages)
-    places = len(representatives(dims))
-    return batches * places * blocks * pipeline.schedule.num_microbatches
+    ranks = len(representatives(dims))
+    return batches * ranks * blocks * pipeline.schedule.num_microbatches
 
 
 def representatives(dims: ParallelDims) -> list[int]:
-    """The places on pp that are shown: of more than four the first two, the middle one, the last.
+    """One rank per pipeline stage, those with the largest shards: the first of other axes.
 
-    Of the other axes, the first rank has the largest shards.
+    Of more than four stages: the first two, the middle one and the last.
     """
-    if dims.pp <= 4:
-        return list(range(dims.pp))
-    return [0, 1, dims.pp // 2, dims.pp - 1]
+    places = list(range(dims.pp)) if dims.pp <= 4 else [0, 1, dims.pp // 2, dims.pp - 1]
+    return [dims.rank(pp=place) for place in places]
 
 
 def find_warnings(plan: JobPlan) -> Sequence[str]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
@@ -36,14 +37,28 @@ BACKWARDS = (FULL_BACKWARD, BACKWARD_INPUT)
 SPAN_KINDS = {UNSHARD: "FETCH", REDUCE_GRAD: "REDUCE_GRAD"}
 
 
+class Ran(NamedTuple):
+    """An action of the rank at `place` on pp, from `start` to `end`; a send takes its transfer."""
+
+    place: int
+    start: float
+    end: float
+    done: Done
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted time of a step, and what each rank does when."""
+    """The predicted time of a step, and what each rank does when.
+
+    `timeline` has the work of a pipeline's ranks; `actions` has all actions, in the order in which
+    they start on each rank.
+    """
 
     step: StepTime
     timeline: Timeline
     bubble: float
     """The share of the step in which a rank waits for another, the mean over the pipeline."""
+    actions: list[Ran] = field(default_factory=list, repr=False)
 
 
 def predict(
@@ -58,13 +73,13 @@ def predict(
         segments,
         cost,
         tokens=tokens,
-        model_flops=(pieces.flops_per_token or 0.0) * tokens,
+        model_flops=pieces.flops_per_token and pieces.flops_per_token * tokens,
         dtype=resolved.config.training.param_dtype,
     )
     rows = [f"rank {one.rank}" for one in compositions]
     idle = [segment.idle_seconds / seconds if seconds else 0.0 for segment in segments.values()]
     timeline = Timeline("predicted step", rows, clock.spans, unit="s")
-    return Prediction(step, timeline, sum(idle) / len(idle))
+    return Prediction(step, timeline, sum(idle) / len(idle), clock.actions)
 
 
 class _Clock:
@@ -80,6 +95,7 @@ class _Clock:
             if done.stage >= 0
         }
         self.spans: list[Span] = []
+        self.actions: list[Ran] = []
         # Seconds in which a rank waits for a transfer that is under way, by rank, kind and phase.
         self._exposed: dict[tuple[int, str, str], float] = defaultdict(float)
 
@@ -117,6 +133,7 @@ class _Clock:
                     begins = max(clock[place], free[place, done.kind])
                     ends = begins + sum(one.busy_seconds for one in of.traffic)
                     free[place, done.kind] = ends
+                    self.actions.append(Ran(place, begins, ends, done))
                     key = (
                         (FORWARD if done.kind == SEND_F else BACKWARD_INPUT),
                         done.stage,
@@ -146,9 +163,10 @@ class _Clock:
         # The gradient norm is a sum over all ranks.
         start = max(clock)
         ends = start
-        for one in self._compositions:
+        for place, one in enumerate(self._compositions):
             seconds = self.time(one.actions[-1].segment, one.rank).seconds
             ends = max(ends, start + seconds)
+            self.actions.append(Ran(place, start, start + seconds, one.actions[-1]))
         return ends
 
     def _is_local(self, done: Done, place: int) -> bool:
@@ -172,10 +190,12 @@ class _Clock:
         self._exposed[place, "receive", phase] += ends - max(now, begins)
 
     def _note(self, place: int, done: Done, start: float, end: float) -> None:
+        self.actions.append(Ran(place, start, end, done))
         if end <= start or done.kind in (START, BATCH):
             return
         kind = SPAN_KINDS.get(done.kind, done.kind)
-        self.spans.append(Span(place, start, end, kind, done.stage, done.microbatch))
+        microbatch = None if done.microbatch < 0 else done.microbatch
+        self.spans.append(Span(place, start, end, kind, done.stage, microbatch))
 
     def rank_time(self, place: int, seconds: float) -> SegmentTime:
         """The sum of a rank's actions in a step of `seconds`."""

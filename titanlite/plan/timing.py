@@ -8,7 +8,7 @@ a part of one, such as the forward pass of a stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.mesh.parallel_dims import AXES, axes_of
@@ -213,9 +213,17 @@ def prefetched(events: Sequence[Event]) -> list[Event]:
 
 
 def program(
-    events: Sequence[Event], cost: Cost, rank: int = 0, ranks: Iterable[int] = ()
+    events: Sequence[Event],
+    cost: Cost,
+    rank: int = 0,
+    ranks: Iterable[int] = (),
+    *,
+    label: Callable[[Operator], str] = Cost.kind,
 ) -> list[Item]:
-    """The events of `rank` as items of the streams; `ranks` are all that are simulated."""
+    """The events of `rank` as items of the streams; `ranks` are all that are simulated.
+
+    `label` is what the work of an operator counts as.
+    """
     is_waited, waited = [False] * len(events), set()
     for at in range(len(events) - 1, -1, -1):
         event = events[at]
@@ -233,7 +241,7 @@ def program(
         if isinstance(event, Operator):
             seconds, launch = cost.operator(event), cost.launch(event)
             if seconds or launch:
-                items.append(Compute(seconds, cost.kind(event), launch))
+                items.append(Compute(seconds, label(event), launch))
         elif isinstance(event, Communication):
             host = cost.host(event)
             items.append(Compute(host, HOST) if is_cpu else Compute(0.0, HOST, host))

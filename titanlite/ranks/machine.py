@@ -1,12 +1,13 @@
-"""The cores and the memory of this machine, and the number of ranks it may run; torch-free.
+"""The cores and the memory of this machine, and what it may run; torch-free.
 
-All code that starts ranks calls `check_local_ranks`. Ranks started by torchrun are not limited: its
-command line gives the number per machine.
+All code that starts ranks calls `check_local_ranks`, and training also `check_local_memory`. The
+number of ranks that torchrun starts is not limited: its command line gives it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -35,6 +36,20 @@ def memory_bytes() -> int:
     return whole
 
 
+def swap_bytes() -> int:
+    """The swap space of the machine; 0 if it is not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("SwapTotal:"):
+                return 1024 * int(line.split()[1])
+    return 0
+
+
+def room_bytes(allowed_gb: float | None = None) -> float:
+    """The bytes that ranks on CPU may take: `allowed_gb`, or the memory and swap."""
+    return memory_bytes() + swap_bytes() if allowed_gb is None else allowed_gb * 1e9
+
+
 def most_local_ranks() -> int:
     """The number of ranks that the machine's cores and memory allow; at least 1."""
     by_memory = (memory_bytes() - SERVER_BYTES) // RANK_BYTES
@@ -61,4 +76,23 @@ def check_local_ranks(
         )
     raise ConfigError(
         f"{key}: {num_ranks} ranks are too many for this machine: {why}; give at most {most}{ways}"
+    )
+
+
+def check_local_memory(
+    num_bytes: float, what: str, *, allowed_gb: float | None = None, key: str = "model"
+) -> None:
+    """Raises ConfigError if the ranks of this machine need more memory than it has.
+
+    `num_bytes` is the least that `what` takes. `allowed_gb` is job.max_local_memory_gb.
+    """
+    if num_bytes <= room_bytes(allowed_gb):
+        return
+    limit = f"this machine has {room_bytes() / 1e9:.3g} GB"
+    if allowed_gb is not None:
+        limit = f"job.max_local_memory_gb is {allowed_gb:g}"
+    raise ConfigError(
+        f"{key}: {what} take at least {num_bytes / 1e9:.3g} GB on CPU, and {limit}; train a "
+        f"smaller model or batch, start ranks with torchrun on more machines, or set "
+        f"job.max_local_memory_gb = {math.ceil(num_bytes / 1e9)}"
     )
