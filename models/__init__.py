@@ -43,6 +43,7 @@ the model's own `init_weights()`, is called, and each rank copies its shards.
 
 A class may also define `make_cache(seq_len)`, which `forward(tokens, cache=...)` fills while
 sampling, with `keep_first(num_sequences)`; without it each token reads all previous ones again.
+A job that keeps documents apart also passes `positions` and `documents` [B, T] of the new tokens.
 
 A model outside this package registers itself: `[experimental] custom_import = "package.module"`
 imports a module that calls `titanlite.register_model(...)`.

@@ -63,15 +63,16 @@ class GPT2(nn.Module):
         `positions` [T] or [B, T] are the indices of the tokens in their sequence or document, by
         default 0 to T-1. With `documents` [B, T], the number of each token's document within its
         sequence, no token attends to another document. `token_numbers` [B, T] are required by
-        dropout and otherwise not used. With a `cache`, the tokens follow those in the cache, in one
-        document. A stage without embeddings takes activations [T, B, D], and a stage without output
-        layer returns them.
+        dropout and otherwise not used. With a `cache`, the tokens follow those in the cache. A
+        stage without embeddings takes activations [T, B, D], and a stage without output layer
+        returns them.
         """
-        if cache is not None:
-            positions = torch.arange(tokens_BT.size(1), device=tokens_BT.device) + cache.length
-            documents = None
-        elif positions is None:
+        if positions is None:
             positions = torch.arange(tokens_BT.size(1), device=tokens_BT.device)
+            if cache is not None:
+                positions = positions + cache.length
+        if cache is not None and documents is not None:
+            documents = cache.extend_documents(documents)
         numbers_TB = None
         if self.config.dropout > 0.0 and token_numbers is not None:
             numbers_TB = token_numbers.transpose(0, 1)

@@ -29,6 +29,9 @@ FAMILIES = {
 }
 """Configuration classes whose sizes are checked without torch, and their `model_type`."""
 
+TP_TABLE = "base_model_tp_plan"
+"""The attribute of a configuration that maps module names to tensor-parallel styles."""
+
 
 @dataclass(frozen=True)
 class HFConfig:
@@ -80,6 +83,14 @@ class HFConfig:
             ]
         except ValueError as error:
             return [("model.path", f'"{self.path}/config.json" is not JSON ({error}); repair it')]
+        table = given.get(TP_TABLE, {})
+        if not isinstance(table, dict) or not all(isinstance(e, str) for e in table.values()):
+            return [
+                (
+                    "model.values",
+                    f"{TP_TABLE} is not a table of module names and styles; correct it",
+                )
+            ]
         if self._is_known(given):
             return self._size_problems(given, dims, seq_len)
         # Other families are judged by the model itself, which needs torch.
@@ -88,6 +99,8 @@ class HFConfig:
         return missing(self, dims.tp, dims.pp, dims.cp, seq_len)
 
     def _is_known(self, given: dict[str, Any]) -> bool:
+        if TP_TABLE in given and not self._is_gpt2(given):
+            return False
         if self.config_class is not None:
             return self.config_class in FAMILIES
         return given.get("model_type") in FAMILIES.values()
@@ -97,6 +110,14 @@ class HFConfig:
 
     def _gpt2_problems(self, given: dict[str, Any], dims: ParallelDims) -> list[tuple[str, str]]:
         found = []
+        if TP_TABLE in given:
+            found.append(
+                (
+                    "model.values",
+                    f"GPT-2 is sharded by titanlite's own plan, which ignores {TP_TABLE}; remove "
+                    "it, or register a plan of your own (docs/huggingface.md)",
+                )
+            )
         # GPT-2's own defaults are 12 heads and 768 features.
         features = given.get("n_embd", 768)
         inner = given.get("n_inner") or 4 * features

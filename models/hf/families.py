@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from titanlite.mesh.parallel_dims import divisors
-from titanlite.models.hf.config import HFConfig
+from titanlite.models.hf.config import TP_TABLE, HFConfig
 from titanlite.models.hf.model import ATTENTION, build, configuration
 from titanlite.parallelize.plan import match_modules
 from titanlite.parallelize.styles import NormLocal
@@ -113,7 +113,7 @@ def tensor_parallel_of(model: Any, structure: Structure) -> dict[str, ParallelSt
 
     `missing` names the entries that have no style; they are left out here.
     """
-    table: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    table: Mapping[str, str] = getattr(model.config, TP_TABLE, None) or {}
     styles = {}
     for name, entry in table.items():
         pattern = f"{structure.base}.{name}"
@@ -185,7 +185,10 @@ def _missing(
     if not takes_positions or not getattr(model, "_supports_attention_backend", False):
         lacks = "attention that can be replaced" if takes_positions else "position_ids"
         yield "model.config_class", f"{name} has no {lacks}; give another model"
-    if tp > 1:
+    wrong = _wrong_entry(config, model, structure)
+    if wrong is not None:
+        yield "model.values", wrong
+    elif tp > 1:
         yield from _missing_for_tp(config, model, structure, tp)
     if pp > 1 and config.model_type not in PIPELINE_TYPES:
         known = ", ".join(PIPELINE_TYPES)
@@ -229,9 +232,9 @@ def _missing(
 
 def _missing_for_tp(config: Any, model: Any, structure: Structure, tp: int) -> Iterator[Problem]:
     key, name = "parallelism.tensor_parallel_degree", type(model).__name__
-    table = getattr(config, "base_model_tp_plan", None)
+    table = getattr(config, TP_TABLE, None)
     if not table:
-        yield key, f"{type(config).__name__} has no base_model_tp_plan; give 1"
+        yield key, f"{type(config).__name__} has no {TP_TABLE}; give 1"
         return
     unknown = [
         f"{pattern} ({entry})"
@@ -249,6 +252,23 @@ def _missing_for_tp(config: Any, model: Any, structure: Structure, tp: int) -> I
         if number % tp:
             legal = ", ".join(map(str, divisors(number)))
             yield key, f"{tp} does not divide {what} {number}; give one of {legal}"
+
+
+def _wrong_entry(config: Any, model: Any, structure: Structure) -> str | None:
+    """What is wrong with a table of styles that [model] gives; None if it is right, or not given.
+
+    The tables of transformers itself may name modules that not every size of a model has.
+    """
+    table = getattr(config, TP_TABLE, None)
+    if table is None or table is getattr(type(config), TP_TABLE, None):
+        return None
+    for pattern in table:
+        if not match_modules(model, f"{structure.base}.{pattern}"):
+            return (
+                f"{TP_TABLE} names {pattern}, which is no module of the "
+                f"{type(getattr(model, structure.base)).__name__}; correct it, or remove it"
+            )
+    return None
 
 
 def _dropout_of(model: nn.Module) -> str:

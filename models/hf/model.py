@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 
 ATTENTION = "titanlite_attention"
 
-# transformers imports torchao if it is installed, which logs libraries built for other machines.
+# transformers imports torchao if it is installed, which logs libraries built for other machines,
+# and what torch deprecates of it.
 logging.getLogger("torchao").addFilter(
     lambda record: not record.getMessage().startswith("Failed to load")
+)
+logging.getLogger("torch.utils._pytree").addFilter(
+    lambda record: "register_constant() on Enum subclasses" not in record.getMessage()
 )
 
 

@@ -59,14 +59,15 @@ class Llama3(nn.Module):
         `positions` [T] or [B, T] are the indices of the tokens in their sequence or document, by
         default 0 to T-1. With `documents` [B, T], the number of each token's document within its
         sequence, no token attends to another document. With a `cache`, the tokens follow those in
-        the cache, in one document. A stage without embeddings takes activations [T, B, D], and a
-        stage without output layer returns them.
+        the cache. A stage without embeddings takes activations [T, B, D], and a stage without
+        output layer returns them.
         """
-        if cache is not None:
-            positions = torch.arange(tokens_BT.size(1), device=tokens_BT.device) + cache.length
-            documents = None
-        elif positions is None:
+        if positions is None:
             positions = torch.arange(tokens_BT.size(1), device=tokens_BT.device)
+            if cache is not None:
+                positions = positions + cache.length
+        if cache is not None and documents is not None:
+            documents = cache.extend_documents(documents)
         x_TBD = tokens_BT
         if self.tok_embeddings is not None:
             x_TBD = self.tok_embeddings(tokens_BT.transpose(0, 1))

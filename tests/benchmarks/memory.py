@@ -16,6 +16,7 @@ import argparse
 from functools import partial
 from typing import Any
 
+from allocator import allocations, peak_bounds
 from communication import CHECKPOINTING, PARALLELISM, REPLICATE, SHARD, TRAINING
 
 from titanlite.config import make_config, make_parallel_dims, resolve_job
@@ -72,8 +73,7 @@ def measure(place: Place, config: Any) -> dict[str, int]:
                 if isinstance(value, torch.Tensor) and value.ndim
             ),
         }
-        # The minimum of several, since gloo's threads may still hold a buffer from before.
-        found["peak"] = min(max(allocations(job.step)) for _ in range(REPEATS))
+        _, found["peak"] = peak_bounds(job.step)
 
         def count_gradients() -> None:
             found["gradients"] = num_bytes(p.grad for p in job.parts[0].parameters())
@@ -89,20 +89,6 @@ def measure(place: Place, config: Any) -> dict[str, int]:
             job.step()  # frees the parameters that FSDP has gathered for the backward pass
         found["activations"] = min(kept)
         return found
-
-
-def allocations(function: Any) -> list[int]:
-    """The bytes held beyond those at the start, after each allocation and release."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    result = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result.append(function())
-    events = profiler.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    assert changes
-    return torch.tensor([change for _, change in sorted(changes)]).cumsum(0).tolist()
 
 
 def main() -> None:

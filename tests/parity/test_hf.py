@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,56 @@ def test_documents_agree(
     assert config_class == "GPT2Config" or 1e-6 / found.margin < 1e-12
 
 
+TABLE = {
+    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+
+
+@pytest.mark.slow
+def test_a_table_of_styles_in_the_job_replaces_that_of_the_model(
+    transformers_verifier: Verifier,
+) -> None:
+    def verify(**entries: str) -> Any:
+        table = {**TABLE, **{f"layers.*.{k}": v for k, v in entries.items()}}
+        table = {name: entry for name, entry in table.items() if entry}
+        sections = job("LlamaConfig", {"tensor_parallel_degree": 2}, base_model_tp_plan=table)
+        return transformers_verifier.verify(make_config(sections), steps=2)
+
+    assert verify().agrees
+    found = verify(input_layernorm="replicated_with_grad_allreduce")
+    assert "(model.layers.0.input_layernorm.weight, " in found.findings[0], found.findings
+    assert "all replicated over tp) are 2 times as large as on one process" in found.findings[0]
+    error = str(verify(**{"mlp.down_proj": "colwise"}).error)
+    assert "layers.0.mlp.down_proj (tensor-parallel plan: " in error
+    error = str(verify(**{"mlp.down_proj": ""}).error)
+    assert "layers.0.mlp.down_proj (not in the tensor-parallel plan)" in error
+
+
+@pytest.mark.slow
+def test_the_page_shows_how_to_register_another_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    page = (Path(__file__).parents[2] / "docs/huggingface.md").read_text()
+    (code,) = re.findall(r"```python\n# my_plan.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_plan.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    sections = job("GPT2Config", {"tensor_parallel_degree": 2})
+    off = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 17}
+    sections["model"] |= {"name": "my_gpt2", "values": {**sizes, **off}}
+    sections["experimental"] = {"custom_import": "my_plan"}
+    # Ranks of their own: a pool that runs already would not see the folder.
+    with Verifier(timeout_seconds=200) as verifier:
+        error = str(verifier.verify(make_config(sections), steps=1).error)
+    assert '.0.mlp.c_proj (tensor-parallel plan: "transformer.h.*.mlp.c_proj": ColwiseConv' in error
+    del sys.modules["my_plan"]
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of sizes only look whether transformers is there."""
@@ -233,6 +284,25 @@ def test_what_other_families_lack_is_one_line() -> None:
             make_config(job(config_class, plan, **more, **values))
         assert len(caught.value.problems) == 1, caught.value.problems
         assert caught.value.problems[0].startswith(said)
+
+
+def test_wrong_tables_of_styles_are_one_line() -> None:
+    pytest.importorskip("transformers")
+
+    def said(table: Any, config_class: str = "LlamaConfig") -> str:
+        with pytest.raises(ConfigError) as caught:
+            make_config(job(config_class, {"tensor_parallel_degree": 2}, base_model_tp_plan=table))
+        return caught.value.problems[0]
+
+    assert said({**TABLE, "layers.*.mlp.down": "rowwise"}) == (
+        "model.values: base_model_tp_plan names layers.*.mlp.down, which is no module of the "
+        "LlamaModel; correct it, or remove it"
+    )
+    assert "unsupported entries: layers.*.mlp.up_proj (column)" in said(
+        {**TABLE, "layers.*.mlp.up_proj": "column"}
+    )
+    assert said(3).startswith("model.values: base_model_tp_plan is not a table")
+    assert said(TABLE, "GPT2Config").startswith("model.values: GPT-2 is sharded by titanlite's own")
 
 
 def test_without_transformers_one_line_says_what_to_install(

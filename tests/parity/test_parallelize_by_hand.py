@@ -90,7 +90,7 @@ def test_tp_of_bare_embeddings_by_the_notes_plan():
     assert no_messages == []
 
 
-def styles_with_biases(world, is_rounded):
+def styles_with_biases(world, is_rounded=False, by_keyword=False, rings=False, is_compiled=False):
     """GatherColwise, RowwiseLocal and NormLocal on a module with biases, against the module.
 
     Rounded layers have a product of their own: sixteenths of what weight and input are.
@@ -111,6 +111,8 @@ def styles_with_biases(world, is_rounded):
             self.norm, self.inner = nn.LayerNorm(8), Inner()
 
         def forward(self, x):
+            if by_keyword:
+                return x + self.inner(scale=2.0, x=self.norm(x))
             return x + self.inner(self.norm(x), scale=2.0)
 
     class Inner(nn.Module):
@@ -148,7 +150,9 @@ def styles_with_biases(world, is_rounded):
         "inner": GatherColwise(0, "a", "b"),
         "inner.out": RowwiseLocal(scatter_dim=0),
     }
-    apply_tp(model, mesh, plan)
+    apply_tp(model, mesh, plan, rings=rings)
+    if is_compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
     own_x = x.chunk(world.size)[world.rank].clone().requires_grad_()
     own = model(own_x)
     own.square().sum().backward()
@@ -170,6 +174,43 @@ def test_local_styles_equal_the_plain_module():
 
 def test_local_styles_multiply_as_a_layer_of_its_own_product_does():
     assert run_ranks(_in_world_with, 4, styles_with_biases, True, timeout_seconds=120) == [True] * 4
+
+
+def styles_by_keyword(world):
+    """The module of styles_with_biases, called with its input by keyword, in all three forms."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from titanlite.errors import TitanliteError
+    from titanlite.parallelize import apply_tp
+    from titanlite.parallelize.styles import GatherColwise
+
+    for how in ({}, {"rings": True}, {"is_compiled": True}):
+        assert styles_with_biases(world, by_keyword=True, **how)
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x=None, scale=1.0):
+            return self.a(x) * scale
+
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+    layer = Layer()
+    apply_tp(layer, mesh, {"": GatherColwise(0, "a")})
+    try:
+        layer(scale=2.0)
+    except TitanliteError as error:
+        return str(error)
+
+
+def test_a_gathered_input_may_be_a_keyword_argument():
+    message = (
+        "GatherColwise gathers 'x', the first argument of Layer.forward, which was called without "
+        "it"
+    )
+    assert on_ranks(styles_by_keyword, num_ranks=2) == [message] * 2
 
 
 def vocabulary_by_hand(world):

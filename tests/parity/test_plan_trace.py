@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
+from tests.benchmarks.allocator import peak_bounds
 from tests.benchmarks.communication import PARALLELISM, make_job_config
 from titanlite.config import JobConfig, make_config, resolve_job
+from titanlite.config.load import override
 from titanlite.plan.events import Communication, Memory, totals
 from titanlite.plan.trace import trace_rank
 from titanlite.ranks.launch import Place, run_ranks
@@ -32,10 +33,23 @@ WITH_CP: dict[str, dict[str, Any]] = {
     "cp2_fsdp2": {CP: 2, SHARD: 2},
     "pp2_cp2": {PP: 2, CP: 2, SHARD: 1},
 }
+GATHERED = {"enable_fsdp_float8_all_gather": True}
+PRECOMPUTED = {**GATHERED, "precompute_float8_dynamic_scale_for_fsdp": True}
+# The parallelism, and the settings of float8.
+WITH_FLOAT8: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fsdp4_float8": ({SHARD: 4}, GATHERED),
+    "tp2_fsdp2_float8": ({TP: 2, SHARD: 2}, PRECOMPUTED),
+    "tp4_float8_rowwise": ({TP: 4, SHARD: 1}, {"recipe_name": "rowwise"}),
+}
+# A plan, compiled by a backend that fuses nothing.
+COMPILED = ("fsdp4", "tp2_fsdp2", "fsdp4+full", "tp4+full")
+SUFFIX = "_compiled"
 PLANS = [
     *PARALLELISM,
     *(f"{plan}+{mode}" for plan in ("tp4", "tp4_async", "fsdp4") for mode in ("full", "op")),
     *WITH_CP,
+    *WITH_FLOAT8,
+    *(f"{plan}{SUFFIX}" for plan in COMPILED),
 ]
 
 
@@ -43,6 +57,9 @@ QUICK = ["ddp4", "hsdp2x2", "tp2_fsdp2", "tp4_async+op", "pp2_fsdp2", "pp2_cp2",
 
 
 def config_of(plan: str) -> JobConfig:
+    if plan.endswith(SUFFIX):
+        changes = {"compile.enable": True, "compile.backend": "aot_eager"}
+        return override(config_of(plan.removesuffix(SUFFIX)), changes)
     if plan in WITH_CP:
         training = {"dataset": "synthetic", "global_batch_size": 8, "local_batch_size": 4}
         return make_config(
@@ -53,22 +70,33 @@ def config_of(plan: str) -> JobConfig:
                 "activation_checkpoint": {"mode": "none"},
             }
         )
+    if plan in WITH_FLOAT8:
+        parallelism, float8 = WITH_FLOAT8[plan]
+        return make_config(
+            {
+                # A vocabulary of 32, since a float8 product needs a multiple of 16.
+                "model": {
+                    "flavor": "debug",
+                    "vocab_size": 32,
+                    "converters": ["quantize.linear.float8"],
+                },
+                "quantize": {"linear": {"float8": {"emulate": True, **float8}}},
+                "training": {
+                    "dataset": "synthetic",
+                    "global_batch_size": 8,
+                    "local_batch_size": 2,
+                },
+                "parallelism": parallelism,
+                "activation_checkpoint": {"mode": "none"},
+            }
+        )
     return make_job_config(plan, microbatches=1 if "pp" in plan else 2)
 
 
-def allocations(function: Any) -> list[int]:
-    """The bytes held beyond those at the start, after each allocation and release."""
-    from torch.profiler import ProfilerActivity, profile
+def run_and_record(place: Place, configs: list[JobConfig]) -> list[tuple[Any, tuple[int, int]]]:
+    """The communication of step 2 of real jobs, and bounds of the peak of a step."""
+    import torch
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return list(itertools.accumulate(change for _, change in changes))
-
-
-def run_and_record(place: Place, configs: list[JobConfig]) -> list[tuple[Any, int]]:
-    """The communication of step 2 of real jobs, and the peak that a step adds, in bytes."""
     from titanlite.job import build_job
     from titanlite.plan.recorder import Recorder
     from titanlite.plan.trace import axes_of_ranks
@@ -77,18 +105,20 @@ def run_and_record(place: Place, configs: list[JobConfig]) -> list[tuple[Any, in
     found = []
     with open_world(place) as world:
         for config in configs:
+            # What was compiled for another job has other shapes.
+            torch.compiler.reset()
             job = build_job(resolve_job(config, world.size), world)
             job.step()
             recorder = Recorder(axes_of_ranks(job), is_fake=False)
             with recorder:
                 job.step()
-            peak = min(max(allocations(job.step)) for _ in range(2))
+            peak = peak_bounds(job.step)
             calls = [event for event in recorder.events if isinstance(event, Communication)]
             found.append((calls, peak))
     return found
 
 
-Found = dict[str, list[tuple[list[Communication], int]]]
+Found = dict[str, list[tuple[list[Communication], tuple[int, int]]]]
 
 
 def measure(plans: list[str]) -> Found:
@@ -103,12 +133,11 @@ def check_plans(plans: list[str]) -> None:
         resolved = resolve_job(config_of(plan), 4)
         for rank in (0, 3):
             trace = trace_rank(resolved, rank)
-            calls, peak = of_ranks[rank]
+            calls, (low, high) = of_ranks[rank]
             assert totals(trace.communications) == totals(calls), plan
             assert [told(c) for c in trace.communications] == [told(c) for c in calls], plan
             extra = trace.peak().num_bytes - sum(trace.held.values())
-            # What kernels allocate inside themselves is not traced, and weighs in a small model.
-            assert extra == pytest.approx(peak, rel=0.25), plan
+            assert 0.995 * low <= extra <= 1.005 * high, (plan, low, extra, high)
             sizes = dict(trace.sizes)
             for event in trace.events:
                 if isinstance(event, Memory):
@@ -125,5 +154,6 @@ def test_a_trace_is_a_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_trace_of_any_plan_is_a_run() -> None:
     check_plans([plan for plan in PLANS if plan not in QUICK])

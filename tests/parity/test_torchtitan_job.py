@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import titanlite
+from titanlite import cli
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
 from titanlite.errors import ConfigError
@@ -125,13 +126,67 @@ def test_its_learning_rates_and_tokens_a_step(job_file: str) -> None:
         assert resolved.global_batch_size * resolved.seq_len == num_ranks * 8 * 2048
 
 
+# Its 8B job, in the same way.
+JOB_8B = """
+[job]
+description = "Llama 3 8B training"
+[profiling]
+enable_profiling = true
+[metrics]
+enable_tensorboard = true
+[model]
+name = "llama3"
+flavor = "8B"
+hf_assets_path = "./assets/hf/Llama-3.1-8B"
+[optimizer]
+lr = 3e-4
+[training]
+dataset = "c4"
+seq_len = 8192
+local_batch_size = 1
+steps = 1000
+[parallelism]
+data_parallel_shard_degree = -1
+[checkpoint]
+last_save_model_only = true
+export_dtype = "float32"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[compile]
+components = ["model", "loss"]
+[quantize.linear.float8]
+filter_fqns = ["output"]
+[validation]
+dataset = "c4_validation"
+freq = 500
+steps = -1
+"""
+
+
 def test_the_8b_job_is_resolved_for_its_64_ranks(job_file: str) -> None:
-    Path("8b.toml").write_text(
-        '[model]\nname = "llama3"\nflavor = "8B"\n[optimizer]\nlr = 3e-4\n'
-        '[training]\ndataset = "pydoc"\nseq_len = 8192\nlocal_batch_size = 1\nsteps = 1000\n'
-        '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "op"\n'
-    )
-    resolved = resolve_job(load_config(["--job.config_file=8b.toml"]), 64)
+    Path("8b.toml").write_text(JOB_8B)
+    with pytest.raises(ConfigError) as raised:
+        load_config(["--job.config_file=8b.toml"])
+    (problem,) = raised.value.problems
+    assert problem.startswith("model.hf_assets_path: assets/hf/Llama-3.1-8B/tokenizer.json cannot")
+    resolved = resolve_job(load_config(["--job.config_file=8b.toml", OVERRIDES[1]]), 64)
     assert resolved.model.num_parameters == 8_030_261_248
     assert resolved.dims.describe() == "dp_shard 64"
     assert resolved.global_batch_size == 64
+
+
+@pytest.mark.slow
+def test_the_8b_job_shows_its_mesh_and_plan_on_any_machine(
+    job_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("8b.toml").write_text(JOB_8B)
+    assert cli.main(["plan", "8b.toml", "--ranks", "64"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Llama 3 8B training\n")
+    assert "llama3, flavor 8B: 8,030,261,248 parameters" in shown
+    assert "selective op  selective op  32 of 32 blocks" in shown
+    assert "FSDP 64       FSDP 64       34 units" in shown
+    assert "mesh: dp_shard 64 = 64 ranks" in shown
+    assert "dp_shard     all_gather " in shown
+    assert shown.endswith("so its vocabulary is not compared with the model's\n")

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import stat
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,6 +247,100 @@ def test_columns_of_parquet_and_arrow(tmp_path):
     assert line.endswith("a.parquet has no column `text`; rename the column of the text")
     (tmp_path / "b.arrow").write_bytes(b"no arrow")
     assert " is damaged (" in fails(job(tmp_path / "b.arrow"))
+
+
+def hub_job(name: str, folder: Path, path: Path | str | None = None) -> JobConfig:
+    given = {} if path is None else {"training__dataset_path": str(path)}
+    return job(training__dataset=name, job__dump_folder=str(folder / "out"), **given)
+
+
+def prepared(config: JobConfig) -> Any:
+    """What a rank builds after the launcher has prepared the data."""
+    prepare_data(config, TINY, 8)
+    return build(config)
+
+
+def test_data_sets_of_the_hub_are_read_from_the_cache_of_their_package(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    import pyarrow.parquet
+
+    from titanlite.data.text import hub
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+    repository = tmp_path / "words"
+    repository.mkdir()
+    texts = {"train": [f"a text {n}" for n in range(30)], "validation": ["another text"] * 3}
+    for split, rows in texts.items():
+        table = pyarrow.table({"url": ["-"] * len(rows), "text": rows})
+        pyarrow.parquet.write_table(table, repository / f"{split}.parquet")
+
+    # A local folder. Some of each document is held out, so both parts are compared.
+    config = hub_job("hf", tmp_path, repository)
+    train = prepared(config)
+    plain = build(job(repository / "train.parquet", job__dump_folder=str(tmp_path / "out")))
+    assert texts_of(train) == texts_of(plain)
+    assert f"{repository}, train, " in train.fingerprint
+    # A rank reads what was prepared and does not load the package.
+    with monkeypatch.context() as without:
+        without.setattr(hub, "_load", None)
+        assert build(config).fingerprint == train.fingerprint
+    other = {"validation__enable": True, "validation__dataset": "hf_validation"}
+    other["validation__dataset_path"] = str(repository)
+    both = job(
+        training__dataset="hf",
+        training__dataset_path=str(repository),
+        job__dump_folder=str(tmp_path / "out"),
+        **other,
+    )
+    prepare_data(both, TINY, 8)
+    assert f"{repository}, validation, " in build(both, "validation").fingerprint
+
+    # A name, from the cache; C4's is known.
+    (made,) = (tmp_path / "cache/words/default/0.0.0").glob("*/dataset_info.json")
+    cached = tmp_path / "cache/allenai___c4/en/0.0.0/0123"
+    cached.mkdir(parents=True)
+    about = json.loads(made.read_text()) | {"dataset_name": "c4", "config_name": "en"}
+    (cached / "dataset_info.json").write_text(json.dumps(about))
+    for split in texts:
+        (made.parent / f"words-{split}.arrow").rename(cached / f"c4-{split}.arrow")
+    for name, path in (("c4", None), ("hf", "allenai/c4:en")):
+        assert texts_of(prepared(hub_job(name, tmp_path, path))) == texts_of(plain)
+
+    # A folder that Dataset.save_to_disk has written.
+    saved = datasets.Dataset.from_dict({"text": texts["train"]})
+    datasets.DatasetDict({"train": saved}).save_to_disk(str(tmp_path / "saved"))
+    assert texts_of(prepared(hub_job("hf", tmp_path, tmp_path / "saved"))) == texts_of(plain)
+
+    assert fails(hub_job("hf", tmp_path / "2", repository), model=TINY, seq_len=8_000)
+    with pytest.raises(ConfigError, match=r"\(KeyError: 'validation'\); correct its name, or"):
+        prepare_data(hub_job("hf_validation", tmp_path, tmp_path / "saved"), TINY, 8)
+    saved.rename_column("text", "words").save_to_disk(str(tmp_path / "other"))
+    assert "has no column `text`, but words" in fails(hub_job("hf", tmp_path, tmp_path / "other"))
+
+
+def test_a_data_set_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch):
+    with monkeypatch.context() as without:
+        without.setattr(importlib.util, "find_spec", lambda name: None)
+        assert fails(hub_job("c4", tmp_path)) == (
+            "training.dataset: loading allenai/c4:en needs the package datasets, which is not "
+            'installed; pip install "titanlite[datasets]", or give a folder of files as '
+            "training.dataset_path"
+        )
+
+    def unreachable(path: str, name: str | None, split: str, keep_in_memory: bool) -> None:
+        raise ConnectionError(f"Couldn't reach {path}, {name}, {split}\non the Hub")
+
+    package = SimpleNamespace(load_dataset=unreachable, __spec__="-")
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    assert fails(hub_job("c4", tmp_path)) == (
+        "training.dataset: the package datasets cannot load the split train of allenai/c4:en "
+        "(ConnectionError: Couldn't reach allenai/c4, en, train on the Hub); load it once where "
+        "there is a network, or give a folder of files as training.dataset_path"
+    )
+    with pytest.raises(ConfigError, match="is not a folder or a name such as owner/name"):
+        hub_job("hf", tmp_path, tmp_path / "nowhere")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")

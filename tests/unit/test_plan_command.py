@@ -65,6 +65,17 @@ def test_shards_hold_their_part_and_full_checkpointing_keeps_less() -> None:
     assert phases == {"forward", "recomputation", "backward", "optimizer"}
 
 
+# Dynamo looks at it and hides the warning, except where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_block_keeps_what_its_partition_saves() -> None:
+    values = debug_job(local_batch_size=1).model_dump(exclude_unset=True)
+    eager, compiled = (
+        trace(make_config({**values, "compile": {"enable": enable}})) for enable in (False, True)
+    )
+    assert compiled.flops == eager.flops
+    assert compiled.peak().bytes_of["activations"] < 0.9 * eager.peak().bytes_of["activations"]
+
+
 def test_a_world_of_thousands_of_ranks_is_traced_in_one_process() -> None:
     plan = {"data_parallel_replicate_degree": 8, "tensor_parallel_degree": 4}
     sizes = {"global_batch_size": 256, "local_batch_size": 1}
@@ -101,17 +112,29 @@ def test_the_command_shows_bars_bytes_and_notes(
     job, figures = tmp_path / "job.toml", tmp_path / "figures.json"
     job.write_text(
         '[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\nglobal_batch_size = 8\n'
-        "local_batch_size = 4\n[compile]\nenable = true\n"
+        'local_batch_size = 4\n[job]\ndevice = "cuda"\n'
     )
     options = ["--parallelism.pipeline_parallel_degree=2", "--json", str(figures)]
+    options += ["--hardware", "a100"]
     assert cli.main(["plan", str(job), "--parallelism.tensor_parallel_degree=2", *options]) == 0
     shown = capsys.readouterr().out
-    assert "4 ranks: pp 2 x tp 2" in shown
+    assert "image_transformer, flavor debug: " in shown
+    assert " ".join(shown.split()).count("tensor parallel TP 2 TP 2") == 1
+    assert "mesh: pp 2 x tp 2 = 4 ranks" in shown
     assert "rank 0" in shown
     assert "rank 2" in shown
     assert "tp           all_gather" in shown
-    assert "note: compile: planned as eager code" in shown
-    found = json.loads(figures.read_text())
+    assert "note: device: without a GPU here" in shown
+    assert "time of a step on NVIDIA A100" in shown
+    assert "tokens/s a rank, MFU" in shown
+    assert "pp, exposed + hidden" in shown
+    written = json.loads(figures.read_text())
+    found, time = written["ranks"], written["time"]
+    assert set(time["ranks"]) == {"0", "2"}
+    for rank in time["ranks"].values():
+        parts = [*rank["compute_seconds"].values(), rank["launch_seconds"], rank["idle_seconds"]]
+        parts += [one["exposed_seconds"] for one in rank["traffic"]]
+        assert sum(parts) == pytest.approx(time["seconds"])
     assert [one["rank"] for one in found] == [0, 2]
     sent = [one for one in found[0]["communications"] if one["kind"] == "send"]
     assert sent[0]["axis"] == "pp"
@@ -125,6 +148,14 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     job.write_text('[model]\nflavor = "debug"\n[parallelism]\ntensor_parallel_degree = 3\n')
     assert cli.main(["plan", str(job)]) == 2
     assert "parallelism.tensor_parallel_degree: 3" in capsys.readouterr().err
+    assert cli.main(["plan", str(job), "--ranks", "0"]) == 2
+    assert "--ranks: 0 is too small" in capsys.readouterr().err
+    assert cli.main(["plan", str(job), "--hardware", "a1000"]) == 2
+    assert "'a1000' is not known; give one of a100" in capsys.readouterr().err
+    assert cli.main(["plan"]) == 2
+    assert "job: is missing" in capsys.readouterr().err
+    assert cli.main(["plan", "--calibrate", str(tmp_path / "none" / "cpu.toml")]) == 2
+    assert "cpu.toml cannot be written (No such file" in capsys.readouterr().err
     job.write_text('[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\n')
     assert cli.main(["plan", str(job), "--json", str(tmp_path / "none" / "f.json")]) == 2
     assert "f.json cannot be written (No such file" in capsys.readouterr().err

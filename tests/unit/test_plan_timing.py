@@ -10,7 +10,14 @@ import pytest
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.plan.cost import FABRIC, NODE, Cost, fuse, product_efficiency
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
-from titanlite.plan.hardware import Curve, Hardware, Link, load_hardware
+from titanlite.plan.hardware import (
+    CollectiveCost,
+    Curve,
+    Hardware,
+    Link,
+    OperatorCost,
+    load_hardware,
+)
 from titanlite.plan.timing import (
     prefetched,
     step_time,
@@ -31,9 +38,7 @@ ROUND = Hardware(
     fabric=Link(1e7, 0.0, ONE),
     products=replace(A100.products, share=1.0, tile_m=1.0, tile_n=1.0, num_units=1.0, half_k=0.0),
     attention=replace(A100.attention, forward_share=0.5, backward_share=0.25),
-    overhead=replace(
-        A100.overhead, launch_seconds=0.0, kernel_seconds=0.0, communication_seconds=0.0
-    ),
+    overhead=replace(A100.overhead, launch_seconds=0.0, kernel_seconds=0.0, collective_seconds=0.0),
 )
 FORWARD = Place("layers.0", "forward")
 BACKWARD = Place("layers.0", "backward")
@@ -71,6 +76,9 @@ def test_operators_are_bound_by_operations_or_by_memory() -> None:
     forward = Operator(flash, 10**9, 0, 0, FORWARD, "float32")
     # A causal kernel computes half of it, at half of the peak.
     assert TP2.operator(forward) == pytest.approx(1e-3)
+    # A ring of three computes half of its own block and all of one more: 3 of 4 halves.
+    ring = replace(TP2, dims=ParallelDims(cp=3))
+    assert ring.operator(forward) == pytest.approx(1.5e-3)
     backward = replace(forward, name=f"{flash}_backward")
     assert TP2.operator(backward) == pytest.approx(2e-3)
     unfused = replace(TP2, attention="unfused", head_dim=100)
@@ -246,19 +254,29 @@ def test_a_gpu_gathers_the_next_unit_ahead() -> None:
 
 
 def test_measured_costs_replace_formulas() -> None:
-    measured = load_hardware("a100")
-    from titanlite.plan.hardware import CollectiveCost, OperatorCost
-
+    overhead = replace(
+        ROUND.overhead,
+        launch_seconds=1.0,
+        collective_seconds=0.5,
+        unshard_seconds=0.25,
+        message_seconds=0.125,
+    )
     hardware = replace(
         ROUND,
         kind="cpu",
-        overhead=replace(ROUND.overhead, launch_seconds=1.0, communication_seconds=0.5),
-        operators={"aten::mul": OperatorCost(2.0, 10.0)},
-        collectives={"all_gather": CollectiveCost(3.0, 10.0)},
+        overhead=overhead,
+        operators={"aten::mul:float32": OperatorCost(2.0, 10.0, 100.0)},
+        collectives={"all_gather": CollectiveCost(3.0, 0.5, 10.0)},
     )
-    cost = Cost(hardware, ParallelDims(tp=2))
-    assert cost.operator(elementwise(5, 5)) == 3.0
+    cost = Cost(hardware, ParallelDims(pp=2, dp_shard=3, tp=3))
+    assert cost.operator(elementwise(5, 5)) == 1.0 + 2.0 + 1.0
+    assert cost.operator(replace(elementwise(5, 5), flops=100)) == 5.0
     assert cost.operator(elementwise(5, 5, "aten::add")) == pytest.approx(1.0)
-    found = time_events([Communication("all_gather", "tp", 20, 2, FORWARD, 1)], cost)
-    assert found.seconds == found.busy_seconds == 0.5 + 3.0 + 1.0
-    assert measured.operators == {}
+    gathered = Communication("all_gather", "tp", 30, 3, FORWARD, 1)
+    found = time_events([gathered], cost)
+    assert found.seconds == pytest.approx(0.5 + 3.0 + 2 * 0.5 + 2.0)
+    assert found.busy_seconds == pytest.approx(found.seconds)
+    assert cost.host(replace(gathered, axis="dp_shard")) == 0.25
+    assert cost.host(replace(gathered, num_ranks=1)) == 0
+    assert cost.host(replace(gathered, axis="dp_shard", kind="all_reduce")) == 0.5
+    assert cost.host(replace(gathered, axis="pp", kind="send")) == 0.125

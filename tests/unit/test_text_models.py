@@ -20,6 +20,7 @@ from titanlite.models.gpt2.config import FLAVORS as GPT2_FLAVORS
 from titanlite.models.llama3.config import FLAVORS as LLAMA3_FLAVORS
 from titanlite.models.llama3.config import Llama3Config
 from titanlite.models.llama3.model import RotaryEmbedding, rotary_frequencies
+from titanlite.sampling.generate import generate, number_documents
 from titanlite.tied import find_tied
 from titanlite.training.initialize import generator_for, initialize
 
@@ -110,6 +111,60 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(name: str) -> None:
         cache.keep_first(2)
         last = model(tokens[:2, 20:], cache=cache)
         torch.testing.assert_close(last, model(tokens[:2])[:, 20:])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_cache_keeps_documents_apart(name: str) -> None:
+    model, tokens = build(name), tokens_of(3)
+    # Ends before, between and within the parts below, at other places in each row.
+    tokens.remainder_(256)
+    for row, ends in enumerate(([0, 6, 12], [8], [9, 10, 19])):
+        tokens[row, ends] = 256
+    fields = number_documents(tokens, 256)
+    assert fields["documents"][0].tolist() == [0] + [1] * 6 + [2] * 6 + [3] * (T - 13)
+    assert fields["positions"][1].tolist() == [*range(9), *range(T - 9)]
+    cache = model.make_cache(T)
+    steps = []
+    with torch.inference_mode():
+        for part in torch.arange(T).split([7, 3] + [1] * (T - 10)):
+            new = {key: field[:, part] for key, field in fields.items()}
+            steps.append(model(tokens[:, part], **new, cache=cache))
+        whole = model(tokens, **fields)
+        torch.testing.assert_close(torch.cat(steps, dim=1), whole)
+        assert not torch.allclose(whole, model(tokens), atol=1e-3)
+        alone = model(tokens[1:2, 9:])
+    torch.testing.assert_close(whole[1:2, 9:], alone)
+
+
+class WithoutCache(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor
+    ) -> torch.Tensor:
+        return self.model(tokens, positions, documents)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sampling_starts_a_document_after_an_end_of_text(name: str) -> None:
+    model, prompt = build(name), tokens_of(2)[:, :5] % 256
+    prompt[:, 0] = 256
+    with torch.no_grad():
+        for parameter in model.layers.parameters():
+            parameter.mul_(5)  # at its initial values the context hardly matters
+    options = {"end_token": 256, "separates_documents": True}
+
+    def sample(model: torch.nn.Module, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+        generators = [generator_for(0, f"sample {index}") for index in range(len(prompt))]
+        return generate(model, prompt, prompt.size(1) + 10, generators, **options)
+
+    found = sample(model, prompt, **options)
+    assert torch.equal(found, sample(WithoutCache(model), prompt, **options))
+    # The document begins after the end of the one before.
+    assert torch.equal(found[:, 1:], sample(model, prompt[:, 1:], end_token=256))
+    assert not torch.equal(found, sample(model, prompt, end_token=256))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -19,8 +19,8 @@ class CausalAttention(nn.Module):
     ) -> Tensor:
         """Attention output [B, H, T, E]; the queries are the last T of the S positions.
 
-        `documents` [B, T], for as many queries as keys, are the numbers of the tokens' documents
-        within their sequence. A query then attends only to keys of its own document.
+        `documents` [B, S] are the numbers of the keys' documents within their sequence. A query
+        then attends only to keys of its own document.
         """
         return attend(q_BHTE, k_BKSE, v_BKSE, documents=documents)
 
@@ -34,7 +34,10 @@ def attend(
     scale: float | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one rank, causal or not, within documents [B, T] if these are given."""
+    """Attention of one rank, causal or not, within documents [B, S] if these are given.
+
+    If there are fewer queries than keys, the queries are the last positions.
+    """
     num_queries, num_keys = q_BHTE.size(2), k_BKSE.size(2)
     mask = None
     # A single query is the last position and attends to every key.
@@ -42,8 +45,8 @@ def attend(
         earlier = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHTE.device)
         mask = earlier.tril(num_keys - num_queries)
     if documents is not None:
-        mask_BTT = same_document(documents, documents)
-        mask = mask_BTT if mask is None else mask_BTT & mask
+        mask_BTS = same_document(documents[:, -num_queries:], documents)
+        mask = mask_BTS if mask is None else mask_BTS & mask
     return F.scaled_dot_product_attention(
         q_BHTE,
         k_BKSE,
@@ -67,6 +70,7 @@ class KeyValueCache:
         self.seq_len = seq_len
         self.length = 0
         self._keys_values: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._documents: Tensor | None = None
 
     def keep_first(self, num_sequences: int) -> None:
         """Forget all but the first `num_sequences`."""
@@ -74,6 +78,18 @@ class KeyValueCache:
             layer: (keys[:num_sequences], values[:num_sequences])
             for layer, (keys, values) in self._keys_values.items()
         }
+        if self._documents is not None:
+            self._documents = self._documents[:num_sequences]
+
+    def extend_documents(self, documents_BT: Tensor) -> Tensor:
+        """Append the new tokens' document numbers; return those of all tokens, [B, length].
+
+        Call it before the layers. Either every call of the model has documents, or none.
+        """
+        if self._documents is not None:
+            documents_BT = torch.cat([self._documents, documents_BT], dim=1)
+        self._documents = documents_BT
+        return documents_BT
 
     def extend(self, layer: nn.Module, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
         """Append a layer's new keys and values; return all of its own, [B, K, length, E] each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from titanlite.data.catalog import DATASETS
 from titanlite.data.spec import DatasetSpec, JobKeys
 from titanlite.errors import ConfigError
 
+# A data set on the Hub, and its configuration: "allenai/c4:en".
+NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 TORCHTITAN_DATASETS = ("cc12m-wds", "cc12m-test", "coco-validation")
 
 
@@ -42,16 +45,20 @@ def source_problems(section: str, dataset: str, path: str | None) -> Iterator[st
                 f"--{section}.dataset={info.sampled_as}"
             )
     elif info.needs_path and path is None:
-        yield f"{section}.dataset_path: is not set, but {name} is read from disk; give its folder"
-    elif info.needs_path and path is not None and not _is_there(Path(path).expanduser(), info):
-        what = "a file or folder" if info.accepts_file else "a folder"
-        yield f"{section}.dataset_path: {quote(path)} is not {what}; give the folder of {name}"
-    elif not info.needs_path and path is not None:
+        what = "its folder, or its name on the Hub" if info.accepts_name else "its folder"
+        yield f"{section}.dataset_path: is not set, but {name} is read from disk; give {what}"
+    elif (info.needs_path or info.takes_path) and path is not None:
+        if not _is_there(Path(path).expanduser(), info):
+            what = "a file or folder" if info.accepts_file else "a folder"
+            what += " or a name such as owner/name" if info.accepts_name else ""
+            yield f"{section}.dataset_path: {quote(path)} is not {what}; give the folder of {name}"
+    elif path is not None:
         yield f"{section}.dataset_path: {name} is not read from a folder; remove this key"
 
 
 def _is_there(path: Path, info: DatasetSpec) -> bool:
-    return path.is_dir() or (info.accepts_file and path.is_file())
+    is_name = info.accepts_name and NAME.fullmatch(str(path)) is not None
+    return is_name or path.is_dir() or (info.accepts_file and path.is_file())
 
 
 def spec_for(config: JobConfig, dataset: str | None = None) -> DatasetSpec:
@@ -179,7 +186,8 @@ def unlike_problems(training: str, validation: str, loss: str | None) -> Iterato
 
 def _fits(config: JobConfig, dataset: str, model: Any, seq_len: int) -> bool:
     """Whether a data set can be suggested: it fits, and does not consist of a user's own files."""
-    if DATASETS[dataset].needs_path and DATASETS[dataset].accepts_file:
+    info = DATASETS[dataset]
+    if (info.needs_path or info.takes_path) and info.accepts_file:
         return False
     with contextlib.suppress(ConfigError):
         return spec_for(config, dataset).misfit(model, seq_len) is None

@@ -182,13 +182,16 @@ class DataLoader(Section):
     prefetch_factor: NotYet[PositiveInt | None] = key(None, "batches that a worker loads ahead")
 
 
+NAMES = [name for name in DATASETS if not name.endswith("_validation")]
+
+
 class Training(Section):
     """Data set, batch, sequence length, steps and dtypes"""
 
     loss: str | None = key(None, "registered loss; default: that of the data set", torchtitan=OWN)
-    dataset: str = key("digits", f"one of {', '.join(DATASETS)}", torchtitan="c4_test")
+    dataset: str = key("digits", f"one of {', '.join(NAMES)}", torchtitan="c4_test")
     dataset_path: str | None = key(
-        None, "file or folder of a data set on disk (text, tokens, c4, c4_test, cifar10)"
+        None, "its file, folder, or name on the Hub (text, tokens, hf, c4, c4_test, cifar10)"
     )
     attend_across_documents: bool = key(
         True,

@@ -5,7 +5,16 @@ from __future__ import annotations
 from titanlite import models
 from titanlite.data.images.spec import CIFAR10, DIGITS, PHOTOS, SYNTHETIC
 from titanlite.data.spec import DatasetSpec
-from titanlite.data.text.spec import C4, C4_TEST, C4_VALIDATION, PYDOC, TEXT, TOKENS
+from titanlite.data.text.spec import (
+    C4,
+    C4_TEST,
+    C4_VALIDATION,
+    HF,
+    HF_VALIDATION,
+    PYDOC,
+    TEXT,
+    TOKENS,
+)
 
 DATASETS: dict[str, DatasetSpec] = {}
 """All data sets that a job can use, by name."""
@@ -20,7 +29,7 @@ def register(spec: DatasetSpec) -> None:
 
 
 IMAGES = (DIGITS, PHOTOS, CIFAR10, SYNTHETIC)
-TEXTS = (PYDOC, TEXT, TOKENS, C4, C4_TEST, C4_VALIDATION)
+TEXTS = (PYDOC, TEXT, TOKENS, HF, HF_VALIDATION, C4, C4_TEST, C4_VALIDATION)
 
 for built_in in (*IMAGES, *TEXTS):
     DATASETS[built_in.name] = built_in

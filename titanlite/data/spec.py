@@ -91,8 +91,12 @@ class DatasetSpec:
     build: str | Callable[..., Dataset]
     vocab_size: int | None = None
     needs_path: bool = False
+    takes_path: bool = False
+    """Whether a path may be given, though none is needed."""
     accepts_file: bool = False
     """Whether the path may be a single file; otherwise it is a folder."""
+    accepts_name: bool = False
+    """Whether the path may be a name, such as "owner/name", instead of a folder."""
     default_path: str | None = None
     """The folder if the job gives none, relative to the working directory, where it exists."""
     fields: Mapping[str, int | None] = field(default_factory=dict)

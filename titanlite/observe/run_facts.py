@@ -73,6 +73,19 @@ def run_facts(
     ]
 
 
+def job_facts(resolved: ResolvedJob, num_parameters: int) -> list[Fact]:
+    """The facts that depend on neither the machine nor the data; see run_facts."""
+    config = resolved.config
+    return [
+        _model(resolved, num_parameters),
+        _sequence(resolved),
+        _dtype(config),
+        _batch(resolved),
+        _optimizer(config),
+        _learning_rate(config),
+    ]
+
+
 def name_idle_keys(config: JobConfig) -> str:
     """A line that lists the keys that the job sets without effect; "" if there are none."""
     idle = []

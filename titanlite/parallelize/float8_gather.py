@@ -105,7 +105,7 @@ def precompute_scales(model: nn.Module) -> None:
     weights = [
         fsdp_param
         for fsdp_param in _sharded_weights(model)
-        if isinstance(fsdp_param.sharded_param._local_tensor, Float8Shard)
+        if hasattr(fsdp_param.sharded_param._local_tensor, "fsdp_pre_all_gather")
     ]
     wanted = []
     for fsdp_param in weights:

@@ -17,6 +17,7 @@ GatherColwise and RowwiseLocal have a ring form: one operator that overlaps coll
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -60,8 +61,9 @@ class RingStyle(ParallelStyle):
 class GatherColwise(RingStyle):
     """Gather a module's input once for several linear layers, sharded by their output features.
 
-    `layers` names these layers, children of the module. The module must pass its first argument to
-    them and use it for nothing else. Input: this argument's local shard along `dim`. It is
+    `layers` names these layers, children of the module. The module must pass the first argument of
+    its forward to them and use it for nothing else. It is called with that argument by position or
+    by keyword. Input: this argument's local shard along `dim`. It is
     all-gathered in the forward pass, and its gradient reduce-scattered in the backward pass, once
     for all layers. Output of each layer: the local shard of the last dimension. The layers run as
     one matrix product, because each shard alone is too narrow to be fast, unless they have a
@@ -84,26 +86,37 @@ class GatherColwise(RingStyle):
             replace_forward(layer, lambda _, outputs, name=name: outputs[name])
 
         group = device_mesh.get_group()
+        argument = next(iter(inspect.signature(module.forward).parameters), "")
 
         def gather(shard: Tensor) -> Tensor:
             cut = DTensor.from_local(shard, device_mesh, [Shard(self.dim)], run_check=False)
             whole = cut.redistribute(placements=[Replicate()])
             return whole.to_local(grad_placements=[Partial()])
 
-        def gather_and_multiply(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        def gather_and_multiply(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if not args and argument not in kwargs:
+                raise TitanliteError(
+                    f"GatherColwise gathers '{argument}', the first argument of "
+                    f"{type(module).__name__}.forward, which was called without it"
+                )
+            shard = args[0] if args else kwargs[argument]
             if self.is_ring:
                 weights = [_local(layer.weight) for layer in layers.values()]
-                joined = gather_product(inputs[0], torch.cat(weights), self.dim, group)
+                joined = gather_product(shard, torch.cat(weights), self.dim, group)
                 products = list(joined.split([w.size(0) for w in weights], dim=-1))
             else:
-                products = _products(layers, gather(inputs[0]))
+                products = _products(layers, gather(shard))
             outputs = {
                 name: product if layer.bias is None else product + _local(layer.bias)
                 for (name, layer), product in zip(layers.items(), products, strict=True)
             }
-            return (outputs, *inputs[1:])
+            if args:
+                return (outputs, *args[1:]), kwargs
+            return args, {**kwargs, argument: outputs}
 
-        module.register_forward_pre_hook(gather_and_multiply)
+        module.register_forward_pre_hook(gather_and_multiply, with_kwargs=True)
         return module
 
 

@@ -167,6 +167,7 @@ def _unpack_event(values: list[Any]) -> Event:
         return Wait(*rest)
     rest[4] = Place(*rest[4])
     if letter == "C":
+        rest[8] = tuple(rest[8])
         return Communication(*rest)
     rest[6] = tuple(rest[6])
     return Operator(*rest)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
+from titanlite.drawing.mesh import draw_mesh
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.observe.first_screen import render_screen
 from titanlite.observe.quantities import format_bytes, format_count
+from titanlite.observe.run_facts import job_facts
+from titanlite.plan.cost import Cost
 from titanlite.plan.events import CATEGORIES, Trace, totals
+from titanlite.plan.hardware import Hardware, known_hardware, load_hardware
+from titanlite.plan.timing import StepTime, step_time, time_ranks
 
 if TYPE_CHECKING:
-    from titanlite.config import JobConfig
+    from titanlite.config import JobConfig, ResolvedJob
 
 EPILOG = "Any key of the job can follow: --section.key=value."
 BAR_WIDTH = 40
@@ -27,21 +34,56 @@ LETTERS = dict(zip(CATEGORIES, "PGOAFC.", strict=True))
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="titanlite plan", description=__doc__, epilog=EPILOG)
-    parser.add_argument("job", help="the TOML file of the job")
+    parser.add_argument("job", nargs="?", help="the TOML file of the job")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="by default as many as the job's degrees need"
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        help=f"also give the time: of {', '.join(known_hardware())}, or of a file",
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="measure this machine's CPU, write its hardware file, and stop",
+    )
     options, rest = parser.parse_known_args(arguments)
-    config, notes = plannable(load_config([f"--job.config_file={options.job}", *rest]))
-    resolved = resolve_job(config, None)
-    from titanlite.plan.trace import trace_rank
+    if options.calibrate:
+        from titanlite.plan.calibrate import calibrate
+
+        calibrate(options.calibrate)
+        return 0
+    if options.job is None:
+        raise ConfigError("job: is missing; give the TOML file of the job")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks: {options.ranks} is too small; give at least 1")
+    hardware = load_hardware(options.hardware) if options.hardware else None
+    asked = _load([f"--job.config_file={options.job}", *rest])
+    config, notes = plannable(*asked)
+    resolved = resolve_job(config, options.ranks)
+    from titanlite.plan.trace import count_parameters, trace_rank
 
     ranks = representatives(resolved.dims)
     traces = [trace_rank(resolved, rank) for rank in ranks]
-    print(f"{resolved.dims.world_size:,} ranks: {resolved.dims.describe()}\n")
-    print("\n".join([*show_memory(traces), "", *show_communication(traces), *notes]))
+    facts = job_facts(resolved, count_parameters(resolved))
+    content = config.job.description, facts, traces[0].applied, draw_mesh(resolved.dims)
+    print(render_screen(*content, stream=sys.stdout))
+    print("\n".join(["", *show_memory(traces), "", *show_communication(traces)]))
+    step = None
+    if hardware is not None:
+        is_compiled = config.compile.enable
+        step, lines = plan_time(resolved, traces, hardware, is_compiled=is_compiled)
+        print("\n".join(["", *lines]))
+    print("\n".join(notes), end="\n" if notes else "")
     if options.json:
         try:
             with open(options.json, "w", encoding="utf-8") as file:
-                json.dump([figures(trace) for trace in traces], file, indent=1)
+                found: Any = [figures(trace) for trace in traces]
+                if step is not None:
+                    found = {"ranks": found, "time": asdict(step)}
+                json.dump(found, file, indent=1)
         except OSError as error:
             raise ConfigError(
                 f"--json: {options.json} cannot be written ({error.strerror}); give another file"
@@ -49,24 +91,30 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def plannable(config: JobConfig) -> tuple[JobConfig, list[str]]:
-    """The job as it can be traced on this machine, and what that changes."""
+def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:
+    """The job, and notes; a step does not depend on a tokenizer, so that may be missing."""
+    key = "model.hf_assets_path"
+    try:
+        return load_config(arguments), []
+    except ConfigError as error:
+        if not all(problem.startswith(f"{key}:") for problem in error.problems):
+            raise
+        note = f"{key}: there is no tokenizer, so its vocabulary is not compared with the model's"
+        return load_config([*arguments, f"--{key}="]), [note]
+
+
+def plannable(config: JobConfig, notes: Sequence[str] = ()) -> tuple[JobConfig, list[str]]:
+    """The job as it can be traced on this machine, and what that changes, after `notes`."""
     changes: dict[str, Any] = {}
-    notes = []
+    notes = list(notes)
     if config.compile.enable:
-        changes["compile.enable"] = False
-        notes.append("compile: planned as eager code; a compiled step keeps fewer activations")
-    if config.quantize.linear.float8.enable_fsdp_float8_all_gather:
-        changes["quantize.linear.float8.enable_fsdp_float8_all_gather"] = False
-        changes["quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"] = False
-        notes.append("float8: planned with FSDP's all-gathers in the compute dtype, not in float8")
+        notes.append("compile: operators are counted one by one; the compiler fuses some of them")
     if config.training.enable_cpu_offload:
         notes.append("offload: parameters and optimizer state, which the CPU holds, are included")
     if config.comm.mode != "default":
         changes["comm.mode"] = "default"
     if config.job.device == "cuda":
-        changes["job.device"] = "cpu"
-        notes.append("device: traced on the CPU; kernels of a GPU keep other scratch memory")
+        notes.append("device: without a GPU here, traced on the kernels of the CPU")
     lines = ["", *(f"note: {note}" for note in notes)] if notes else []
     return (override(config, changes) if changes else config), lines
 
@@ -120,6 +168,76 @@ def show_communication(traces: Sequence[Trace]) -> list[str]:
     flops = "".join(f"{format_count(trace.flops, spaced=True) + 'FLOP':>20}" for trace in traces)
     lines += ["", f"    {'products':26}{flops}"]
     return lines
+
+
+def plan_time(
+    resolved: ResolvedJob, traces: Sequence[Trace], hardware: Hardware, *, is_compiled: bool
+) -> tuple[StepTime | None, list[str]]:
+    """The time of a step, and how it is shown. None if stages are missing among the traces."""
+    dims = resolved.dims
+    if len(traces) < dims.pp:
+        line = f"time: not planned for {dims.pp} pipeline stages yet, but for up to {len(traces)}"
+        return None, [line]
+    cost = Cost(hardware, dims, is_compiled=is_compiled)
+    _, segments = time_ranks({trace.rank: trace.events for trace in traces}, cost)
+    tokens = resolved.global_batch_size * resolved.seq_len
+    flops = getattr(resolved.model, "flops_per_token", None)
+    step = step_time(
+        segments,
+        cost,
+        tokens=tokens,
+        model_flops=tokens * flops(resolved.seq_len) if flops else None,
+        dtype=resolved.config.training.param_dtype,
+    )
+    return step, show_time(step, hardware)
+
+
+def show_time(step: StepTime, hardware: Hardware) -> list[str]:
+    """The step's time, what bounds it, and the seconds of each rank by what they go to."""
+    rate = format_count(step.tokens_per_second)
+    lines = [
+        f"time of a step on {hardware.name}: {format_seconds(step.seconds)}",
+        f"  {rate} tokens/s a rank, MFU {'unknown' if step.mfu is None else f'{step.mfu:.1%}'}, "
+        f"hardware utilization {step.hfu:.1%}",
+        f"  {step.bound}",
+        *(["  each rank has a core of its own"] if hardware.kind == "cpu" else []),
+        "",
+    ]
+    names = list(step.ranks)
+    lines.append(f"    {'':26}" + "".join(f"{f'rank {rank}':>20}" for rank in names))
+    segments = list(step.ranks.values())
+
+    def row(name: str, values: Sequence[float], other: Sequence[float] | None = None) -> None:
+        cells = [format_seconds(value) if value else "-" for value in values]
+        if other is not None:
+            cells = [
+                f"{cell} + {format_seconds(more)}" if more else cell
+                for cell, more in zip(cells, other, strict=True)
+            ]
+        lines.append(f"    {name:26}" + "".join(f"{cell:>20}" for cell in cells))
+
+    for kind in dict.fromkeys(kind for one in segments for kind in one.compute_seconds):
+        row(kind, [one.compute_seconds.get(kind, 0.0) for one in segments])
+    axes = dict.fromkeys(axis for one in segments for axis in one.axes)
+    for axis in axes:
+        of = [one.axes.get(axis) for one in segments]
+        row(
+            f"{axis}, exposed + hidden",
+            [one.exposed_seconds if one else 0.0 for one in of],
+            [one.hidden_seconds if one else 0.0 for one in of],
+        )
+    if any(one.launch_seconds for one in segments):
+        row("waits for the host", [one.launch_seconds for one in segments])
+    row("idle", [one.idle_seconds for one in segments])
+    return lines
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with a unit: 0.00123 -> "1.23 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
 
 
 def figures(trace: Trace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from titanlite.config import JobConfig, ResolvedJob, resolve_job
@@ -122,6 +122,9 @@ def segment_of(
             change = event.num_bytes - sizes.get(event.block, 0)
             sizes[event.block] = event.num_bytes
             builder.allocate(category_of[event.block], change, event.place)
+        elif isinstance(event, Communication):
+            # Positions in the whole trace mean nothing in a part of it.
+            builder.events.append(replace(event, ready=-1, after=()))
         else:
             builder.events.append(event)
     return builder.segment()

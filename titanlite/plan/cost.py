@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from titanlite.mesh.parallel_dims import AXES, ParallelDims, axes_of
-from titanlite.plan.events import Communication, Event, Memory, Operator
+from titanlite.mesh.parallel_dims import AXES, ParallelDims, axes_of, axes_where
+from titanlite.plan.events import FROM_RANK_TO_RANK, Communication, Event, Memory, Operator
 from titanlite.plan.hardware import Hardware, Link
 
 FUSED = "fused"
@@ -27,6 +27,8 @@ PRODUCT, ATTENTION, MEMORY_BOUND, OPTIMIZER, FREE = (
     "optimizer",
     "free",
 )
+CALLERS = COLLECTIVE, UNSHARD, MESSAGE, EXCHANGE = "collective", "unshard", "message", "exchange"
+"""Who issues a communication: DTensor or a step, FSDP, a pipeline, or a ring."""
 NODE, FABRIC = "node", "fabric"
 """The links of a rank: to the ranks of its node, and to other nodes."""
 
@@ -147,6 +149,21 @@ class Cost:
             return 0.0
         return self.hardware.overhead.launch_seconds
 
+    def host(self, one: Communication) -> float:
+        """Seconds of the host for a communication."""
+        overhead = self.hardware.overhead
+        if one.num_ranks < 2:
+            return 0.0
+        measured = {
+            MESSAGE: overhead.message_seconds,
+            EXCHANGE: overhead.exchange_seconds,
+            UNSHARD: overhead.unshard_seconds,
+        }
+        found = measured.get(caller(one))
+        found = overhead.collective_seconds if found is None else found
+        is_collective = one.kind not in FROM_RANK_TO_RANK
+        return found + (overhead.peer_seconds * (one.num_ranks - 2) if is_collective else 0.0)
+
     def _operator(self, operator: Operator) -> float:
         rule, hardware = _rule(operator.name), self.hardware
         if rule.kind == FREE:
@@ -158,15 +175,14 @@ class Cost:
             operator.bytes_read * (rule.read_factor + rule.written_per_read)
             + operator.bytes_written * rule.written_factor
         )
+        measured = hardware.operators.get(f"{operator.name}:{operator.dtype}")
+        if measured is not None:
+            recorded = operator.bytes_read + operator.bytes_written
+            return fixed + measured(recorded, operator.flops)
         if rule.kind == PRODUCT and operator.flops:
             return fixed + max(self._product(operator), self._moving(num_bytes))
         if rule.kind == ATTENTION and operator.flops:
             return fixed + self._attention(operator, num_bytes)
-        name = f"{operator.name}:{operator.dtype}"
-        measured = hardware.operators.get(name) or hardware.operators.get(operator.name)
-        if measured is not None:
-            recorded = operator.bytes_read + operator.bytes_written
-            return measured.seconds + recorded / measured.bytes_per_second
         return fixed + self._moving(num_bytes)
 
     def _moving(self, num_bytes: float) -> float:
@@ -189,7 +205,10 @@ class Cost:
             return self._unfused(operator, is_backward)
         efficiencies = self.hardware.attention
         share = efficiencies.backward_share if is_backward else efficiencies.forward_share
-        flops = operator.flops * (0.5 if efficiencies.is_causal_halved else 1.0)
+        flops: float = operator.flops
+        if efficiencies.is_causal_halved:
+            # Of a balanced ring's (cp + 1) / 2 blocks, only the rank's own has a triangle to skip.
+            flops *= self.dims.cp / (self.dims.cp + 1)
         return max(flops / (self.hardware.peak(operator.dtype) * share), self._moving(num_bytes))
 
     def _unfused(self, operator: Operator, is_backward: bool) -> float:
@@ -235,7 +254,8 @@ class Cost:
         sent = bytes_sent(one.kind, one.num_bytes, one.num_ranks)
         measured = hardware.collectives.get(one.kind)
         if measured is not None:
-            return Load(measured.seconds, sent / measured.bytes_per_second, NODE)
+            latency = measured.seconds + measured.seconds_per_peer * (one.num_ranks - 1)
+            return Load(latency, sent / measured.bytes_per_second, NODE)
         if one.peer >= 0:
             link, name = self._link_to(one, rank)
             share = link.share(max(1, sent))
@@ -275,6 +295,15 @@ class Cost:
         if is_near:
             return self.hardware.node.link, NODE
         return self.hardware.fabric, FABRIC
+
+
+def caller(one: Communication) -> str:
+    """Who issues a communication: one of CALLERS."""
+    if one.kind in FROM_RANK_TO_RANK:
+        return MESSAGE if one.axis in axes_where(weights="stages") else EXCHANGE
+    is_sharded = set(axes_of(one.axis)) <= set(axes_where(weights="sharded"))
+    is_of_fsdp = is_sharded and one.kind in ("all_gather", "reduce_scatter")
+    return UNSHARD if is_of_fsdp else COLLECTIVE
 
 
 def bytes_sent(kind: str, num_bytes: float, num_ranks: int) -> float:

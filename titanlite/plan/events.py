@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from titanlite.plan_row import PlanRow
+
 CATEGORIES = (
     "parameters",
     "gradients",
@@ -46,6 +48,8 @@ class Operator:
     dtype: str
     shape: tuple[int, ...] = ()
     """(batch, m, n, k) of a matrix product; () for others."""
+    is_beside: bool = False
+    """Whether it runs on another stream than the main one: FSDP2's copies, on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,11 @@ class Communication:
     number: int
     peer: int = -1
     """The other rank of a P2P message, counted along the axis; -1 for a collective."""
+    ready: int = -1
+    """How many of the trace's events the main stream must have done before it can start; -1: all
+    events before it. On a GPU, FSDP2's collectives are issued ahead of the main stream."""
+    after: tuple[int, ...] = ()
+    """The numbers of the communications that must end before it starts."""
 
     def renumbered(self, number: int) -> Communication:
         """The same communication with another number."""
@@ -107,7 +116,7 @@ class Trace:
 
     `held` has the bytes of each category that is there before the step. `sizes` has the size of the
     blocks that are there then and that the step may free, which are part of `held`. `category_of`
-    has the category of each block of memory.
+    has the category of each block of memory. `applied` is the effective plan.
     """
 
     rank: int
@@ -116,6 +125,7 @@ class Trace:
     held: dict[str, int] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
     category_of: dict[int, str] = field(default_factory=dict)
+    applied: tuple[PlanRow, ...] = ()
 
     @property
     def communications(self) -> list[Communication]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,16 +28,23 @@ from titanlite.config.data import spec_for
 from titanlite.data.spec import Dataset
 from titanlite.job import _build_dataset
 from titanlite.parallelize import ddp, steps
+from titanlite.parallelize.float8_gather import Float8Shard
 from titanlite.ranks.world import World
 
 
 @contextlib.contextmanager
-def fake_world(rank: int, size: int) -> Iterator[World]:
-    """The world of `size` ranks as `rank` sees it. No process group may exist yet."""
+def fake_world(rank: int, size: int, device_type: str = "cpu") -> Iterator[World]:
+    """The world of `size` ranks as `rank` sees it. No process group may exist yet.
+
+    Its device is the CPU, unless "cuda" is asked for and there is a GPU: without one, autograd
+    aborts on fake CUDA tensors.
+    """
+    has_device = device_type == "cuda" and torch.cuda.is_available()
+    device = torch.device("cuda" if has_device else "cpu")
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     _forget_groups()
     try:
-        yield World(rank, size, local_rank=0, local_size=1, device=torch.device("cpu"))
+        yield World(rank, size, local_rank=0, local_size=1, device=device)
     finally:
         dist.destroy_process_group()
         _forget_groups()
@@ -49,14 +58,14 @@ def _forget_groups() -> None:
     _redistribute._gen_transform_infos.cache_clear()
 
 
-def materialize(parts: list[nn.Module], mode: FakeTensorMode) -> None:
-    """Allocate the parameters and buffers of `parts` as fake tensors on the CPU."""
+def materialize(parts: list[nn.Module], mode: FakeTensorMode, device: torch.device) -> None:
+    """Allocate the parameters and buffers of `parts` as fake tensors."""
     from titanlite.tied import find_tied, tie
 
     with mode:
         for part in parts:
             tied = find_tied(part)
-            part.to_empty(device="cpu")
+            part.to_empty(device=device)
             tie(part, tied)
 
 
@@ -72,8 +81,34 @@ def stand_ins() -> Iterator[None]:
     with (
         patch.object(steps, "apply_ddp", apply_ddp),
         patch.object(job, "_build_dataset", build_dataset),
+        patch.object(FakeTensor, "as_subclass", as_subclass, create=True),
+        patch.object(torch, "compile", partial(compile_as_graph, torch.compile)),
     ):
+        # Code compiled for another job has other shapes.
+        torch.compiler.reset()
         yield
+
+
+def compile_as_graph(
+    compiler: Any, function: Any, *, backend: Any = "inductor", **options: Any
+) -> Any:
+    """torch.compile with graphs that run operator by operator, in place of the inductor's code.
+
+    The graph is split in the same way into a forward and a backward pass, so the one keeps the same
+    tensors for the other. The inductor fuses operators; here each is seen.
+    """
+    return compiler(function, backend="aot_eager" if backend == "inductor" else backend, **options)
+
+
+def as_subclass(tensor: Any, kind: type) -> Tensor:
+    """The fake tensor itself, with the methods of a shard that FSDP2 gathers in float8.
+
+    Tensor.as_subclass does not take a fake tensor. FSDP2 asks for these methods, not for the class.
+    """
+    if kind is Float8Shard:
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            setattr(tensor, name, MethodType(getattr(kind, name), tensor))
+    return tensor
 
 
 # The fields of tokens whose values do not change what a step does.
@@ -138,7 +173,7 @@ class _Replica:
             self._buckets = [[trained[index] for index in bucket] for bucket in indices]
             for number, bucket in enumerate(self._buckets):
                 size = sum(parameter.numel() for parameter in bucket)
-                self._buffers.append(torch.empty(size, dtype=bucket[0].dtype))
+                self._buffers.append(bucket[0].new_empty(size))
                 for place, parameter in enumerate(bucket):
                     parameter.register_post_accumulate_grad_hook(self._hook(number, place))
         self._missing = [set(range(len(bucket))) for bucket in self._buckets]

@@ -97,8 +97,8 @@ class Products:
 class Attention:
     """The shares of the peak of attention kernels.
 
-    They count what is computed: with `is_causal_halved`, half of the products that the trace
-    counts, since a causal kernel skips the upper triangle.
+    They count what is computed. The trace counts whole products; with `is_causal_halved`, a kernel
+    skips the upper triangle of a sequence's scores.
     """
 
     forward_share: float
@@ -108,37 +108,49 @@ class Attention:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Times that do not depend on size.
+    """Seconds that do not depend on size.
 
-    `launch_seconds` is the host's time for an eager operator; on a CPU it adds to the operator's
-    time, and on a GPU the host runs ahead of the device. `kernel_seconds` is the least time of an
-    operator on the device. `communication_seconds` is the host's for a collective or message.
+    `launch_seconds` is the host's time for an eager operator: on a CPU it adds to the operator's,
+    and the host of a GPU runs ahead of the device. `kernel_seconds` is the least time of an
+    operator on a GPU. `collective_seconds` is the host's for a communication. On a CPU it is
+    measured by caller: `unshard_seconds` for FSDP's, `message_seconds` for a P2P message of a
+    pipeline and `exchange_seconds` for one of a ring. Each rank beyond two adds `peer_seconds` to a
+    collective. `step_seconds` is what a step costs a CPU, however small it is.
     """
 
     launch_seconds: float
     kernel_seconds: float
-    communication_seconds: float
-    unshard_seconds: float = 0.0
-    """The host's time for FSDP to gather or reduce the parameters of one unit."""
-    message_seconds: float = 0.0
-    """The host's time for an action of the pipeline: a P2P message and its bookkeeping."""
+    collective_seconds: float
+    unshard_seconds: float | None = None
+    message_seconds: float | None = None
+    exchange_seconds: float | None = None
+    peer_seconds: float = 0.0
     step_seconds: float = 0.0
-    """The host's time for a step, however small."""
 
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """A measured operator: seconds of a call, and bytes (read and written) a second."""
+    """A measured operator: seconds of a call, for its bytes (read and written), and for its FLOPs.
+
+    The three add up. A rate of None does not limit it.
+    """
 
     seconds: float
-    bytes_per_second: float
+    bytes_per_second: float | None = None
+    flops_per_second: float | None = None
+
+    def __call__(self, num_bytes: float, flops: float) -> float:
+        found = self.seconds
+        found += num_bytes / self.bytes_per_second if self.bytes_per_second else 0.0
+        return found + (flops / self.flops_per_second if self.flops_per_second else 0.0)
 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """A measured collective: seconds of a call and rank, and bytes that a rank sends a second."""
+    """A measured collective: seconds of a call, of each other rank, and of bytes that are sent."""
 
     seconds: float
+    seconds_per_peer: float
     bytes_per_second: float
 
 
@@ -204,13 +216,20 @@ def load_hardware(name_or_path: str) -> Hardware:
             f"{', '.join(known_hardware())}, or a TOML file"
         )
     try:
-        values = parse_toml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"--hardware: {path} cannot be read ({error.strerror}); give another file"
         ) from error
+    return parse_hardware(text, path.name)
+
+
+def parse_hardware(text: str, name: str) -> Hardware:
+    """The device of a TOML text; `name` is that of its file, for errors (see load_hardware)."""
+    try:
+        values = parse_toml(text)
     except TOML_ERRORS as error:
-        raise ConfigError(f"--hardware: {path} is not TOML: {error}") from error
+        raise ConfigError(f"--hardware: {name} is not TOML: {error}") from error
     problems: list[str] = []
     found = _table(Hardware, values, "", problems)
     if found is not None and not found.flops_per_second:
@@ -218,7 +237,7 @@ def load_hardware(name_or_path: str) -> Hardware:
     if found is not None and found.kind not in KINDS:
         problems.append(f"kind: {found.kind!r} is neither gpu nor cpu; give one of them")
     if problems:
-        raise ConfigError(*(f"{path.name}: {problem}" for problem in problems))
+        raise ConfigError(*(f"{name}: {problem}" for problem in problems))
     assert found is not None
     return found
 
@@ -248,7 +267,7 @@ def _value(hint: Any, value: Any, key: str, problems: list[str]) -> Any:
         if type(value) is not hint:
             problems.append(f"{key}: {value!r} is not a {'text' if hint is str else 'boolean'}")
         return value
-    if hint in (int, float):
+    if hint in (int, float, float | None):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or (hint is int and not isinstance(value, int)):
             wanted = "a whole number" if hint is int else "a number"
@@ -269,7 +288,7 @@ def _value(hint: Any, value: Any, key: str, problems: list[str]) -> Any:
 def _may_be_zero(key: str) -> bool:
     """Times and half-lengths can be 0; rates, sizes and shares cannot."""
     name = key.rsplit(".", 1)[-1]
-    return name.endswith("seconds") or name.startswith("half_")
+    return name.endswith(("seconds", "seconds_per_peer")) or name.startswith("half_")
 
 
 def _curve(value: Any, key: str, problems: list[str]) -> Curve:

@@ -158,7 +158,8 @@ def _cut(
     runs: dict[tuple[str, str], list[Event]] = {key: [] for key in keys}
     at = 0
     for event in events:
-        where = getattr(event, "place", None)
+        # FSDP2's memory is that of another unit while a module runs.
+        where = None if isinstance(event, Memory) else getattr(event, "place", None)
         if where is not None and 0 < at < len(keys) - 1:
             if where.phase == "optimizer" or (at > turn and where.phase == FORWARD):
                 at = len(keys) - 1

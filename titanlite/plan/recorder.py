@@ -16,14 +16,18 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._ops import HigherOrderOperator
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from titanlite.attention import rotation
 from titanlite.names import canonical_name
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
+from titanlite.plan.scratch import CPU, Scratch, num_bytes
+from titanlite.plan.streams import Streams
 
 # Operator -> kind, and the positions of the whole tensor (-1: the result), of the group and, for
 # P2P messages, of the peer among its arguments.
@@ -45,8 +49,7 @@ WAIT = "_c10d_functional::wait_tensor"
 # Operators that touch no data.
 FREE = ("aten::detach", "aten::empty", "aten::new_empty", "aten::empty_strided", "aten::alias")
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
-# Namespaces of operators that only ask a tensor something, or that mark a range for a profiler.
-NO_WORK = ("prim::", "profiler::")
+BOOKKEEPING = ("profiler::", "prim::")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 # Attention kernels: forward and backward products, each of 2 B H T T E operations.
 ATTENTION = {
@@ -54,18 +57,32 @@ ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1),
 }
 OWN_NAMESPACE = "titanlite"
+# The methods of a process group that return a Work, by the names of all torch versions.
+METHODS = (
+    *("send", "recv", "allreduce", "broadcast", "allgather", "alltoall"),
+    *("_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("alltoall_base", "all_to_all_single"),
+)
 
 
 class Recorder(TorchDispatchMode):
     """Records operators, communication and memory of this process, while it is active.
 
     `axes` maps the ranks of each process group to its axis. With `is_fake` the tensors are fake,
-    and a scalar that is read has an arbitrary value.
+    and a scalar that is read has an arbitrary value. `scratch` is the table of what kernels and
+    communication allocate inside themselves, on `num_threads` threads.
     """
 
-    def __init__(self, axes: Mapping[tuple[int, ...], str], *, is_fake: bool = True) -> None:
+    def __init__(
+        self,
+        axes: Mapping[tuple[int, ...], str],
+        *,
+        is_fake: bool = True,
+        scratch: Scratch = CPU,
+        num_threads: int = 1,
+    ) -> None:
         super().__init__()
-        self._is_fake = is_fake
+        self._is_fake, self._scratch, self._num_threads = is_fake, scratch, num_threads
         self.events: list[Event] = []
         self.blocks: dict[int, int] = {}
         """Storage -> its block number, while it exists."""
@@ -74,9 +91,20 @@ class Recorder(TorchDispatchMode):
         self.buffers: set[int] = set()
         self._axes, self._next, self._number = axes, 0, 0
         self._unwaited: dict[int, tuple[int, Any]] = {}
+        self._issued: list[tuple[int, Any]] = []
+        self.streams = Streams(lambda: len(self.events), self._add_waits)
+        """Followed if they take the place of a device's; by default all is on the main stream."""
         self._modules: list[str] = []
+        self._gathered_for: list[str] = []
         self._spans: list[tuple[int, str]] = [(0, "")]
         self.phase = "other"
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True, since Dynamo does not compile what runs under other modes."""
+        return True
 
     # The place of an event
 
@@ -84,9 +112,17 @@ class Recorder(TorchDispatchMode):
     def watching(self, parts: list[nn.Module]) -> Iterator[None]:
         """Inside, the place of events in these modules, and FSDP's resizing, are recorded."""
         handles = []
+        names = {}
         for part in parts:
+            compiled: tuple[str, ...] = ()
             for name, module in part.named_modules():
-                handles += self._hook(module, canonical_name(name))
+                names[module] = canonical_name(name)
+                if name.startswith(compiled) and compiled:
+                    # Dynamo would have to trace these hooks.
+                    continue
+                handles += self._hook(module, names[module])
+                if isinstance(module, OptimizedModule):
+                    compiled += (f"{name}.",)
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -95,39 +131,55 @@ class Recorder(TorchDispatchMode):
             self.gathered.add(self.blocks[storage._cdata])
             return result
 
-        with (
-            patch.object(torch.UntypedStorage, "resize_", resized),
-            patch.object(dist, "batch_isend_irecv", self._post(dist.batch_isend_irecv)),
-            patch.object(rotation, "_all_gather", self._call(rotation._all_gather)),
-            self,
-        ):
+        get_rng_state = torch.get_rng_state
+
+        def noted_rng_state() -> Tensor:
+            # No operator returns a state, which activation checkpointing keeps.
+            state = get_rng_state()
+            if self._scratch.has_rng_state:
+                self.note([state])
+            return state
+
+        def of_its_modules(method: Any) -> Any:
+            """A method of FSDP2's groups, which may run while another module does."""
+
+            def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+                self._gathered_for.append(names.get(group.modules[0], ""))
+                try:
+                    return method(group, *args, **kwargs)
+                finally:
+                    self._gathered_for.pop()
+
+            return call
+
+        with contextlib.ExitStack() as stack:
+            for name in ("unshard", "wait_for_unshard", "post_backward"):
+                method = of_its_modules(getattr(FSDPParamGroup, name))
+                stack.enter_context(patch.object(FSDPParamGroup, name, method))
+            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+            stack.enter_context(patch.object(torch, "get_rng_state", noted_rng_state))
+            for name in METHODS:
+                if hasattr(dist.ProcessGroup, name):
+                    method = self._call(getattr(dist.ProcessGroup, name))
+                    stack.enter_context(patch.object(dist.ProcessGroup, name, method))
+            stack.enter_context(self)
             yield
         for handle in handles:
             handle.remove()
 
-    def _post(self, batch_isend_irecv: Any) -> Any:
-        """The same function, with works that hold their tensors and record waits.
+    def _call(self, method: Any) -> Any:
+        """A method of process groups, with works that hold their tensors and record waits.
 
-        A real work holds its tensors until it is waited for; a fake one does not.
+        A real work holds its tensors; a fake one does not.
         """
 
-        def post(operations: list[dist.P2POp]) -> list[Any]:
-            first = self._number
-            works = batch_isend_irecv(operations)
-            tensors = [operation.tensor for operation in operations]
-            numbers = list(range(first + 1, self._number + 1))
-            if len(works) == len(tensors) == len(numbers):
-                return [_Work(self, *one) for one in zip(works, tensors, numbers, strict=True)]
-            return [_Work(self, work, tensors, *numbers) for work in works]
-
-        return post
-
-    def _call(self, collective: Any) -> Any:
-        """The same for an asynchronous collective."""
-
         def call(*args: Any, **kwargs: Any) -> Any:
-            work = collective(*args, **kwargs)
-            return None if work is None else _Work(self, work, args, self._number)
+            self._issued.clear()
+            work = method(*args, **kwargs)
+            held = [(args, kwargs), *(held for _, held in self._issued)]
+            numbers = [number for number, _ in self._issued]
+            self._issued.clear()
+            return _Work(self, work, held, numbers)
 
         return call
 
@@ -156,6 +208,10 @@ class Recorder(TorchDispatchMode):
 
     def place(self) -> Place:
         """The module and the phase of what happens now."""
+        place = self._place_of_computation()
+        return place._replace(module=self._gathered_for[-1]) if self._gathered_for else place
+
+    def _place_of_computation(self) -> Place:
         if torch._C._current_graph_task_id() == -1:
             return Place(self._modules[-1] if self._modules else "", self.phase)
         if self._modules:
@@ -172,8 +228,12 @@ class Recorder(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            # DTensor handles it first; this mode then sees what it calls.
+        if isinstance(function, HigherOrderOperator):
+            if self._is_fake:
+                return self._call_with_rng_state(function, args, kwargs)
+            return function(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            # DTensor and other wrappers handle it first; this mode then sees what they call.
             return NotImplemented
         if self._is_fake and function in READS:
             return _some_value(args[0])
@@ -181,6 +241,12 @@ class Recorder(TorchDispatchMode):
         if name.startswith(f"{OWN_NAMESPACE}::"):
             with self:
                 return _body_of(function)(*args, **kwargs)
+        if self._is_fake and name == WAIT:
+            # The real operator returns its input; its fake kernel a new tensor.
+            block = self.blocks.get(args[0].untyped_storage()._cdata)
+            if block in self._unwaited:
+                self._add_waits((self._unwaited.pop(block)[0],))
+            return args[0]
         result = function(*args, **kwargs)
         place = self.place()
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -188,14 +254,27 @@ class Recorder(TorchDispatchMode):
             self._note_storage(output.untyped_storage())
         if name in COLLECTIVES:
             self._add_collective(name, args, result, place)
-        elif name == WAIT:
-            block = self.blocks.get(args[0].untyped_storage()._cdata)
-            if block in self._unwaited:
-                number, _ = self._unwaited.pop(block)
-                self.events.append(Wait(number))
-        elif not (function.is_view or name in FREE or name.startswith(NO_WORK)):
+        elif not (function.is_view or name in FREE or name.startswith(BOOKKEEPING)):
             self._add_operator(name, args, kwargs, result, outputs, place, function)
+            if name in self._scratch.kernels:
+                self._allocate(self._scratch.kernels[name](args, self._num_threads))
         return result
+
+    def _call_with_rng_state(self, function: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        """An operator of a compiled graph that saves a random state, or that runs with one.
+
+        They are in graphs with recomputation. Without a rule of its own, another higher-order
+        operator runs as one call.
+        """
+        if function is run_and_save_rng_state:
+            state, (operator, *rest) = torch.get_rng_state(), args
+        elif function is run_with_rng_state:
+            state, (_, operator, *rest) = torch.get_rng_state(), args
+        else:
+            return function(*args, **kwargs)
+        with self:
+            result = operator(*rest, **kwargs)
+        return (state, result) if function is run_and_save_rng_state else result
 
     def _add_operator(
         self,
@@ -213,13 +292,14 @@ class Recorder(TorchDispatchMode):
             Operator(
                 name,
                 flops,
-                sum(_bytes_of(tensor) for tensor in inputs),
-                sum(_bytes_of(tensor) for tensor in outputs) or _bytes_of_mutated(args),
+                sum(num_bytes(tensor) for tensor in inputs),
+                sum(num_bytes(tensor) for tensor in outputs) or _bytes_of_mutated(args),
                 place,
                 str((outputs or inputs)[0].dtype).removeprefix("torch.")
                 if outputs or inputs
                 else "",
                 _shape_of(name, args),
+                self.streams.is_beside,
             )
         )
 
@@ -241,16 +321,35 @@ class Recorder(TorchDispatchMode):
         )
         self._number += 1
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
+        size, before = num_bytes(whole), self.streams.issue(self._number)
+        ready = before.position if self.streams.is_beside else -1
         self.events.append(
-            Communication(kind, axis, _bytes_of(whole), len(ranks), place, self._number, peer)
+            Communication(
+                kind,
+                axis,
+                size,
+                len(ranks),
+                place,
+                self._number,
+                peer,
+                ready,
+                before.numbers,
+            )
         )
+        copies = self._scratch.copies.get(kind, 0)
+        held = [self._allocate(copies * size)]
         if isinstance(result, Tensor):
-            # A real work holds its input until it is waited for.
-            self._unwaited[self.blocks[result.untyped_storage()._cdata]] = self._number, args[0]
+            if kind in self._scratch.holds_input:
+                held.append(args[0])
+            self._unwaited[self.blocks[result.untyped_storage()._cdata]] = self._number, held
         else:
+            self._issued.append((self._number, held))
             for tensor in (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
                 self._note_storage(tensor.untyped_storage())
                 self.buffers.add(self.blocks[tensor.untyped_storage()._cdata])
+
+    def _add_waits(self, numbers: tuple[int, ...]) -> None:
+        self.events += [Wait(number) for number in numbers]
 
     # Memory
 
@@ -274,6 +373,10 @@ class Recorder(TorchDispatchMode):
         if self.blocks.get(key) == block:
             del self.blocks[key]
 
+    def _allocate(self, size: int) -> _Block | None:
+        """Record memory that exists as long as the object that is returned; None for no bytes."""
+        return _Block(self, size) if size else None
+
     def note(self, tensors: Iterable[Tensor]) -> None:
         """Record the memory of tensors that no operator has returned."""
         for tensor in tensors:
@@ -288,17 +391,34 @@ class Recorder(TorchDispatchMode):
         }
 
 
-class _Work:
-    """A communication in flight: its tensors, and what a wait for it records."""
+class _Block:
+    """Memory without a tensor."""
 
-    def __init__(self, recorder: Recorder, work: Any, tensors: Any, *numbers: int) -> None:
-        self._recorder, self._work, self._tensors = recorder, work, tensors
-        self._numbers = numbers
+    def __init__(self, recorder: Recorder, size: int) -> None:
+        recorder._next += 1
+        self._recorder, self.block = recorder, recorder._next
+        recorder.sizes[self.block] = size
+        recorder.events.append(Memory(self.block, size, recorder.place()))
 
-    def wait(self) -> Any:
-        result = self._work.wait()
-        self._recorder.events += [Wait(number) for number in self._numbers]
-        self._tensors, self._numbers = None, ()
+    def __del__(self) -> None:
+        self._recorder._forget(-1, self.block)
+
+
+class _Work(dist.Work):
+    """A communication in flight: what it holds, and what a wait for it records."""
+
+    def __init__(self, recorder: Recorder, work: Any, held: Any, numbers: list[int]) -> None:
+        super().__init__()
+        self._recorder, self._work = recorder, work
+        self._held, self._numbers = held, numbers
+
+    def wait(self, *args: Any) -> Any:
+        result = self._work.wait(*args)
+        if not self._recorder.streams.is_beside:
+            self._recorder._add_waits(tuple(self._numbers))
+        self._numbers = []
+        if self._recorder._scratch.frees_at_wait:
+            self._held = None
         return result
 
     def is_completed(self) -> bool:
@@ -326,7 +446,7 @@ def _bytes_of(tensor: Tensor) -> int:
 def _bytes_of_mutated(args: Any) -> int:
     """Operators without a result write their first list of tensors."""
     first = args[0] if args else []
-    return sum(_bytes_of(leaf) for leaf in tree_leaves(first) if isinstance(leaf, Tensor))
+    return sum(num_bytes(leaf) for leaf in tree_leaves(first) if isinstance(leaf, Tensor))
 
 
 def _flops_of(name: str, function: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -120,7 +120,7 @@ class StepTime:
     seconds: float
     tokens_per_second: float
     """Of one rank."""
-    mfu: float
+    mfu: float | None
     hfu: float
     bound: str
     ranks: dict[int, SegmentTime] = field(default_factory=dict)
@@ -154,13 +154,13 @@ def step_time(
     cost: Cost,
     *,
     tokens: float,
-    model_flops: float,
+    model_flops: float | None,
     dtype: str = "bfloat16",
 ) -> StepTime:
     """The step of a job whose ranks have these times.
 
     `tokens` are those of the global batch, and `model_flops` the model's operations for all of
-    them.
+    them, None if they are not known.
     """
     seconds = max(segment.seconds for segment in segments.values())
     num_ranks = cost.dims.world_size
@@ -169,7 +169,7 @@ def step_time(
     return StepTime(
         seconds=seconds,
         tokens_per_second=tokens / seconds / num_ranks,
-        mfu=model_flops / (seconds * num_ranks * peak),
+        mfu=None if model_flops is None else model_flops / (seconds * num_ranks * peak),
         hfu=executed / (seconds * peak),
         bound=describe_bound(segments),
         ranks=dict(segments),
@@ -225,7 +225,7 @@ def program(
             is_waited[at] = True
             waited.discard(event.number)
     others = set(ranks) - {rank}
-    is_cpu, overhead = cost.hardware.kind == "cpu", cost.hardware.overhead
+    is_cpu = cost.hardware.kind == "cpu"
     items: list[Item] = []
     # A segment can be repeated, so a number can come back: each transfer has a number of its own.
     number_of: dict[int, int] = {}
@@ -235,9 +235,7 @@ def program(
             if seconds or launch:
                 items.append(Compute(seconds, cost.kind(event), launch))
         elif isinstance(event, Communication):
-            host = overhead.communication_seconds
-            if event.kind in FROM_RANK_TO_RANK:
-                host += overhead.message_seconds
+            host = cost.host(event)
             items.append(Compute(host, HOST) if is_cpu else Compute(0.0, HOST, host))
             number_of[event.number] = at
             items.append(_transfer(event, at, cost, rank, others))

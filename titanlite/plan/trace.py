@@ -7,24 +7,34 @@ built parts exist only after the first.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.config import ResolvedJob
+from titanlite.config.model import load_model_spec
 from titanlite.job import Job, build_job
+from titanlite.models.build import build_model
 from titanlite.plan.events import Memory, Trace
 from titanlite.plan.fake_world import fake_world, faked, materialize, stand_ins
 from titanlite.plan.recorder import Recorder
+from titanlite.plan.scratch import BY_DEVICE
+from titanlite.ranks.machine import num_cores
 from titanlite.training.shards import local_part
 
 
 def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
-    """The second step of `rank`. No process group may exist in this process."""
+    """The second step of `rank`. No process group may exist in this process.
+
+    A job with `job.device = "cuda"` is traced with the streams and the scratch memory of a GPU, and
+    on its kernels if there is a GPU here; else on those of the CPU.
+    """
     return trace_job(resolved, rank)[1]
 
 
@@ -33,10 +43,20 @@ def trace_job(
 ) -> tuple[Job, Trace]:
     """The job of `rank` and its second step; `prepare` is called before the first one."""
     size = resolved.dims.world_size
-    with fake_world(rank, size) as world, stand_ins():
+    planned = "cuda" if resolved.config.job.device == "cuda" else "cpu"
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(fake_world(rank, size, planned))
+        stack.enter_context(stand_ins())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        job = build_job(resolved, world, lambda parts: materialize(list(parts), mode))
-        recorder = Recorder(axes_of_ranks(job))
+        job = build_job(resolved, world, lambda parts: materialize(list(parts), mode, world.device))
+        recorder = Recorder(
+            axes_of_ranks(job),
+            scratch=BY_DEVICE[planned],
+            num_threads=max(1, num_cores() // size),
+        )
+        if planned == "cuda":
+            device = torch.get_device_module(world.device)
+            stack.enter_context(recorder.streams.in_place_of(device))
         if prepare is not None:
             prepare(job)
         with mode, recorder.watching(job.trainer.parts):
@@ -45,10 +65,19 @@ def trace_job(
         return job, _record_step(job, recorder, mode)
 
 
+def count_parameters(resolved: ResolvedJob) -> int:
+    """The elements of all parameters of the job's model; a tied weight counts once."""
+    with torch.device("meta"):
+        model = build_model(load_model_spec(resolved.config), resolved.model, torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _record_step(job: Job, recorder: Recorder, mode: FakeTensorMode) -> Trace:
     gc.collect()
     recorder.events.clear()
+    recorder.streams.restart()
     trace = Trace(job.world.rank, job.dims.coordinates(job.world.rank), recorder.events)
+    trace.applied = tuple(job.applied)
     parameters = _local(job.parameters.values())
     states = [
         value

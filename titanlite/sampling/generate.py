@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.batch import call_model, make_batch, takes
+from titanlite.batch import FieldDims, call_model, make_batch, takes
 from titanlite.config import load_model_spec
 from titanlite.data.sampler import first_tokens
 from titanlite.errors import TitanliteError
@@ -108,6 +108,7 @@ def sample_sequences(
                 generators,
                 choice,
                 end_token=job.data.end_token,
+                separates_documents="documents" in job.data.fields,
                 pace=pace,
                 on_tokens=look,
                 on_new=on_new,
@@ -190,13 +191,16 @@ def generate(
     choice: Choice = ALL,
     *,
     end_token: int | None = None,
+    separates_documents: bool = False,
     pace: Pace | None = None,
     on_tokens: Callable[[int], None] = lambda num_drawn: None,
     on_new: Callable[[Tensor], None] = lambda new: None,
 ) -> Tensor:
     """Extend `tokens_BT` to `seq_len` tokens; each row has its own random generator.
 
-    After the first sampled `end_token` of a row, all its tokens are end tokens.
+    After the first sampled `end_token` of a row, all its tokens are end tokens. With
+    `separates_documents`, an `end_token` ends a document, also in `tokens_BT`: the model gets the
+    fields "documents" and "positions" as in training on separate documents.
 
     If `pace` predicts that the time is too short, the last half of the rows is dropped, down to one
     row. A model without `make_cache` processes all tokens so far for each new one.
@@ -206,10 +210,14 @@ def generate(
     new = tokens_BT
     has_ended_B1 = torch.zeros_like(tokens_BT[:, :1], dtype=torch.bool)
     for drawn in range(tokens_BT.size(1), seq_len):
+        fields = number_documents(tokens_BT, end_token) if separates_documents else {}
         if cache is None:
-            logits_BTV = call_model(model, make_batch(tokens_BT))
+            documents = {"documents": (fields["documents"], FieldDims(0, 1))} if fields else None
+            batch = make_batch(tokens_BT, positions=fields.get("positions"), more=documents)
+            logits_BTV = call_model(model, batch)
         else:
-            logits_BTV = model(new, cache=cache)
+            of_new = {name: field[:, -new.size(1) :] for name, field in fields.items()}
+            logits_BTV = model(new, cache=cache, **of_new)
         new = choice(logits_BTV[:, -1], generators)
         if end_token is not None:
             new = new.masked_fill(has_ended_B1, end_token)
@@ -227,6 +235,18 @@ def generate(
                 if cache is not None:
                     cache.keep_first(rows)
     return tokens_BT
+
+
+def number_documents(tokens_BT: Tensor, end_token: int | None) -> dict[str, Tensor]:
+    """The fields "documents" and "positions" [B, T] of tokens, as training data have them.
+
+    An `end_token` is the last token of its document.
+    """
+    is_first = torch.zeros_like(tokens_BT, dtype=torch.bool)
+    is_first[:, 1:] = tokens_BT[:, :-1] == end_token
+    places = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
+    starts = (places * is_first).cummax(dim=1).values
+    return {"documents": is_first.cumsum(dim=1), "positions": places - starts}
 
 
 @torch.no_grad()

@@ -43,6 +43,8 @@ def naming_failures(job: Job) -> Iterator[None]:
         name, inputs = calls[-1]
         style = styles_of(job).get(name)
         entry = f" (tensor-parallel plan: {style})" if style else ""
+        if job.dims.tp_enabled and not style:
+            entry = " (not in the tensor-parallel plan)"
         given = ", ".join(map(_shape_of, inputs)) or "nothing"
         kind = TitanliteError if isinstance(error, TitanliteError) else RuntimeError
         raise kind(

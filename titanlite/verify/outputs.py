@@ -34,11 +34,8 @@ class Outputs:
 
     def keep(self, name: str, output: Any, num_calls: Counter[str]) -> None:
         """Keep an output; `num_calls` counts each module's calls in this forward pass."""
-        if isinstance(output, Mapping):
-            output = next((v for v in output.values() if isinstance(v, Tensor) and v.ndim), None)
-        if isinstance(output, tuple | list) and output:
-            output = output[0]
-        if not isinstance(output, Tensor):
+        output = tensor_of(output)
+        if output is None:
             return
         if isinstance(output, DTensor) and any(p.is_partial() for p in output.placements):
             # DTensor reduces it where it is used, so its local part equals nothing on one process.
@@ -78,6 +75,15 @@ class Outputs:
             if same:
                 worst = max(worst, min(agreement(again, f, f).difference for f in same))
         return worst
+
+
+def tensor_of(output: Any) -> Tensor | None:
+    """The tensor in a module's output that is compared: the first, of a mapping or a tuple."""
+    if isinstance(output, Mapping):
+        output = next((v for v in output.values() if isinstance(v, Tensor) and v.ndim), None)
+    if isinstance(output, tuple | list) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) else None
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from titanlite.batch import Batch, call_model, join
 from titanlite.job import Job
 from titanlite.names import canonical_name
 from titanlite.verify.agreement import agreement
+from titanlite.verify.outputs import tensor_of
 from titanlite.verify.record import Agreement, ModuleOutput
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -47,10 +48,8 @@ def _shapes_of(model: nn.Module, batch: Batch) -> dict[str, torch.Size]:
     shapes: dict[str, torch.Size] = {}
 
     def note(name: str, output: Any) -> None:
-        if isinstance(output, tuple | list) and output:
-            output = output[0]
-        if isinstance(output, Tensor):
-            shapes[name] = output.shape
+        if (tensor := tensor_of(output)) is not None:
+            shapes[name] = tensor.shape
 
     hooks = [
         module.register_forward_hook(lambda _, inputs, output, name=name: note(name, output))

@@ -14,7 +14,8 @@ from titanlite.data.text.corpus import (
     text_corpus,
     tokens_corpus,
 )
-from titanlite.data.text.documents import python_name
+from titanlite.data.text.documents import find_files, python_name
+from titanlite.data.text.hub import arrow_files
 from titanlite.data.text.packed import PackedText, Stream
 from titanlite.data.text.spec import TextSpec
 from titanlite.errors import ConfigError
@@ -29,10 +30,12 @@ def build_text(
     split: str = "train",
     seed: int,
     path_key: str = "training.dataset_path",
+    refresh: bool = False,
 ) -> PackedText:
     """The sequences of a split: "train" or "validation"; the two share no document.
 
-    If the job validates on other data, each split has all documents of its own data. Raises
+    If the job validates on other data, each split has all documents of its own data. With
+    `refresh`, a data set of the package `datasets` is loaded anew; see arrow_files. Raises
     ConfigError if a file cannot be read, or the text is shorter than one sequence.
     """
     assert spec.keys is not None, "for_job comes first"
@@ -41,11 +44,21 @@ def build_text(
         parts = PARTS
     tokenizer = spec.tokenizer
     section = path_key.partition(".")[0]
+    source = spec.hub_source(path)
+    key = path_key if path else f"{section}.dataset"
     if spec.name == "tokens":
         stream = _stream_of_tokens(spec, model, path, path_key, parts)
-    elif spec.needs_path:
+    elif source is not None:
         assert tokenizer is not None
-        corpus = text_corpus(path, path_key, spec.pattern, tokenizer, spec.keys.dump_folder)
+        assert spec.hub_split is not None
+        folder = spec.keys.dump_folder
+        files = arrow_files(source, spec.hub_split, key, folder, refresh=refresh)
+        corpus = text_corpus(files, str(files[0].parent), key, spec.hub_split, tokenizer, folder)
+        stream = stream_of([corpus[part] for part in parts], f"{source}, {spec.hub_split}")
+    elif spec.needs_path or path:
+        assert tokenizer is not None
+        files = find_files(path, path_key, spec.pattern)
+        corpus = text_corpus(files, path, path_key, spec.pattern, tokenizer, spec.keys.dump_folder)
         stream = stream_of([corpus[part] for part in parts], "text")
     else:
         assert tokenizer is not None
@@ -60,7 +73,6 @@ def build_text(
             )
         end = tokenizer.end_of_text
     if len(stream) <= seq_len:
-        key = path_key if spec.needs_path else f"{section}.dataset"
         what = "held-out text" if parts == (HELD_OUT,) else "text"
         other = ", or other data as validation.dataset_path" if parts == (HELD_OUT,) else ""
         raise ConfigError(

@@ -25,7 +25,6 @@ import numpy as np
 
 from titanlite.data.text.documents import (
     Document,
-    find_files,
     first_of,
     python_manual,
     read_documents,
@@ -68,15 +67,22 @@ def manual_corpus(tokenizer: Tokenizer) -> dict[str, Part]:
 
 
 def text_corpus(
-    path: str, path_key: str, pattern: str, tokenizer: Tokenizer, dump_folder: str
+    files: Sequence[Path],
+    path: str,
+    path_key: str,
+    selection: str,
+    tokenizer: Tokenizer,
+    dump_folder: str,
 ) -> dict[str, Part]:
-    """The parts of the text at `path`, memory-mapped; tokenizes it if that has not been done."""
-    files = find_files(path, path_key, pattern)
+    """The parts of the text of `files`, memory-mapped; tokenizes it if that has not been done.
+
+    The tokens are kept beside `path`; `selection` says which of its files are read.
+    """
 
     def build(folder: Path, report: Callable[[int], None]) -> dict[str, Any]:
         return _build_text(files, path_key, tokenizer, folder, report)
 
-    name = _name("text", tokenizer.identity, pattern)
+    name = _name("text", tokenizer.identity, selection)
     folder, about = _kept(path, path_key, files, name, dump_folder, build, "tokenizing")
     parts = {}
     for part in PARTS:

@@ -31,6 +31,10 @@ class TextSpec(DatasetSpec):
     build: str | Callable[..., Dataset] = "titanlite.data.text.build:build_text"
     fields: Mapping[str, int | None] = field(default_factory=lambda: {"targets": 0})
     pattern: str = "*"
+    hub_split: str | None = None
+    """The split that the package `datasets` loads; None if it loads nothing."""
+    hub_name: str = ""
+    """What it loads if no path is given; "" if the path names it."""
     sample_name: str = "text"
     accepts_file: bool = True
     sampled_as: str | None = "pydoc"
@@ -64,9 +68,15 @@ class TextSpec(DatasetSpec):
             return Misfit("text", "images", (change,))
         return super().misfit(model, seq_len)
 
+    def hub_source(self, path: str) -> str | None:
+        """What the package `datasets` loads for this path; None if files are read without it."""
+        if self.hub_split is None or (self.hub_name and path and Path(path).expanduser().exists()):
+            return None
+        return path or self.hub_name
+
     def prepare(self, **arguments: Any) -> None:
-        """Tokenize the text, unless that has been done, and check it; see build_text."""
-        self.make(**arguments)
+        """Load and tokenize the text, unless that has been done, and check it; see build_text."""
+        self.make(**arguments, refresh=True)
 
     def make(self, *, model: Any, seq_len: int, **arguments: Any) -> Dataset:
         return self.builder(self, model=model, seq_len=seq_len, **arguments)
@@ -146,7 +156,27 @@ C4_TEST = TextSpec(
     needs_path=True,
     default_path="tests/assets/c4_test",
 )
-C4 = TextSpec("c4", "local files of C4", pattern="c4-train.*", needs_path=True)
-C4_VALIDATION = TextSpec(
-    "c4_validation", "local validation files of C4", pattern="c4-validation.*", needs_path=True
+C4 = TextSpec(
+    "c4",
+    "C4 in English, by the package datasets or from local files",
+    pattern="c4-train.*",
+    takes_path=True,
+    accepts_name=True,
+    hub_split="train",
+    hub_name="allenai/c4:en",
+)
+C4_VALIDATION = replace(C4, name="c4_validation", pattern="c4-validation.*", hub_split="validation")
+HF = TextSpec(
+    "hf",
+    "the split `train` of a data set that Hugging Face's package datasets loads",
+    needs_path=True,
+    accepts_file=False,
+    accepts_name=True,
+    hub_split="train",
+)
+HF_VALIDATION = replace(
+    HF,
+    name="hf_validation",
+    description="the split `validation` of such a data set",
+    hub_split="validation",
 )

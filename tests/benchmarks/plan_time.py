@@ -1,0 +1,147 @@
+"""The predicted time of a step against the measured one, in CPU-seconds summed over all ranks.
+
+    python tests/benchmarks/plan_time.py [--hardware FILE] [--steps 8] [job ...]
+
+Without a file, this machine is calibrated first. Wall time on shared cores is noise. Compiled
+blocks are run and planned as eager code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.config import JobConfig, load_config, resolve_job
+from titanlite.plan.calibrate import calibrate
+from titanlite.plan.command import representatives
+from titanlite.plan.cost import Cost
+from titanlite.plan.hardware import Hardware, load_hardware
+from titanlite.plan.timing import time_events
+from titanlite.plan.trace import trace_rank
+from titanlite.ranks.launch import Place, run_ranks
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# Shipped jobs of unlike plans.
+JOBS = (
+    "single",
+    "bf16",
+    "ac",
+    "ddp4",
+    "fsdp4",
+    "hsdp2x2",
+    "tp4",
+    "tp2_fsdp2",
+    "tp2_async",
+    "cp4",
+    "pp4_1f1b",
+    "pp2_dualpipev",
+    "gpt2_pp2_tp2",
+    "llama_tiny",
+    "pp2_tp2_fsdp2",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One job: CPU-seconds of a step over all ranks."""
+
+    job: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def config_of(job: str) -> JobConfig:
+    return load_config([f"--job.config_file={CONFIGS / job}.toml", "--compile.enable=false"])
+
+
+def measure(jobs: Iterable[str], steps: int) -> dict[str, float]:
+    """The CPU-seconds of a step of each job: the median step."""
+    by_size: dict[int, dict[str, JobConfig]] = {}
+    for job in jobs:
+        config = config_of(job)
+        by_size.setdefault(resolve_job(config, None).dims.world_size, {})[job] = config
+    found = {}
+    for num_ranks, configs in by_size.items():
+        of_ranks = run_ranks(run_steps, num_ranks, list(configs.values()), steps)
+        for job, *of_job in zip(configs, *of_ranks, strict=True):
+            found[job] = statistics.median(map(sum, zip(*of_job, strict=True)))
+    return found
+
+
+def run_steps(place: Place, configs: list[JobConfig], steps: int) -> list[list[float]]:
+    """The CPU-seconds of each step of each job on this rank, without the first two."""
+    import torch
+
+    from titanlite.job import build_job
+    from titanlite.ranks.world import open_world
+
+    found = []
+    with open_world(place) as world:
+        torch.set_num_threads(1)
+        for config in configs:
+            job = build_job(resolve_job(config, world.size), world)
+            seconds = []
+            for _ in range(steps + 2):
+                start = time.process_time()
+                job.step()
+                seconds.append(time.process_time() - start)
+            found.append(seconds[2:])
+    return found
+
+
+def predict(job: str, hardware: Hardware) -> float:
+    """The CPU-seconds of a step: of a rank of each stage, times the ranks of a stage."""
+    resolved = resolve_job(config_of(job), None)
+    cost = Cost(hardware, resolved.dims)
+    total = 0.0
+    ranks = representatives(resolved.dims)
+    for rank in ranks:
+        total += time_events(trace_rank(resolved, rank).events, cost, rank).busy_seconds
+        total += hardware.overhead.step_seconds
+    return total * resolved.dims.world_size / len(ranks)
+
+
+def compare(jobs: Iterable[str], hardware: Hardware, steps: int = 8) -> list[Row]:
+    jobs = list(jobs)
+    measured = measure(jobs, steps)
+    return [Row(job, measured[job], predict(job, hardware)) for job in jobs]
+
+
+def errors(rows: Iterable[Row]) -> tuple[float, float]:
+    """The mean and the largest of the absolute relative errors."""
+    found = [abs(row.error) for row in rows]
+    return statistics.fmean(found), max(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--hardware", help="the file of a calibration of this machine")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("jobs", nargs="*", default=JOBS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.hardware
+        if path is None:
+            path = f"{folder}/cpu.toml"
+            calibrate(path)
+        hardware = load_hardware(path)
+    rows = compare(arguments.jobs, hardware, arguments.steps)
+    print("CPU-seconds of a step over all ranks")
+    print(f"{'job':16} {'measured':>9} {'predicted':>9} {'error':>7}")
+    for row in rows:
+        print(f"{row.job:16} {row.measured:9.3f} {row.predicted:9.3f} {row.error:+7.1%}")
+    mean, worst = errors(rows)
+    print(f"mean error {mean:.1%}, worst {worst:.1%}")
+
+
+if __name__ == "__main__":
+    main()
