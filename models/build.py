@@ -41,7 +41,7 @@ def plan_of(spec: ModelSpec, model: nn.Module) -> ParallelPlan:
     plan = _load(spec, "plan")
     if isinstance(plan, Mapping):
         plan = plan.get(type(model))
-    elif callable(plan):
+    if callable(plan):
         plan = plan(model)
     if plan is not None and not isinstance(plan, ParallelPlan):
         raise TitanliteError(

@@ -25,6 +25,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, read_batch
 from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.experts import Balancer, expert_layers
 from titanlite.mesh.device_mesh import Meshes, build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models import load
@@ -232,13 +233,18 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     if config.debug.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
     world.name_places(dims.describe_place)
-    meshes = build_meshes(dims, world.device.type)
+    has_experts = bool(getattr(resolved.model, "num_experts", 0))
+    meshes = build_meshes(dims, world.device.type, has_experts=has_experts)
     axes = meshes.axes_of_groups()
     world.name_groups(axes)
     data = spec_for(config)
     dataset = _build_dataset(resolved, "train")
     layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     model, plan = _build_model(resolved, data)
+    layers = expert_layers([model])
+    for layer in layers.values():
+        layer.force_balance = config.debug.moe_force_load_balance
+    num_experts = {name: layer.num_experts for name, layer in layers.items()}
     slow = _warn_of_slow_rings(resolved, world, model, plan)
     tied = find_tied(model)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -271,6 +277,13 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
         made.applied.append(row)
     made.applied += [*_describe_groups(config, rules), *frozen]
     trainer = _build_trainer(resolved, world, meshes, made, data, axes, rules, tied)
+    if num_experts:
+        trainer.balancer = Balancer(
+            expert_layers(made.parts),
+            num_experts,
+            world.device,
+            has_loss=any(layer.loss_factor for layer in layers.values()),
+        )
     if config.converts_to_float8:
         _gather_in_float8(config, made.parts, trainer)
     return Job(

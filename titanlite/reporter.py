@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 # Tokens between two lines about sampling; a multiple of the interval of `on_tokens`.
 SAMPLED_A_LINE = 768
-CURVE = "loss.png"
+CURVE, LOADS = "loss.png", "expert_loads.png"
 FIRST_SCREEN = "first_screen.txt"
 
 
@@ -158,7 +158,7 @@ class Reporter:
                 enable_wandb=config.metrics.enable_wandb,
                 job_config=config.model_dump(mode="json"),
                 first_step=self._first_step,
-                pictures=(CURVE, self._job.data.samples_file),
+                pictures=(CURVE, LOADS, self._job.data.samples_file),
             )
         )
 
@@ -220,6 +220,8 @@ class Reporter:
             validation_metrics={} if validation is None else validation.metrics,
             flops_per_second=flops_per_second,
             mfu=_mfu(flops_per_second, job),
+            auxiliary_loss=result.auxiliary_loss,
+            **_expert_load(job),
         )
         with self._writing():
             moved = self._log.log(record)
@@ -298,7 +300,7 @@ class Reporter:
         self._progress.print(f"sampled {name}s: {path}")
 
     def _draw_curve(self) -> str:
-        """Draw the loss of all recorded steps; returns the line to print."""
+        """Draw the loss of all recorded steps, and the load of experts; returns what to print."""
         try:
             records = read_metrics(self._folder)
         except ConfigError as error:
@@ -317,7 +319,12 @@ class Reporter:
             title=job.config.job.description,
             bits_per=None if not in_nats else job.data.bits_name,
         )
-        return f"loss curve: {curve}"
+        if job.trainer.balancer is None:
+            return f"loss curve: {curve}"
+        from titanlite.drawing.experts import save_expert_loads
+
+        save_expert_loads(self._folder / LOADS, records)
+        return f"loss curve: {curve}\nload of experts: {self._folder / LOADS}"
 
     def _show_sampling(self, num_drawn: int) -> None:
         if num_drawn % SAMPLED_A_LINE == 0:
@@ -427,6 +434,29 @@ def _make_own_folder(folder: Path) -> Path:
 
 def _plural(noun: str, count: int) -> str:
     return noun if count == 1 else f"{noun}s"
+
+
+def _expert_load(job: Job) -> dict[str, Any]:
+    """The fields of a StepRecord about the load of experts; empty for a dense model."""
+    balancer, ep = job.trainer.balancer, job.dims.ep
+    if balancer is None or not balancer.counts:
+        return {}
+
+    def busiest(num_parts: int) -> float:
+        """The largest share of `num_parts` equal parts of the experts, as a mean over layers."""
+        shares = []
+        for counts in balancer.counts.values():
+            size = len(counts) // num_parts
+            parts = [sum(counts[start : start + size]) for start in range(0, len(counts), size)]
+            shares.append(max(parts) / max(1, sum(counts)))
+        return sum(shares) / len(shares)
+
+    experts = min(len(counts) for counts in balancer.counts.values())
+    return {
+        "expert_counts": balancer.counts,
+        "busiest_expert_share": busiest(experts),
+        "busiest_rank_share": busiest(ep) if ep > 1 else None,
+    }
 
 
 def _mfu(flops_per_second: float | None, job: Job) -> float | None:

@@ -2,12 +2,15 @@
 
 Names, defaults and flavors are TorchTitan v0.2.2's (torchtitan/models/llama3), so that a job's
 [model] carries over. Its `rope_scaling_args` are the four fields that begin with `rope_scaling_`.
+With `moe_num_experts`, the feed-forward of some blocks is a mixture of experts. The fields that
+begin with `moe_` are TorchTitan's `moe_args`, and what its llama4 and deepseek_v3 say about which
+blocks have experts, and how wide these are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -59,6 +62,66 @@ class Llama3Config:
         bool, Field(description="the output layer's weight is the embedding table")
     ] = False
 
+    moe_num_experts: Annotated[
+        int, Field(ge=0, description="experts of a block's feed-forward; 0: one dense feed-forward")
+    ] = 0
+    moe_top_k: Annotated[int, Field(gt=0, description="experts that a token is routed to")] = 1
+    moe_hidden_dim: Annotated[
+        int | None, Field(gt=0, description="hidden width of an expert; if not set, the dense one")
+    ] = None
+    moe_num_shared_experts: Annotated[
+        int, Field(ge=0, description="experts that every token uses, as one wide feed-forward")
+    ] = 0
+    moe_n_dense_layers: Annotated[
+        int, Field(ge=0, description="blocks at the start with a dense feed-forward (DeepSeek)")
+    ] = 0
+    moe_interleave_layer_step: Annotated[
+        int, Field(gt=0, description="every n-th of the other blocks has experts (Llama 4)")
+    ] = 1
+    moe_score_func: Annotated[
+        Literal["softmax", "sigmoid"], Field(description="from the router's logits to scores")
+    ] = "sigmoid"
+    moe_route_norm: Annotated[
+        bool, Field(description="divide the scores of a token's experts by their sum")
+    ] = False
+    moe_route_scale: Annotated[
+        float, Field(gt=0, description="factor on the scores of a token's experts")
+    ] = 1.0
+    moe_score_before_experts: Annotated[
+        bool, Field(description="scores multiply the experts' inputs, not their outputs")
+    ] = True
+    moe_load_balance_coeff: Annotated[
+        float | None,
+        Field(gt=0, description="change of the balancing bias per step; if not set, no bias"),
+    ] = 1e-3
+    moe_sequence_loss_coeff: Annotated[
+        float, Field(ge=0, description="factor on the sequence auxiliary loss; 0: none")
+    ] = 0.0
+
+    @property
+    def num_experts(self) -> int:
+        """The routed experts of a block; 0 for a dense model."""
+        return self.moe_num_experts
+
+    @property
+    def expert_hidden_dim(self) -> int:
+        """The hidden width of an expert."""
+        return self.ffn_hidden_dim if self.moe_hidden_dim is None else self.moe_hidden_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward of block `layer`, counted from 0, is a mixture of experts."""
+        place = layer - self.moe_n_dense_layers
+        return (
+            self.moe_num_experts > 0
+            and place >= 0
+            and (place + 1) % (self.moe_interleave_layer_step) == 0
+        )
+
+    @property
+    def num_expert_layers(self) -> int:
+        """The blocks with experts."""
+        return sum(map(self.has_experts, range(self.n_layers)))
+
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
@@ -85,30 +148,49 @@ class Llama3Config:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model; a tied table counts once."""
+        return self._count_parameters(self.moe_num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The parameters that one token uses."""
+        return self._count_parameters(self.moe_top_k)
+
+    def _count_parameters(self, experts_per_layer: int) -> int:
+        """The parameters, counting that many routed experts in each block that has them."""
         attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
-        block = attention + 3 * self.dim * self.ffn_hidden_dim + 2 * self.dim
+        block = attention + 2 * self.dim
+        dense = 3 * self.dim * self.ffn_hidden_dim
+        one = 3 * self.dim * self.expert_hidden_dim
+        sparse = (experts_per_layer + self.moe_num_shared_experts) * one
+        sparse += self.dim * self.moe_num_experts
         tables = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
-        return tables + self.n_layers * block + self.dim
+        number = self.num_expert_layers
+        feed_forwards = number * sparse + (self.n_layers - number) * dense
+        return tables + self.n_layers * block + feed_forwards + self.dim
 
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward FLOPs of one token in a sequence of `seq_len`.
 
         6 N for the matrix products and 12 L D T for attention without causal masking (PaLM,
-        appendix B, arXiv 2204.02311). Looking up an embedding costs nothing.
+        appendix B, arXiv 2204.02311). N counts the parameters that the token uses. Looking up an
+        embedding costs nothing.
         """
         looked_up = 0 if self.tie_embeddings else self.vocab_size * self.dim
-        return 6 * (self.num_parameters - looked_up) + 12 * self.n_layers * self.dim * seq_len
+        used = self.num_active_parameters - looked_up
+        return 6 * used + 12 * self.n_layers * self.dim * seq_len
 
     def problems(self, dims: ParallelDims, seq_len: int) -> list[tuple[str, str]]:
         """The conflicts between these sizes, and between them and `dims`.
 
         A list of (key, "what is wrong; what to do").
         """
-        split = {
-            "model.n_heads": self.n_heads,
-            "the SwiGLU's hidden width": self.ffn_hidden_dim,
-            "the number of tokens": seq_len,
-        }
+        split = {"model.n_heads": self.n_heads}
+        if self.num_expert_layers < self.n_layers:
+            split["the SwiGLU's hidden width"] = self.ffn_hidden_dim
+        if self.num_expert_layers and self.moe_num_shared_experts:
+            shared = self.moe_num_shared_experts * self.expert_hidden_dim
+            split["the shared experts' hidden width"] = shared
+        split["the number of tokens"] = seq_len
         if self.n_kv_heads is not None:
             split["model.n_kv_heads"] = self.n_kv_heads
         heads = ("model.n_heads", self.n_heads), ("model.n_kv_heads", self.kv_heads)
@@ -123,7 +205,44 @@ class Llama3Config:
         if low >= high:
             message = f"{low:g} is not below rope_scaling_high_freq_factor {high:g}; give less"
             found.append(("model.rope_scaling_low_freq_factor", message))
+        return [*found, *self._expert_problems(dims)]
+
+    def _expert_problems(self, dims: ParallelDims) -> list[tuple[str, str]]:
+        """The conflicts between the sizes of the experts, and between them and `dims`."""
+        if not self.moe_num_experts:
+            return []
+        found = []
+        if self.moe_top_k > self.moe_num_experts:
+            message = (
+                f"{self.moe_top_k} is more than model.moe_num_experts {self.moe_num_experts}; "
+                "give at most that"
+            )
+            found.append(("model.moe_top_k", message))
+        if not self.num_expert_layers:
+            message = (
+                f"{self.moe_n_dense_layers} dense blocks and a step of "
+                f"{self.moe_interleave_layer_step} leave none of the {self.n_layers} blocks with "
+                "experts; give fewer, or a smaller model.moe_interleave_layer_step"
+            )
+            found.append(("model.moe_n_dense_layers", message))
+        has_own_shards = dims.ep_enabled or dims.tp_enabled
+        if has_own_shards and not dims.num_expert_ranks % dims.ep:
+            found += self._expert_shard_problems(dims.num_expert_shards, dims.ep)
         return found
+
+    def _expert_shard_problems(self, num_shards: int, ep: int) -> list[tuple[str, str]]:
+        """Experts that FSDP2 can shard neither by expert nor by rows over `num_shards` ranks."""
+        number = self.moe_num_experts // ep
+        each = -(-number // num_shards) if number else 1
+        widths = (self.expert_hidden_dim, self.dim)
+        if -(-number // each) == num_shards or not any(width % num_shards for width in widths):
+            return []
+        message = (
+            f"{ep} leaves {number} experts on a rank, which {num_shards} ranks (efsdp) cannot "
+            f"share, because {num_shards} does not divide the widths {widths[0]} and {widths[1]} "
+            "either; give a larger degree"
+        )
+        return [("parallelism.expert_parallel_degree", message)]
 
 
 FLAVORS = {
@@ -175,5 +294,56 @@ FLAVORS = {
         ffn_dim_multiplier=1.2,
         multiple_of=4096,
         rope_theta=500000.0,
+    ),
+    # As many parameters per token as a dense feed-forward of hidden width 688.
+    "moe_tiny": Llama3Config(
+        dim=256,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=4,
+        vocab_size=272,
+        rope_theta=500000.0,
+        moe_num_experts=8,
+        moe_top_k=2,
+        moe_hidden_dim=344,
+        moe_score_func="softmax",
+        moe_route_norm=True,
+        moe_score_before_experts=False,
+    ),
+    # Dense and expert blocks, a shared expert, both kinds of balancing.
+    "moe_debug": Llama3Config(
+        dim=64,
+        n_layers=3,
+        n_heads=8,
+        n_kv_heads=4,
+        vocab_size=272,
+        multiple_of=32,
+        rope_theta=500000.0,
+        moe_num_experts=8,
+        moe_top_k=3,
+        moe_hidden_dim=48,
+        moe_num_shared_experts=1,
+        moe_n_dense_layers=1,
+        moe_route_norm=True,
+        moe_route_scale=2.5,
+        moe_score_before_experts=False,
+        moe_sequence_loss_coeff=1e-2,
+    ),
+    # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1
+    "Mixtral-8x7B": Llama3Config(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        vocab_size=32000,
+        rope_theta=1000000.0,
+        rope_scaling_factor=1.0,
+        moe_num_experts=8,
+        moe_top_k=2,
+        moe_hidden_dim=14336,
+        moe_score_func="softmax",
+        moe_route_norm=True,
+        moe_score_before_experts=False,
+        moe_load_balance_coeff=None,
     ),
 }

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from titanlite.errors import ConfigError
 from titanlite.hf_format import HFFormat, HFTensor, require
 from titanlite.models.llama3.config import Llama3Config
 
+NO_EXPERTS = (
+    "checkpoint: the experts of this model cannot be stored in a Hugging Face folder yet; use "
+    "titanlite's own checkpoints"
+)
 OUTER = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 INNER = {
     "attention_norm": "input_layernorm",
@@ -27,7 +32,9 @@ INNER = {
 
 
 def tensor(name: str, shape: Sequence[int], sizes: Llama3Config) -> HFTensor:
-    """Where a parameter is stored."""
+    """Where a parameter is stored; raises ConfigError for a model with experts."""
+    if sizes.num_experts:
+        raise ConfigError(NO_EXPERTS)
     module = name.removesuffix(".weight")
     if module in OUTER:
         return HFTensor(f"{OUTER[module]}.weight")
@@ -38,7 +45,9 @@ def tensor(name: str, shape: Sequence[int], sizes: Llama3Config) -> HFTensor:
 
 
 def config(sizes: Llama3Config) -> dict[str, Any]:
-    """config.json, in the form that transformers 4 and 5 read."""
+    """config.json, in the form that transformers 4 and 5 read; raises ConfigError for experts."""
+    if sizes.num_experts:
+        raise ConfigError(NO_EXPERTS)
     factor, original = (
         sizes.rope_scaling_factor,
         sizes.rope_scaling_original_max_position_embeddings,

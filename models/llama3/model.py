@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.attention import CausalAttention, KeyValueCache
+from titanlite.experts import ExpertLayer
 from titanlite.models.llama3.config import Llama3Config
 
 
@@ -40,7 +41,7 @@ class Llama3(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         # A dictionary, so that a block has the same name in every pipeline stage.
         self.layers = nn.ModuleDict(
-            {str(index): TransformerBlock(config) for index in range(config.n_layers)}
+            {str(index): TransformerBlock(config, index) for index in range(config.n_layers)}
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -90,9 +91,10 @@ class Llama3(nn.Module):
         """Initialize the whole parameter called `name` in place, as TorchTitan v0.2.2 does.
 
         Norms are one and the embedding table is standard normal. Weights are normal with standard
-        deviation 0.02; wo, w2 and w3 of layer i with 0.02/sqrt(2(i + 1)), or 0.02/sqrt(2 n_layers)
-        without `depth_init`. The output layer has dim^-0.5, truncated at three times that; so has
-        a tied table, which would otherwise give logits of standard deviation sqrt(dim).
+        deviation 0.02; wo, w2, w3 and the router's gate of layer i with 0.02/sqrt(2(i + 1)), or
+        0.02/sqrt(2 n_layers) without `depth_init`. The output layer has dim^-0.5, truncated at
+        three times that; so has a tied table, which would otherwise give logits of standard
+        deviation sqrt(dim).
         """
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if "norm" in kind:
@@ -105,28 +107,34 @@ class Llama3(nn.Module):
             parameter.normal_(0.0, 1.0, generator=generator)
         else:
             std = 0.02
-            if kind in ("wo", "w2", "w3"):
+            if kind in ("wo", "w2", "w3", "gate"):
                 index = int(name.split(".")[1])
                 depth = index + 1 if self.config.depth_init else self.config.n_layers
                 std /= math.sqrt(2 * depth)
             nn.init.trunc_normal_(parameter, 0.0, std, generator=generator)
 
     def init_buffers(self) -> None:
-        """Set the rotary frequencies of every block."""
+        """Set the rotary frequencies and the balancing biases of every block."""
         for module in self.modules():
-            if isinstance(module, RotaryEmbedding):
+            if isinstance(module, RotaryEmbedding | ExpertLayer):
                 module.init_buffers()
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream.
 
-    def __init__(self, config: Llama3Config) -> None:
+    The feed-forward is `feed_forward`, or `moe` in a block with experts.
+    """
+
+    def __init__(self, config: Llama3Config, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config.dim, config.ffn_hidden_dim)
+        if config.has_experts(index):
+            self.moe = make_expert_layer(config)
+        else:
+            self.feed_forward = FeedForward(config.dim, config.ffn_hidden_dim)
 
     def forward(
         self,
@@ -137,6 +145,8 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         a_TBD = self.attention(self.attention_norm(x_TBD), positions, documents, cache=cache)
         h_TBD = x_TBD + a_TBD
+        if hasattr(self, "moe"):
+            return h_TBD + self.moe(self.ffn_norm(h_TBD), positions)
         return h_TBD + self.feed_forward(self.ffn_norm(h_TBD))
 
 
@@ -235,3 +245,24 @@ class FeedForward(nn.Module):
 
     def forward(self, x_TBD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_TBD)) * self.w3(x_TBD))
+
+
+def make_expert_layer(config: Llama3Config) -> ExpertLayer:
+    """The feed-forward of a block with experts."""
+    shared = None
+    if config.moe_num_shared_experts:
+        width = config.moe_num_shared_experts * config.expert_hidden_dim
+        shared = FeedForward(config.dim, width)
+    return ExpertLayer(
+        config.dim,
+        config.expert_hidden_dim,
+        config.moe_num_experts,
+        config.moe_top_k,
+        shared_experts=shared,
+        score_func=config.moe_score_func,
+        normalize=config.moe_route_norm,
+        scale=config.moe_route_scale,
+        score_first=config.moe_score_before_experts,
+        bias_step=config.moe_load_balance_coeff,
+        loss_factor=config.moe_sequence_loss_coeff,
+    )

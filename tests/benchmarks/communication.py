@@ -7,7 +7,9 @@ bytes, and the bytes that the rank sends. P2P messages, such as those between pi
 "send" on one rank and a "receive" on the other. A ring of asynchronous TP counts as the collective
 that it replaces. The bytes of a collective are those of its whole tensor: the output of a gather,
 the input of a reduction. Of these, each of n ranks sends (n-1)/n in a gather or scatter, and twice
-as much in an all-reduce, which is the minimum. A plan is a name in PARALLELISM, optionally with "+"
+as much in an all-reduce, which is the minimum. The bytes of an all-to-all are those of its input,
+of which a rank sends (n-1)/n if its tokens are spread evenly. Plans with "ep" have the model
+"moe_debug". A plan is a name in PARALLELISM, optionally with "+"
 and a name in CHECKPOINTING, such as "tp4+full". Counted is step 2, after all lazy initialization.
 """
 
@@ -27,6 +29,7 @@ PP, TP, REPLICATE, SHARD = (
     "data_parallel_replicate_degree",
     "data_parallel_shard_degree",
 )
+EP = "expert_parallel_degree"
 SCHEDULE = "pipeline_parallel_schedule"
 PARALLELISM: dict[str, dict[str, Any]] = {
     "ddp4": {REPLICATE: 4, SHARD: 1},
@@ -47,6 +50,9 @@ PARALLELISM: dict[str, dict[str, Any]] = {
     "pp4": {PP: 4, SHARD: 1},
     "pp2_interleaved": {PP: 2, REPLICATE: 2, SHARD: 1, SCHEDULE: "Interleaved1F1B"},
     "pp2_zbv": {PP: 2, REPLICATE: 2, SHARD: 1, SCHEDULE: "ZBVZeroBubble"},
+    "ep4": {SHARD: 4, EP: 4},
+    "ep2_fsdp4": {SHARD: 4, EP: 2},
+    "ep4_tp2": {SHARD: 2, TP: 2, EP: 4},
 }
 TRAINING: dict[str, dict[str, Any]] = {
     "fsdp4_bf16": {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"},
@@ -64,7 +70,7 @@ COUNTED_STEP = 2
 
 # The part of a whole tensor's bytes that each of n ranks sends, in units of (n-1)/n.
 SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-SENT |= {"gather ring": 1, "scatter ring": 1}
+SENT |= {"gather ring": 1, "scatter ring": 1, "all_to_all": 1}
 FROM_RANK_TO_RANK = ("send", "receive")
 
 
@@ -86,11 +92,13 @@ def make_job_config(plan: str, *, flavor: str = "debug", microbatches: int = 1) 
     parallelism, _, checkpointing = plan.partition("+")
     degrees = PARALLELISM[parallelism]
     dp = degrees.get(REPLICATE, 1) * degrees.get(SHARD, 1)
+    experts = {"name": "llama3", "flavor": "moe_debug"}
     return make_config(
         {
-            "model": {"flavor": flavor},
+            "model": experts if EP in degrees else {"flavor": flavor},
             "training": {
                 "dataset": "synthetic",
+                **({"seq_len": 32} if EP in degrees else {}),
                 "global_batch_size": GLOBAL_BATCH_SIZE,
                 "local_batch_size": GLOBAL_BATCH_SIZE // dp // microbatches,
                 **TRAINING.get(parallelism, {}),
@@ -124,6 +132,11 @@ def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
         tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis
         for axis in mesh.mesh_dim_names or ()
     }
+    if (experts := job.meshes.experts) is not None:
+        # An axis of both meshes keeps the name that it has in the mesh of all parameters.
+        for axis in experts.mesh_dim_names or ():
+            ranks = tuple(dist.get_process_group_ranks(experts.get_group(axis)))
+            axis_of.setdefault(ranks, axis)
     found: list[Collective] = []
 
     class Recorder(TorchDispatchMode):
@@ -146,6 +159,7 @@ def count_step(config: Any, world: Any) -> tuple[list[Collective], int]:
                 kind, tensor, ranks = _as_collective(function, args, result)
                 is_world_sum = kind == "all_reduce" and tensor.dtype.itemsize == 8
                 axis = "world" if is_world_sum else axis_of.get(tuple(ranks), "none")
+                axis = "ep" if kind == "all_to_all" else axis
                 found.append(Collective(kind, axis, tensor.numel() * tensor.element_size()))
             return result
 
@@ -173,6 +187,7 @@ OPERATORS = {
     "_c10d_functional::all_gather_into_tensor": ("all_gather", -1, 2),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, 3),
     "_c10d_functional::all_reduce": ("all_reduce", 0, 2),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0, 3),
     "c10d::_allgather_base_": ("all_gather", 0, 2),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
     "c10d::allreduce_": ("all_reduce", 0, 1),
@@ -233,7 +248,7 @@ def main() -> None:
         for (kind, axis), (count, num_bytes) in (
             each if arguments.order else totals(collectives).items()
         ):
-            n = degrees.get(axis, 4)
+            n = config.parallelism.expert_parallel_degree if axis == "ep" else degrees.get(axis, 4)
             sent = num_bytes * (kind == "send")
             if kind not in FROM_RANK_TO_RANK:
                 sent = SENT[kind] * num_bytes * (n - 1) // n

@@ -1,12 +1,17 @@
 """The cost of a plan: CPU-seconds per step over all ranks, relative to a plain PyTorch loop.
 
     python tests/benchmarks/plan_overhead.py [--model llama] [--steps 15] [plan ...]
+    python tests/benchmarks/plan_overhead.py --model experts ep4
+    python tests/benchmarks/plan_overhead.py --model experts --against dense "one rank"
 
 The plain loop ("bare") runs in one process. Wall time on shared cores is noise, and so is the ratio
 of two separate runs. So the plan's ranks and the plain process take turns step by step, and each
 waits while the other runs. Every process has one thread and the same allocator setting. The control
-compares the plain loop with itself. The model is an image transformer, or the "small" Llama 3 of
-5 million parameters on sequences of 1,024 bytes.
+compares the plain loop with itself. The model is an image transformer, the "small" Llama 3 of 5
+million parameters on sequences of 1,024 bytes, or "moe_tiny" on these. For the Llama 3, "ddp4 by
+hand" and "fsdp4 by hand" are the plain loop on four ranks with PyTorch's DDP or FSDP2: the floor of
+ddp4 and fsdp4. With --against, the plain loop trains another model: "dense" has as many parameters
+per token as moe_tiny, without experts.
 """
 
 from __future__ import annotations
@@ -39,6 +44,14 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"name": "llama3", "flavor": "small"},
         "training": {"dataset": "pydoc", "seq_len": 1024},
     },
+    "experts": {
+        "model": {"name": "llama3", "flavor": "moe_tiny"},
+        "training": {"dataset": "pydoc", "seq_len": 1024},
+    },
+    "dense": {
+        "model": {"name": "llama3", "flavor": "moe_tiny", "moe_num_experts": 0, "multiple_of": 8},
+        "training": {"dataset": "pydoc", "seq_len": 1024},
+    },
 }
 BATCH_SIZE = 8
 PLANS: dict[str, dict[str, Any]] = {
@@ -57,8 +70,11 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "cp4": {"context_parallel_degree": 4, "data_parallel_shard_degree": 1},
 }
+EXPERT_PLANS = {"ep4": {"data_parallel_shard_degree": 4, "expert_parallel_degree": 4}}
+BY_HAND = ("ddp4 by hand", "fsdp4 by hand")
+"""Plain loops on four ranks."""
 TARGETS = {"control": 1.0, "one rank": 1.03, "ddp4": 1.12, "fsdp4": 1.12, "tp2_fsdp2": 1.30,
-           "tp4": 1.60, "pp4": 1.15, "cp4": 1.20}  # fmt: skip
+           "tp4": 1.60, "pp4": 1.15, "cp4": 1.20, "ep4": 1.40}  # fmt: skip
 
 
 def plan_config(model: str, plan: dict[str, Any]) -> JobConfig:
@@ -75,8 +91,8 @@ def plan_config(model: str, plan: dict[str, Any]) -> JobConfig:
     )
 
 
-def bare_loop(config: JobConfig) -> Callable[[], None]:
-    """A step of the same model and batch in plain PyTorch, on one process."""
+def bare_loop(config: JobConfig, by_hand: str = "", rank: int = 0) -> Callable[[], None]:
+    """A step of the same model and batch in plain PyTorch, on one process or `by_hand` on four."""
     import torch
     import torch.nn.functional as F
 
@@ -86,6 +102,12 @@ def bare_loop(config: JobConfig) -> Callable[[], None]:
 
     resolved = resolve_job(config, 1)
     model = load_model_spec(config).load_build()(resolved.model)
+    num_ranks = 4 if by_hand else 1
+    size = BATCH_SIZE // num_ranks
+    if by_hand.startswith("ddp"):
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif by_hand:
+        shard_by_hand(model, num_ranks)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -95,10 +117,11 @@ def bare_loop(config: JobConfig) -> Callable[[], None]:
 
     def step() -> None:
         nonlocal sample
-        batch = read_batch(dataset, range(sample, sample + BATCH_SIZE), spec.fields)
+        first = sample + rank * size
+        batch = read_batch(dataset, range(first, first + size), spec.fields)
         sample += BATCH_SIZE
         logits = model(batch.tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()) / num_ranks
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -108,8 +131,32 @@ def bare_loop(config: JobConfig) -> Callable[[], None]:
     return step
 
 
+def shard_by_hand(model: Any, num_ranks: int) -> None:
+    """FSDP2 on every block, as its documentation does; on gloo, gradients must be summed."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    *blocks, last = model.layers.values()
+    for module in (model.tok_embeddings, *blocks):
+        fully_shard(module, mesh=mesh)
+    for module in (last, [model.norm, model.output], model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
 def take_turns(
-    place: Place, model: str, plan: dict[str, Any] | None, num_ranks: int, steps: int, path: str
+    place: Place,
+    model: str,
+    against: str,
+    plan: dict[str, Any] | None,
+    num_ranks: int,
+    steps: int,
+    path: str,
+    by_hand: str = "",
 ) -> list[float]:
     """CPU-seconds of each step of this process; the last process runs the plain loop."""
     import torch
@@ -136,26 +183,34 @@ def take_turns(
         return seconds[1:]
 
     keep_freed_memory()
-    if is_bare or plan is None:
-        return loop(bare_loop(plan_config(model, PLANS["one rank"])))
+    alone = plan_config(against, PLANS["one rank"])
+    if is_bare or (plan is None and not by_hand):
+        return loop(bare_loop(alone))
     from titanlite.job import build_job
 
     place = replace(place, world_size=num_ranks, local_world_size=num_ranks)
+    if by_hand:
+        with open_world(place):
+            return loop(bare_loop(alone, by_hand, place.rank))
+    assert plan is not None
     resolved = resolve_job(plan_config(model, plan), num_ranks)
     with open_world(place) as world:
         return loop(build_job(resolved, world).step)
 
 
-def measure(model: str, plan: dict[str, Any] | None, steps: int) -> tuple[float, float, float]:
+def measure(model: str, against: str, name: str, steps: int) -> tuple[float, float, float]:
     """Median CPU-seconds of the plan and of the plain loop, and the median ratio per turn."""
     import tempfile
 
-    num_ranks = 1
+    plan, by_hand = (PLANS | EXPERT_PLANS).get(name), name if name in BY_HAND else ""
+    num_ranks = 4 if by_hand else 1
     if plan is not None:
         num_ranks = make_parallel_dims(plan_config(model, plan), None).world_size
     with tempfile.TemporaryDirectory() as folder:
         turns = f"{folder}/turns"
-        seconds = run_ranks(take_turns, num_ranks + 1, model, plan, num_ranks, steps, turns)
+        seconds = run_ranks(
+            take_turns, num_ranks + 1, model, against, plan, num_ranks, steps, turns, by_hand
+        )
     totals = [sum(step) for step in zip(*seconds[:num_ranks], strict=True)]
     bare = seconds[num_ranks]
     ratios = [total / alone for total, alone in zip(totals, bare, strict=True)]
@@ -165,15 +220,19 @@ def measure(model: str, plan: dict[str, Any] | None, steps: int) -> tuple[float,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=list(JOBS), default="image")
+    parser.add_argument("--against", choices=list(JOBS), help="the plain loop's model")
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("plans", nargs="*", default=["control", *PLANS])
+    parser.add_argument("plans", nargs="*")
     arguments = parser.parse_args()
     print(f"medians of {arguments.steps} alternating steps, CPU-seconds over all ranks")
-    print(f"{'plan':12} {'plan':>8} {'bare':>8} {'ratio':>7} {'target':>7}")
-    for name in arguments.plans:
-        total, bare, ratio = measure(arguments.model, PLANS.get(name), arguments.steps)
-        target = TARGETS[name]
-        print(f"{name:12} {total:8.3f} {bare:8.3f} {ratio:7.3f} {target:7.2f}", flush=True)
+    print(f"{'plan':14} {'plan':>8} {'bare':>8} {'ratio':>7} {'target':>7}")
+    by_hand = BY_HAND if arguments.model == "llama" else ()
+    for name in arguments.plans or ["control", *PLANS, *by_hand]:
+        against = arguments.against or arguments.model
+        total, bare, ratio = measure(arguments.model, against, name, arguments.steps)
+        targets = TARGETS | ({"one rank": 1.4} if arguments.against else {})
+        target = f"{targets[name]:7.2f}" if name in targets else ""
+        print(f"{name:14} {total:8.3f} {bare:8.3f} {ratio:7.3f} {target}".rstrip(), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from titanlite.config import JobConfig, load_config, resolve_job
 from titanlite.plan.calibrate import calibrate
-from titanlite.plan.command import representatives
 from titanlite.plan.cost import Cost
 from titanlite.plan.hardware import Hardware, load_hardware
+from titanlite.plan.planning import representatives
 from titanlite.plan.timing import time_events
 from titanlite.plan.trace import trace_rank
 from titanlite.ranks.launch import Place, run_ranks
@@ -103,7 +103,7 @@ def predict(job: str, hardware: Hardware) -> float:
     resolved = resolve_job(config_of(job), None)
     cost = Cost(hardware, resolved.dims)
     total = 0.0
-    ranks = representatives(resolved.dims)
+    ranks = [resolved.dims.rank(pp=place) for place in representatives(resolved.dims)]
     for rank in ranks:
         total += time_events(trace_rank(resolved, rank).events, cost, rank).busy_seconds
         total += hardware.overhead.step_seconds

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from training import debug_config
+from training import DEBUG_JOB, merged
 
 from titanlite.checkpoint.run import Checkpoints
-from titanlite.config import JobConfig, make_parallel_dims, resolve_job
+from titanlite.config import JobConfig, make_config, make_parallel_dims, resolve_job
+from titanlite.config.degrees import DEGREES
 from titanlite.job import Job, build_job
 from titanlite.ranks.launch import Place
 from titanlite.ranks.world import World, open_world
@@ -45,18 +46,39 @@ LARGE_PLANS: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
 }
+EXPERT_PLANS: dict[str, dict[str, dict[str, Any]]] = {
+    f"ep{ep}_{'_'.join(f'{axis}{n}' for axis, n in degrees.items())}": {
+        "parallelism": {"expert_parallel_degree": ep}
+        | {DEGREES[axis]: degree for axis, degree in degrees.items()}
+    }
+    for ep, degrees in (
+        (1, {"dp_shard": 1}),
+        (1, {"tp": 2}),
+        (2, {"dp_shard": 2}),
+        (2, {"dp_shard": 4}),
+        (2, {"tp": 2, "dp_shard": 2}),
+        (4, {"tp": 2, "cp": 2}),
+        (4, {"dp_shard": 4}),
+    )
+}
+"""Experts under plans "ep2_dp_shard4": EP 2 in FSDP 4, for example."""
 
 
 def config_of(plan: str, folder: Path, **checkpoint: object) -> JobConfig:
-    """The debug job under a plan, with checkpoints in `folder`."""
-    return debug_config(
-        (PLANS | LARGE_PLANS)[plan],
+    """The debug job under a plan, or one with experts, with checkpoints in `folder`."""
+    job = dict(DEBUG_JOB)
+    if plan in EXPERT_PLANS:
+        job["model"] = {"name": "llama3", "flavor": "moe_debug"}
+        job["training"] = {**job["training"], "dataset": "synthetic", "seq_len": 32}
+    changes = merged(
+        (PLANS | LARGE_PLANS | EXPERT_PLANS)[plan],
         {
             "training": {"local_batch_size": 2 if plan.startswith("pp2") else 1},
             "job": {"dump_folder": str(folder)},
             "checkpoint": {"enable": True, **checkpoint},
         },
     )
+    return make_config(merged(job, changes))
 
 
 def by_num_ranks(plans: Mapping[str, object]) -> dict[int, list[str]]:
@@ -123,6 +145,7 @@ def checksums(job: Job) -> dict[str, str]:
         of_key = job.whole(lambda parameter, key=key: kept[parameter].get(key))  # type: ignore[misc]
         found |= {f"{key} of {name}": checksum(whole) for name, whole in of_key}
     steps = {float(state["step"]) for state in kept.values() if "step" in state}
+    found |= {name: checksum(buffer) for name, buffer in job.buffers.items()}
     found["steps"] = str(sorted(steps))
     found["lr"] = repr(next(group["lr"] for group in job.trainer.optimizer.param_groups))
     found["numbers"] = f"{job.trainer.scheduler.last_epoch} {job.sampler.state}"

@@ -5,7 +5,8 @@ Each makes a context manager, and is taken to the ranks of a plan by `Verifier.v
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -477,3 +478,238 @@ def style_without_float8() -> AbstractContextManager[Any]:
     from titanlite.parallelize import styles
 
     return patch.object(styles, "_product", lambda layer, x, weight: F.linear(x, weight))
+
+
+def shared_experts_gradient_not_reduced() -> AbstractContextManager[Any]:
+    """TorchTitan #4054: below the experts each rank of tp has its own share of the gradient.
+
+    The input of the shared experts is gathered, and its gradient taken for a replicated one.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    from titanlite.experts import ExpertLayer
+
+    forward, to_local = ExpertLayer.forward, DTensor.to_local
+    inside = []
+
+    def in_experts(self, x, positions):
+        inside.append(True)
+        try:
+            return forward(self, x, positions)
+        finally:
+            inside.pop()
+
+    def as_it_is(self, *, grad_placements=None):
+        if inside and self.ndim == 3 and grad_placements == [Partial()]:
+            grad_placements = None
+        return to_local(self, grad_placements=grad_placements)
+
+    return _both(
+        patch.object(ExpertLayer, "forward", in_experts),
+        patch.object(DTensor, "to_local", as_it_is),
+    )
+
+
+def bias_added_before_the_sum() -> AbstractContextManager[Any]:
+    """TorchTitan #4245: each rank of tp adds the bias of the output to its part of the sum.
+
+    The sum then has the bias as many times as there are ranks.
+    """
+    import torch.distributed as dist
+
+    from titanlite.parallelize import styles
+
+    product = styles._product
+
+    def biased(layer, x, weight):
+        partial = product(layer, x, weight)
+        # The first rank's is added after the sum.
+        if layer.bias is None or dist.get_rank() == 0:
+            return partial
+        return partial + layer.bias.to_local()
+
+    return patch.object(styles, "_product", biased)
+
+
+def _scaled_expert_gradients(factor: float) -> AbstractContextManager[Any]:
+    from titanlite.experts import layer
+
+    swiglu = layer.swiglu
+
+    def scaled(x, w1, w2, w3, sizes, **rest):
+        return swiglu(x, *(_scale_gradient(w, factor) for w in (w1, w2, w3)), sizes, **rest)
+
+    return patch.object(layer, "swiglu", scaled)
+
+
+def expert_gradients_averaged_over_their_shards() -> AbstractContextManager[Any]:
+    """FSDP divides the gradients of experts by the number of ranks of their own mesh, efsdp."""
+    return _scaled_expert_gradients(0.5)
+
+
+def expert_gradients_doubled() -> AbstractContextManager[Any]:
+    """PyTorch #160285: ep's gradients are already sums over its ranks, and not divided again.
+
+    TorchTitan #1551 and Megatron-LM #5956 correct the divisor.
+    """
+    return _scaled_expert_gradients(2.0)
+
+
+def experts_left_out_of_the_norm() -> AbstractContextManager[Any]:
+    """Megatron-LM #5916: with ep and tp, only the first rank of tp counts its experts."""
+    from titanlite.training import gradient_norm
+
+    axes_of = gradient_norm.axes_of
+
+    def as_replicated_over_tp(name):
+        axes = axes_of(name)
+        return tuple(axis for axis in axes if axis != "tp") if len(axes) > 1 else axes
+
+    return patch.object(gradient_norm, "axes_of", as_replicated_over_tp)
+
+
+def sequence_loss_by_microbatch() -> AbstractContextManager[Any]:
+    """Megatron-LM #5798: the auxiliary loss is a mean over the sequences of a microbatch."""
+    from titanlite.experts import layer
+
+    whole = layer.sequence_loss
+
+    def mean(scores, *rest):
+        loss = whole(scores, *rest)
+        return None if loss is None else loss / scores.size(1)
+
+    return patch.object(layer, "sequence_loss", mean)
+
+
+def counted_in_the_forward_pass() -> AbstractContextManager[Any]:
+    """Tokens are counted where they are routed, which recomputation does again."""
+    from titanlite.experts import balance, layer
+
+    def observe(weights, chosen, num_experts, loss, tally):
+        tally.add(balance.count_slots(chosen.reshape(1, -1), num_experts)[0], None)
+        return weights
+
+    return patch.object(layer, "observe", observe)
+
+
+def bias_updated_every_microbatch() -> AbstractContextManager[Any]:
+    from titanlite.training.step import Trainer
+
+    compute = Trainer._forward_backward
+
+    def with_update(self, batch, num_targets, *, is_last):
+        sums = compute(self, batch, num_targets, is_last=is_last)
+        if not is_last:
+            self.balancer.finish()
+            self.balancer.update()
+        return sums
+
+    return patch.object(Trainer, "_forward_backward", with_update)
+
+
+def counts_of_own_tokens() -> AbstractContextManager[Any]:
+    """Every rank balances by the tokens that it routes itself."""
+    from titanlite.experts import Balancer
+
+    def finish(self):
+        self.counts = {
+            name: [0] * number
+            if name not in self.layers
+            else self.layers[name].tally.counts.tolist()
+            for name, number in self.sizes.items()
+        }
+
+    return patch.object(Balancer, "finish", finish)
+
+
+def shared_experts_reduced_twice() -> AbstractContextManager[Any]:
+    """The output of the shared experts, complete on each rank of tp, is summed over tp."""
+    import torch.distributed as dist
+
+    from titanlite.experts import ExpertLayer
+
+    def forward(self, x, positions):
+        shared = self.shared_experts(x)
+        total = shared.detach().clone()
+        dist.all_reduce(total)
+        return self._routed(x, positions) + shared + (total - shared.detach())
+
+    return patch.object(ExpertLayer, "forward", forward)
+
+
+def wrong_offset_of_experts_on_one_rank() -> AbstractContextManager[Any]:
+    """Rank 1 takes its second expert for its first."""
+    import torch.distributed as dist
+
+    from titanlite.experts import layer
+
+    swiglu = layer.swiglu
+
+    def shifted(x, w1, w2, w3, sizes, **rest):
+        if dist.get_rank() == 1:
+            w1, w2, w3 = (w.roll(1, 0) for w in (w1, w2, w3))
+        return swiglu(x, w1, w2, w3, sizes, **rest)
+
+    return patch.object(layer, "swiglu", shifted)
+
+
+def combined_in_another_order() -> AbstractContextManager[Any]:
+    """What comes back from the experts is taken to be in the order of the tokens."""
+    from titanlite.experts import layer
+
+    return patch.object(layer, "gather_back", lambda rows, order: rows)
+
+
+def padded_rows_have_gradients() -> AbstractContextManager[Any]:
+    """Each expert's rows are padded to a multiple of 8 by old values, which are not masked."""
+    import torch
+
+    from titanlite.experts import layer
+
+    swiglu = layer.swiglu
+
+    def padded(x, w1, w2, w3, sizes, **rest):
+        parts, kept = [], []
+        for rows, size in zip(x.split(sizes), sizes, strict=True):
+            more = -size % 8 if size else 0
+            parts += [rows, rows[-1:].detach().expand(more, -1)]
+            kept += [True] * size + [False] * more
+        larger = [size + (-size % 8 if size else 0) for size in sizes]
+        out = swiglu(torch.cat(parts), w1, w2, w3, larger, **rest)
+        is_row = torch.tensor(kept, dtype=torch.bool)
+        pad = out[~is_row].sum()
+        return out[is_row] + (pad - pad.detach())
+
+    return patch.object(layer, "swiglu", padded)
+
+
+def router_gradient_not_reduced() -> AbstractContextManager[Any]:
+    """TorchTitan #2387: each rank of tp updates its gate by the gradient of its own tokens."""
+    from torch.distributed.tensor import Replicate
+
+    from titanlite.parallelize import expert_parallel
+
+    return patch.object(expert_parallel, "Partial", Replicate)
+
+
+def _scale_gradient(tensor, factor: float):
+    import torch
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * factor
+
+    return Scale.apply(tensor)
+
+
+@contextmanager
+def _both(*patches: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in patches:
+            stack.enter_context(one)
+        yield

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from plans import (
+    EXPERT_PLANS,
     LARGE_PLANS,
     PLANS,
     STEPS,
@@ -87,3 +88,8 @@ def test_every_ordered_pair_of_plans(tmp_path):
 @pytest.mark.slow
 def test_eight_ranks_with_uneven_shards_of_shards(tmp_path):
     round_trips(["single", "fsdp4", *LARGE_PLANS], tmp_path)
+
+
+@pytest.mark.slow
+def test_between_any_two_degrees_of_expert_parallelism(tmp_path):
+    round_trips(EXPERT_PLANS, tmp_path)

@@ -51,6 +51,13 @@ LLAMA3: Sections = {
     "training": {"dataset": "packed_documents", "seq_len": 32, "local_batch_size": 8},
 }
 
+EXPERTS: Sections = {
+    "model": {"name": "llama3", "flavor": "moe_debug"},
+    "training": {"dataset": "synthetic", "seq_len": 32},
+}
+EXPERTS_WHOLE = merged(EXPERTS, {"training": {"local_batch_size": 8}})
+EP = {"expert_parallel_degree": 2}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -294,6 +301,120 @@ CASES = [
         float8("rowwise"),
     ),
     Case(
+        bugs.shared_experts_gradient_not_reduced,
+        TP,
+        r"the gradient of the output of layers.2.ffn_norm is the first that differs. layers.2.moe "
+        r"reads it, .* its shared experts return a wrong gradient of their input. If they gather "
+        r"their input over tp, each rank has only its share of that gradient: sum it over tp",
+        EXPERTS_WHOLE,
+    ),
+    Case(
+        bugs.bias_added_before_the_sum,
+        TP,
+        "layers.1.moe.shared_experts.w2 is the first module in forward order whose output differs",
+        merged(
+            EXPERTS_WHOLE,
+            {
+                "model": {"name": "biased_experts"},
+                "experimental": {"custom_import": "biased_experts"},
+            },
+        ),
+    ),
+    Case(
+        bugs.router_gradient_not_reduced,
+        TP | EP,
+        r"layers.1.moe.router.gate.weight and layers.2.moe.router.gate.weight; all replicated over "
+        r"tp\) are correct only after a sum over tp",
+        EXPERTS_WHOLE,
+        is_slow=True,
+    ),
+    Case(
+        bugs.expert_gradients_averaged_over_their_shards,
+        {"data_parallel_shard_degree": 4} | EP,
+        r"6 of 38 gradients \(layers.1.moe.experts.w1, .*\) are 0.5 times as large as on one "
+        r"process, and 0.5 is 1 over .* the number of shards of each expert \(efsdp\): they are "
+        "averaged instead of summed",
+        merged(EXPERTS, {"training": {"local_batch_size": 2}}),
+        is_slow=True,
+    ),
+    Case(
+        bugs.expert_gradients_doubled,
+        FSDP | EP,
+        r"6 of 38 gradients \(layers.1.moe.experts.w1, .*\) are 2 times as large as on one "
+        "process, and 2 is .* the degree of ep: they are summed or multiplied by it once too often",
+        EXPERTS,
+    ),
+    Case(
+        bugs.experts_left_out_of_the_norm,
+        TP | EP,
+        "every gradient agrees: of the gradients of routed experts, only those on tp 0 are "
+        "counted, as if they were replicated over tp",
+        EXPERTS_WHOLE,
+    ),
+    Case(
+        bugs.sequence_loss_by_microbatch,
+        FSDP | EP,
+        "the auxiliary loss is 0.25 times as large as on one process, although every token goes to "
+        "the same experts: 0.25 is 1 over the number of sequences of a microbatch",
+        EXPERTS,
+    ),
+    Case(
+        bugs.counted_in_the_forward_pass,
+        FSDP | EP,
+        "the tokens by expert of layers.1.moe, .* are 2 times those of one process; .* or again "
+        "when a forward pass is recomputed",
+        merged(
+            EXPERTS,
+            {
+                "model": {"moe_sequence_loss_coeff": 0.0},
+                "activation_checkpoint": {"mode": "full"},
+            },
+        ),
+    ),
+    Case(
+        bugs.bias_updated_every_microbatch,
+        FSDP | EP,
+        r"layers.1.moe.router sends \d+ of 256 tokens to other experts than one process, .* The "
+        "first is token .* The first microbatch agrees: the balancing bias changes within the step",
+        merged(EXPERTS, {"training": {"local_batch_size": 2}}),
+    ),
+    Case(
+        bugs.counts_of_own_tokens,
+        FSDP | EP,
+        "ranks have different ones: sum the counts over every axis that splits tokens",
+        merged(EXPERTS, {"model": {"moe_sequence_loss_coeff": 0.0}}),
+        is_slow=True,
+    ),
+    Case(
+        bugs.shared_experts_reduced_twice,
+        TP | EP,
+        "the outputs of layers.1.moe.experts and layers.1.moe.shared_experts agree, but their sum, "
+        "the output of layers.1.moe, differs: one of them is reduced over ranks once more",
+        EXPERTS_WHOLE,
+        is_slow=True,
+    ),
+    Case(
+        bugs.wrong_offset_of_experts_on_one_rank,
+        FSDP | EP,
+        "layers.1.moe routes every token as one process does, .* but the output of "
+        "layers.1.moe.experts differs, .* Check the offset of each rank's first expert",
+        EXPERTS,
+    ),
+    Case(
+        bugs.combined_in_another_order,
+        FSDP | EP,
+        "or outputs are combined in another order than they were sent",
+        EXPERTS,
+        is_slow=True,
+    ),
+    Case(
+        bugs.padded_rows_have_gradients,
+        FSDP | EP,
+        "only the gradients of routed experts differ, by no common factor, .* rows that are no "
+        "tokens have entered them. Give padded rows a gradient of zero",
+        EXPERTS,
+    ),
+    Case(
         bugs.replicas_drift,
         DDP,
         r"the learning rate of step 2 is .* on rank 1 only",
@@ -306,7 +427,7 @@ CASES = [
 def config_of(case: Case) -> JobConfig:
     job: Sections = {"parallelism": case.plan, "training": {"local_batch_size": 4}}
     sections = merged(DEBUG_JOB, job, case.more or {})
-    if "experimental" in sections:
+    if "name" in sections["model"]:
         del sections["model"]["zero_init_output"]
     return make_config(sections)
 

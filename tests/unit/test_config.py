@@ -195,7 +195,11 @@ def test_what_a_torchtitan_file_asks_beyond_titanlite_is_refused_by_name(tmp_pat
     file.write_text(
         TORCHTITAN_FILE.replace("converters = []", 'converters = ["quantize.linear.mx"]')
     )
-    argv = ["--checkpoint.initial_load_in_hf_quantized", "--parallelism.expert_parallel_degree=4"]
+    argv = [
+        "--checkpoint.initial_load_in_hf_quantized",
+        "--parallelism.expert_tensor_parallel_degree=4",
+        "--parallelism.expert_parallel_comm_backend=deepep",
+    ]
     with pytest.raises(ConfigError) as caught:
         load_config([f"--job.config_file={file}", *argv])
     lack = "asks for a TorchTitan feature that titanlite does not have; write"
@@ -203,7 +207,9 @@ def test_what_a_torchtitan_file_asks_beyond_titanlite_is_refused_by_name(tmp_pat
         f"checkpoint.initial_load_in_hf_quantized: true {lack} false, or remove this option",
         'model.converters: "quantize.linear.mx" asks for a TorchTitan feature that titanlite does '
         'not have; give a list of "quantize.linear.float8"',
-        f"parallelism.expert_parallel_degree: 4 {lack} 1, or remove this option",
+        'parallelism.expert_parallel_comm_backend: "deepep" asks for a TorchTitan feature that '
+        'titanlite does not have; give "standard"',
+        f"parallelism.expert_tensor_parallel_degree: 4 {lack} 1, or remove this option",
     ]
 
 
@@ -211,7 +217,7 @@ IDLE_KEYS = """
 [model]
 hf_assets_path = "./assets/hf/Llama-3.1-8B"
 [parallelism]
-expert_tensor_parallel_degree = 2
+pipeline_parallel_expert_parallel_overlap = false
 [quantize.linear.mx]
 filter_fqns = ["wo"]
 recipe_name = "mxfp8_emulated"
@@ -228,7 +234,7 @@ def test_keys_of_features_that_are_off_are_accepted_and_named(tmp_path: Path) ->
     config = load_config([f"--job.config_file={file}"])
     assert name_idle_keys(config) == (
         "no effect here, because their TorchTitan feature is off: "
-        "parallelism.expert_tensor_parallel_degree, quantize.linear.mx.recipe_name, "
+        "parallelism.pipeline_parallel_expert_parallel_overlap, quantize.linear.mx.recipe_name, "
         "quantize.linear.mx.filter_fqns, quantize.grouped_mm.float8.fqns, "
         "fault_tolerance.group_size"
     )
@@ -539,7 +545,7 @@ def test_help_has_every_key_and_exits_with_0(
     assert "  seq_len  (not set) " in text
     assert "  dim  (the flavor's)                width of the residual stream (int >= 1)\n" in text
     lacking = text.index("TorchTitan keys that titanlite does not have")
-    assert text.index("  expert_parallel_degree = 1") > lacking
+    assert text.index("  expert_tensor_parallel_degree = 1") > lacking
     assert text.index("  tensor_parallel_degree = 1") < lacking
 
 

@@ -322,6 +322,7 @@ def _pipeline(job: Draft) -> Iterator[str]:
 
 
 RESHARD = "parallelism.fsdp_reshard_after_forward"
+EP = "parallelism.expert_parallel_degree"
 
 
 @reads(MODEL, "compile", "activation_checkpoint", RESHARD, *PIPELINE_KEYS)
@@ -353,6 +354,24 @@ def _split_backward(job: Draft) -> Iterator[str]:
         )
 
 
+@reads(MODEL, "activation_checkpoint", RESHARD, EP, *PIPELINE_KEYS)
+def _experts_by_operator(job: Draft) -> Iterator[str]:
+    """Activation checkpointing by "op" of experts that have their own shards does not work in a
+    pipeline with fsdp_reshard_after_forward = "always"."""
+    ac, parallelism = job.config.activation_checkpoint, job.config.parallelism
+    by_operator = ac.mode == "selective" and ac.selective_ac_option == "op"
+    own_shards = job.dims.ep_enabled or job.dims.tp_enabled
+    has_experts = bool(getattr(job.model, "num_experts", 0))
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    if by_operator and own_shards and has_experts and always and job.dims.pp_enabled:
+        yield (
+            f'{RESHARD}: "always" does not work with activation_checkpoint.selective_ac_option '
+            '"op" in a pipeline of blocks with experts, because PyTorch would gather the experts '
+            'inside a recomputation that it checks against the forward pass; give "default" or '
+            '"never"'
+        )
+
+
 @reads(MODEL, "parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel")
 def _loss_parallel(job: Draft) -> Iterator[str]:
     """With loss parallel, each tensor parallel rank has a part of the vocabulary."""
@@ -371,6 +390,39 @@ def _loss_parallel(job: Draft) -> Iterator[str]:
             f"a part of model.vocab_size {vocab}, but loss parallel needs one on each rank; "
             f"give {nearest(tp, legal)}, or set parallelism.disable_loss_parallel = true"
         )
+
+
+@reads(
+    MODEL,
+    EP,
+    *(f"parallelism.{DEGREES[axis]}" for axis in ("dp_shard", "cp", "tp")),
+)
+def _expert_parallel(job: Draft) -> Iterator[str]:
+    """The EP degree divides the product of the FSDP, CP and TP degrees, and the number of experts;
+    each expert can be sharded over the ranks that EP leaves."""
+    dims, experts = job.dims, getattr(job.model, "num_experts", 0)
+    if not experts:
+        if dims.ep_enabled:
+            yield f"{EP}: {dims.ep}, but the model has no experts; remove this key"
+        return
+    room = dims.num_expert_ranks
+    legal = [degree for degree in divisors(room) if experts % degree == 0]
+    product = f"data_parallel_shard_degree {dims.dp_shard} x context_parallel_degree {dims.cp} x "
+    product += f"tensor_parallel_degree {dims.tp} = {room}"
+    if room % dims.ep:
+        yield f"{EP}: {dims.ep} does not divide {product}; give {nearest(dims.ep, legal)}"
+    elif experts % dims.ep:
+        yield (
+            f"{EP}: {dims.ep} does not divide the {experts} experts of a block; give "
+            f"{nearest(dims.ep, legal)}"
+        )
+
+
+@reads(MODEL, "debug.moe_force_load_balance")
+def _forced_balance(job: Draft) -> Iterator[str]:
+    """debug.moe_force_load_balance needs a model with experts."""
+    if job.config.debug.moe_force_load_balance and not getattr(job.model, "num_experts", 0):
+        yield "debug.moe_force_load_balance: the model has no experts; remove this key"
 
 
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
@@ -589,6 +641,17 @@ def _checkpoints(job: Draft) -> Iterator[str]:
 def _hf_folder(job: Draft) -> Iterator[str]:
     """The config.json of a Hugging Face folder to load from has the sizes of [model]."""
     yield from hf_folder_problems(job.config, job.model)
+
+
+@reads("checkpoint", MODEL)
+def _experts_in_hf(job: Draft) -> Iterator[str]:
+    """Models with experts are not written as Hugging Face folders."""
+    section = job.config.checkpoint
+    if section.enable and section.last_save_in_hf and getattr(job.model, "num_experts", 0) > 0:
+        yield (
+            "checkpoint.last_save_in_hf: models with experts cannot be written as Hugging Face "
+            "folders yet; set it to false"
+        )
 
 
 @reads("metrics")

@@ -9,9 +9,9 @@ from titanlite.config.data import sequence_length
 from titanlite.config.model import resolve_model, size_problems
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, nearest
-from titanlite.mesh.parallel_dims import AXES, TABLE, ParallelDims, divisors
+from titanlite.mesh.parallel_dims import AXES, GRID, ParallelDims, divisors
 
-DEGREES = {axis.name: axis.degree_key for axis in TABLE}
+DEGREES = {axis.name: axis.degree_key for axis in GRID}
 """Mesh axis -> its key in [parallelism]."""
 
 
@@ -31,7 +31,7 @@ def make_parallel_dims(
         others = math.prod(degree for axis, degree in degrees.items() if axis != "dp_shard")
         gpus = 0 if config.job.device == "cpu" else num_gpus
         degrees["dp_shard"] = max(1, (gpus if world_size is None else world_size) // others)
-    dims = ParallelDims(**degrees)
+    dims = ParallelDims(**degrees, ep=config.parallelism.expert_parallel_degree)
     if world_size not in (None, dims.world_size):
         fixed = dataclasses.replace(dims, dp_shard=1) if rest else dims
         raise ConfigError(_misfit(config, fixed, world_size, rest))

@@ -184,10 +184,10 @@ value is refused, and the error names the key.
 """
 
 NO_EFFECT = """\
-These keys configure features that titanlite does not have: experts, converters other than
-`quantize.linear.float8`, fault tolerance and memory estimation. The values that turn these features
-on (of `parallelism.expert_parallel_degree`, `model.converters`, `fault_tolerance.enable` and
-`memory_estimation.enable`) are refused. While a feature is off, its keys have no effect in
+These keys configure features that titanlite does not have: the overlap of a pipeline with expert
+communication, converters other than `quantize.linear.float8`, fault tolerance and memory
+estimation. The values that turn these features on (of `model.converters`, `fault_tolerance.enable`
+and `memory_estimation.enable`) are refused. While a feature is off, its keys have no effect in
 TorchTitan either, so any value is accepted. A line at the start of the run lists those of these
 keys that are set.
 """

@@ -243,7 +243,7 @@ class Training(Section):
 
 
 class Parallelism(Section):
-    """The degree of each parallelism. Their product is the number of ranks"""
+    """The degree of each parallelism. Their product, without EP, is the number of ranks"""
 
     data_parallel_replicate_degree: PositiveInt = key(
         1, "replicas of the weights (DDP; HSDP with a shard degree)"
@@ -300,10 +300,12 @@ class Parallelism(Section):
         "CP: all-gather keys and values, or pass them around a ring",
         torchtitan="allgather",
     )
-    expert_parallel_degree: NotYet[PositiveInt] = key(1, "shards of the experts (EP)")
-    expert_tensor_parallel_degree: Inert[PositiveInt] = key(1, "TP degree within experts")
-    expert_parallel_comm_backend: Inert[Literal["standard", "deepep"]] = key(
-        "standard", "EP: all-to-all implementation"
+    expert_parallel_degree: PositiveInt = key(
+        1, "ranks that hold different experts (EP), of those of TP, then CP, then FSDP"
+    )
+    expert_tensor_parallel_degree: NotYet[PositiveInt] = key(1, "TP degree within experts")
+    expert_parallel_comm_backend: Literal["standard"] = key(
+        "standard", "EP: all-to-all implementation", lacking=("deepep",)
     )
 
     def overlap_backend(self, device_type: str) -> Literal["symmetric_memory", "ring"] | None:
@@ -498,7 +500,9 @@ class Debug(Section):
         "if loss or gradient norm is not finite: stop before the update, skip it, or apply it",
         torchtitan=OWN,
     )
-    moe_force_load_balance: Inert[bool] = key(False, "assign tokens to experts in turn")
+    moe_force_load_balance: bool = key(
+        False, "assign the tokens of a sequence to experts in turn, whatever their scores"
+    )
 
 
 class Experimental(Section):

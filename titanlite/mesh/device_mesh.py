@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.mesh.parallel_dims import AXES, ParallelDims, axes_where, flat_name
+from titanlite.mesh.parallel_dims import (
+    AXES,
+    EXPERT_SHARDS,
+    ParallelDims,
+    axes_where,
+    flat_name,
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,10 @@ class Meshes:
     to replicate over the first dimension and shard over the second. FSDP2 shards weights over
     dp_shard and cp together, because the ranks of both axes use the same weights on different
     tokens. If cp has several ranks, the two are flattened into one dimension, dp_shard_cp.
+
+    `experts` is a second mesh of all ranks, for the parameters of experts: pp and dp_replicate as
+    in `world`, and the ranks of dp_shard, cp and tp divided into efsdp and, if it has more than one
+    rank, ep. It is None if experts are sharded like all other parameters.
     """
 
     world: DeviceMesh
@@ -25,11 +35,30 @@ class Meshes:
     tp: DeviceMesh | None
     cp: DeviceMesh | None
     dp: DeviceMesh
+    experts: DeviceMesh | None = None
+
+    @property
+    def ep(self) -> DeviceMesh | None:
+        """The mesh of the ranks that hold different experts; None without expert parallelism."""
+        has_axis = self.experts is not None and "ep" in (self.experts.mesh_dim_names or ())
+        return self.experts["ep"] if self.experts is not None and has_axis else None
+
+    @property
+    def expert_dp(self) -> DeviceMesh | None:
+        """The mesh for FSDP2 of the experts, 1-D or 2-D like `dp`; None if it is `dp`."""
+        if self.experts is None:
+            return None
+        replicated = axes_where(weights="replicated")
+        names = self.experts.mesh_dim_names or ()
+        used = (*(axis for axis in replicated if axis in names), EXPERT_SHARDS)
+        return self.experts[used]
 
     def axes_of_groups(self) -> dict[str, str]:
         """Process group -> its axis; for a group of all ranks, the axis + " (the world)"."""
         named = [(axis, self.world) for axis in self.world.mesh_dim_names or ()]
         named += [(axis, self.dp) for axis in self.dp.mesh_dim_names or ()]
+        if self.experts is not None:
+            named += [(axis, self.experts) for axis in self.experts.mesh_dim_names or ()]
         # If dp_shard has one rank, dp_shard_cp is cp's own group: the first name, cp, is kept.
         axes: dict[str, str] = {}
         for axis, mesh in named:
@@ -40,8 +69,11 @@ class Meshes:
         return axes
 
 
-def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
+def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = False) -> Meshes:
     """Create the process groups of `dims`; every rank must call this.
+
+    A model that `has_experts` gets a mesh for them with expert parallelism, and also with tensor
+    parallelism, which does not cut experts, so that FSDP2 can shard them over the ranks of tp.
 
     Axes of degree 1 have no group, except dp_shard: even if nothing is sharded, mixed precision
     needs FSDP2, and FSDP2 needs a mesh of one rank.
@@ -66,4 +98,22 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         tp=world["tp"] if "tp" in axes else None,
         cp=world["cp"] if "cp" in axes else None,
         dp=dp,
+        experts=_build_expert_mesh(dims, device_type) if has_experts else None,
     )
+
+
+def _build_expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
+    if not (dims.ep_enabled or dims.tp_enabled):
+        return None
+    outer = [
+        axis
+        for kind in ("stages", "replicated")
+        for axis in axes_where(weights=kind)
+        if dims.degrees[axis] > 1
+    ]
+    degrees = {axis: dims.degrees[axis] for axis in outer}
+    degrees[EXPERT_SHARDS] = dims.num_expert_shards
+    if dims.ep_enabled:
+        # Innermost, so that it takes adjacent ranks: those of tp, then of cp, then of dp_shard.
+        degrees["ep"] = dims.ep
+    return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))

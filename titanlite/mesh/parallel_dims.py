@@ -21,12 +21,17 @@ class Axis:
     ("tokens"), or the same tokens ("same"). `weights`: each rank has all of them ("replicated"),
     shards that FSDP2 all-gathers ("sharded"), shards by the model's tensor-parallel plan ("cut"),
     or different modules ("stages"). `degree_key` is the axis' key in [parallelism].
+
+    An axis with `borrows` has no ranks of its own: it divides the ranks of these axes in another
+    way, for the parameters of experts only. Its ranks hold different experts, and receive the
+    tokens that are routed to them.
     """
 
     name: str
     degree_key: str
-    batch: Literal["samples", "tokens", "same"]
-    weights: Literal["replicated", "sharded", "cut", "stages"]
+    batch: Literal["samples", "tokens", "same", "routed"]
+    weights: Literal["replicated", "sharded", "cut", "stages", "experts"]
+    borrows: tuple[str, ...] = ()
 
 
 # Outermost first. Ranks are numbered in row-major order, so the ranks of the innermost axis, which
@@ -37,16 +42,28 @@ TABLE = (
     Axis("dp_shard", "data_parallel_shard_degree", batch="samples", weights="sharded"),
     Axis("cp", "context_parallel_degree", batch="tokens", weights="sharded"),
     Axis("tp", "tensor_parallel_degree", batch="same", weights="cut"),
+    # It takes the ranks of tp first, then those of cp, then those of dp_shard.
+    Axis(
+        "ep",
+        "expert_parallel_degree",
+        batch="routed",
+        weights="experts",
+        borrows=("dp_shard", "cp", "tp"),
+    ),
 )
-AXES = tuple(axis.name for axis in TABLE)
-"""The names of the mesh axes, outermost first."""
+GRID = tuple(axis for axis in TABLE if not axis.borrows)
+"""The axes whose degrees multiply to the number of ranks, outermost first."""
+AXES = tuple(axis.name for axis in GRID)
+"""The names of the axes of GRID."""
+EXPERT_SHARDS = "efsdp"
+"""The mesh dimension over which FSDP2 shards experts: the borrowed ranks that ep leaves."""
 
 
 def axes_where(*, batch: str | None = None, weights: str | None = None) -> tuple[str, ...]:
     """The axes of one kind, outermost first: axes_where(weights="sharded"), for example."""
     return tuple(
         axis.name
-        for axis in TABLE
+        for axis in GRID
         if batch in (None, axis.batch) and weights in (None, axis.weights)
     )
 
@@ -57,7 +74,14 @@ def flat_name(axes: tuple[str, ...]) -> str:
 
 
 def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
-    """The axes of a mesh dimension: itself, or those flattened into it."""
+    """The axes of a mesh dimension: itself, or those flattened into it.
+
+    The mesh of experts has the dimensions ep and efsdp. Together they are the axes that ep borrows,
+    and experts are sharded over both.
+    """
+    for axis in TABLE:
+        if axis.borrows and mesh_dim_name in (axis.name, EXPERT_SHARDS):
+            return axis.borrows
     sharded = axes_where(weights="sharded")
     for count in range(2, len(sharded) + 1):
         for axes in itertools.combinations(sharded, count):
@@ -71,7 +95,8 @@ class ParallelDims:
     """The degree of every mesh axis, each at least 1; their product is the number of ranks.
 
     Each field is a mesh axis, outermost first. TABLE in this module (titanlite/mesh/
-    parallel_dims.py) defines what the ranks along an axis share.
+    parallel_dims.py) defines what the ranks along an axis share. `ep` borrows ranks and does not
+    count in the product.
     """
 
     pp: int = 1
@@ -79,15 +104,16 @@ class ParallelDims:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis, degree in self.degrees.items():
+        for axis, degree in (*self.degrees.items(), ("ep", self.ep)):
             if degree < 1:
                 raise ValueError(f"degree of {axis} is {degree}, not at least 1")
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Axis -> degree, outermost first."""
+        """Axis of GRID -> degree, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -116,6 +142,20 @@ class ParallelDims:
     def fsdp_enabled(self) -> bool:
         """Whether FSDP2 shards the weights, over any axis."""
         return self.num_weight_shards > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        return self.ep > 1
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """The number of ranks over which the experts of one replica are spread."""
+        return self.degree_of(next(axis.borrows for axis in TABLE if axis.borrows))
+
+    @property
+    def num_expert_shards(self) -> int:
+        """The number of ranks over which FSDP2 shards each expert."""
+        return self.num_expert_ranks // self.ep
 
     @property
     def num_weight_shards(self) -> int:

@@ -57,6 +57,14 @@ class StepRecord:
     mfu: float | None = None
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics of validation.metrics, each written as a figure validation_NAME."""
+    auxiliary_loss: float | None = None
+    """The auxiliary loss of experts, which `loss` does not contain."""
+    busiest_expert_share: float | None = None
+    """The share of the tokens that the busiest expert gets, as a mean over layers."""
+    busiest_rank_share: float | None = None
+    """The same for the experts of the busiest rank of ep."""
+    expert_counts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Expert layer -> the tokens of each expert."""
     measures: Mapping[str, float] = field(default_factory=dict)
     """What the data set derives from the validation loss, such as bits_per_dim or perplexity."""
 
@@ -65,6 +73,7 @@ class StepRecord:
         """Everything that was measured, by the name under which it is written."""
         values = asdict(self)
         of_metrics, measures = values.pop("validation_metrics"), values.pop("measures")
+        del values["expert_counts"]
         measured = {key: value for key, value in values.items() if value is not None}
         named = {f"{VALIDATION}{name}": value for name, value in of_metrics.items()}
         return measured | measures | named
@@ -130,7 +139,11 @@ class MetricsLog:
         moved = "" if self._has_written else self._make_way()
         self._has_written = True
         measured = record.figures
-        written = {key: value if math.isfinite(value) else None for key, value in measured.items()}
+        written: dict[str, Any] = {
+            key: value if math.isfinite(value) else None for key, value in measured.items()
+        }
+        if record.expert_counts:
+            written["expert_counts"] = {k: list(v) for k, v in record.expert_counts.items()}
         self._file.write(json.dumps(written, allow_nan=False).encode("ascii") + b"\n")
         self._file.flush()
         figures = {key: value for key, value in measured.items() if key != "step"}
@@ -320,7 +333,7 @@ def _has_words(name: str, part: str) -> bool:
 
 _RECORD = TypeAdapter(StepRecord)
 # Longer than any record.
-_MOST_CHARACTERS = 10_000
+_MOST_CHARACTERS = 1_000_000
 
 
 def _record_of(line: bytes) -> StepRecord | None:

@@ -24,6 +24,7 @@ from titanlite.parallelize.activation_checkpoint import RecomputationReport, app
 from titanlite.parallelize.compile import apply_compile
 from titanlite.parallelize.context_parallel import apply_cp
 from titanlite.parallelize.ddp import apply_ddp
+from titanlite.parallelize.expert_parallel import apply_ep
 from titanlite.parallelize.float8 import apply_float8
 from titanlite.parallelize.float8_gather import gather_in_float8, precompute_scales
 from titanlite.parallelize.fsdp import apply_fsdp
@@ -51,6 +52,7 @@ __all__ = [
     "apply_compile",
     "apply_cp",
     "apply_ddp",
+    "apply_ep",
     "apply_float8",
     "apply_fsdp",
     "apply_tp",
@@ -80,6 +82,10 @@ STEPS = (
     Step(
         steps.async_tensor_parallel,
         "it reports which TP modules are rings, and configures the compiler before it runs",
+    ),
+    Step(
+        steps.expert_parallel,
+        "it distributes the experts, which no other step cuts, before blocks are wrapped",
     ),
     Step(
         steps.context_parallel,

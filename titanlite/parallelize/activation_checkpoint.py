@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
@@ -46,8 +47,17 @@ SAVED_OPERATORS = (
     PRODUCT_SCATTER,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
     aten.max.default,
     aten.amax.default,
+)
+# The hooks of an FSDP unit inside a block, such as its experts, name what they do to the profiler,
+# and do not do the same in the forward pass and in its recomputation.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
 )
 MODES = ("none", "full", "selective", "memory_budget")
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.experts import expert_layers
 from titanlite.parallelize.arguments import Plan, as_plan, check_choice, check_flags
 from titanlite.parallelize.plan import find_container
 
@@ -28,8 +29,10 @@ def apply_compile(
     """Compile each block of `model` in place; return the number of blocks.
 
     Dynamo traces a block's code once and reuses the graph for every block with the same shapes.
-    With `fullgraph`, a graph break in a block raises an error. Raises TitanliteError for an invalid
-    argument, and if `model` lacks the container of blocks that the plan names.
+    With `fullgraph`, a graph break in a block raises an error. Blocks with experts are exempt: the
+    number of rows of each expert depends on values, so routing, dispatch and routed experts are not
+    compiled. Raises TitanliteError for an invalid argument, and if `model` lacks the container of
+    blocks that the plan names.
     """
     plan = as_plan("apply_compile", model, plan)
     check_flags("apply_compile", fullgraph=fullgraph)
@@ -44,7 +47,8 @@ def apply_compile(
     container = find_container(model, plan, "compile")
     blocks = list(container.named_children())
     for key, block in blocks:
-        compiled: Any = torch.compile(block, backend=backend, fullgraph=fullgraph)
+        whole = fullgraph and not expert_layers([block])
+        compiled: Any = torch.compile(block, backend=backend, fullgraph=whole)
         # Wait outside the graph: AOTAutograd silently computes wrong gradients of a pending
         # collective.
         compiled.register_forward_pre_hook(_wait_for_inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -15,9 +15,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.errors import TitanliteError
+from titanlite.experts import expert_layers
 from titanlite.names import canonical_name
 from titanlite.parallelize.arguments import (
     Plan,
@@ -43,6 +44,7 @@ def apply_fsdp(
     pipelined: bool = False,
     cpu_offload: bool = False,
     pin_memory: bool = True,
+    expert_mesh: DeviceMesh | None = None,
     plan: Plan | None = None,
 ) -> int:
     """Shard `model` in place with FSDP2; return the number of units.
@@ -50,7 +52,9 @@ def apply_fsdp(
     A unit (the embeddings, each block, the head, and the remaining parameters) is gathered before
     it computes, and its gradients are reduced afterwards. If a weight is tied between embeddings
     and head, both are one unit, gathered from the first to the last. A 1-D `dp_mesh` shards. A 2-D
-    one replicates over its first axis and shards over its second (HSDP). Computation is in
+    one replicates over its first axis and shards over its second (HSDP). With `expert_mesh`, 1-D or
+    2-D alike, the routed experts of each expert layer are one unit that is sharded over it, by
+    expert, or by rows if there are fewer experts than ranks. Computation is in
     `param_dtype` and reduction in `reduce_dtype`; None means the parameter's own dtype.
 
     `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the
@@ -65,6 +69,8 @@ def apply_fsdp(
     """
     plan = as_plan("apply_fsdp", model, plan)
     check_mesh("apply_fsdp", "dp_mesh", dp_mesh, most_axes=2)
+    if expert_mesh is not None:
+        check_mesh("apply_fsdp", "expert_mesh", expert_mesh, most_axes=2)
     check_choice("apply_fsdp", "reshard_after_forward", reshard_after_forward, RESHARD)
     check_dtypes("apply_fsdp", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     check_flags("apply_fsdp", pipelined=pipelined, cpu_offload=cpu_offload, pin_memory=pin_memory)
@@ -84,16 +90,22 @@ def apply_fsdp(
 
     left = {id(parameter) for parameter in model.parameters()}
 
-    def shard(module: nn.Module | list[nn.Module], reshard_unit: bool) -> None:
+    def shard(
+        module: nn.Module | list[nn.Module],
+        reshard_unit: bool,
+        mesh: DeviceMesh = dp_mesh,
+        place: Callable[[nn.Parameter], Shard | None] | None = None,
+    ) -> None:
         for part in module if isinstance(module, list) else [module]:
             # Sharding replaces the parameter objects.
             left.difference_update(id(parameter) for parameter in part.parameters())
         fully_shard(
             module,
-            mesh=dp_mesh,
+            mesh=mesh,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=reshard_unit,
+            shard_placement_fn=place,
         )
 
     modules = dict(model.named_modules())
@@ -109,7 +121,13 @@ def apply_fsdp(
         shard(group[0] if len(group) == 1 else group, always if is_needed_first else reshard)
         units += 1
     for block in blocks.values():
-        shard(block, always if block is last_block else reshard)
+        reshard_block = always if block is last_block else reshard
+        if expert_mesh is not None:
+            place = _placement_of_experts(expert_mesh)
+            for layer in expert_layers([block]).values():
+                shard(layer.experts, reshard_block, expert_mesh, place)
+                units += 1
+        shard(block, reshard_block)
         units += 1
     # The root unit gets the remaining parameters, often none.
     units += bool(left)
@@ -121,6 +139,18 @@ def apply_fsdp(
             # FSDP2 implements a division, even by one, as PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
     return units
+
+
+def _placement_of_experts(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """By expert (dimension 0), or by rows if some ranks of the last axis of `mesh` had none."""
+    num_ranks = mesh.size(mesh.ndim - 1)
+
+    def place(parameter: nn.Parameter) -> Shard:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        each = -(-local.size(0) // num_ranks)
+        return Shard(0 if -(-local.size(0) // each) == num_ranks else 1)
+
+    return place
 
 
 def _outer_units(

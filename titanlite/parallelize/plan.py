@@ -47,7 +47,8 @@ class ParallelPlan:
 def find_plan(model: nn.Module) -> ParallelPlan:
     """The plan registered for the model's class: `PLANS[class]` in plan.py beside its module.
 
-    Raises TitanliteError if there is none.
+    It is a ParallelPlan, or a function from the model to its plan. Raises TitanliteError if there
+    is none.
     """
     # FSDP2 and replicate insert their own class before the model's.
     for cls in type(model).__mro__:
@@ -55,7 +56,8 @@ def find_plan(model: nn.Module) -> ParallelPlan:
         if package and find_spec(package) and find_spec(f"{package}.plan"):
             plans = getattr(import_module(f"{package}.plan"), "PLANS", {})
             if cls in plans:
-                return plans[cls]
+                found = plans[cls]
+                return found(model) if callable(found) else found
     raise TitanliteError(
         f"{type(model).__name__} has no parallelize plan; give one, or add it to PLANS in the "
         "plan.py beside its module"

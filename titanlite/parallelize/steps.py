@@ -15,6 +15,7 @@ from torch import nn
 from titanlite.attention import explain_choice
 from titanlite.batch import takes
 from titanlite.errors import ConfigError
+from titanlite.experts import expert_layers
 from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where
 from titanlite.parallelize.activation_checkpoint import RecomputationReport, apply_ac
@@ -26,6 +27,7 @@ from titanlite.parallelize.async_tensor_parallel import (
 from titanlite.parallelize.compile import apply_compile
 from titanlite.parallelize.context_parallel import apply_cp
 from titanlite.parallelize.ddp import apply_ddp
+from titanlite.parallelize.expert_parallel import apply_ep
 from titanlite.parallelize.float8 import apply_float8, compact, describe_skipped
 from titanlite.parallelize.float8_linear import has_hardware
 from titanlite.parallelize.fsdp import apply_fsdp
@@ -154,6 +156,33 @@ def async_tensor_parallel(part: Part) -> PlanRow:
     return PlanRow(feature, "ring", "ring" if part.rings else "off", note)
 
 
+def expert_parallel(part: Part) -> PlanRow:
+    """Spread experts over ranks."""
+    meshes, dims = part.meshes, part.dims
+    feature = "expert parallel"
+    count = apply_ep(part.model, meshes.ep, tp_mesh=meshes.tp, cp_mesh=meshes.cp)
+    known = expert_layers([part.whole or part.model])
+    if not known:
+        return PlanRow(feature, "off", "off")
+    number = next(iter(known.values())).num_experts
+    blocks = f"{count} blocks of {number} experts"
+    replicas = dims.dp_replicate
+    if meshes.experts is None:
+        return PlanRow(feature, "off", "off")
+    shards = dims.num_expert_shards
+    notes = [blocks]
+    if dims.ep_enabled:
+        notes.append(f"{number // dims.ep} on each rank of ep")
+    else:
+        notes.append("not cut by tp")
+    if shards > 1:
+        notes.append(f"each expert sharded {shards} ways by FSDP2")
+    if replicas > 1:
+        notes.append(f"{replicas} replicas")
+    name = f"EP {dims.ep}" if dims.ep_enabled else "off"
+    return PlanRow(feature, name, name if count else "off", "; ".join(notes))
+
+
 def context_parallel(part: Part) -> PlanRow:
     """Shard sequences over the cp axis, with ring attention."""
     model, config, meshes = part.model, part.config, part.meshes
@@ -243,7 +272,8 @@ def data_parallel(part: Part) -> PlanRow:
             return PlanRow("data parallel", requested, "off")
         bucket = apply_ddp(model, meshes.dp["dp_replicate"], compiled=config.compile.enable)
         return PlanRow("data parallel", requested, requested, f"buckets of {bucket} MB")
-    if plain and dims.dp == 1:
+    own_shards = meshes.experts is not None and dims.num_expert_shards > 1
+    if plain and dims.dp == 1 and not own_shards:
         return PlanRow("data parallel", requested, "off")
     units = apply_fsdp(
         model,
@@ -254,6 +284,7 @@ def data_parallel(part: Part) -> PlanRow:
         pipelined=dims.pp_enabled,
         cpu_offload=training.enable_cpu_offload,
         pin_memory=training.cpu_offload_pin_memory,
+        expert_mesh=meshes.expert_dp,
         plan=part.plan,
     )
     num_shards = dims.num_weight_shards
@@ -271,6 +302,7 @@ def data_parallel(part: Part) -> PlanRow:
                 ("replicas of stages", dims.dp_replicate > 1 and dims.pp > 1 and dims.tp == 1),
                 ("mixed precision", is_mixed),
                 ("CPU offload", training.enable_cpu_offload),
+                (f"experts sharded over the {dims.num_expert_shards} ranks of efsdp", own_shards),
             )
             if applies
         ]

@@ -22,7 +22,6 @@ import numpy as np
 
 from titanlite.config import JobConfig, make_config, resolve_job
 from titanlite.errors import ConfigError
-from titanlite.plan.command import representatives
 from titanlite.plan.cost import (
     CALLERS,
     COLLECTIVE,
@@ -34,6 +33,7 @@ from titanlite.plan.cost import (
 )
 from titanlite.plan.events import FROM_RANK_TO_RANK, Communication, Operator
 from titanlite.plan.hardware import Hardware, parse_hardware
+from titanlite.plan.planning import representatives
 from titanlite.ranks.launch import ALONE, run_ranks
 from titanlite.ranks.machine import memory_bytes, most_local_ranks, num_cores
 
@@ -333,7 +333,8 @@ def _fit_host(steps: Sequence[Step], hardware: Hardware) -> dict[str, float]:
     rows, seconds, wholes = [], [], []
     for measured, config in steps:
         resolved = resolve_job(config, None)
-        cost, ranks = Cost(hardware, resolved.dims), representatives(resolved.dims)
+        cost = Cost(hardware, resolved.dims)
+        ranks = [resolved.dims.rank(pp=place) for place in representatives(resolved.dims)]
         events = [event for rank in ranks for event in trace_rank(resolved, rank).events]
         operators = [e for e in events if isinstance(e, Operator) and cost.kind(e) != FREE]
         calls = [event for event in events if isinstance(event, Communication)]

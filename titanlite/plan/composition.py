@@ -209,6 +209,11 @@ class Pieces:
     """Forward and backward FLOPs of the model, without recomputation."""
 
 
+# Composed steps gather in the compute dtype: compose.py knows no other.
+WITHOUT_FLOAT8_GATHER: dict[str, Any] = {
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": False,
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": False,
+}
 WITHOUT_A_PIPELINE: dict[str, Any] = {
     "parallelism.pipeline_parallel_degree": 1,
     "parallelism.pipeline_parallel_schedule_csv": "",
@@ -230,6 +235,11 @@ def uses_fsdp(config: JobConfig, dims: ParallelDims) -> bool:
     return dims.dp > 1 and (dims.tp_enabled or dims.pp_enabled)
 
 
+def gathers_in_float8(config: JobConfig) -> bool:
+    """Whether FSDP2 gathers weights in float8."""
+    return config.quantize.linear.float8.enable_fsdp_float8_all_gather
+
+
 def smaller(resolved: ResolvedJob) -> ResolvedJob:
     """The job for one microbatch, without a pipeline and on as few ranks as its pieces need."""
     config, dims = resolved.config, resolved.dims
@@ -238,6 +248,7 @@ def smaller(resolved: ResolvedJob) -> ResolvedJob:
         at_once = resolved.pipeline.microbatch_size
     shards = 2 if uses_fsdp(config, dims) and not dims.cp_enabled else 1
     changes = WITHOUT_A_PIPELINE | {
+        **(WITHOUT_FLOAT8_GATHER if gathers_in_float8(config) else {}),
         "parallelism.data_parallel_replicate_degree": 1,
         "parallelism.data_parallel_shard_degree": shards,
         "training.local_batch_size": at_once,

@@ -16,6 +16,7 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.observe.quantities import format_bytes
 from titanlite.plan.cache import load_pieces
 from titanlite.plan.compose import Composition, compose
+from titanlite.plan.composition import gathers_in_float8
 from titanlite.plan.cost import Cost
 from titanlite.plan.events import Peak, totals
 from titanlite.plan.hardware import Hardware
@@ -105,6 +106,10 @@ def plan_job(
             if one.rank in shown
         ]
     plan = JobPlan(dims, ranks, method, hardware, prediction)
+    if method == PIECES and gathers_in_float8(resolved.config):
+        plan.notes.append(
+            "float8: planned with FSDP's all-gathers in the compute dtype, not in float8"
+        )
     plan.warnings.extend(find_warnings(plan))
     return plan
 

@@ -49,7 +49,8 @@ WAIT = "_c10d_functional::wait_tensor"
 # Operators that touch no data.
 FREE = ("aten::detach", "aten::empty", "aten::new_empty", "aten::empty_strided", "aten::alias")
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
-BOOKKEEPING = ("profiler::", "prim::")
+# Namespaces of operators that only ask a tensor something, or that mark a range for a profiler.
+NO_WORK = ("prim::", "profiler::")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 # Attention kernels: forward and backward products, each of 2 B H T T E operations.
 ATTENTION = {
@@ -208,10 +209,6 @@ class Recorder(TorchDispatchMode):
 
     def place(self) -> Place:
         """The module and the phase of what happens now."""
-        place = self._place_of_computation()
-        return place._replace(module=self._gathered_for[-1]) if self._gathered_for else place
-
-    def _place_of_computation(self) -> Place:
         if torch._C._current_graph_task_id() == -1:
             return Place(self._modules[-1] if self._modules else "", self.phase)
         if self._modules:
@@ -254,7 +251,7 @@ class Recorder(TorchDispatchMode):
             self._note_storage(output.untyped_storage())
         if name in COLLECTIVES:
             self._add_collective(name, args, result, place)
-        elif not (function.is_view or name in FREE or name.startswith(BOOKKEEPING)):
+        elif not (function.is_view or name in FREE or name.startswith(NO_WORK)):
             self._add_operator(name, args, kwargs, result, outputs, place, function)
             if name in self._scratch.kernels:
                 self._allocate(self._scratch.kernels[name](args, self._num_threads))
@@ -321,7 +318,12 @@ class Recorder(TorchDispatchMode):
         )
         self._number += 1
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
+        if self._gathered_for and not isinstance(result, Tensor):
+            place = place._replace(module=self._gathered_for[-1])
         size, before = num_bytes(whole), self.streams.issue(self._number)
+        held: list[Any] = [self._allocate(self._scratch.copies.get(kind, 0) * size)]
+        if held[0] is not None:
+            self.buffers.add(held[0].block)
         ready = before.position if self.streams.is_beside else -1
         self.events.append(
             Communication(
@@ -336,8 +338,6 @@ class Recorder(TorchDispatchMode):
                 before.numbers,
             )
         )
-        copies = self._scratch.copies.get(kind, 0)
-        held = [self._allocate(copies * size)]
         if isinstance(result, Tensor):
             if kind in self._scratch.holds_input:
                 held.append(args[0])

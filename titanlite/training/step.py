@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import Batch, call_model
 from titanlite.errors import NonFiniteError
+from titanlite.experts import Balancer
+from titanlite.mesh.parallel_dims import axes_where
 from titanlite.training.gradient_norm import (
     clip_gradients,
     gradient_norm,
@@ -39,6 +41,8 @@ class StepResult:
     seconds: float
     note: str = ""
     """Why the step was skipped; "" if the weights were updated."""
+    auxiliary_loss: float | None = None
+    """The auxiliary loss of the experts, which `loss` does not contain; None if there is none."""
 
 
 class Copies(Protocol):
@@ -100,6 +104,8 @@ class Trainer:
     """Called by `step` after the gradients are computed and before any weight changes."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """What `evaluate` computes besides the loss."""
+    balancer: Balancer | None = None
+    """Balances the experts of a model that has any."""
 
     @property
     def _device(self) -> torch.device:
@@ -137,11 +143,15 @@ class Trainer:
             lr = self._skip()
         else:
             lr = self._update(norm)
-        return StepResult(loss, float(norm), lr, num_targets, time.perf_counter() - start, note)
+        seconds = time.perf_counter() - start
+        auxiliary = None if self.balancer is None else self.balancer.loss
+        return StepResult(loss, float(norm), lr, num_targets, seconds, note, auxiliary)
 
     def compute_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Run the forward and backward passes of a step; returns (mean loss, number of targets)."""
         num_targets = self._count_targets(batches)
+        if self.balancer is not None:
+            self.balancer.start(self._count_sequences(batches))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
@@ -150,6 +160,8 @@ class Trainer:
         reduce_partial_gradients(self.parameters)
         if self.stages is not None:
             self.stages.copies.sum_gradients()
+        if self.balancer is not None:
+            self.balancer.finish()
         return self._world_sum(loss_sum) / num_targets, num_targets
 
     @torch.no_grad()
@@ -185,6 +197,8 @@ class Trainer:
         """Clip, update the weights and clear the gradients; returns the learning rate."""
         clip_gradients(self.parameters, norm, self.max_norm)
         lr = base_lr(self.optimizer)
+        if self.balancer is not None:
+            self.balancer.update()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -246,6 +260,15 @@ class Trainer:
         counts = [self.loss.count(batch) for batch in batches]
         # At least one, so that a step without targets has a loss of zero instead of 0 / 0.
         return max(1, int(self._world_sum(torch.stack(counts).sum().double())))
+
+    def _count_sequences(self, batches: Sequence[Batch]) -> int:
+        """The sequences of the step on all ranks."""
+        number = torch.tensor(float(sum(batch.num_sequences for batch in batches)))
+        shards = 1
+        for axis in axes_where(batch="tokens"):
+            if axis in (self.world_mesh.mesh_dim_names or ()):
+                shards *= self.world_mesh[axis].size()
+        return round(self._world_sum(number.double().to(self._device)) / shards)
 
     def _set_replica_sync(self, *, enabled: bool) -> None:
         model: Any = self.parts[0]

@@ -110,6 +110,8 @@ def is_pending(grad: Tensor | None) -> bool:
 
 def _axes_of(mesh_dim_name: str) -> list[str]:
     """The axes in a mesh dimension's name, computed apart from `axes_of`, which may be wrong."""
+    if mesh_dim_name in ("ep", "efsdp"):
+        return ["dp_shard", "cp", "tp"]
     return [axis for axis in AXES if f"_{axis}_" in f"_{mesh_dim_name}_"]
 
 

@@ -27,6 +27,8 @@ gradient norm, every gradient and every weight, step by step. Print the cause if
                       (at most 200 steps), so that these are compared too
   --dtype DTYPE       float64 (default), float32, or bfloat16, which computes in bfloat16 and
                       keeps weights in float32
+  --replay-routing    send every token to the experts to which the reference routed it, so that
+                      close scores, which may round another way, do not add to the differences
   --shrink            make layers, widths, sequence and batch as small as the plan allows
   --json FILE         write every difference of every step, and the diagnosis
   --section.key=value any key of the job, as for train.py
@@ -52,6 +54,7 @@ class Options:
     job: list[str]
     steps: int | None = None
     dtype: str = "float64"
+    replay_routing: bool = False
     shrink: bool = False
     until_stable: bool = False
     json: str | None = None
@@ -95,6 +98,8 @@ def verify_one(options: Options) -> int:
         shrunk += ["generated data"] * bool(changes)
     start = check_start(reading)
     config = start.job.config
+    if options.replay_routing and not getattr(start.job.model, "num_experts", 0):
+        raise ConfigError("--replay-routing: the model has no experts; remove it")
     source = config.job.config_file or ""
 
     steps = options.steps or DEFAULT_STEPS
@@ -107,7 +112,12 @@ def verify_one(options: Options) -> int:
 
     with Verifier(start.device_type, max_ranks=config.job.max_local_ranks) as verifier:
         found = verifier.verify(
-            start.job, steps=steps, reloads=True, dtype=options.dtype, on_start=show_header
+            start.job,
+            steps=steps,
+            reloads=True,
+            dtype=options.dtype,
+            replay=options.replay_routing,
+            on_start=show_header,
         )
     print(format_verification(found))
     if found.error is not None and found.error.rank_traceback:
@@ -198,8 +208,8 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--output": _path,
     "--limit": _count,
 }
-FLAGS = ("--shrink", "--until-stable", "--matrix", "--compile")
-OF_ONE_JOB = ("--dtype", "--shrink", "--until-stable", "--json")
+FLAGS = ("--replay-routing", "--shrink", "--until-stable", "--matrix", "--compile")
+OF_ONE_JOB = ("--dtype", "--replay-routing", "--shrink", "--until-stable", "--json")
 OF_THE_MATRIX = ("--ranks", "--output", "--compile", "--limit")
 
 

@@ -11,16 +11,17 @@ from statistics import median
 from titanlite.verify.record import Agreement, RankRun, ReferenceStep
 
 KINDS = (
-    *("start", "loss", "norm", "gradient", "lr", "weight", "state", "buffer", "validation"),
+    *("start", "loss", "auxiliary_loss", "norm", "gradient", "load", "lr", "weight", "state"),
+    *("buffer", "validation"),
     *("metric", "reloaded"),
 )
 """What is compared, in the order in which a step computes it.
 
 "start" is the weights before the first step, "state" the optimizer state, and "reloaded" the
 weights, state and buffers of a new job that has loaded this one's checkpoint. "metric" is one of
-validation.metrics.
+validation.metrics, "load" the tokens of each expert of a layer.
 """
-NUMBERS = ("loss", "norm", "lr", "validation")
+NUMBERS = ("loss", "auxiliary_loss", "norm", "lr", "validation")
 """The kinds that are one number per step; the others are tensors."""
 
 FLOAT64_TOLERANCE = 1e-11
@@ -81,8 +82,9 @@ class Tolerance:
             return 0.0
         if key[0] == "lr":
             return FLOAT64_TOLERANCE
-        if key[0] == "metric" and (self.dtype != "float64" or self.is_narrow):
-            # A metric may count, as accuracy does, and then jumps where two logits nearly tie.
+        if key[0] in ("metric", "load") and (self.dtype != "float64" or self.is_narrow):
+            # A metric may count, as accuracy does, and then jumps where two logits nearly tie. A
+            # token whose scores nearly tie goes to another expert.
             return math.inf
         # Rounding error of tensors grows with the steps, so later steps are not used. A number can
         # agree by chance in one step, so all steps are used.
@@ -121,6 +123,8 @@ def differences(
                 value = getattr(known, kind)
                 if value is not None:
                     of_step[kind, ""] = max(_relative(getattr(s, kind), value) for s in seen)
+            for name, counts in known.loads.items():
+                of_step["load", name] = max(_unlike(s.loads.get(name, ()), counts) for s in seen)
             for name, value in known.metrics.items():
                 of_step["metric", name] = max(_relative(s.metrics[name], value) for s in seen)
             small = _noise([s.gradients for s in seen], NOISE * known.norm)
@@ -249,6 +253,14 @@ def same_shards(runs: Sequence[RankRun]) -> list[str]:
         if len(own) < len(expected):
             found.append(name)
     return found
+
+
+def _unlike(counts: Sequence[int], known: Sequence[int]) -> float:
+    """The largest difference of a count, relative to the largest count."""
+    if len(counts) != len(known):
+        return math.inf
+    pairs = zip(counts, known, strict=True)
+    return max((abs(a - b) for a, b in pairs), default=0) / max(1, *known)
 
 
 def _items(tensors: Iterable[Mapping[str, Agreement]]) -> Iterable[tuple[str, Agreement]]:

@@ -13,6 +13,12 @@ from typing import TypeVar
 
 from titanlite.verify.compare import KINDS
 from titanlite.verify.evidence import Evidence, JobEvidence
+from titanlite.verify.experts import (
+    explain_auxiliary_loss,
+    explain_expert_gradients,
+    explain_experts,
+    explain_loads,
+)
 from titanlite.verify.gradients import explain_gradients, explain_shares
 from titanlite.verify.inputs import (
     explain_count,
@@ -92,10 +98,14 @@ QUESTIONS = (
     explain_cures,
     explain_recomputation,
     explain_float8,
+    explain_experts,
+    explain_auxiliary_loss,
     explain_forward,
     explain_shares,
     explain_loss,
+    explain_expert_gradients,
     explain_gradients,
+    explain_loads,
     explain_counts,
     explain_norm_alone,
     explain_rate,

@@ -195,6 +195,7 @@ def accumulation_pair(plan: ResolvedJob) -> tuple[ResolvedJob, ResolvedJob] | No
             "parallelism.data_parallel_replicate_degree": 1,
             "parallelism.data_parallel_shard_degree": 1,
             "parallelism.pipeline_parallel_degree": 1,
+            "parallelism.expert_parallel_degree": 1,
         },
     )
     whole = resolve_job(config)

@@ -33,7 +33,7 @@ from titanlite.config import JobConfig, make_config, make_model_config
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
 from titanlite.files import read_bytes
-from titanlite.mesh.parallel_dims import AXES, TABLE, axes_where, divisors
+from titanlite.mesh.parallel_dims import AXES, GRID, axes_where, divisors
 from titanlite.observe.quantities import format_duration
 from titanlite.observe.terminal import is_terminal, terminal_width
 from titanlite.schedule import SCHEDULES
@@ -187,7 +187,7 @@ def _sections_of(
         "every 2nd": ("selective", "2"),
         "by operator": ("selective", "op"),
     }[choice["checkpoint"]]
-    parallelism: dict[str, Any] = {axis.degree_key: choice[axis.name] for axis in TABLE}
+    parallelism: dict[str, Any] = {axis.degree_key: choice[axis.name] for axis in GRID}
     num_blocks = 2
     if choice["schedule"] != OFF:
         num_blocks = choice["pp"] * SCHEDULES[choice["schedule"]].min_chunks

@@ -103,6 +103,24 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
                 f"gradients {words} over {axis} are counted {degrees[axis]} times",
                 math.sqrt(total + (degrees[axis] - 1) * sum(once[name] for name in names)),
             )
+    experts = [name for name in placed if ".experts." in name]
+    if experts:
+        yield (
+            "the gradients of routed experts are not counted",
+            math.sqrt(max(0.0, total - sum(once[name] for name in experts))),
+        )
+    for axis in axes if experts else ():
+        missing = sum(
+            _local(runs, step, ranks[0], name)
+            for name in experts
+            for ranks in holders[name].values()
+            if placed[name][axis] == "sharded" and runs[ranks[0]].coordinates[axis] > 0
+        )
+        yield (
+            f"of the gradients of routed experts, only those on {axis} 0 are counted, as if they "
+            f"were replicated over {axis}",
+            math.sqrt(max(0.0, total - missing)),
+        )
     for run in runs:
         own = math.sqrt(sum(_local(runs, step, run.rank, name) for name in run.placements))
         if not is_near(own, math.sqrt(total)):

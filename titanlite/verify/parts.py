@@ -107,6 +107,19 @@ class ExpectedPart:
         combined = Agreement(worst.error, worst.scale, sums[0], sums[1], sums[2], "")
         return ModuleOutput(combined, len(calls), tuple(wrong), shape, elsewhere), parts
 
+    def part_of_call(
+        self, index: int, call: Tensor, whole: Tensor, labels: tuple[int, int]
+    ) -> Tensor | None:
+        """The part of `whole` that the output of a module's `index`-th call should equal.
+
+        None if the output cannot be a part of it.
+        """
+        num_sequences = sum(batch.num_sequences for batch in self.batches)
+        first = self.job.dims.data_rank(self.job.world.rank) * num_sequences
+        size = call.size(labels[0])
+        rows = range(first + index * size, first + (index + 1) * size)
+        return self._part(call, whole, labels, rows, self.job.held_positions)
+
     def _part(
         self,
         call: Tensor,

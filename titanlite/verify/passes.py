@@ -208,6 +208,16 @@ def wrong_backward(e: Evidence) -> str:
     if not wrong or wrong[-1] == len(order) - 1 or 2 * len(wrong) <= wrong[-1]:
         return ""
     last, after = order[wrong[-1]], order[wrong[-1] + 1]
+    layers = () if e.reference_trace is None else tuple(e.reference_trace.experts)
+    layer = next((one for one in layers if after.startswith(f"{one}.")), "")
+    if layer and not last.startswith(f"{layer}."):
+        return (
+            f"in the backward pass, the gradient of the output of {last} is the first that "
+            f"differs. {layer} reads it, and the outputs inside that layer have correct gradients, "
+            "so its router, its routed or its shared experts return a wrong gradient of their "
+            "input. If they gather their input over tp, each rank has only its share of that "
+            "gradient: sum it over tp"
+        )
     return (
         f"in the backward pass, the gradient of the output of {last} is the first that differs. "
         f"The next module in forward order is {after or 'the model'}. The gradient of its output "

@@ -30,6 +30,21 @@ class Agreement(NamedTuple):
         return ratio if math.isfinite(ratio) else math.inf
 
 
+class MovedToken(NamedTuple):
+    """A token that goes to other experts than on one process.
+
+    `margin` is by how much its last expert was ranked above the next one there. `call` is the
+    number of the microbatch, counted from 0.
+    """
+
+    call: int
+    sequence: int
+    position: int
+    experts: tuple[int, ...]
+    expected: tuple[int, ...]
+    margin: float
+
+
 @dataclass
 class RankStep:
     """One rank's measurements of one step; step 0 has only the starting weights."""
@@ -51,6 +66,11 @@ class RankStep:
     state: dict[str, Agreement] = field(default_factory=dict)
     """The optimizer state, by "parameter.key"."""
     buffers: dict[str, Agreement] = field(default_factory=dict)
+    loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Expert layer -> the tokens of each expert, as the balancing counts them."""
+    auxiliary_loss: float | None = None
+    moved: dict[str, tuple[MovedToken, ...]] = field(default_factory=dict)
+    """Expert layer -> this rank's tokens that go to other experts than on the reference."""
 
 
 @dataclass
@@ -87,6 +107,8 @@ class ReferenceStep:
     num_targets: int = 0
     validation: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    auxiliary_loss: float | None = None
 
 
 @dataclass
@@ -121,6 +143,20 @@ class ReferenceTrace:
     """The number of outputs that were too large to keep."""
     scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
     """Float8 layer -> (whether its input has one scale per row, the largest amax of its input)."""
+    experts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Expert layer -> the tokens that are routed to each expert."""
+
+
+@dataclass
+class ExpertTrace:
+    """One rank's part of an expert layer in one step."""
+
+    rows: dict[int, int]
+    """Expert -> the rows that it computed on this rank."""
+    num_tokens: int
+    moved: tuple[MovedToken, ...]
+    gradients: dict[str, dict[int, Agreement]]
+    """Parameter -> expert -> this rank's part of that expert's gradient."""
 
 
 def name_call(module: str, number: int) -> str:
@@ -171,3 +207,5 @@ class RankTrace:
     """Stages that take positions and do not receive the right ones -> "missing" or "wrong"."""
     scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
     """The same as in ReferenceTrace, for the layers of this rank."""
+    experts: dict[str, ExpertTrace] = field(default_factory=dict)
+    """Expert layer -> its tokens and experts on this rank."""

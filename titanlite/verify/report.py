@@ -14,6 +14,8 @@ from titanlite.verify.verify import Verification
 from titanlite.verify.words import listed
 
 WIDTH = 100
+# The lines about tokens that are routed elsewhere.
+MOST_MOVED = 6
 HEADINGS = (
     "step",
     "loss",
@@ -28,9 +30,10 @@ def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
     """The plan and the reference, before the run."""
     batch = found.job.global_batch_size
     size = batch // found.reference_parts
+    ep = f", ep {found.job.dims.ep}" if found.job.dims.ep_enabled else ""
     how = "in one batch" if found.reference_parts == 1 else f"{size} at a time"
     lines = [
-        f"plan       {found.job.dims.describe()}, {found.job.dims.world_size} ranks: {source}",
+        f"plan       {found.job.dims.describe()}{ep}, {found.job.dims.world_size} ranks: {source}",
         f"reference  the same {batch} sequences per step on one process, {how}; {found.dtype}",
     ]
     if shrunk:
@@ -42,7 +45,18 @@ def format_verification(found: Verification) -> str:
     """The table of differences, the verdict, and the diagnosis if something differs."""
     verdict = _verdict(found)
     findings = [finding for finding in found.findings if finding != found.error_finding]
-    return format_result(found, verdict, findings, found.dtype)
+    text = format_result(found, verdict, findings, found.dtype)
+    if found.moved and (found.replays or found.dtype != "float64"):
+        lines = found.moved[:MOST_MOVED]
+        if len(found.moved) > MOST_MOVED:
+            lines.append(f"and in {len(found.moved) - MOST_MOVED} more layers and steps")
+        how = "without the replay of the reference's routing, some" if found.replays else "some"
+        text += f"\n\nnote: {how} tokens go to other experts than on one process:\n"
+        text += "\n".join(
+            textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
+            for line in lines
+        )
+    return text
 
 
 def format_result(found: Result, verdict: str, findings: Sequence[str], dtype: str) -> str:
@@ -166,8 +180,10 @@ def describe_key(key: Key) -> str:
 WORDS = {
     "start": "starting weight",
     "loss": "the loss",
+    "auxiliary_loss": "the auxiliary loss",
     "norm": "the gradient norm",
     "gradient": "gradient",
+    "load": "count of tokens by expert",
     "lr": "the learning rate",
     "weight": "weight",
     "state": "optimizer state",

@@ -52,6 +52,7 @@ from titanlite.verify.jobs import Microbatches, scheduled_lr
 from titanlite.verify.narrow import find_narrowed
 from titanlite.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
 from titanlite.verify.recurrence import Recurrence, one_seed_for_all
+from titanlite.verify.routing import followed_routing, recorded_routing, routing_record
 from titanlite.verify.sequences import cut_again, leave_out_targets, look_at_data
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -95,13 +96,16 @@ def run_reference(
             batches = cut_again(leave_out_targets(job, batches), microbatches)
             if step == 1 and resolved.config.training.param_dtype == "float64":
                 run.narrowed = find_narrowed(job, batches)
-            done = job.trainer.step(batches, on_gradients=keep)
+            with recorded_routing(job) as routed:
+                done = job.trainer.step(batches, on_gradients=keep)
             run.steps.append(
                 ReferenceStep(
                     done.loss,
                     done.grad_norm,
                     scheduled_lr(resolved.config, step),
                     done.num_targets,
+                    loads=loads_of(job),
+                    auxiliary_loss=done.auxiliary_loss,
                 )
             )
             record = {
@@ -114,6 +118,7 @@ def run_reference(
                     for name, (tensor, _) in optimizer_state(job).items()
                 },
                 "buffers": {name: b.detach().cpu().clone() for name, b in all_buffers(job).items()},
+                "routing": {} if microbatches else routing_record(routed),
             }
             torch.save(record, step_file(folder, step))
             left_over = left_over or list(left_over_gradients(job, step))
@@ -136,12 +141,14 @@ def run_plan(
     patch: Patch | None = None,
     microbatches: Microbatches | None = None,
     reloads: bool = False,
+    replay: bool = False,
 ) -> RankRun:
     """Train the job for `steps` steps and measure this rank's part against the record in `folder`.
 
     With `microbatches`, which need one process, the batch is split into these instead of the job's
     own. With `reloads`, the job, which must have [checkpoint] enabled, is saved at its end and
-    loaded into a new job, which is measured too. Every rank of the world must call this.
+    loaded into a new job, which is measured too. With `replay`, tokens go to the experts that the
+    reference chose. Every rank of the world must call this.
     """
     calls_before = {call.group: call.number for call in recorded_calls()}
     with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
@@ -172,8 +179,12 @@ def run_plan(
 
             batches = leave_out_targets(job, batches, record["fields"])
             batches = cut_again(batches, microbatches)
-            with naming_failures(job) if step == 1 else contextlib.nullcontext():
+            with (
+                naming_failures(job) if step == 1 else contextlib.nullcontext(),
+                followed_routing(job, batches, record["routing"], replay=replay) as moved,
+            ):
                 done = job.trainer.step(batches, on_gradients=look)
+            found.moved = moved
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
                 problems += [
@@ -189,6 +200,7 @@ def run_plan(
             left_over = left_over or list(left_over_gradients(job, step))
             found.loss, found.num_targets = done.loss, done.num_targets
             found.norm, found.lr = done.grad_norm, done.lr
+            found.loads, found.auxiliary_loss = loads_of(job), done.auxiliary_loss
             found.weights = agreements(parameters, record["weights"], lambda p: p)
             problems += [
                 f"step {step} changes the frozen weight {name}"
@@ -273,6 +285,13 @@ def draw_zero_parameters(job: Job, names: list[str] | None) -> list[str]:
             local.copy_(shard_of(whole, parameter))
             found.append(name)
     return found
+
+
+def loads_of(job: Job) -> dict[str, tuple[int, ...]]:
+    """The tokens of each expert of each layer in the last step, as the balancing counts them."""
+    balancer = job.trainer.balancer
+    counts = {} if balancer is None else balancer.counts
+    return {name: tuple(of_layer) for name, of_layer in counts.items()}
 
 
 def _whole(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

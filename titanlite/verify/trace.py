@@ -36,7 +36,8 @@ from titanlite.verify.record import (
     ReferenceTrace,
     module_of,
 )
-from titanlite.verify.run import Patch, draw_zero_parameters, load, open_job
+from titanlite.verify.routing import compare_routing, recorded_routing, routing_record
+from titanlite.verify.run import Patch, draw_zero_parameters, load, loads_of, open_job
 from titanlite.verify.sequences import cut_again, leave_out_targets
 
 # Outputs and cells' gradients are kept up to these totals.
@@ -59,8 +60,13 @@ def trace_reference(
     with _at_step(world, resolved, step, folder, microbatches) as (job, batches):
         model = job.parts[0]
         labels = label_dimensions(model, batches[0])
-        with recorded(job.parts, _puts_out_logits(job)) as kept, _scales_of(job) as scaled:
+        with (
+            recorded(job.parts, _puts_out_logits(job)) as kept,
+            _scales_of(job) as scaled,
+            recorded_routing(job) as routed,
+        ):
             job.trainer.compute_gradients(batches)
+        experts = loads_of(job)
         job.trainer.optimizer.zero_grad(set_to_none=True)
         outputs, num_bytes, num_left_out = {}, 0, 0
         gradients_of: dict[str, Tensor] = {}
@@ -75,7 +81,9 @@ def trace_reference(
             # Without a dimension of sequences each rank or microbatch has only a share of it.
             if of_outputs is not None and batch_dim is not None:
                 gradients_of[name] = _whole(of_outputs, batch_dim, microbatches)
-        record = {"outputs": outputs, "gradients": gradients_of, "labels": labels}
+        record: dict[str, Any] = {"outputs": outputs, "gradients": gradients_of, "labels": labels}
+        if microbatches is None:
+            record["routing"] = routing_record(routed)
         torch.save(record, _trace_file(folder))
 
         batch = join(batches)
@@ -99,7 +107,7 @@ def trace_reference(
             job.trainer.optimizer.zero_grad(set_to_none=True)
         torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
         return ReferenceTrace(
-            tuple(outputs), cells, tuple(losses), tuple(targets), num_left_out, scaled
+            tuple(outputs), cells, tuple(losses), tuple(targets), num_left_out, scaled, experts
         )
 
 
@@ -121,7 +129,11 @@ def trace_plan(
         (patch or contextlib.nullcontext)(),
         _at_step(world, resolved, step, folder) as (job, batches),
     ):
-        with recorded(job.parts, _puts_out_logits(job)) as kept, _scales_of(job) as scaled:
+        with (
+            recorded(job.parts, _puts_out_logits(job)) as kept,
+            _scales_of(job) as scaled,
+            recorded_routing(job) as routed,
+        ):
             job.trainer.compute_gradients(batches)
         known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
         record = load(folder, step)["gradients"]
@@ -152,6 +164,7 @@ def trace_plan(
             blind_stages=_blind_stages(job, kept, batches),
             styles=styles_of(job),
             scaled=scaled,
+            experts=compare_routing(job, own, routed, known.get("routing", {}), record),
         )
 
 

@@ -31,6 +31,7 @@ from titanlite.verify.compare import (
 )
 from titanlite.verify.diagnose import diagnose
 from titanlite.verify.evidence import JobEvidence
+from titanlite.verify.experts import moved_tokens
 from titanlite.verify.jobs import (
     PARTS,
     Microbatches,
@@ -80,6 +81,10 @@ class Verification(Result):
     """How the batch in parts differs from the undivided batch, on one process."""
     resume_problems: list[str] = field(default_factory=list)
     """Sentences about what is wrong with a run that resumes from the plan's checkpoint."""
+    replays: bool = False
+    """Whether tokens went to the experts that the reference chose."""
+    moved: list[str] = field(default_factory=list)
+    """Sentences about tokens that the plan routes to other experts than the reference."""
 
     @property
     def agrees(self) -> bool:
@@ -127,12 +132,15 @@ class Verifier:
         dtype: str = "float64",
         patch: Patch | None = None,
         reloads: bool = False,
+        replay: bool = False,
         on_start: Callable[[Verification], None] = lambda _: None,
     ) -> Verification:
         """Run `job` under its plan and on one process for `steps` steps, and compare.
 
         `patch` is entered on the plan's ranks only. With `reloads`, the plan saves a checkpoint
-        after its last step, and a new job that has loaded it is compared too. `on_start` is called
+        after its last step, and a new job that has loaded it is compared too. With `replay`, every
+        token goes to the experts to which the reference routed it, so that experts can be compared
+        in float32 and bfloat16. `on_start` is called
         once the job has been checked, before it runs. Raises ConfigError if the job cannot be built
         or compared, and TitanliteError if it does not run on one process; an exception of a plan's
         rank is part of the result.
@@ -154,7 +162,9 @@ class Verifier:
             self._check_accumulation(found)
         try:
             with self._saving(plan, reloads) as job_that_saves:
-                runs = self._run(job_that_saves, reference, steps, patch, reloads=reloads)
+                runs = self._run(
+                    job_that_saves, reference, steps, patch, reloads=reloads, replay=replay
+                )
                 if reloads and all(run.reloaded for run in runs):
                     runs[0].reloaded_alone = self._resume_alone(job_that_saves, reference, steps)
         except RankError as error:
@@ -168,6 +178,7 @@ class Verifier:
                     words += "intermittent: no feature can be named"
                 found.findings.insert(0, words)
         else:
+            found.replays = replay
             self._judge(found, runs, reference)
             found.problems += self._wrong_formats(job, plan, patch)
             if not found.agrees and dtype == "float64":
@@ -209,6 +220,7 @@ class Verifier:
         microbatches: Microbatches | None = None,
         *,
         reloads: bool = False,
+        replay: bool = False,
     ) -> list[RankRun]:
         """Run a job on its ranks for `steps` steps and measure it against the reference."""
         return self.pool(job.dims.world_size).call(
@@ -219,6 +231,7 @@ class Verifier:
             patch,
             microbatches,
             reloads,
+            replay,
         )
 
     def _resume_alone(self, saved: ResolvedJob, reference: Reference, step: int) -> RankStep:
@@ -240,6 +253,7 @@ class Verifier:
 
     def _judge(self, found: Verification, runs: list[RankRun], reference: Reference) -> None:
         found.differences = differences(runs, reference.steps)
+        found.moved = moved_tokens(runs)
         is_narrow = bool(reference.narrowed)
         is_float8 = found.job.config.converts_to_float8
         found.tolerance = Tolerance(found.dtype, is_narrow=is_narrow, is_float8=is_float8)
@@ -366,7 +380,9 @@ class Verifier:
             others.append(reference_job(plan_job(found.job, "float64")))
         rounding: list[dict[Key, float]] = [{} for _ in reference.steps]
         for other in others:
-            runs = self._run(other, reference, found.num_steps, None, microbatches)
+            runs = self._run(
+                other, reference, found.num_steps, None, microbatches, replay=found.replays
+            )
             for total, of_step in zip(rounding, differences(runs, reference.steps), strict=True):
                 for key, value in of_step.items():
                     total[key] = max(total.get(key, 0.0), value)

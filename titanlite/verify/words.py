@@ -38,6 +38,10 @@ def name_factor(
     """
     degrees = {axis: n for axis, n in dims.degrees.items() if n > 1}
     known: dict[str, float] = {f"the degree of {axis}": n for axis, n in degrees.items()}
+    if (ep := getattr(dims, "ep", 1)) > 1:
+        known["the degree of ep"] = ep
+        if (shards := getattr(dims, "num_expert_shards", 1)) > 1:
+            known["the number of shards of each expert (efsdp)"] = shards
     known |= {
         f"the degrees of {a} and {b}": degrees[a] * degrees[b]
         for a, b in itertools.combinations(degrees, 2)
