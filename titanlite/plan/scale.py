@@ -16,7 +16,7 @@ from titanlite.plan.events import Communication, Event, Operator
 def scaled(one: Pieces, two: Pieces, factor: int) -> Pieces | None:
     """The pieces for `factor` times the sequences of `one`; `two` has twice as many.
 
-    None if the two differ in more than size.
+    None if the two differ in more than size. What a step reads at its start is that of `two`.
     """
     try:
         return replace(
@@ -24,7 +24,6 @@ def scaled(one: Pieces, two: Pieces, factor: int) -> Pieces | None:
             before=_part(one.before, two.before, factor),
             blocks=tuple(_part(*pair, factor) for pair in zip(one.blocks, two.blocks, strict=True)),
             after=_part(one.after, two.after, factor),
-            start=_segment(one.start, two.start, factor),
             end=_segment(one.end, two.end, factor),
             boundary_bytes=_at(one.boundary_bytes, two.boundary_bytes, factor),
         )

@@ -29,6 +29,8 @@ from titanlite.plan.cost import Cost
 from titanlite.plan.hardware import Hardware
 from titanlite.plan.predict import predict
 from titanlite.plan.scale import scaled
+from titanlite.schedule import SCHEDULES as SCHEDULE_KINDS
+from titanlite.schedule import schedule_name
 
 Changes = Mapping[str, Any]
 """Keys of a job ("section.key") and their values in a plan."""
@@ -67,7 +69,7 @@ class Found:
     seconds: float
     tokens_per_second: float
     """Of one rank."""
-    mfu: float
+    mfu: float | None
     bubble: float
     bound: str
 
@@ -151,8 +153,8 @@ class Space:
             if per_rank % size:
                 continue
             for schedule, chunks in self._schedules():
-                per_stage = self._layers_per_stage(pp * chunks)
-                if per_stage is not None:
+                per_stage = self._layers_per_stage(schedule, pp, chunks)
+                if per_stage != 0:
                     batches = {LOCAL_BATCH: per_rank, MICROBATCH: size}
                     yield batches | {SCHEDULE: schedule, PER_STAGE: per_stage}
 
@@ -162,18 +164,20 @@ class Space:
             return SCHEDULES
         return [one for one in SCHEDULES if one[0] == wanted] or [(wanted, 1), (wanted, 2)]
 
-    def _layers_per_stage(self, num_stages: int) -> int | None:
-        """The value that gives this number of stages; None if there is none."""
+    def _layers_per_stage(self, schedule: str, pp: int, chunks: int) -> int | None:
+        """The value that gives each rank `chunks` stages: None by default, 0 if there is none."""
         if PER_STAGE in self.kept:
             return int(self.kept[PER_STAGE])
+        if chunks == SCHEDULE_KINDS[schedule_name(schedule)].min_chunks:
+            return None
         parallelism = self.config.parallelism
         weight = (
             self.num_blocks
             + parallelism.pipeline_parallel_first_stage_less_layers
             + parallelism.pipeline_parallel_last_stage_less_layers
         )
-        per_stage = -(-weight // num_stages)
-        return per_stage if -(-weight // per_stage) == num_stages else None
+        per_stage = -(-weight // (pp * chunks))
+        return per_stage if -(-weight // per_stage) == pp * chunks else 0
 
 
 def groups(plans: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -195,8 +199,8 @@ class Evaluator:
     def __init__(
         self, config: JobConfig, hardware: Hardware, *, is_compiled: bool, use_cache: bool
     ) -> None:
-        self._config, self._hardware = config, hardware
-        self._is_compiled, self._use_cache = is_compiled, use_cache
+        self._config, self._hardware, self._use_cache = config, hardware, use_cache
+        self._cost = Cost(hardware, is_compiled=is_compiled)
         self._pieces: dict[str, Pieces] = {}
 
     def evaluate(self, changes: Changes, *, exactly: bool = False) -> Found | str:
@@ -241,7 +245,7 @@ class Evaluator:
             peak_bytes=peak,
             seconds=seconds,
             tokens_per_second=few.tokens_per_second * speed,
-            mfu=few.mfu * speed,
+            mfu=None if few.mfu is None else few.mfu * speed,
             bubble=few.bubble * few.seconds / seconds,
         )
 
@@ -254,8 +258,7 @@ class Evaluator:
         peak = max(one.peak().num_bytes for one in compositions)
         if not self._fits(peak):
             return DOES_NOT_FIT
-        cost = Cost(self._hardware, resolved.dims, is_compiled=self._is_compiled)
-        of = predict(resolved, compositions, cost, pieces)
+        of = predict(resolved, compositions, self._cost.on(resolved.dims), pieces)
         step = of.step
         return Found(
             dict(changes),
@@ -281,6 +284,8 @@ class Evaluator:
         return self._pieces[key]
 
 
+ENOUGH_SLOWER = 2
+MORE_CP = "more context parallelism, which was slower"
 DOES_NOT_FIT = "does not fit in memory"
 
 
@@ -300,10 +305,13 @@ def search(
     is_compiled: bool = False,
     use_cache: bool = True,
     num_workers: int = 1,
+    exhaustive: bool = False,
     on_progress: Callable[[SearchResult, int], None] = lambda *_: None,
 ) -> SearchResult:
     """Evaluate all plans of `space`; the best ones are evaluated once more, exactly.
 
+    Plans are taken by their context-parallel degree. Once the best of two degrees in turn is slower
+    than the best before, larger degrees are dropped, unless `exhaustive`.
     `on_progress(result, done)` is called as plans are done. An interrupt ends the search with what
     it has found.
     """
@@ -316,11 +324,20 @@ def search(
     try:
         with pool:
             try:
-                of = {pool.submit(_evaluate, group): group for group in groups(plans)}
-                for future in as_completed(of):
-                    done += len(of[future])
-                    _take(result, future.result())
-                    on_progress(result, done)
+                slower = 0
+                for cp, of_cp in _by_cp(plans):
+                    if slower == ENOUGH_SLOWER and not exhaustive:
+                        result.dropped[MORE_CP] += len(of_cp)
+                        done += len(of_cp)
+                        continue
+                    fastest = min((one.seconds for one in result.found), default=math.inf)
+                    futures = {pool.submit(_evaluate, group): group for group in groups(of_cp)}
+                    for future in as_completed(futures):
+                        done += len(futures[future])
+                        _take(result, future.result())
+                        on_progress(result, done)
+                    own = min((o.seconds for o in result.found if o.changes[CP] == cp), default=0.0)
+                    slower = slower + 1 if own > fastest else 0
                 exact = list(pool.map(_evaluate_exactly, [one.changes for one in result.best]))
                 replaced = {id(one) for one in result.best}
                 result.found = [one for one in result.found if id(one) not in replaced]
@@ -331,6 +348,13 @@ def search(
     except KeyboardInterrupt:
         pass
     return result
+
+
+def _by_cp(plans: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
+    found: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    for plan in plans:
+        found[plan[CP]].append(plan)
+    return sorted(found.items())
 
 
 def _take(result: SearchResult, rows: Sequence[Found | str]) -> None:

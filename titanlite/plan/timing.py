@@ -231,9 +231,9 @@ def program(
     number_of: dict[int, int] = {}
     for at, event in enumerate(events):
         if isinstance(event, Operator):
-            seconds, launch = cost.operator(event), cost.launch(event)
+            seconds, kind, launch = cost.price(event)
             if seconds or launch:
-                items.append(Compute(seconds, cost.kind(event), launch))
+                items.append(Compute(seconds, kind, launch))
         elif isinstance(event, Communication):
             host = cost.host(event)
             items.append(Compute(host, HOST) if is_cpu else Compute(0.0, HOST, host))
