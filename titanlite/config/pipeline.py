@@ -69,7 +69,7 @@ def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> Pip
 
     Raises ConfigError if stages, microbatches and schedule do not fit together.
     """
-    names: tuple[str, ...] = getattr(model, "module_names", ()) or _names_of(config, model)
+    names = split_points(config, model)
     if not names:
         raise ConfigError(
             f"{KEY}degree: {config.model.name} has no modules to split: its plan names no blocks; "
@@ -104,8 +104,15 @@ def make_pipeline_plan(config: JobConfig, dims: ParallelDims, model: Any) -> Pip
     return PipelinePlan(schedule, stages, size, bool(path))
 
 
-def _names_of(config: JobConfig, model: Any) -> tuple[str, ...]:
-    """The modules of the plan, in the order of the forward pass; builds the model on "meta"."""
+def split_points(config: JobConfig, model: Any) -> tuple[str, ...]:
+    """The modules between which a pipeline can split, in the order of the forward pass.
+
+    They are those of `model`, the model's own configuration, or else of its plan; then the model is
+    built on "meta".
+    """
+    names: tuple[str, ...] = getattr(model, "module_names", ())
+    if names:
+        return names
     from titanlite.models.build import module_names
 
     try:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config import load_config, resolve_job
-from titanlite.config.load import override
+from titanlite.config.load import override, read_job
 from titanlite.drawing.mesh import draw_mesh
 from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
 from titanlite.observe.run_facts import job_facts
 from titanlite.observe.terminal import terminal_width, uses_color
-from titanlite.plan.hardware import known_hardware, load_hardware
+from titanlite.plan.hardware import Hardware, known_hardware, load_hardware
 from titanlite.plan.html import draw_page
 from titanlite.plan.planning import JobPlan, plan_job
 from titanlite.plan.report import figures, show
@@ -61,6 +61,17 @@ def main(arguments: Sequence[str]) -> int:
         help="the pipeline_step_N.json of a run, to draw below the predicted step in --svg; of a "
         "folder, that of the fastest step",
     )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find the best plan for --ranks on --hardware; keys on the command line stay fixed",
+    )
+    parser.add_argument("--best", metavar="FILE", help="write the job with the best plan found")
+    parser.add_argument(
+        "--exhaustive",
+        action="store_true",
+        help="try every context-parallel degree, also where smaller ones were faster",
+    )
     options, rest = parser.parse_known_args(arguments)
     if options.calibrate:
         from titanlite.plan.calibrate import calibrate
@@ -75,6 +86,11 @@ def main(arguments: Sequence[str]) -> int:
     for option in ("trace", "svg"):
         if getattr(options, option) and hardware is None:
             raise ConfigError(f"--{option}: a step has no times without --hardware; give both")
+    if options.search:
+        return _search(options, rest, hardware)
+    for option in ("best", "exhaustive"):
+        if getattr(options, option):
+            raise ConfigError(f"--{option}: only a search has it; give --search, too")
     measured = _read_measured(options.measured, options.svg)
     asked = _load([f"--job.config_file={options.job}", *rest])
     config, notes = plannable(*asked)
@@ -97,6 +113,40 @@ def main(arguments: Sequence[str]) -> int:
         if options.svg:
             _write("--svg", options.svg, draw_schedules(timeline, measured))
     return 0
+
+
+def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | None) -> int:
+    from titanlite.plan import search_report as report
+
+    if hardware is None:
+        raise ConfigError("--search: plans have no times without --hardware; give both")
+    for option in ("trace", "svg", "measured"):
+        if getattr(options, option):
+            raise ConfigError(
+                f"--{option}: a search has many plans; plan the one that --best wrote"
+            )
+    # A job for another number of ranks need not be legal as it is.
+    reading = read_job([f"--job.config_file={options.job}", *rest])
+    config, notes = plannable(reading.require())
+    num_ranks = options.ranks or resolve_job(config).dims.world_size
+    fixed = [one.removeprefix("--").partition("=")[0] for one in rest if one.startswith("--")]
+    keys = [key for key in fixed if key.startswith(("parallelism.", "activation_checkpoint."))]
+    keys += [key for key in fixed if key == "training.local_batch_size"]
+    model = reading.draft(num_ranks).model
+    space = report.make_space(config, model, num_ranks, hardware, keys)
+    report.terminal_note()
+    result = report.run_search(space, hardware, exhaustive=options.exhaustive)
+    print(report.show_search(result, hardware))
+    print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
+    found = report.search_figures(result, hardware)
+    if options.json:
+        _write("--json", options.json, json.dumps(found, indent=1))
+    if options.html:
+        _write("--html", options.html, draw_page(search=found, title=config.job.description))
+    if options.best and result.best:
+        best = override(config, result.best[0].changes)
+        _write("--best", options.best, report.write_toml(best))
+    return 0 if result.best else 1
 
 
 def _first_screen(resolved: ResolvedJob, plan: JobPlan) -> str:
