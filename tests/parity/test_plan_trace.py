@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.benchmarks.allocator import peak_bounds
 from tests.benchmarks.communication import PARALLELISM, make_job_config
-from titanlite.config import JobConfig, make_config, resolve_job
+from titanlite.config import JobConfig, load_config, make_config, resolve_job
 from titanlite.config.load import override
 from titanlite.plan.events import Communication, Memory, totals
 from titanlite.plan.trace import trace_rank
 from titanlite.ranks.launch import Place, run_ranks
+from titanlite.verify.matrix import job_of, name_of, plans_of
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 CP, TP, PP, SHARD = (
     f"{axis}_degree"
@@ -157,3 +162,60 @@ def test_a_trace_is_a_run() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_trace_of_any_plan_is_a_run() -> None:
     check_plans([plan for plan in PLANS if plan not in QUICK])
+
+
+NUM_RANKS = 8
+SAMPLE = 24
+
+
+def run_and_count(place: Place, configs: list[JobConfig], step: int) -> list[list[Communication]]:
+    """The communication of a step of real jobs."""
+    import torch
+
+    from titanlite.job import build_job
+    from titanlite.plan.recorder import Recorder
+    from titanlite.plan.trace import axes_of_ranks
+    from titanlite.ranks.world import open_world
+
+    found = []
+    with open_world(place) as world:
+        for config in configs:
+            torch.compiler.reset()
+            job = build_job(resolve_job(config, world.size), world)
+            for _ in range(step - 1):
+                job.step()
+            with Recorder(axes_of_ranks(job), is_fake=False) as recorder:
+                job.step()
+            found.append([one for one in recorder.events if isinstance(one, Communication)])
+    return found
+
+
+def check_communication(configs: dict[str, JobConfig], num_ranks: int) -> None:
+    """The calls of the first, a middle and the last rank are those of the real run."""
+    of_ranks = run_ranks(run_and_count, num_ranks, list(configs.values()), 2, timeout_seconds=580)
+    for index, (name, config) in enumerate(configs.items()):
+        resolved = resolve_job(config, num_ranks)
+        for rank in {0, num_ranks // 2, num_ranks - 1}:
+            trace, calls = trace_rank(resolved, rank), of_ranks[rank][index]
+            assert totals(trace.communications) == totals(calls), (name, rank)
+            assert [told(c) for c in trace.communications] == [told(c) for c in calls], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(3))
+def test_plans_of_the_matrix_communicate_as_they_are_traced(part: int) -> None:
+    choices = plans_of(NUM_RANKS)
+    sample = random.Random(0).sample(choices, SAMPLE)[part::3]
+    check_communication({name_of(choice): job_of(choice) for choice in sample}, NUM_RANKS)
+
+
+@pytest.mark.slow
+def test_shipped_jobs_communicate_as_they_are_traced() -> None:
+    by_ranks: dict[int, dict[str, JobConfig]] = {}
+    for path in sorted(CONFIGS.glob("*.toml")):
+        if path.stem not in ("cifar10", "compile"):  # a data set to fetch; a compiler to wait for
+            config = load_config([f"--job.config_file={path}"])
+            size = resolve_job(config, None).dims.world_size
+            by_ranks.setdefault(size, {})[path.stem] = config
+    for size, configs in by_ranks.items():
+        check_communication(configs, size)

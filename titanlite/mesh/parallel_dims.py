@@ -7,6 +7,7 @@ axes weights are sharded or replicated all follow from it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ EXPERT_SHARDS = "efsdp"
 """The mesh dimension over which FSDP2 shards experts: the borrowed ranks that ep leaves."""
 
 
+@functools.cache
 def axes_where(*, batch: str | None = None, weights: str | None = None) -> tuple[str, ...]:
     """The axes of one kind, outermost first: axes_where(weights="sharded"), for example."""
     return tuple(
@@ -73,6 +75,7 @@ def flat_name(axes: tuple[str, ...]) -> str:
     return "_".join(axes)
 
 
+@functools.cache
 def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
     """The axes of a mesh dimension: itself, or those flattened into it.
 

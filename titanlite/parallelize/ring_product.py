@@ -255,14 +255,15 @@ class _Kept:
     whole: Tensor
 
     def of(self, grad: Tensor) -> Tensor | None:
-        own = self.grad
-        # `self.grad` keeps its memory alive, so an equal address means the same memory.
-        same = (own.data_ptr(), own.shape, own.stride()) == (
-            grad.data_ptr(),
-            grad.shape,
-            grad.stride(),
-        )
+        # Fake tensors, which a plan traces, have a storage but no address.
+        same = _memory_of(self.grad) == _memory_of(grad)
         return self.whole if same and grad._version == self.version else None
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's elements are; equal only for the same memory, while both tensors exist."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:

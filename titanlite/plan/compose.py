@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanlite.config import ResolvedJob
 from titanlite.plan.composition import Builder, Part, Pieces, Segment, Weight
@@ -34,6 +34,7 @@ from titanlite.schedule.actions import (
 
 FORWARD_PHASE, BACKWARD_PHASE = "forward", "backward"
 START, BATCH, END = "start", "batch", "end"
+P2P = (SEND_F, RECV_F, SEND_B, RECV_B)
 Stage = list[tuple[str, Part]]
 """The parts of a stage in the order of the forward pass, by name."""
 
@@ -137,7 +138,7 @@ class _Composer:
         self._dims, self._pipeline = resolved.dims, resolved.pipeline
         self._data = Replication(resolved.config, resolved.dims, pieces)
         self._stages: dict[int, Stage] = {}
-        self._known: dict[tuple[str, _Variant], Segment] = {}
+        self._known: dict[tuple[Any, ...], Segment] = {}
         self._table: Schedule | None = None
 
     def rank(self, place: int) -> Composition:
@@ -227,7 +228,10 @@ class _Composer:
     # Segments
 
     def _segment(self, kind: str, variant: _Variant) -> Segment:
-        key = kind, variant
+        # Stages of the same parts are alike, but for whom they send to.
+        parts = self._stages[variant.stage]
+        of_stage = variant.stage if kind in P2P else tuple(id(part) for _, part in parts)
+        key = kind, of_stage, variant[1:]
         if key not in self._known:
             make = self._whole if kind == BATCH else self._action
             self._known[key] = make(kind, variant)
@@ -329,7 +333,7 @@ class _Composer:
                 builder.add(_half(part, kind, has_gradients or data.is_fsdp))
                 if kind == BACKWARD_WEIGHT:
                     data.keep_gradients(builder, part, has_gradients)
-        elif kind in (SEND_F, RECV_F, SEND_B, RECV_B):
+        elif kind in P2P:
             name = "send" if kind in (SEND_F, SEND_B) else "receive"
             place = Place("", FORWARD_PHASE if kind in (SEND_F, RECV_F) else BACKWARD_PHASE)
             assert self._pipeline is not None

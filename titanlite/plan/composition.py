@@ -234,6 +234,10 @@ WITHOUT_A_PIPELINE: dict[str, Any] = {
     "parallelism.pipeline_parallel_schedule_csv": "",
     "parallelism.module_fqns_per_model_part": None,
     "parallelism.pipeline_parallel_layers_per_stage": None,
+    "parallelism.pipeline_parallel_schedule": "1F1B",
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    # What compose.py adds by itself.
+    "parallelism.fsdp_reshard_after_forward": "default",
 }
 
 

@@ -8,6 +8,7 @@ operators as a compiler does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -128,8 +129,11 @@ class Cost:
         """What the operator is: one of PRODUCT, ATTENTION, MEMORY_BOUND, OPTIMIZER, FREE."""
         return _rule(operator.name).kind
 
-    def operator(self, operator: Operator) -> float:
-        """Seconds on the device. On a CPU they include the host's overhead."""
+    def price(self, operator: Operator) -> tuple[float, str, float]:
+        """Seconds on the device, the kind, and seconds of a GPU's host to launch the operator.
+
+        On a CPU, the seconds include the host's overhead, and the last is 0.
+        """
         key = (
             operator.name,
             operator.flops,
@@ -138,16 +142,21 @@ class Cost:
             operator.dtype,
             operator.shape,
         )
-        known: dict[object, float] = self._known  # type: ignore[attr-defined]
+        known: dict[object, tuple[float, str, float]] = self._known  # type: ignore[attr-defined]
         if key not in known:
-            known[key] = self._operator(operator)
+            kind = self.kind(operator)
+            is_launched = self.hardware.kind != "cpu" and kind != FREE
+            launch = self.hardware.overhead.launch_seconds if is_launched else 0.0
+            known[key] = self._operator(operator), kind, launch
         return known[key]
+
+    def operator(self, operator: Operator) -> float:
+        """Seconds on the device. On a CPU they include the host's overhead."""
+        return self.price(operator)[0]
 
     def launch(self, operator: Operator) -> float:
         """Seconds of the host of a GPU to launch the operator; 0 on a CPU."""
-        if self.hardware.kind == "cpu" or self.kind(operator) == FREE:
-            return 0.0
-        return self.hardware.overhead.launch_seconds
+        return self.price(operator)[2]
 
     def host(self, one: Communication) -> float:
         """Seconds of the host for a communication."""
@@ -163,6 +172,12 @@ class Cost:
         found = overhead.collective_seconds if found is None else found
         is_collective = one.kind not in FROM_RANK_TO_RANK
         return found + (overhead.peer_seconds * (one.num_ranks - 2) if is_collective else 0.0)
+
+    def on(self, dims: ParallelDims) -> Cost:
+        """The costs for other degrees; those of operators are shared."""
+        other = replace(self, dims=dims)
+        object.__setattr__(other, "_known", self._known)  # type: ignore[attr-defined]
+        return other
 
     def _operator(self, operator: Operator) -> float:
         rule, hardware = _rule(operator.name), self.hardware
@@ -341,6 +356,7 @@ def product_efficiency(hardware: Hardware, batch: int, m: int, n: int, k: int) -
 SMALL_TILE = {1: 1.0, 2: 0.9, 4: 0.75}
 
 
+@functools.cache
 def _rule(name: str) -> Rule:
     rule = TRANSLATION.get(name)
     if rule is not None:

@@ -239,7 +239,7 @@ def program(
     number_of: dict[int, int] = {}
     for at, event in enumerate(events):
         if isinstance(event, Operator):
-            seconds, launch = cost.operator(event), cost.launch(event)
+            seconds, _, launch = cost.price(event)
             if seconds or launch:
                 items.append(Compute(seconds, label(event), launch))
         elif isinstance(event, Communication):

@@ -1,0 +1,109 @@
+"""The search walks all plans, keeps what is fixed, and drops what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from titanlite.config import load_config, resolve_job
+from titanlite.config.load import override
+from titanlite.plan.hardware import load_hardware
+from titanlite.plan.pieces import trace_pieces
+from titanlite.plan.planning import plan_job
+from titanlite.plan.scale import scaled
+from titanlite.plan.search import (
+    CP,
+    LOCAL_BATCH,
+    MODE,
+    PP,
+    RESHARD,
+    SCHEDULE,
+    SHARD,
+    TP,
+    Evaluator,
+    Found,
+    SearchResult,
+    Space,
+)
+
+JOB = Path(__file__).parents[2] / "configs" / "tp2_fsdp2.toml"
+CONFIG = load_config([f"--job.config_file={JOB}"])
+H100 = load_hardware("h100")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def space(num_ranks: int, **kept: object) -> Space:
+    return Space(CONFIG, num_ranks, ranks_per_node=8, num_blocks=4, kept=kept)
+
+
+def test_every_plan_uses_all_ranks_and_keeps_what_is_fixed() -> None:
+    plans = list(space(8, **{TP: 2, MODE: "full"}).candidates())
+    assert plans
+    for plan in plans:
+        degrees = [plan[key] for key in (TP, PP, CP, SHARD)]
+        degrees.append(plan["parallelism.data_parallel_replicate_degree"])
+        product = 1
+        for degree in degrees:
+            product *= degree
+        assert product == 8
+        assert plan[TP] == 2
+        assert MODE not in plan
+    assert {plan[PP] for plan in plans} == {1, 2, 4}
+    assert {plan.get(SCHEDULE) for plan in plans} > {None, "1F1B"}
+
+
+def test_tensor_parallelism_stays_in_a_node() -> None:
+    assert max(plan[TP] for plan in space(32).candidates()) == 8
+
+
+def test_an_evaluated_plan_is_that_of_plan_job() -> None:
+    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
+    changes = next(
+        plan
+        for plan in space(4, **{TP: 2, CP: 1, PP: 1}).candidates()
+        if plan[SHARD] == 2 and plan[LOCAL_BATCH] == 8 and plan[RESHARD] == "never"
+    )
+    found = evaluator.evaluate(changes)
+    assert isinstance(found, Found)
+    plan = plan_job(resolve_job(override(CONFIG, changes)), H100, method="pieces", use_cache=False)
+    assert plan.prediction is not None
+    assert found.seconds == pytest.approx(plan.prediction.step.seconds, rel=0.01)
+    assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
+    small = dataclasses.replace(
+        H100, memory=dataclasses.replace(H100.memory, num_bytes=found.peak_bytes)
+    )
+    # No room for the margin.
+    assert Evaluator(CONFIG, small, is_compiled=False, use_cache=False).evaluate(changes) == (
+        "does not fit in memory"
+    )
+    assert evaluator.evaluate(changes | {TP: 3}) == "not legal"
+
+
+def test_large_microbatches_follow_from_smaller_ones() -> None:
+    def pieces(size: int):
+        changes = {LOCAL_BATCH: size, "training.global_batch_size": 4 * size}
+        return trace_pieces(resolve_job(override(CONFIG, changes)))
+
+    derived = scaled(pieces(2), pieces(4), 4)
+    traced = pieces(8)
+    assert derived is not None
+    for mine, true in ((derived.blocks[0], traced.blocks[0]), (derived.after, traced.after)):
+        assert mine.forward.events == true.forward.events
+        assert mine.backward.events == true.backward.events
+        assert mine.forward.net == true.forward.net
+
+
+def test_the_front_has_no_plan_that_another_beats() -> None:
+    def plan(seconds: float, num_bytes: int) -> Found:
+        return Found({}, num_bytes, seconds, 1.0, 0.5, 0.0, "")
+
+    plans = [plan(1.0, 9), plan(2.0, 5), plan(2.5, 7), plan(3.0, 4), plan(4.0, 4)]
+    result = SearchResult(found=plans[::-1])
+    assert result.front == [plans[0], plans[1], plans[3]]
+    assert result.best == plans
