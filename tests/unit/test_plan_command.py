@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titanlite import cli
-from titanlite.config import JobConfig, make_config, resolve_job
+from titanlite.config import JobConfig, load_config, make_config, resolve_job
+from titanlite.plan.command import plannable
 from titanlite.plan.events import Trace
-from titanlite.plan.planning import representatives
+from titanlite.plan.planning import PIECES, plan_job, representatives
 from titanlite.plan.trace import trace_rank
 
 BATCH, TOKENS = 4, 64
@@ -158,6 +161,25 @@ def test_the_command_shows_bars_bytes_and_notes(
 def num_microbatches(written: dict[str, Any]) -> int:
     sends = [one for one in written["ranks"][0]["communications"] if one["kind"] == "send"]
     return int(sends[0]["count"])
+
+
+def test_a_large_job_whose_pieces_are_known_is_planned_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = ["--training.global_batch_size=512", "--training.local_batch_size=1"]
+    words = ["--model.flavor=debug", "--training.dataset=synthetic", *sizes]
+    config, _ = plannable(load_config(words))
+    assert plan_job(resolve_job(config, None)).method == PIECES
+    job, page = tmp_path / "job.toml", tmp_path / "page.html"
+    job.write_text("")
+    arguments = ["plan", str(job), "--hardware", "h100", "--html", str(page), *words]
+    code = f"import sys; from titanlite.cli import main; main({arguments!r}); print(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    shown = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert "time of a rank in a step" in shown
+    assert "torch" not in shown.splitlines()[-1].split()
+    assert page.stat().st_size > 10_000
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

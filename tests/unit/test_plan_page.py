@@ -15,7 +15,8 @@ from titanlite.config import make_config, resolve_job
 from titanlite.plan.hardware import load_hardware
 from titanlite.plan.html import draw_page
 from titanlite.plan.planning import PIECES, plan_job
-from titanlite.plan.report import figures
+from titanlite.plan.report import figures, search_figures
+from titanlite.plan.search import Found, SearchResult
 from titanlite.plan.spans import StepSpan, step_spans
 
 needs_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="there is no chromium")
@@ -76,6 +77,30 @@ def test_the_page_has_all_data_and_loads_nothing() -> None:
 def test_values_that_json_cannot_hold_are_refused() -> None:
     with pytest.raises(ValueError, match="JSON"):
         draw_page(None, search={"plans": [{"mfu": float("nan")}]})
+
+
+def test_a_search_is_shown_as_it_was_found() -> None:
+    found = Found({"parallelism.tensor_parallel_degree": 2}, 10**9, 0.5, 200.0, 0.4, 0.1, "why")
+    result = SearchResult(num_candidates=3, found=[found], is_complete=True)
+    result.dropped["does not fit"] += 2
+    search = search_figures(result, load_hardware("h100"))
+    assert data_of(draw_page(search=search))["search"] == {
+        "num_candidates": 3,
+        "is_complete": True,
+        "dropped": {"does not fit": 2},
+        "memory_bytes": 80e9,
+        "plans": [
+            {
+                "changes": {"parallelism.tensor_parallel_degree": 2},
+                "peak_bytes": 10**9,
+                "seconds": 0.5,
+                "tokens_per_second": 200.0,
+                "mfu": 0.4,
+                "bubble": 0.1,
+                "bound": "why",
+            }
+        ],
+    }
 
 
 @pytest.fixture(scope="module")

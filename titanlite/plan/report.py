@@ -6,15 +6,19 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.drawing.schedule_text import draw_text
 from titanlite.observe.quantities import format_bytes, format_count, format_seconds
 from titanlite.plan.cost import ATTENTION, MEMORY_BOUND, OPTIMIZER, PRODUCT
 from titanlite.plan.events import CATEGORIES
+from titanlite.plan.hardware import Hardware
 from titanlite.plan.planning import JobPlan, RankPlan
 from titanlite.plan.timing import AXIS_NAMES, HOST, PHASE_NAMES, SegmentTime, StepTime
 from titanlite.schedule import Timeline
+
+if TYPE_CHECKING:
+    from titanlite.plan.search import SearchResult
 
 T = TypeVar("T")
 
@@ -304,6 +308,17 @@ def figures(plan: JobPlan) -> dict[str, Any]:
         else {**asdict(prediction.step), "bubble": prediction.bubble},
         "warnings": list(plan.warnings),
         "notes": list(plan.notes),
+    }
+
+
+def search_figures(result: SearchResult, hardware: Hardware) -> dict[str, Any]:
+    """The plans of a search as values that JSON can hold, as html.draw_page takes them."""
+    return {
+        "num_candidates": result.num_candidates,
+        "is_complete": result.is_complete,
+        "dropped": dict(result.dropped),
+        "memory_bytes": hardware.memory.num_bytes,
+        "plans": [asdict(one) for one in result.found],
     }
 
 

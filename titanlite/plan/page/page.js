@@ -400,6 +400,7 @@ function showSearch(search) {
         : 'Another plan is at least as fast with less memory.'),
       make('pre', {}, toml));
     draw();
+    detail.scrollIntoView({block: 'nearest'});
   }
   function draw() {
     const shown = plans.filter(plan => matches(plan) && (!onlyFront.checked || front.has(plan.number)));
