@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
+from titanlite import cli
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
 from titanlite.plan.hardware import load_hardware
@@ -107,3 +109,46 @@ def test_the_front_has_no_plan_that_another_beats() -> None:
     result = SearchResult(found=plans[::-1])
     assert result.front == [plans[0], plans[1], plans[3]]
     assert result.best == plans
+
+
+def test_mistakes_of_a_search_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, said in (
+        (["--search"], "--search: plans have no times without --hardware"),
+        (["--best", "best.toml"], "--best: only a search has it"),
+        (["--search", "--hardware=h100", "--svg=a.svg"], "--svg: a search has many plans"),
+        (
+            ["--search", "--hardware=h100", "--ranks=8", "--parallelism.tensor_parallel_degree=3"],
+            "--ranks: no plan has 8 ranks",
+        ),
+        (
+            ["--search", "--hardware=h100", "--training.global_batch_size=-1"],
+            "training.global_batch_size: -1 follows from the plan",
+        ),
+    ):
+        assert cli.main(["plan", str(JOB), *options]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_best_plan_is_the_best_of_all_and_verify_agrees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, figures, page = (tmp_path / name for name in ("best.toml", "search.json", "page.html"))
+    options = ["--search", "--hardware=h100", "--ranks=8", "--exhaustive"]
+    files = ["--best", str(best), "--json", str(figures), "--html", str(page)]
+    fixed = ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=none"]
+    assert cli.main(["plan", str(JOB), *options, *files, *fixed]) == 0
+    shown = capsys.readouterr().out
+    assert "the fastest for their memory" in shown
+    found = json.loads(figures.read_text())
+    assert found["is_complete"]
+    plans = found["plans"]
+    assert len(plans) + sum(found["dropped"].values()) == found["num_candidates"] > 50
+    # Every plan, timed in full.
+    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=True)
+    exact = [evaluator.evaluate(plan["changes"], exactly=True) for plan in plans]
+    fastest = min(one.seconds for one in exact if isinstance(one, Found))
+    assert plans[0]["seconds"] == pytest.approx(fastest)
+    assert '"tokens_per_second"' in page.read_text()
+    assert cli.main(["verify", str(best), "--shrink"]) == 0
+    assert "AGREES" in capsys.readouterr().out

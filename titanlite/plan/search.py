@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -338,10 +338,13 @@ def search(
                         on_progress(result, done)
                     own = min((o.seconds for o in result.found if o.changes[CP] == cp), default=0.0)
                     slower = slower + 1 if own > fastest else 0
-                exact = list(pool.map(_evaluate_exactly, [one.changes for one in result.best]))
-                replaced = {id(one) for one in result.best}
-                result.found = [one for one in result.found if id(one) not in replaced]
-                _take(result, exact)
+                # Among the best, none is extrapolated at the end.
+                exact: set[int] = set()
+                while left := [one for one in result.best if id(one) not in exact]:
+                    result.found = [one for one in result.found if one not in left]
+                    before = len(result.found)
+                    _take(result, pool.map(_evaluate_exactly, [one.changes for one in left]))
+                    exact |= {id(one) for one in result.found[before:]}
                 result.is_complete = True
             except KeyboardInterrupt:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -357,7 +360,7 @@ def _by_cp(plans: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, An
     return sorted(found.items())
 
 
-def _take(result: SearchResult, rows: Sequence[Found | str]) -> None:
+def _take(result: SearchResult, rows: Iterable[Found | str]) -> None:
     for row in rows:
         if isinstance(row, str):
             result.dropped[row] += 1
