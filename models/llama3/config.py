@@ -108,6 +108,11 @@ class Llama3Config:
         """The hidden width of an expert."""
         return self.ffn_hidden_dim if self.moe_hidden_dim is None else self.moe_hidden_dim
 
+    @property
+    def expert_bias(self) -> bool:
+        """Whether expert layers have a balancing bias."""
+        return self.moe_num_experts > 0 and self.moe_load_balance_coeff is not None
+
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward of block `layer`, counted from 0, is a mixture of experts."""
         place = layer - self.moe_n_dense_layers
