@@ -97,6 +97,14 @@ class Llama3Config:
     moe_sequence_loss_coeff: Annotated[
         float, Field(ge=0, description="factor on the sequence auxiliary loss; 0: none")
     ] = 0.0
+    moe_capacity_factor: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="an expert computes at most this many times the mean of the experts' tokens"
+            " in each sequence, and drops the others in training; if not set, none are dropped",
+        ),
+    ] = None
 
     @property
     def num_experts(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -82,6 +84,48 @@ def test_a_layer_is_what_its_papers_write(options: dict[str, Any]) -> None:
     expected = torch.autograd.grad(wanted, inputs, direction)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("score_first", [False, True])
+def test_slots_beyond_the_capacity_are_dropped(score_first: bool) -> None:
+    options: dict[str, Any] = {"score_first": score_first, "bias_step": 1e-3}
+    layer = make_layer(capacity_factor=0.6, **options)
+    x, positions = make_input().requires_grad_(), torch.arange(T)
+    out = layer(x, positions)
+    weights, chosen, _ = layer.router(x, layer.expert_bias)
+    # Each sequence on its own, one token after another: an expert takes the first 3 of T K slots.
+    places = math.ceil(0.6 * K * T / E)
+    kept = torch.zeros_like(chosen, dtype=torch.bool)
+    for b in range(B):
+        taken = dict.fromkeys(range(E), 0)
+        for t, k in itertools.product(range(T), range(K)):
+            expert = int(chosen[t, b, k])
+            kept[t, b, k] = taken[expert] < places
+            taken[expert] += 1
+    assert 0 < kept.sum() < kept.numel()
+    wanted = torch.zeros_like(x)
+    for t, b, k in kept.nonzero().tolist():
+        expert, weight = int(chosen[t, b, k]), weights[t, b, k]
+        into = x[t, b] * weight if score_first else x[t, b]
+        w1, w2, w3 = (w[expert] for w in (layer.experts.w1, layer.experts.w2, layer.experts.w3))
+        y = w2 @ (F.silu(w1 @ into) * (w3 @ into))
+        wanted[t, b] += y if score_first else y * weight
+    torch.testing.assert_close(out, wanted)
+    direction = torch.randn_like(out)
+    inputs = [x, *layer.parameters()]
+    found = torch.autograd.grad(out, inputs, direction)
+    expected = torch.autograd.grad(wanted, inputs, direction)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    # The drops are counted, and the balancing bias still sees every slot.
+    assert layer.tally.dropped is not None
+    assert layer.tally.counts is not None
+    assert int(layer.tally.dropped) == int((~kept).sum())
+    assert int(layer.tally.counts.sum()) == T * B * K
+    # Nothing is dropped in validation, or with places for all.
+    dropless = make_layer(**options)(x, positions)
+    assert torch.equal(make_layer(capacity_factor=float(E), **options)(x, positions), dropless)
+    assert torch.equal(layer.eval()(x, positions), dropless)
 
 
 def test_shared_experts_are_added_for_every_token() -> None:
