@@ -12,7 +12,7 @@ files that have plain names.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -44,7 +44,8 @@ class HFTensor:
     (dimension 0). With `head_dim`, the parameter's rows are the output features of heads of that
     size, whose rotary pairs are rows 2i and 2i + 1 here, and rows i and head_dim / 2 + i there.
     `is_transposed`: stored as [in, out], as in GPT-2's Conv1D. `is_flat`: the last two dimensions
-    are stored as one.
+    are stored as one. `is_split`: each index of dimension 0 is stored as a tensor of its own, whose
+    name has the index in place of `{}`.
     """
 
     name: str
@@ -52,10 +53,15 @@ class HFTensor:
     head_dim: int | None = None
     is_transposed: bool = False
     is_flat: bool = False
+    is_split: bool = False
+
+    def names(self, own: Sequence[int]) -> tuple[str, ...]:
+        """The stored tensors of a parameter of the shape `own`."""
+        return tuple(map(self.name.format, range(own[0]))) if self.is_split else (self.name,)
 
     def shape(self, own: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the stored tensor, for a parameter of the shape `own`."""
-        shape = list(own)
+        """The shape of one stored tensor, for a parameter of the shape `own`."""
+        shape = list(own[1:] if self.is_split else own)
         if self.is_flat:
             shape[-2:] = [shape[-2] * shape[-1]]
         if self.rows is not None:
@@ -74,6 +80,7 @@ class HFFormat:
     differing   (sizes, config.json) -> lines about what differs, in place of `compared`
     prefix      what the names of some folders lack, such as "transformer."
     ignored     patterns of tensors that hold no weight, such as tables of positions
+    unfit       sizes -> (key, "what the folder cannot hold; what to do")
 
     The model's sizes are its configuration dataclass.
     """
@@ -85,6 +92,12 @@ class HFFormat:
     differing: Callable[[Any, Mapping[str, Any]], list[str]] | None = None
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    unfit: Callable[[Any], Iterable[tuple[str, str]]] | None = None
+
+    def require_fit(self, sizes: Any) -> None:
+        """Raises ConfigError unless a folder can hold the model of these `sizes`."""
+        if self.unfit is not None and (found := list(self.unfit(sizes))):
+            raise ConfigError(*(f"{key}: {message}" for key, message in found))
 
     def is_ignored(self, name: str) -> bool:
         """Whether the stored tensor `name` holds no weight."""

@@ -244,6 +244,9 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     layers = expert_layers([model])
     for layer in layers.values():
         layer.force_balance = config.debug.moe_force_load_balance
+        if dims.cp_enabled:
+            place = dims.token_rank(world.rank)
+            layer.held_places = layout.positions(place, resolved.seq_len)
     num_experts = {name: layer.num_experts for name, layer in layers.items()}
     slow = _warn_of_slow_rings(resolved, world, model, plan)
     tied = find_tied(model)
@@ -283,6 +286,7 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
             num_experts,
             world.device,
             has_loss=any(layer.loss_factor for layer in layers.values()),
+            can_drop=any(layer.capacity_factor is not None for layer in layers.values()),
         )
     if config.converts_to_float8:
         _gather_in_float8(config, made.parts, trainer)

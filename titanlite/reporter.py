@@ -454,6 +454,7 @@ def _expert_load(job: Job) -> dict[str, Any]:
     experts = min(len(counts) for counts in balancer.counts.values())
     return {
         "expert_counts": balancer.counts,
+        "dropped_tokens": balancer.num_dropped,
         "busiest_expert_share": busiest(experts),
         "busiest_rank_share": busiest(ep) if ep > 1 else None,
     }

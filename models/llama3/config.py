@@ -97,6 +97,14 @@ class Llama3Config:
     moe_sequence_loss_coeff: Annotated[
         float, Field(ge=0, description="factor on the sequence auxiliary loss; 0: none")
     ] = 0.0
+    moe_capacity_factor: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="an expert computes at most this many times the mean of the experts' tokens"
+            " in each sequence, and drops the others in training; if not set, none are dropped",
+        ),
+    ] = None
 
     @property
     def num_experts(self) -> int:
@@ -107,6 +115,11 @@ class Llama3Config:
     def expert_hidden_dim(self) -> int:
         """The hidden width of an expert."""
         return self.ffn_hidden_dim if self.moe_hidden_dim is None else self.moe_hidden_dim
+
+    @property
+    def expert_bias(self) -> bool:
+        """Whether expert layers have a balancing bias."""
+        return self.moe_num_experts > 0 and self.moe_load_balance_coeff is not None
 
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward of block `layer`, counted from 0, is a mixture of experts."""

@@ -265,4 +265,5 @@ def make_expert_layer(config: Llama3Config) -> ExpertLayer:
         score_first=config.moe_score_before_experts,
         bias_step=config.moe_load_balance_coeff,
         loss_factor=config.moe_sequence_loss_coeff,
+        capacity_factor=config.moe_capacity_factor,
     )

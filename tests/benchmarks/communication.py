@@ -8,9 +8,9 @@ bytes, and the bytes that the rank sends. P2P messages, such as those between pi
 that it replaces. The bytes of a collective are those of its whole tensor: the output of a gather,
 the input of a reduction. Of these, each of n ranks sends (n-1)/n in a gather or scatter, and twice
 as much in an all-reduce, which is the minimum. The bytes of an all-to-all are those of its input,
-of which a rank sends (n-1)/n if its tokens are spread evenly. Plans with "ep" have the model
-"moe_debug". A plan is a name in PARALLELISM, optionally with "+"
-and a name in CHECKPOINTING, such as "tp4+full". Counted is step 2, after all lazy initialization.
+of which a rank sends (n-1)/n if its tokens are spread evenly. Plans in OF_EXPERTS have the
+model "moe_debug". A plan is a name in PARALLELISM or OF_EXPERTS, optionally with "+" and a name in
+CHECKPOINTING, such as "tp4+full". Counted is step 2, after all lazy initialization.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ PARALLELISM: dict[str, dict[str, Any]] = {
     "pp4": {PP: 4, SHARD: 1},
     "pp2_interleaved": {PP: 2, REPLICATE: 2, SHARD: 1, SCHEDULE: "Interleaved1F1B"},
     "pp2_zbv": {PP: 2, REPLICATE: 2, SHARD: 1, SCHEDULE: "ZBVZeroBubble"},
+}
+# Plans of the model "moe_debug".
+OF_EXPERTS: dict[str, dict[str, Any]] = {
     "ep4": {SHARD: 4, EP: 4},
     "ep2_fsdp4": {SHARD: 4, EP: 2},
     "ep4_tp2": {SHARD: 2, TP: 2, EP: 4},
@@ -90,7 +93,7 @@ class Collective:
 def make_job_config(plan: str, *, flavor: str = "debug", microbatches: int = 1) -> Any:
     """The job of a plan, such as "fsdp4" or "tp4+full", with `microbatches` per step and rank."""
     parallelism, _, checkpointing = plan.partition("+")
-    degrees = PARALLELISM[parallelism]
+    degrees = {**PARALLELISM, **OF_EXPERTS}[parallelism]
     dp = degrees.get(REPLICATE, 1) * degrees.get(SHARD, 1)
     experts = {"name": "llama3", "flavor": "moe_debug"}
     return make_config(
@@ -232,7 +235,7 @@ def main() -> None:
     parser.add_argument("--flavor", default="debug")
     parser.add_argument("--microbatches", type=int, default=1, help="per step, on each rank")
     parser.add_argument("--order", action="store_true", help="one line per collective, in order")
-    parser.add_argument("plans", nargs="*", default=list(PARALLELISM))
+    parser.add_argument("plans", nargs="*", default=[*PARALLELISM, *OF_EXPERTS])
     arguments = parser.parse_args()
     configs = [
         make_job_config(plan, flavor=arguments.flavor, microbatches=arguments.microbatches)

@@ -26,6 +26,8 @@ from tests.benchmarks.communication import (
 )
 from titanlite.config import resolve_job
 from titanlite.models.image_transformer.config import FLAVORS
+from titanlite.models.llama3.config import FLAVORS as MOE_FLAVORS
+from titanlite.plan.trace import trace_rank
 from titanlite.ranks.launch import run_ranks
 
 # What else they send depends on the stage: of these, what goes between stages alone is told here.
@@ -40,9 +42,11 @@ CASES = [
     *((f"{plan}+full", 1) for plan in ("fsdp4", "tp2_fsdp2")),
     ("tp2_fsdp2+op", 1),
 ]
+EXPERT_CASES = ("ep4", "ep4+full", "ep4+op", "ep2_fsdp4", "ep4_tp2")
 MODEL = FLAVORS["debug"]
 L, D, V = MODEL.num_layers, MODEL.dim, MODEL.vocab_size
 WORD = 4  # bytes of a float32
+MOE, EXPERT_SEQ_LEN = MOE_FLAVORS["moe_debug"], 32
 
 Expected = dict[tuple[str, str], tuple[int, int]]
 
@@ -51,6 +55,7 @@ Expected = dict[tuple[str, str], tuple[int, int]]
 def counted() -> dict[tuple[str, int], list[tuple[list[Collective], int]]]:
     """For each case what each rank counted, all from one launch."""
     cases = [*CASES, *((plan, 1) for plan in STAGES_ALONE), ("pp4", 2)]
+    cases += [(plan, 1) for plan in EXPERT_CASES]
     configs = [make_job_config(plan, microbatches=m) for plan, m in cases]
     by_rank = run_ranks(count_plans, 4, configs, timeout_seconds=240)
     return {case: [rank[index] for rank in by_rank] for index, case in enumerate(cases)}
@@ -161,6 +166,43 @@ def test_a_step_sends_what_the_notes_say(counted, plan, m):
     # Of what is sent from rank to rank it sees nothing.
     seen = [collective for collective in collectives if "ring" not in collective.kind]
     assert total == len(seen), "CommDebugMode saw a collective that was not counted"
+
+
+@pytest.mark.parametrize("plan", EXPERT_CASES)
+def test_experts_send_what_the_note_says(counted, plan):
+    """docs/expert_parallel.md.
+
+    As many rows arrive on all ranks as are sent, so the sum over ranks is exact.
+    """
+    by_rank = [collectives for collectives, _ in counted[plan, 1]]
+    num_calls, num_bytes = dispatch(plan)
+    found = [totals(collectives)["all_to_all", "ep"] for collectives in by_rank]
+    assert [count for count, _ in found] == [num_calls] * 4
+    assert sum(size for _, size in found) == 4 * num_bytes
+    # Tokens, loss, gradient norm, sequences, auxiliary loss; the slots of each expert.
+    layers, experts = MOE.num_expert_layers, MOE.moe_num_experts
+    sums, summed = 6, 5 * 8 + layers * 8 * experts
+    if "tp2" in plan:
+        # Those of each sequence, over tp.
+        sums, summed = sums + layers, summed + layers * 8 * experts * GLOBAL_BATCH_SIZE // 2
+    assert all(totals(of)["all_reduce", "world"] == (sums, summed) for of in by_rank)
+
+
+@pytest.mark.parametrize("plan", ["ep4+full", "ep4_tp2"])
+def test_a_traced_plan_of_experts_spreads_tokens_evenly(plan):
+    trace = trace_rank(resolve_job(make_job_config(plan), 4), 0)
+    found = [one.num_bytes for one in trace.communications if one.kind == "all_to_all"]
+    assert (len(found), sum(found)) == dispatch(plan)
+
+
+def dispatch(plan: str) -> tuple[int, int]:
+    """The all-to-alls of a step of one microbatch, and the mean of their bytes over ranks."""
+    counts = 8 * MOE.moe_num_experts
+    tokens = GLOBAL_BATCH_SIZE * EXPERT_SEQ_LEN // 4
+    rows = WORD * tokens * MOE.moe_top_k * MOE.dim
+    forwards = 2 if plan.endswith("+full") else 1
+    calls, num_bytes = forwards * 3 + 2, forwards * (counts + 2 * rows) + 2 * rows
+    return MOE.num_expert_layers * calls, MOE.num_expert_layers * num_bytes
 
 
 @pytest.mark.parametrize(("plan", "m"), CASES, ids=[f"{plan}-{m}" for plan, m in CASES])

@@ -63,6 +63,7 @@ MIXTRAL: Sections = {
         "moe_load_balance_coeff": None,
     }
 }
+CAPACITY: Sections = {"model": {"moe_capacity_factor": 0.9}}
 TWO_EXPERTS: Sections = {"model": {"moe_num_experts": 2, "moe_top_k": 1}}
 
 
@@ -81,11 +82,15 @@ def job(plan: dict[str, Any], *more: Sections) -> JobConfig:
 PLANS: dict[str, JobConfig] = {
     "FSDP, EP": job(SHARD | ep(2), FULL, VALIDATE),
     "TP, CP, EP": job(TP | CP | ep(4), WHOLE, BY_OPERATOR),
+    "TP, CP, EP, capacity": job(TP | CP | ep(4), WHOLE, CAPACITY),
     "TP": job(TP, WHOLE),
     "PP in a V, EP": job(PP | SHARD | ep(2) | schedule("ZBVZeroBubble"), HALF, FOUR_BLOCKS),
 }
 SLOW_PLANS: dict[str, JobConfig] = {
     "accumulation": job({}),
+    "capacity, FSDP, EP": job(SHARD | ep(2), ONE, FULL, CAPACITY),
+    "capacity, PP, EP": job(PP | SHARD | ep(2), HALF, BY_OPERATOR, CAPACITY),
+    "capacity, CP, Llama 4": job(CP | SHARD | ep(4), LLAMA4, CAPACITY),
     "DDP": job(REPLICATE),
     "FSDP": job(SHARD, BY_OPERATOR),
     "CP": job(CP, WHOLE),

@@ -183,6 +183,23 @@ def test_the_matrix_has_every_schedule_with_every_degree(num_ranks):
         assert {plan[name] for plan in plans} == set(values)
 
 
+@pytest.mark.slow
+def test_the_matrix_of_a_model_with_experts_has_expert_parallelism(verifier, tmp_path):
+    sections = {
+        "model": {"name": "llama3", "flavor": "moe_debug"},
+        "training": {"dataset": "synthetic", "seq_len": 32},
+    }
+    job = make_config(sections)
+    assert "ep" not in features_of(4)
+    plans = plans_of(2, job=job)
+    for name, values in features_of(2, job=job).items():
+        assert {plan[name] for plan in plans} == set(values)
+    stream, folder = io.StringIO(), tmp_path
+    options = {"num_ranks": 2, "limit": 4, "stream": stream, "verifier": verifier}
+    assert run_matrix(folder=folder, job=job, **options) == 0, stream.getvalue()
+    assert "ep 2" in stream.getvalue()
+
+
 def test_a_reduced_matrix_and_its_overview(verifier, tmp_path):
     def run(limit: int) -> str:
         stream = io.StringIO()

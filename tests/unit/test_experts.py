@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +14,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from titanlite.config import make_config, resolve_job
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, collecting
 from titanlite.experts import Balancer, ExpertLayer, Router, expert_layers
 from titanlite.experts.balance import sequence_loss
 from titanlite.experts.products import prefers_grouped, swiglu
 from titanlite.models import find_model
 from titanlite.models.build import build_model
 from titanlite.models.llama3.config import FLAVORS
+from titanlite.models.llama3.hf import FORMAT
 from titanlite.parallelize import apply_float8, find_plan
 from titanlite.training.initialize import initialize
 
@@ -81,6 +84,48 @@ def test_a_layer_is_what_its_papers_write(options: dict[str, Any]) -> None:
     expected = torch.autograd.grad(wanted, inputs, direction)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("score_first", [False, True])
+def test_slots_beyond_the_capacity_are_dropped(score_first: bool) -> None:
+    options: dict[str, Any] = {"score_first": score_first, "bias_step": 1e-3}
+    layer = make_layer(capacity_factor=0.6, **options)
+    x, positions = make_input().requires_grad_(), torch.arange(T)
+    out = layer(x, positions)
+    weights, chosen, _ = layer.router(x, layer.expert_bias)
+    # Each sequence on its own, one token after another: an expert takes the first 3 of T K slots.
+    places = math.ceil(0.6 * K * T / E)
+    kept = torch.zeros_like(chosen, dtype=torch.bool)
+    for b in range(B):
+        taken = dict.fromkeys(range(E), 0)
+        for t, k in itertools.product(range(T), range(K)):
+            expert = int(chosen[t, b, k])
+            kept[t, b, k] = taken[expert] < places
+            taken[expert] += 1
+    assert 0 < kept.sum() < kept.numel()
+    wanted = torch.zeros_like(x)
+    for t, b, k in kept.nonzero().tolist():
+        expert, weight = int(chosen[t, b, k]), weights[t, b, k]
+        into = x[t, b] * weight if score_first else x[t, b]
+        w1, w2, w3 = (w[expert] for w in (layer.experts.w1, layer.experts.w2, layer.experts.w3))
+        y = w2 @ (F.silu(w1 @ into) * (w3 @ into))
+        wanted[t, b] += y if score_first else y * weight
+    torch.testing.assert_close(out, wanted)
+    direction = torch.randn_like(out)
+    inputs = [x, *layer.parameters()]
+    found = torch.autograd.grad(out, inputs, direction)
+    expected = torch.autograd.grad(wanted, inputs, direction)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    # The drops are counted, and the balancing bias still sees every slot.
+    assert layer.tally.dropped is not None
+    assert layer.tally.counts is not None
+    assert int(layer.tally.dropped) == int((~kept).sum())
+    assert int(layer.tally.counts.sum()) == T * B * K
+    # Nothing is dropped in validation, or with places for all.
+    dropless = make_layer(**options)(x, positions)
+    assert torch.equal(make_layer(capacity_factor=float(E), **options)(x, positions), dropless)
+    assert torch.equal(layer.eval()(x, positions), dropless)
 
 
 def test_shared_experts_are_added_for_every_token() -> None:
@@ -349,14 +394,79 @@ def test_balance_cannot_be_forced_without_experts() -> None:
         resolve_job(make_config({"debug": {"moe_force_load_balance": True}}))
 
 
-def test_hugging_face_folders_are_refused() -> None:
+MIXTRAL = "the Hugging Face format of Mixtral"
+DEEPSEEK = "the Hugging Face format of experts with a bias or shared experts (DeepSeek-V3's)"
+
+
+@pytest.mark.parametrize(
+    ("model", "problems"),
+    [
+        ({"flavor": "moe_debug"}, []),
+        (
+            {"flavor": "moe_debug", "moe_score_func": "softmax", "moe_interleave_layer_step": 2},
+            [
+                f'model.moe_score_func: softmax does not fit {DEEPSEEK}; give "sigmoid"',
+                f"model.moe_interleave_layer_step: 2 does not fit {DEEPSEEK}; give 1",
+            ],
+        ),
+        (
+            {"flavor": "moe_debug", "moe_num_shared_experts": 0},
+            [
+                f"model.moe_num_shared_experts: {DEEPSEEK} has shared experts, and this model none;"
+                " give 1 or more"
+            ],
+        ),
+        ({"flavor": "Mixtral-8x7B"}, []),
+        (
+            {"flavor": "Mixtral-8x7B", "moe_route_norm": False, "moe_n_dense_layers": 1},
+            [
+                f"model.moe_route_norm: false does not fit {MIXTRAL}; give true",
+                f"model.moe_n_dense_layers: 1 does not fit {MIXTRAL}; give 0",
+            ],
+        ),
+    ],
+)
+def test_what_hugging_face_folders_cannot_hold_is_refused(
+    model: dict[str, Any], problems: list[str]
+) -> None:
     config = {
-        "model": {"name": "llama3", "flavor": "moe_debug"},
+        "model": {"name": "llama3", **model},
         "training": {"dataset": "synthetic", "seq_len": 32},
         "checkpoint": {"enable": True, "last_save_in_hf": True, "last_save_model_only": True},
     }
-    with pytest.raises(ConfigError, match="last_save_in_hf: models with experts cannot be written"):
+    with collecting(found := []):
         resolve_job(make_config(config))
+    assert found == [f"{line}, or write titanlite's own checkpoint" for line in problems]
+
+
+def test_folders_of_other_experts_are_refused() -> None:
+    mixtral, debug = FLAVORS["Mixtral-8x7B"], FLAVORS["moe_debug"]
+    for sizes in (mixtral, debug, FLAVORS["8B"]):
+        assert FORMAT.differences(sizes, FORMAT.config(sizes)) == []
+    glm = FORMAT.config(debug)
+    for sizes, found, said in (
+        (debug, {**glm, "model_type": "deepseek_v3"}, "whose attention (MLA) this model lacks"),
+        (debug, {**glm, "n_group": 2}, "has n_group 2, and this model 1"),
+        (debug, {**glm, "use_qk_norm": True}, "has use_qk_norm True, and this model False"),
+        (
+            debug,
+            {**glm, "partial_rotary_factor": 0.5},
+            "has partial_rotary_factor 0.5, and this model 1.0",
+        ),
+        (debug, {**glm, "n_routed_experts": 4}, "has moe_num_experts 4, and the [model] 8"),
+        (
+            replace(debug, moe_load_balance_coeff=None),
+            glm,
+            "has expert_bias True, and the [model] False",
+        ),
+        (
+            mixtral,
+            {**FORMAT.config(mixtral), "sliding_window": 4096},
+            "has sliding_window 4096, and this model None",
+        ),
+        (mixtral, FORMAT.config(FLAVORS["8B"]), "has moe_num_experts 0, and the [model] 8"),
+    ):
+        assert any(said in line for line in FORMAT.differences(sizes, found)), said
 
 
 def test_loads_are_drawn(tmp_path: Any) -> None:

@@ -150,6 +150,16 @@ def test_an_account_survives_its_journey():
     assert Account.from_json(sent.to_json()) == sent
 
 
+def test_ranks_send_different_numbers_of_tokens():
+    send = Call("0", 1, "all_to_all", 24, "float", "dispatch.py:1 in send")
+    accounts = {
+        rank: Account(rank, calls=[replace(send, num_elements=24 + 8 * rank)]) for rank in range(4)
+    }
+    assert find_astray(accounts, WORLD) is None
+    accounts[2].calls[0] = replace(send, dtype="double")
+    assert find_astray(accounts, WORLD) is not None
+
+
 def test_the_root_of_a_scatter_gives_what_all_receive():
     scatter = Call("0", 1, "scatter", 24, "uint8", "save.py:1 in save")
     accounts = {

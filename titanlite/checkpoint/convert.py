@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +144,7 @@ def to_hf_folder(
             f"{path}: the model {manifest.config['model'].get('name')} has no Hugging Face format; "
             "give --out a .safetensors file, or register the model with `hf`"
         )
+    names.format.require_fit(names.sizes)
     tensors, _, _ = _read_checkpoint(path, dtype, names)
     kinds = {tensors[name].dtype for name in manifest.shapes}
     if len(kinds) != 1:
@@ -183,6 +184,7 @@ def from_hf_folder(
     from titanlite.checkpoint.weights import opened_weights, read_config
     from titanlite.models.build import build_model
     from titanlite.tied import find_tied
+    from titanlite.training.shards import buffers_of
 
     written = read_config(source)
     own = (written or {}).get("model", {}).get("name", "hf")
@@ -197,10 +199,20 @@ def from_hf_folder(
         for name, parameter in plain.named_parameters():
             kind = stored.dtype_of(name, parameter.shape) or torch.float32
             pieces[name] = Piece.whole(torch.empty(parameter.shape, dtype=kind))
-        stored.refuse_unexpected(stored.names_of(pieces, tied))
-        stored.fill(pieces, pieces)
-    tensors = {name: piece.local for name, piece in pieces.items()}
-    return _write_checkpoint(tensors, written, source, out, dtype, "a Hugging Face folder")
+        buffers = {name: Piece.whole(b) for name, b in _made(buffers_of([plain])).items()}
+        everything = {**pieces, **buffers}
+        stored.refuse_unexpected(stored.names_of(everything, tied))
+        stored.fill(everything, pieces)
+    tensors = {name: piece.local for name, piece in everything.items()}
+    plan = "a Hugging Face folder"
+    return _write_checkpoint(tensors, written, source, out, dtype, plan, buffers)
+
+
+def _made(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros of the shapes and dtypes of buffers on the meta device."""
+    import torch
+
+    return {name: torch.zeros_like(buffer, device="cpu") for name, buffer in buffers.items()}
 
 
 def _model_of(folder: Path, model: str) -> dict[str, Any]:
@@ -271,8 +283,10 @@ def _read_checkpoint(
                 for name, shape in manifest.shapes.items():
                     kind = opened.dtype_of(name, shape) or torch.float32
                     pieces[name] = storage.Piece.whole(torch.empty(shape, dtype=kind))
-                opened.fill(pieces, pieces)
-            tensors = {name: piece.local for name, piece in pieces.items()}
+                buffers = _made(_buffers_of(manifest.config, names))
+                everything = pieces | {n: storage.Piece.whole(b) for n, b in buffers.items()}
+                opened.fill(everything, pieces)
+            tensors = {name: piece.local for name, piece in everything.items()}
         else:
             stored = {
                 name: what
@@ -286,8 +300,21 @@ def _read_checkpoint(
         why = storage.told(storage.first_cause(error))
         raise ConfigError(f"{path} cannot be used: {why}; give another checkpoint") from error
     if dtype:
-        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+        kind = getattr(torch, dtype)
+        tensors = {n: t.to(kind) if n in manifest.shapes else t for n, t in tensors.items()}
     return tensors, manifest, path
+
+
+def _buffers_of(config: Mapping[str, Mapping[str, Any]], names: Names) -> dict[str, Tensor]:
+    """The persistent buffers of the model of a stored configuration, on the meta device."""
+    import torch
+
+    from titanlite.models.build import build_model
+    from titanlite.training.shards import buffers_of
+
+    with torch.device("meta"):
+        plain = build_model(find_model(config["model"]["name"]), names.sizes, torch.float32)
+    return buffers_of([plain])
 
 
 def _write_checkpoint(
@@ -297,16 +324,22 @@ def _write_checkpoint(
     out: Path,
     dtype: str | None,
     plan: str,
+    buffers: Container[str] = (),
 ) -> int:
-    """Write a checkpoint of weights; returns the number of elements."""
+    """Write a checkpoint of weights; returns the number of elements.
+
+    The tensors that are `buffers` are no parameters, and keep their dtype.
+    """
     import torch
 
     from titanlite.checkpoint import storage
     from titanlite.checkpoint.state import MODEL
 
+    parameters = {name: tensor for name, tensor in tensors.items() if name not in buffers}
     if dtype:
-        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+        parameters = {name: t.to(getattr(torch, dtype)) for name, t in parameters.items()}
+    tensors = tensors | parameters
+    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in parameters.values()}
     # A name step-N makes it the checkpoint of step N, and the newest one of its folder.
     folder, named = CheckpointFolder(out.parent), STEP.fullmatch(out.name)
 
@@ -317,7 +350,7 @@ def _write_checkpoint(
                 serial=folder.next_serial() if named else 1,
                 holds="weights",
                 stored_as="dcp",
-                shapes={name: list(tensor.shape) for name, tensor in tensors.items()},
+                shapes={name: list(tensor.shape) for name, tensor in parameters.items()},
                 dtype=", ".join(sorted(kinds)),
                 plan=plan,
                 num_ranks=1,
@@ -335,7 +368,7 @@ def _write_checkpoint(
     with _making(out) as unfinished:
         unfinished.mkdir()
         storage.save(pieces, unfinished, None, seal)
-    return sum(tensor.numel() for tensor in tensors.values())
+    return sum(tensor.numel() for tensor in parameters.values())
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite import models
 from titanlite.checkpoint.huggingface import SHARD_BYTES, FolderWriter
@@ -25,7 +25,7 @@ from titanlite.hf_format import format_of, is_hf_folder
 from titanlite.models import load
 from titanlite.names import canonical_name
 from titanlite.tied import find_tied
-from titanlite.training.shards import local_part, offsets_of, whole_tensor
+from titanlite.training.shards import buffers_of, local_part, offsets_of, whole_tensor
 
 
 def export(
@@ -83,7 +83,7 @@ def export(
         if folder.exists() or unfinished.exists():
             raise TitanliteError(f"{folder} or {unfinished} exists already; give another name")
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        options: dict[str, Any] = {"buffers": _persistent_buffers(model)}
+        options: dict[str, Any] = {"buffers": buffers_of([model])}
         options["shard_bytes"] = shard_bytes
         kind = dtype or next(iter(dtypes))
         writers.append(FolderWriter(unfinished, shapes, names, kind, **options))
@@ -121,7 +121,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     parameters = {
         canonical_name(n): p.detach() for n, p in model.named_parameters() if n not in further
     }
-    tensors = {**parameters, **_persistent_buffers(model)}
+    tensors = {**parameters, **buffers_of([model])}
     pieces = {name: Piece(local_part(t), t.shape, offsets_of(t)) for name, t in tensors.items()}
     tied = {canonical_name(name): canonical_name(first) for name, first in further.items()}
     with opened_weights(Path(folder), names) as stored:
@@ -141,20 +141,12 @@ def _format_of(model: Any) -> tuple[Names, dict[str, Any]]:
         if spec.hf is not None and load(spec.build) in type(model).__mro__:
             format = format_of(spec)
             assert format is not None
+            format.require_fit(config)
             return Names(format, config), format.config(config)
     raise TitanliteError(
         f"{type(model).__name__} has no Hugging Face format; give a model of transformers, or "
         "register its class with hf=... and keep its sizes as `config`"
     )
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        canonical_name(f"{prefix}.{name}" if prefix else name): buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
 
 
 def _agree(problem: str) -> None:

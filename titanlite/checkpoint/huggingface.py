@@ -33,6 +33,7 @@ from titanlite.hf_format import (
     INDEX,
     TOKEN_KEYS,
     WEIGHTS,
+    HFTensor,
     is_hf_folder,
     read_json,
 )
@@ -68,10 +69,11 @@ class FolderWriter:
         self._num_parts: dict[str, int] = {}
         bytes_of: dict[str, int] = {}
         for name, shape in shapes.items():
-            stored = self._places[name].name
-            size = torch.Size(shape).numel() * dtype.itemsize
-            bytes_of[stored] = bytes_of.get(stored, 0) + size
-            self._num_parts[stored] = self._num_parts.get(stored, 0) + 1
+            stored_as = self._places[name].names(shape)
+            size = torch.Size(shape).numel() * dtype.itemsize // len(stored_as)
+            for stored in stored_as:
+                bytes_of[stored] = bytes_of.get(stored, 0) + size
+                self._num_parts[stored] = self._num_parts.get(stored, 0) + 1
         self._shards: list[dict[str, Tensor | None]] = [{}]
         self.num_bytes = in_shard = 0
         for stored, size in bytes_of.items():
@@ -81,7 +83,8 @@ class FolderWriter:
             self._shards[-1][stored] = None
             in_shard += size
             self.num_bytes += size
-        for stored, buffer in (buffers or {}).items():
+        for name, buffer in (buffers or {}).items():
+            stored = names.place(name, buffer.shape).name
             self._shards[-1][stored] = buffer.detach().to("cpu", copy=True).contiguous()
             self.num_bytes += buffer.numel() * buffer.element_size()
         self._shard_of = {name: n for n, shard in enumerate(self._shards) for name in shard}
@@ -90,17 +93,21 @@ class FolderWriter:
     def add(self, name: str, whole: Tensor) -> None:
         """Take a whole parameter; it is copied to the CPU."""
         place = self._places[name]
-        parts = self._parts.setdefault(place.name, {})
-        whole = to_stored(whole.detach().to("cpu", self._dtype, copy=True), place)
-        parts[place.rows[0] if place.rows else 0] = whole
-        if len(parts) < self._num_parts[place.name]:
+        each = whole.detach() if place.is_split else [whole.detach()]
+        for stored, tensor in zip(place.names(whole.shape), each, strict=True):
+            self._add(stored, place, tensor.to("cpu", self._dtype, copy=True))
+
+    def _add(self, stored: str, place: HFTensor, tensor: Tensor) -> None:
+        parts = self._parts.setdefault(stored, {})
+        parts[place.rows[0] if place.rows else 0] = to_stored(tensor, place)
+        if len(parts) < self._num_parts[stored]:
             return
         in_order = [parts[row] for row in sorted(parts)]
-        del self._parts[place.name]
-        number = self._shard_of[place.name]
+        del self._parts[stored]
+        number = self._shard_of[stored]
         shard = self._shards[number]
         dim = -1 if place.is_transposed else 0
-        shard[place.name] = in_order[0] if len(in_order) == 1 else torch.cat(in_order, dim=dim)
+        shard[stored] = in_order[0] if len(in_order) == 1 else torch.cat(in_order, dim=dim)
         if all(tensor is not None for tensor in shard.values()):
             file = self._folder / self._file_name(number)
             write_file(file, {n: t for n, t in shard.items() if t is not None}, self._text)

@@ -127,7 +127,11 @@ class StoredWeights:
         """The stored names of `pieces`, and of the further names of tied weights among them."""
         shapes = {name: piece.shape for name, piece in pieces.items()}
         shapes |= {name: shapes[first] for name, first in tied.items() if first in shapes}
-        return {self._place(name, shape).name for name, shape in shapes.items()}
+        return {
+            stored
+            for name, shape in shapes.items()
+            for stored in self._place(name, shape).names(shape)
+        }
 
     def refuse_unexpected(self, wanted: set[str]) -> None:
         """Raises ConfigError for stored tensors that the model does not have."""
@@ -142,7 +146,7 @@ class StoredWeights:
 
     def dtype_of(self, name: str, shape: Sequence[int]) -> torch.dtype | None:
         """The stored dtype of a parameter; None if it is not stored."""
-        stored_as = self._place(name, shape).name
+        stored_as = self._place(name, shape).names(shape)[0]
         if stored_as not in self.tensors:
             return None
         file, stored = self.tensors[stored_as]
@@ -157,24 +161,28 @@ class StoredWeights:
         Those that are not `parameters` are buffers, which may be missing.
         """
         places = {name: self._place(name, piece.shape) for name, piece in pieces.items()}
-        missing = {name: place for name, place in places.items() if place.name not in self.tensors}
-        if names := sorted({place.name for n, place in missing.items() if n in parameters}):
+        missing = {
+            name: lacking
+            for name, place in places.items()
+            if (lacking := set(place.names(pieces[name].shape)) - self.tensors.keys())
+        }
+        if names := sorted(set().union(*(missing[n] for n in missing if n in parameters))):
             raise ConfigError(
                 f"checkpoint: {self.path} has missing keys: {_list(names)}; give the weights of "
                 "this model"
             )
         for name in places.keys() - missing.keys():
-            file, _ = self.tensors[places[name].name]
-            with _explaining(file):
-                self._read(places[name], pieces[name])
+            for place, piece in _each(places[name], pieces[name]):
+                with _explaining(self.tensors[place.name][0]):
+                    self._read(place, piece)
 
     def _place(self, name: str, shape: Sequence[int]) -> HFTensor:
         """Where a parameter is stored here, where names may lack the format's prefix."""
         place, format = self.names.place(name, shape), self.names.format
-        if format is None or not format.prefix or place.name in self.tensors:
+        if format is None or not format.prefix or place.names(shape)[0] in self.tensors:
             return place
-        short = place.name.removeprefix(format.prefix)
-        return replace(place, name=short) if short in self.tensors else place
+        short = replace(place, name=place.name.removeprefix(format.prefix))
+        return short if short.names(shape)[0] in self.tensors else place
 
     def _read(self, place: HFTensor, piece: Piece) -> None:
         name = place.name
@@ -218,6 +226,17 @@ def opened_weights(
         yield StoredWeights(path, tensors, names if layouts == {HF_LAYOUT} else Names())
 
 
+def _each(place: HFTensor, piece: Piece) -> Iterator[tuple[HFTensor, Piece]]:
+    """The stored tensors that hold a piece, each with its part of the piece."""
+    if not place.is_split:
+        yield place, piece
+        return
+    inner = replace(place, is_split=False)
+    for number, local in enumerate(piece.local, piece.offsets[0]):
+        part = Piece(local, piece.shape[1:], piece.offsets[1:])
+        yield replace(inner, name=place.name.format(number)), part
+
+
 class _Whole:
     """A tensor that is read like a slice of a file; safetensors cannot slice a scalar."""
 
@@ -258,7 +277,10 @@ def read_shard(source: Any, place: HFTensor, piece: Piece) -> Tensor:
 
 
 def to_stored(tensor: Tensor, place: HFTensor) -> Tensor:
-    """A whole parameter as it is stored, or its part of the stored tensor if that joins several."""
+    """A whole parameter as it is stored, or its part of the stored tensor if that joins several.
+
+    If `place` splits the parameter, `tensor` is one index of its dimension 0.
+    """
     if place.is_flat:
         tensor = tensor.flatten(-2)
     if place.head_dim is not None:

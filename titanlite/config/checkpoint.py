@@ -61,6 +61,18 @@ def checkpoint_problems(config: JobConfig) -> Iterator[str]:
         )
 
 
+def hf_writing_problems(config: JobConfig, sizes: Any) -> Iterator[str]:
+    """What the Hugging Face folder of the last step cannot hold."""
+    section = config.checkpoint
+    if not (section.enable and section.last_save_in_hf):
+        return
+    try:
+        if (format := format_of(load_model_spec(config))) is not None:
+            format.require_fit(sizes)
+    except ConfigError as error:
+        yield from error.problems
+
+
 def hf_folder_problems(config: JobConfig, sizes: Any) -> Iterator[str]:
     """What the Hugging Face folder to load from lacks, or says otherwise than the model's sizes."""
     section = config.checkpoint

@@ -18,7 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.checkpoint import checkpoint_problems, hf_folder_problems
+from titanlite.config.checkpoint import (
+    checkpoint_problems,
+    hf_folder_problems,
+    hf_writing_problems,
+)
 from titanlite.config.data import (
     fit_problems,
     own_length,
@@ -655,14 +659,9 @@ def _memory_estimation(job: Draft) -> Iterator[str]:
 
 
 @reads("checkpoint", MODEL)
-def _experts_in_hf(job: Draft) -> Iterator[str]:
-    """Models with experts are not written as Hugging Face folders."""
-    section = job.config.checkpoint
-    if section.enable and section.last_save_in_hf and getattr(job.model, "num_experts", 0) > 0:
-        yield (
-            "checkpoint.last_save_in_hf: models with experts cannot be written as Hugging Face "
-            "folders yet; set it to false"
-        )
+def _written_to_hf(job: Draft) -> Iterator[str]:
+    """The Hugging Face folder of the last step can hold the model."""
+    yield from hf_writing_problems(job.config, job.model)
 
 
 @reads("metrics")

@@ -3,6 +3,7 @@
     layer.py      ExpertLayer: the feed-forward of a block, made of the parts below
     router.py     which experts a token goes to, and with which weights
     dispatch.py   tokens sorted by expert, sent to the ranks that hold the experts, and combined
+    capacity.py   the slots that are dropped if the experts' capacity is limited
     products.py   the SwiGLU of every expert on its own tokens
     balance.py    the number of tokens of each expert, and the auxiliary loss
     balancer.py   the load of all layers of a job, and the balancing biases

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 
 class Tally:
-    """The slots of each expert, and the sum of the sequences' auxiliary losses, of one rank."""
+    """The slots of each expert, the dropped slots, and the sum of auxiliary losses, of a rank."""
 
     def __init__(self) -> None:
         self.num_sequences = 1
@@ -32,9 +32,12 @@ class Tally:
         """Start a step."""
         self.counts: Tensor | None = None
         self.loss: Tensor | None = None
+        self.dropped: Tensor | None = None
 
-    def add(self, counts: Tensor, loss: Tensor | None) -> None:
+    def add(self, counts: Tensor, loss: Tensor | None, dropped: Tensor | None = None) -> None:
         """Add a microbatch."""
+        if dropped is not None:
+            self.dropped = dropped if self.dropped is None else self.dropped + dropped
         self.counts = counts if self.counts is None else self.counts + counts
         if loss is not None:
             loss = loss.detach().double()
@@ -42,33 +45,45 @@ class Tally:
 
 
 def observe(
-    weights: Tensor, chosen: Tensor, num_experts: int, loss: Tensor | None, tally: Tally
+    weights: Tensor,
+    chosen: Tensor,
+    num_experts: int,
+    loss: Tensor | None,
+    tally: Tally,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """`weights` unchanged; its backward pass adds to `tally`, and sends `loss` its gradient.
 
     `loss` is this rank's share of the sum of the sequences' auxiliary losses, or None.
+    `kept` are the slots that are not dropped; all are counted.
     """
+    dropped = None if kept is None else (~kept).sum()
     counts = count_slots(chosen.reshape(1, -1), num_experts)[0]
-    observed: Tensor = _Observe.apply(weights, loss, counts, tally)
+    observed: Tensor = _Observe.apply(weights, loss, counts, tally, dropped)
     return observed
 
 
 class _Observe(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, loss: Tensor | None, counts: Tensor, tally: Tally
+        ctx: Any,
+        weights: Tensor,
+        loss: Tensor | None,
+        counts: Tensor,
+        tally: Tally,
+        dropped: Tensor | None,
     ) -> Tensor:
         ctx.loss = None if loss is None else loss.detach()
-        ctx.counts, ctx.tally = counts, tally
+        ctx.counts, ctx.tally, ctx.dropped = counts, tally, dropped
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        ctx.tally.add(ctx.counts, ctx.loss)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        ctx.tally.add(ctx.counts, ctx.loss, ctx.dropped)
         of_loss = None
         if ctx.loss is not None:
             of_loss = torch.full_like(ctx.loss, 1.0 / ctx.tally.num_sequences)
-        return gradient, of_loss, None, None
+        return gradient, of_loss, None, None, None
 
 
 def count_slots(chosen: Tensor, num_experts: int) -> Tensor:

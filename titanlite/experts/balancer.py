@@ -30,7 +30,8 @@ class Balancer:
     """The expert layers of a job, as far as this rank has them.
 
     `sizes` has the number of experts of every expert layer of the whole model, `layers` has those
-    of this rank's parts, and `has_loss` says whether any layer has an auxiliary loss.
+    of this rank's parts. `has_loss` says whether any layer has an auxiliary loss, and `can_drop`
+    whether any has a limited capacity.
 
     A step calls `start`, runs its forward and backward passes, calls `finish` and, before the
     optimizer's update, `update`. Every rank of the world must call `finish`.
@@ -43,11 +44,15 @@ class Balancer:
         device: torch.device,
         *,
         has_loss: bool = False,
+        can_drop: bool = False,
     ) -> None:
         self.layers, self.sizes, self.has_loss = layers, dict(sizes), has_loss
+        self.can_drop = can_drop
         self._device = device
         self.counts: dict[str, list[int]] = {}
         """Layer -> the slots of each expert in the last step, summed over all ranks."""
+        self.num_dropped: int | None = None
+        """The slots that all layers dropped in the last step, on all ranks; None: none can be."""
         self.loss: float | None = None
         """The auxiliary loss of the last step, summed over layers, the mean over sequences."""
 
@@ -71,6 +76,13 @@ class Balancer:
                 loss += tally.loss / tally.num_sequences
         dist.all_reduce(counts)
         self.counts = dict(zip(self.sizes, (row.tolist() for row in rows), strict=True))
+        if self.can_drop:
+            dropped = torch.zeros((), dtype=torch.int64, device=self._device)
+            for layer in self.layers.values():
+                if layer.tally.dropped is not None:
+                    dropped += layer.tally.dropped
+            dist.all_reduce(dropped)
+            self.num_dropped = int(dropped)
         if self.has_loss:
             dist.all_reduce(loss)
             self.loss = float(loss)

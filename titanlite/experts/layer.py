@@ -13,10 +13,12 @@ token.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.experts.balance import Tally, observe, sequence_loss
+from titanlite.experts.capacity import kept_slots
 from titanlite.experts.dispatch import (
     Exchange,
     gather_back,
@@ -52,12 +54,21 @@ class Experts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(
-        self, x_TBD: Tensor, weights_TBK: Tensor, chosen_TBK: Tensor, score_first: bool = False
+        self,
+        x_TBD: Tensor,
+        weights_TBK: Tensor,
+        chosen_TBK: Tensor,
+        score_first: bool = False,
+        kept_TBK: Tensor | None = None,
     ) -> Tensor:
         """The sum of the outputs of each token's experts, multiplied by its weights.
 
-        `score_first` multiplies the experts' inputs by the weights instead of their outputs.
+        `score_first` multiplies the experts' inputs by the weights instead of their outputs. Slots
+        that are not in `kept_TBK` (bool) are neither sent nor computed; their outputs are zero.
         """
+        if kept_TBK is not None:
+            # Sorted behind the slots of all experts.
+            chosen_TBK = chosen_TBK.masked_fill(~kept_TBK, self.num_experts)
         x_ND, chosen_NK = x_TBD.flatten(0, 1), chosen_TBK.flatten(0, 1)
         weights_NK = weights_TBK.flatten(0, 1)
         order = order_slots(chosen_NK, self.num_experts)
@@ -65,10 +76,15 @@ class Experts(nn.Module):
         if score_first:
             factors = weights_NK.flatten().index_select(0, order.by_expert)
             rows = (rows * factors.unsqueeze(-1)).to(x_ND.dtype)
+        num_slots = rows.size(0)
+        if kept_TBK is not None:
+            rows = rows[: sum(host_sizes(num_slots, order.counts)[0])]
         if self.exchange is not None:
             outputs = self.exchange(rows, order.counts, self._compute)
         else:
             outputs = self._compute(rows, host_sizes(rows.size(0), order.counts)[0])
+        if kept_TBK is not None:
+            outputs = F.pad(outputs, (0, 0, 0, num_slots - rows.size(0)))
         y_NKD = gather_back(outputs, order).unflatten(0, chosen_NK.shape)
         if not score_first:
             y_NKD = y_NKD * weights_NK.unsqueeze(-1)
@@ -90,7 +106,9 @@ class ExpertLayer(nn.Module):
 
     `bias_step` enables the balancing bias: a buffer `expert_bias` that is added to the scores for
     the choice of experts only. A Balancer changes it by this amount before each update of the
-    weights. `loss_factor` is the factor on the sequence auxiliary loss; 0: none.
+    weights. `loss_factor` is the factor on the sequence auxiliary loss; 0: none. With a
+    `capacity_factor`, an expert computes at most this many times the mean of the experts' slots in
+    each sequence, in training; the others are dropped (capacity.py).
     """
 
     expert_bias: Tensor | None
@@ -109,6 +127,7 @@ class ExpertLayer(nn.Module):
         score_first: bool = False,
         bias_step: float | None = None,
         loss_factor: float = 0.0,
+        capacity_factor: float | None = None,
     ) -> None:
         super().__init__()
         self.router = Router(
@@ -118,6 +137,7 @@ class ExpertLayer(nn.Module):
         self.shared_experts = shared_experts
         self.num_experts, self.top_k = num_experts, top_k
         self.score_first, self.bias_step, self.loss_factor = score_first, bias_step, loss_factor
+        self.capacity_factor = capacity_factor
         bias = None if bias_step is None else torch.zeros(num_experts)
         self.register_buffer("expert_bias", bias)
         self.force_balance = False
@@ -126,6 +146,9 @@ class ExpertLayer(nn.Module):
         """The process groups over which a sequence is sharded, one after the other."""
         self.token_shard = (0, 1)
         """(index, number) of this rank's chunk of the tokens whose positions it gets."""
+        self.held_places: Tensor | None = None
+        """The numbers, in their sequence, of the tokens whose positions this rank gets, if a
+        sequence is sharded by context parallelism."""
         self.tally = Tally()
 
     def init_buffers(self) -> None:
@@ -143,10 +166,24 @@ class ExpertLayer(nn.Module):
     def _routed(self, x_TBD: Tensor, positions: Tensor) -> Tensor:
         slots = self._slots(x_TBD, positions) if self.force_balance else None
         weights, chosen, scores = self.router(x_TBD, self.expert_bias, slots)
+        kept = None
+        if self.capacity_factor is not None and self.training:
+            places, groups = self._places(x_TBD, positions), self.sequence_groups
+            kept = kept_slots(chosen, places, self.num_experts, self.capacity_factor, groups)
         if self.training and torch.is_grad_enabled():
             loss = sequence_loss(scores, chosen, self.sequence_groups, self.loss_factor)
-            weights = observe(weights, chosen, self.num_experts, loss, self.tally)
-        return self.experts(x_TBD, weights, chosen, self.score_first)
+            weights = observe(weights, chosen, self.num_experts, loss, self.tally, kept)
+        return self.experts(x_TBD, weights, chosen, self.score_first, kept)
+
+    def _places(self, x_TBD: Tensor, positions: Tensor) -> Tensor:
+        """The numbers of this rank's tokens in their sequence, [T]."""
+        index, number = self.token_shard
+        places = self.held_places
+        if places is None:
+            # Positions that restart at documents are no numbers in a sequence.
+            each = torch.arange(x_TBD.size(0) * number, device=x_TBD.device)
+            places = positions if positions.ndim == 1 else each
+        return places.to(x_TBD.device).unflatten(0, (number, -1))[index]
 
     def _slots(self, x_TBD: Tensor, positions: Tensor) -> Tensor:
         """Slot numbers [T, B, K] that count the slots of each sequence from 0."""

@@ -63,6 +63,8 @@ class StepRecord:
     """The share of the tokens that the busiest expert gets, as a mean over layers."""
     busiest_rank_share: float | None = None
     """The same for the experts of the busiest rank of ep."""
+    dropped_tokens: int | None = None
+    """The (token, expert) pairs that experts of limited capacity dropped, summed over layers."""
     expert_counts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Expert layer -> the tokens of each expert."""
     measures: Mapping[str, float] = field(default_factory=dict)

@@ -15,6 +15,10 @@ from typing import Any
 
 from titanlite.errors import number_ranks
 
+# Collectives whose sizes may differ between ranks: the root of a scatter passes the inputs of all
+# ranks, and an all-to-all of tokens sends as many rows as were routed.
+UNEVEN = ("scatter", "all_to_all")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -30,8 +34,7 @@ class Call:
 
     def likeness(self) -> tuple[Any, ...]:
         """The properties that must be the same on every rank."""
-        # The root of a scatter passes the inputs of all ranks, so the sizes differ.
-        num_elements = 0 if self.operation == "scatter" else self.num_elements
+        num_elements = 0 if self.operation in UNEVEN else self.num_elements
         return self.operation, num_elements, self.dtype
 
     def __str__(self) -> str:

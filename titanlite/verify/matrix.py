@@ -77,10 +77,13 @@ def features_of(
     num_ranks: int, *, with_compile: bool = False, job: JobConfig | None = None
 ) -> dict[str, list[Any]]:
     """Each feature and its values, for plans of a job, or of the small model, over some ranks."""
-    has_dropout = job is None or hasattr(make_model_config(job), "dropout")
+    sizes = None if job is None else make_model_config(job)
+    has_dropout = sizes is None or hasattr(sizes, "dropout")
+    has_experts = getattr(sizes, "num_experts", 0) > 0
     degrees = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
     return {
         **{axis: degrees if axis != "pp" else [n for n in degrees if n <= 4] for axis in AXES},
+        **({"ep": [OFF, *degrees[1:]]} if has_experts else {}),
         **{name: [OFF, *values] for name, (_, values) in NEEDS.items()},
         "checkpoint": ["none", "full", "every 2nd", "by operator"],
         "accumulation": ["off", "on"],
@@ -188,6 +191,8 @@ def _sections_of(
         "by operator": ("selective", "op"),
     }[choice["checkpoint"]]
     parallelism: dict[str, Any] = {axis.degree_key: choice[axis.name] for axis in GRID}
+    if choice.get("ep", OFF) != OFF:
+        parallelism["expert_parallel_degree"] = choice["ep"]
     num_blocks = 2
     if choice["schedule"] != OFF:
         num_blocks = choice["pp"] * SCHEDULES[choice["schedule"]].min_chunks
