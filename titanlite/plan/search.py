@@ -201,7 +201,7 @@ class Evaluator:
     ) -> None:
         self._config, self._hardware, self._use_cache = config, hardware, use_cache
         self._cost = Cost(hardware, is_compiled=is_compiled)
-        self._pieces: dict[str, Pieces] = {}
+        self._pieces: dict[tuple[str, bool], Pieces] = {}
 
     def evaluate(self, changes: Changes, *, exactly: bool = False) -> Found | str:
         """What a plan takes, or why it is dropped.
@@ -273,10 +273,11 @@ class Evaluator:
     def _load(self, resolved: ResolvedJob, *, exactly: bool) -> Pieces:
         small = smaller(resolved)
         size = small.config.training.local_batch_size
-        key = key_of(small)
+        is_scaled = size > 4 and size % 2 == 0 and not exactly
+        key = key_of(small), is_scaled
         if key not in self._pieces:
             pieces = None
-            if size > 4 and size % 2 == 0 and not exactly:
+            if is_scaled:
                 # A single sequence takes other paths: some copies are views.
                 one, two = (self._load(_of_size(small, n), exactly=True) for n in (2, 4))
                 pieces = scaled(one, two, size // 2)
