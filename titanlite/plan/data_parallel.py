@@ -13,7 +13,6 @@ from titanlite.plan.composition import Builder, Part, Pieces, Weight, uses_fsdp
 from titanlite.plan.events import Place
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
-DDP_FIRST_BUCKET_BYTES = 1 << 20
 DDP_BUCKET_BYTES = 100 << 20
 ENDS = ("before", "after")
 BUFFERS, GATHERED = "communication buffers", "gathered parameters"
@@ -135,20 +134,20 @@ class Replication:
     def buckets(self, parts: list[tuple[str, Part]]) -> dict[str, list[int]]:
         """Part -> DDP's buckets that are complete after its backward pass, in bytes.
 
-        DDP fills buckets in reverse order of the parameters; the first is small.
+        DDP fills buckets in reverse order of the parameters.
         """
         if self.dims.dp_replicate == 1:
             return {}
         found: dict[str, list[int]] = {}
-        limit, size, at = DDP_FIRST_BUCKET_BYTES, 0, ""
+        size, at = 0, ""
         for name, part in reversed(parts):
             for weight in reversed(part.weights):
                 if weight.is_trained:
                     size += weight.numel * weight.itemsize
                     at = name
-                    if size >= limit:
+                    if size >= DDP_BUCKET_BYTES:
                         found.setdefault(name, []).append(size)
-                        size, limit = 0, DDP_BUCKET_BYTES
+                        size = 0
         if size:
             found.setdefault(at, []).append(size)
         return found

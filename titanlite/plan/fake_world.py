@@ -167,9 +167,9 @@ class _Replica:
         # As in DDP, at the first forward pass: until then parameters have no storage.
         if not self._buckets:
             trained = [p for p in self._model.parameters() if p.requires_grad][::-1]
-            limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, ddp.BUCKET_CAP_MB << 20]
             assign: Any = dist._compute_bucket_assignment_by_size
-            indices, _ = assign(trained, limits, [False] * len(trained))
+            # DDP's small first bucket is only the default.
+            indices, _ = assign(trained, [ddp.BUCKET_CAP_MB << 20], [False] * len(trained))
             self._buckets = [[trained[index] for index in bucket] for bucket in indices]
             for number, bucket in enumerate(self._buckets):
                 size = sum(parameter.numel() for parameter in bucket)
