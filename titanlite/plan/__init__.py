@@ -2,17 +2,20 @@
 
 events.py      what a traced step does, as plain data (torch-free)
 fake_world.py  a world of any size in one process
-recorder.py    records operators, communication and memory
+recorder.py    records operators, communication and memory; streams.py follows a GPU's streams,
+               scratch.py has the memory that kernels allocate inside themselves
 trace.py       builds a job in a fake world and records its second step
 pieces.py      traces one block of each kind and what is around the blocks
 composition.py pieces as plain data, and the memory of a run of events (torch-free)
 compose.py     a step of any size from pieces; data_parallel.py adds FSDP and DDP
-cache.py       pieces on disk
-hardware.py    the figures of a device, from TOML (titanlite/plan/hardware/)
+cache.py       pieces on disk; scale.py derives those of larger microbatches
+hardware.py    the figures of a device, from TOML (titanlite/plan/hardware/); calibrate.py measures
+               those of this machine
 cost.py        the time of an operator and of a communication
 timing.py      the time of a list of events, and of ranks that exchange messages
 predict.py     the time of a composed step, with the pipeline's clock
 planning.py    the plan of a job from all of these
+search.py      the best plan for a number of ranks; search_report.py shows it
 spans.py       what each rank of a predicted step does when, for traces and pictures
 report.py      a plan as text, and as plain values
 html.py        a plan and a search as a page (titanlite/plan/page/)
