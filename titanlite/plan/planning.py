@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
@@ -81,14 +82,18 @@ def plan_job(
 ) -> JobPlan:
     """The plan of a job; `method` chooses how, by default by the job's size.
 
-    `is_compiled` says that the job compiles its blocks; its memory is that of eager code.
+    `is_compiled` says that the job compiles its blocks; its memory is that of eager code. A model
+    with experts is always traced whole, and its time is not estimated.
     """
     dims = resolved.dims
+    is_composable = not has_experts(resolved.model)
+    if not is_composable:
+        method = WHOLE
     method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
     prediction, cost = None, None
     applied: tuple[PlanRow, ...] = ()
     compositions: list[Composition] = []
-    if method == PIECES or hardware is not None:
+    if method == PIECES or (hardware is not None and is_composable):
         pieces = load_pieces(resolved, use_cache=use_cache)
         compositions = compose(resolved, pieces)
         if hardware is not None:
@@ -124,8 +129,15 @@ def plan_job(
         plan.notes.append(
             "float8: planned with FSDP's all-gathers in the compute dtype, not in float8"
         )
+    if hardware is not None and not is_composable:
+        plan.notes.append("experts: the time of a step with experts is not estimated yet")
     plan.warnings.extend(find_warnings(plan))
     return plan
+
+
+def has_experts(model: Any) -> bool:
+    """Whether a model, given by its own configuration, has mixtures of experts."""
+    return bool(getattr(model, "num_experts", 0))
 
 
 def _of_any_block(peak: Peak, resolved: ResolvedJob) -> Peak:
