@@ -43,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     resolved = resolve_job(config, options.ranks)
     from titanlite.plan.trace import count_parameters, trace_rank
 
-    ranks = representatives(resolved.dims)
+    layout = config.parallelism.context_parallel_load_balancer
+    ranks = representatives(resolved.dims, layout)
     traces = [trace_rank(resolved, rank) for rank in ranks]
     facts = job_facts(resolved, count_parameters(resolved))
     content = config.job.description, facts, traces[0].applied, draw_mesh(resolved.dims)
@@ -88,15 +89,17 @@ def plannable(config: JobConfig, notes: Sequence[str] = ()) -> tuple[JobConfig, 
     return (override(config, changes) if changes else config), lines
 
 
-def representatives(dims: ParallelDims) -> list[int]:
+def representatives(dims: ParallelDims, layout: str | None = None) -> list[int]:
     """One rank per pipeline stage, those with the largest shards: the first of other axes.
 
-    Of more than four stages: the first two, the middle one and the last.
+    Of more than four stages: the first two, the middle one and the last. In context parallelism
+    with contiguous shards (layout "none") the last rank attends to the most keys.
     """
+    last = {"cp": dims.cp - 1} if layout == "none" else {}
     places = list(range(dims.pp))
     if dims.pp > 4:
         places = [0, 1, dims.pp // 2, dims.pp - 1]
-    return [dims.rank(pp=place) for place in places]
+    return [dims.rank(pp=place, **last) for place in places]
 
 
 def show_memory(traces: Sequence[Trace]) -> list[str]:
