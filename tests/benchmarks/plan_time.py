@@ -103,7 +103,7 @@ def predict(job: str, hardware: Hardware) -> float:
     resolved = resolve_job(config_of(job), None)
     cost = Cost(hardware, resolved.dims)
     total = 0.0
-    ranks = [resolved.dims.rank(pp=place) for place in representatives(resolved.dims)]
+    ranks = representatives(resolved.dims)
     for rank in ranks:
         total += time_events(trace_rank(resolved, rank).events, cost, rank).busy_seconds
         total += hardware.overhead.step_seconds

@@ -585,7 +585,7 @@ def counted_in_the_forward_pass() -> AbstractContextManager[Any]:
     """Tokens are counted where they are routed, which recomputation does again."""
     from titanlite.experts import balance, layer
 
-    def observe(weights, chosen, num_experts, loss, tally):
+    def observe(weights, chosen, num_experts, loss, tally, *_):
         tally.add(balance.count_slots(chosen.reshape(1, -1), num_experts)[0], None)
         return weights
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.benchmarks.allocator import peak_bounds
 from tests.benchmarks.communication import PARALLELISM, make_job_config
 from titanlite.config import JobConfig, load_config, make_config, resolve_job
 from titanlite.config.load import override
-from titanlite.plan.events import Communication, Memory, totals
+from titanlite.plan.events import FROM_RANK_TO_RANK, Communication, Memory, totals
 from titanlite.plan.trace import trace_rank
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.verify.matrix import job_of, name_of, plans_of
@@ -58,7 +59,8 @@ PLANS = [
 ]
 
 
-QUICK = ["ddp4", "hsdp2x2", "tp2_fsdp2", "tp4_async+op", "pp2_fsdp2", "pp2_cp2", "pp2_zbv"]
+QUICK = ["ddp4", "hsdp2x2", "tp4_async+op", "pp2_cp2", "pp2_zbv", "tp2_fsdp2_float8"]
+QUICK_JOBS = ("llama_pp2_cp2",)
 
 
 def config_of(plan: str) -> JobConfig:
@@ -159,7 +161,6 @@ def test_a_trace_is_a_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_trace_of_any_plan_is_a_run() -> None:
     check_plans([plan for plan in PLANS if plan not in QUICK])
 
@@ -209,13 +210,76 @@ def test_plans_of_the_matrix_communicate_as_they_are_traced(part: int) -> None:
     check_communication({name_of(choice): job_of(choice) for choice in sample}, NUM_RANKS)
 
 
+def shipped(names: Iterable[str]) -> dict[str, JobConfig]:
+    return {name: load_config([f"--job.config_file={CONFIGS / name}.toml"]) for name in names}
+
+
+def test_a_shipped_job_communicates_as_it_is_traced() -> None:
+    check_communication(shipped(QUICK_JOBS), 4)
+
+
 @pytest.mark.slow
 def test_shipped_jobs_communicate_as_they_are_traced() -> None:
+    """All but one that fetches a data set, and one that waits for a compiler."""
+    names = {path.stem for path in CONFIGS.glob("*.toml")} - {"cifar10", "compile", *QUICK_JOBS}
     by_ranks: dict[int, dict[str, JobConfig]] = {}
-    for path in sorted(CONFIGS.glob("*.toml")):
-        if path.stem not in ("cifar10", "compile"):  # a data set to fetch; a compiler to wait for
-            config = load_config([f"--job.config_file={path}"])
-            size = resolve_job(config, None).dims.world_size
-            by_ranks.setdefault(size, {})[path.stem] = config
+    for name, config in shipped(sorted(names)).items():
+        by_ranks.setdefault(resolve_job(config, None).dims.world_size, {})[name] = config
     for size, configs in by_ranks.items():
         check_communication(configs, size)
+
+
+@pytest.mark.slow
+def test_models_of_hugging_face_communicate_as_they_are_traced() -> None:
+    pytest.importorskip("transformers")
+    sizes = {"vocab_size": 17, "max_position_embeddings": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    values = {**sizes, **heads, "hidden_size": 64, "intermediate_size": 128}
+    configs = {}
+    for parallelism in ({TP: 2, SHARD: 2}, {PP: 2, CP: 2, SHARD: 1}):
+        configs[str(parallelism)] = make_config(
+            {
+                "model": {"name": "hf", "config_class": "LlamaConfig", "values": values},
+                "training": {"dataset": "digits", "global_batch_size": 8, "local_batch_size": 2},
+                "activation_checkpoint": {"mode": "none"},
+                "parallelism": parallelism,
+            }
+        )
+    check_communication(configs, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "axis", "changes"),
+    [
+        ("ddp4", "dp_replicate", {}),
+        ("fsdp4", "dp_shard", {}),
+        ("tp4", "tp", {}),
+        ("cp4", "cp", {}),
+        ("cp4_contiguous", "cp", {"peak"}),
+        ("tp2_fsdp2", "dp_shard", {}),
+        ("pp2_fsdp2", "dp_shard", {}),
+    ],
+)
+def test_the_first_rank_of_an_axis_stands_for_the_others(
+    plan: str, axis: str, changes: set[str]
+) -> None:
+    """It sends as much as the last one, and holds at least as much.
+
+    A contiguous ring is the exception: there the last rank has the most keys.
+    """
+    resolved = resolve_job(config_of(plan), 4)
+    first, last = (
+        trace_rank(resolved, resolved.dims.rank(**{axis: place}))
+        for place in (0, resolved.dims.degrees[axis] - 1)
+    )
+    collectives = (
+        [one for one in totals(trace.communications).items() if one[0][0] not in FROM_RANK_TO_RANK]
+        for trace in (first, last)
+    )
+    assert next(collectives) == next(collectives)
+    for category in ("parameters", "optimizer state"):
+        assert first.held[category] >= last.held[category]
+    is_larger = first.peak().num_bytes >= last.peak().num_bytes
+    assert is_larger == ("peak" not in changes)
+    assert (first.flops >= last.flops) == ("peak" not in changes)

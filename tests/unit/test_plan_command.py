@@ -68,8 +68,6 @@ def test_shards_hold_their_part_and_full_checkpointing_keeps_less() -> None:
     assert phases == {"forward", "recomputation", "backward", "optimizer"}
 
 
-# Dynamo looks at it and hides the warning, except where warnings are errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_compiled_block_keeps_what_its_partition_saves() -> None:
     values = debug_job(local_batch_size=1).model_dump(exclude_unset=True)
     eager, compiled = (
@@ -107,6 +105,13 @@ def test_ranks_of_all_kinds_of_stages_are_traced() -> None:
             None,
         ).dims
         assert representatives(dims) == expected
+
+
+def test_the_last_rank_of_a_contiguous_ring_is_traced() -> None:
+    plan = {"pipeline_parallel_degree": 2, "context_parallel_degree": 2}
+    dims = resolve_job(debug_job(plan, local_batch_size=BATCH), None).dims
+    assert representatives(dims, "headtail") == representatives(dims) == [0, 2]
+    assert representatives(dims, "none") == [1, 3]
 
 
 def test_the_command_shows_bars_bytes_and_notes(

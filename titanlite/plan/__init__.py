@@ -2,8 +2,9 @@
 
 events.py      what a traced step does, as plain data (torch-free)
 fake_world.py  a world of any size in one process
-recorder.py    records operators, communication and memory; streams.py follows a GPU's streams,
-               scratch.py has the memory that kernels allocate inside themselves
+recorder.py    records operators, communication and memory
+scratch.py     what kernels and communication allocate inside themselves, by device
+streams.py     the streams of a GPU, followed where there is none
 trace.py       builds a job in a fake world and records its second step
 pieces.py      traces one block of each kind and what is around the blocks
 composition.py pieces as plain data, and the memory of a run of events (torch-free)

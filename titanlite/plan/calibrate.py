@@ -334,7 +334,7 @@ def _fit_host(steps: Sequence[Step], hardware: Hardware) -> dict[str, float]:
     for measured, config in steps:
         resolved = resolve_job(config, None)
         cost = Cost(hardware, resolved.dims)
-        ranks = [resolved.dims.rank(pp=place) for place in representatives(resolved.dims)]
+        ranks = representatives(resolved.dims)
         events = [event for rank in ranks for event in trace_rank(resolved, rank).events]
         operators = [e for e in events if isinstance(e, Operator) and cost.kind(e) != FREE]
         calls = [event for event in events if isinstance(event, Communication)]

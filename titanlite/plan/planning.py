@@ -104,7 +104,8 @@ def plan_job(
         from titanlite.plan.trace import trace_rank
 
         ranks = []
-        for rank in shown:
+        layout = resolved.config.parallelism.context_parallel_load_balancer
+        for rank in representatives(dims, layout):
             trace = trace_rank(resolved, rank)
             counts = totals(trace.communications)
             applied = applied or trace.applied
@@ -160,13 +161,15 @@ def passes(resolved: ResolvedJob) -> int:
     return batches * ranks * blocks * pipeline.schedule.num_microbatches
 
 
-def representatives(dims: ParallelDims) -> list[int]:
+def representatives(dims: ParallelDims, layout: str | None = None) -> list[int]:
     """One rank per pipeline stage, those with the largest shards: the first of other axes.
 
-    Of more than four stages: the first two, the middle one and the last.
+    Of more than four stages: the first two, the middle one and the last. In context parallelism
+    with contiguous shards (layout "none") the last rank attends to the most keys.
     """
+    last = {"cp": dims.cp - 1} if layout == "none" else {}
     places = list(range(dims.pp)) if dims.pp <= 4 else [0, 1, dims.pp // 2, dims.pp - 1]
-    return [dims.rank(pp=place) for place in places]
+    return [dims.rank(pp=place, **last) for place in places]
 
 
 def find_warnings(plan: JobPlan) -> Sequence[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -45,6 +46,9 @@ def trace_job(
     size = resolved.dims.world_size
     planned = "cuda" if resolved.config.job.device == "cuda" else "cpu"
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # What torch warns of, a run of the job says too.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
         world = stack.enter_context(fake_world(rank, size, planned))
         stack.enter_context(stand_ins())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
