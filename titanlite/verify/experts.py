@@ -105,8 +105,9 @@ def _elsewhere(
         f"{layer}.router sends {number} of {total} tokens to other experts than one process, "
         f"{name_ranks(moved, e.runs, seen)}. The first is token {first.position} of sequence "
         f"{first.sequence}: it goes to experts {listed(first.experts)}, not "
-        f"{listed(first.expected)}, although these differ by {first.margin:.1e} in rank. Its input "
-        "agrees, so the scores, the balancing bias or the choice is wrong"
+        f"{listed(first.expected)}, although on one process the lowest chosen score, bias "
+        f"included, exceeds the next one by {first.margin:.1e}. Its input agrees, so the scores, "
+        "the balancing bias or the choice is wrong"
         + (
             ". The first microbatch agrees: the balancing bias changes within the step. Update it "
             "once, before the optimizer's step, from the counts of all microbatches"
