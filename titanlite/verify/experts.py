@@ -212,8 +212,9 @@ def explain_expert_gradients(e: JobEvidence) -> Iterator[str]:
         if parts and all(pooled([part])[1] >= EXPLAINED for part in parts):
             yield (
                 "only the gradients of routed experts differ, by no common factor, and the "
-                "gradients of what the experts read agree: rows that are no tokens have entered "
-                "them. Give padded rows a gradient of zero, or drop them before the product"
+                "gradients of the experts' inputs agree: padded rows, which are not tokens, "
+                "contributed to the experts' gradients. Give padded rows a gradient of zero, or "
+                "drop them before the product"
             )
             return
     for name in failed:
