@@ -42,8 +42,9 @@ def register_dataset(name: str, build: str | Callable[..., Dataset], **details: 
     """Register a data set as `name`.
 
     `build(model=..., seq_len=..., split=..., seed=..., path=..., path_key=...)` returns a Dataset.
-    `details` are fields of DatasetSpec (titanlite/data/spec.py) besides these two, such as
-    `has_tokens` and `fields`. Raises ValueError if a different data set has that name.
+    `details` are the other fields of DatasetSpec (titanlite/data/spec.py) besides `name` and
+    `build`, such as `has_tokens` and `fields`. Raises ValueError if a different data set has that
+    name.
     """
     details.setdefault("description", name)
     catalog.register(DatasetSpec(name=name, build=build, **details))

@@ -220,7 +220,7 @@ CASES = [
     Case(
         bugs.norm_misses_strided_shards,
         {**TP, **FSDP},
-        "gradients sharded a second time along one dimension over dp_shard are counted as if they "
+        "gradients sharded along an already sharded dimension over dp_shard are counted as if they "
         "were replicated: only the shard of the first rank of dp_shard is counted",
         is_slow=True,
     ),
@@ -410,8 +410,8 @@ CASES = [
     Case(
         bugs.padded_rows_have_gradients,
         FSDP | EP,
-        "only the gradients of routed experts differ, by no common factor, .* rows that are no "
-        "tokens have entered them. Give padded rows a gradient of zero",
+        "only the gradients of routed experts differ, by no common factor, .* padded rows, "
+        "which are not tokens, contributed to the experts' gradients. Give padded rows a gradient",
         EXPERTS,
     ),
     Case(

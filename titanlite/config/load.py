@@ -85,12 +85,13 @@ class Reading:
 
 
 def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
-    """The job that the command line `argv` describes, with all checks that need no rank count.
+    """The job that the command line `argv` describes, checked as far as possible without ranks.
 
     `argv`, without the program's name, has `--job.config_file=F`, which names a TOML file, and
-    `--section.key=value`, which overrides its keys. Without a file, a job has all defaults, unless
-    `needs_file`, an example command with a file, is given: then ConfigError says to run it. Raises
-    ConfigError with one line for each mistake.
+    `--section.key=value`, which overrides its keys. Without a file, a job has all defaults. But if
+    `needs_file` is not empty, a file is required: without one, ConfigError is raised and shows
+    `needs_file`, an example of a command with a file. Raises ConfigError with one line for each
+    mistake; the checks that need the number of ranks come later.
     """
     return _checked(read_job(argv, needs_file=needs_file))
 
@@ -100,8 +101,8 @@ def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
 
     `--job.config_file=F` names a TOML file; every other `--section.key=value` or
     `--section.key value` overrides it. `--help` prints every key and exits. Without a file, a job
-    has all defaults, unless `needs_file`, an example command with a file, is given. Then, or if the
-    file cannot be read, ConfigError is raised.
+    has all defaults. But if `needs_file`, an example of a command with a file, is not empty, a file
+    is required. If it is missing or cannot be read, ConfigError is raised.
     """
     if "--help" in argv or "-h" in argv:
         from titanlite.config.document import help_text

@@ -117,6 +117,7 @@ def compare(
         the default.
     seed: for torch.manual_seed before each of the two functions is called; None for no seed.
     timeout_seconds: how long the ranks may take altogether.
+    max_ranks: the largest number of ranks to start; by default the machine's limit.
 
     Raises ConfigError for a mistake in the arguments and TitanliteError if the reference does not
     run. An exception on a rank is part of the result.

@@ -54,7 +54,10 @@ class Meshes:
         return self.experts[used]
 
     def axes_of_groups(self) -> dict[str, str]:
-        """Process group -> its axis; for a group of all ranks, the axis + " (the world)"."""
+        """The names of process groups and their axes.
+
+        If an axis spans all ranks, " (the world)" is added to its name.
+        """
         named = [(axis, self.world) for axis in self.world.mesh_dim_names or ()]
         named += [(axis, self.dp) for axis in self.dp.mesh_dim_names or ()]
         if self.experts is not None:
@@ -72,8 +75,8 @@ class Meshes:
 def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = False) -> Meshes:
     """Create the process groups of `dims`; every rank must call this.
 
-    A model that `has_experts` gets a mesh for them with expert parallelism, and also with tensor
-    parallelism, which does not cut experts, so that FSDP2 can shard them over the ranks of tp.
+    If the model `has_experts`, they get a separate mesh under expert parallelism, and also under
+    tensor parallelism: TP does not shard experts, so FSDP2 shards them over the ranks of tp too.
 
     Axes of degree 1 have no group, except dp_shard: even if nothing is sharded, mixed precision
     needs FSDP2, and FSDP2 needs a mesh of one rank.

@@ -97,9 +97,9 @@ def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
 class ParallelDims:
     """The degree of every mesh axis, each at least 1; their product is the number of ranks.
 
-    Each field is a mesh axis, outermost first. TABLE in this module (titanlite/mesh/
-    parallel_dims.py) defines what the ranks along an axis share. `ep` borrows ranks and does not
-    count in the product.
+    Each field is a mesh axis, outermost first. TABLE in titanlite/mesh/parallel_dims.py says for
+    each axis how its ranks divide the batch and the weights. `ep` uses the ranks of other axes and
+    does not count in the product.
     """
 
     pp: int = 1
@@ -116,7 +116,7 @@ class ParallelDims:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Axis of GRID -> degree, outermost first."""
+        """The mesh axes and their degrees, outermost first; without `ep`."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -152,7 +152,7 @@ class ParallelDims:
 
     @property
     def num_expert_ranks(self) -> int:
-        """The number of ranks over which the experts of one replica are spread."""
+        """dp_shard x cp x tp, the ranks that together hold one replica's experts: ep x efsdp."""
         return self.degree_of(next(axis.borrows for axis in TABLE if axis.borrows))
 
     @property

@@ -101,8 +101,9 @@ def open_world(
     If ranks wait for each other for too long, or a rank is lost, the run ends with a report, and
     LostWorldError is raised here. For local ranks the report is the launcher's RankError; otherwise
     it is printed on stderr. The flight recorders keep `trace_buf_size` collectives, and are written
-    to `traces`. `describe_place` returns the mesh coordinates of a rank. If it is given here, and
-    not later by `name_places`, a report has the coordinates even of ranks that never joined.
+    to `traces`. `describe_place` returns the mesh coordinates of a rank. `World.name_places` can
+    set it later, but a report has the coordinates of ranks that never joined only if it is given
+    here.
     """
     if place.is_one_node:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

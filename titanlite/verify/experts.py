@@ -105,8 +105,9 @@ def _elsewhere(
         f"{layer}.router sends {number} of {total} tokens to other experts than one process, "
         f"{name_ranks(moved, e.runs, seen)}. The first is token {first.position} of sequence "
         f"{first.sequence}: it goes to experts {listed(first.experts)}, not "
-        f"{listed(first.expected)}, although these differ by {first.margin:.1e} in rank. Its input "
-        "agrees, so the scores, the balancing bias or the choice is wrong"
+        f"{listed(first.expected)}, although on one process the lowest chosen score, bias "
+        f"included, exceeds the next one by {first.margin:.1e}. Its input agrees, so the scores, "
+        "the balancing bias or the choice is wrong"
         + (
             ". The first microbatch agrees: the balancing bias changes within the step. Update it "
             "once, before the optimizer's step, from the counts of all microbatches"
@@ -211,8 +212,9 @@ def explain_expert_gradients(e: JobEvidence) -> Iterator[str]:
         if parts and all(pooled([part])[1] >= EXPLAINED for part in parts):
             yield (
                 "only the gradients of routed experts differ, by no common factor, and the "
-                "gradients of what the experts read agree: rows that are no tokens have entered "
-                "them. Give padded rows a gradient of zero, or drop them before the product"
+                "gradients of the experts' inputs agree: padded rows, which are not tokens, "
+                "contributed to the experts' gradients. Give padded rows a gradient of zero, or "
+                "drop them before the product"
             )
             return
     for name in failed:

@@ -147,7 +147,8 @@ def judge(found: Result) -> str:
         return (
             f"AGREES: the largest difference is {_figure(found.differences[step][key])} "
             f"({describe_key(key)} at step {step}). The tolerance is "
-            f"{found.tolerance.of(step, key):.1e}, {found.margin:,.0f} times as large ({seconds})"
+            f"{found.tolerance.of(step, key):.1e}, {found.margin:,.0f} times this difference "
+            f"({seconds})"
         )
     if found.problems and not found.failures:
         return f"DIFFERS: {found.problems[0]} ({seconds})"

@@ -153,4 +153,4 @@ def agree(who: str, verb: str) -> str:
 
 def how_in_words(how: str) -> str:
     """A placement as an adjective; the caller adds "over" and the axis."""
-    return "sharded a second time along one dimension" if how == "strided" else how
+    return "sharded along an already sharded dimension" if how == "strided" else how
