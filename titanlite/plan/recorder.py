@@ -20,6 +20,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._ops import HigherOrderOperator
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -99,6 +100,7 @@ class Recorder(TorchDispatchMode):
         self._gathered_for: list[str] = []
         self._spans: list[tuple[int, str]] = [(0, "")]
         self.phase = "other"
+        self._is_paused = False
 
     supports_higher_order_operators = True
 
@@ -153,7 +155,20 @@ class Recorder(TorchDispatchMode):
 
             return call
 
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(*args: Any) -> Any:
+            # DTensor runs an operator on fake tensors of the whole shape, only for its shape.
+            before, self._is_paused = self._is_paused, True
+            try:
+                return propagate(*args)
+            finally:
+                self._is_paused = before
+
         with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen)
+            )
             for name in ("unshard", "wait_for_unshard", "post_backward"):
                 method = of_its_modules(getattr(FSDPParamGroup, name))
                 stack.enter_context(patch.object(FSDPParamGroup, name, method))
@@ -225,6 +240,8 @@ class Recorder(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return function(*args, **kwargs)
         if isinstance(function, HigherOrderOperator):
             if self._is_fake:
                 return self._call_with_rng_state(function, args, kwargs)
