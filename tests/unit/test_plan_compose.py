@@ -8,6 +8,7 @@ import pytest
 
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
+from titanlite.plan.cache import folder, known_pieces, load_pieces
 from titanlite.plan.command import plannable
 from titanlite.plan.compose import compose
 from titanlite.plan.composition import WITHOUT_FLOAT8_GATHER, gathers_in_float8
@@ -50,3 +51,18 @@ def check(name: str) -> None:
             assert one.held[category] == trace.held[category]
         difference = one.peak().num_bytes / trace.peak().num_bytes - 1
         assert abs(difference) < TOLERANCE.get(name, 0.06)
+
+
+def test_a_cache_that_cannot_be_written_or_read_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = resolve_job(load_config([f"--job.config_file={CONFIGS / 'single.toml'}"]))
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    traced = load_pieces(resolved)
+    assert known_pieces(resolved) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_pieces(resolved) == traced == known_pieces(resolved)
+    (stored,) = folder().iterdir()
+    stored.write_bytes(b"half a fi")
+    assert known_pieces(resolved) is None

@@ -6,6 +6,7 @@ torch, and the source code of titanlite and of the job's own modules.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config import ResolvedJob
+from titanlite.errors import ConfigError
 from titanlite.plan.composition import Part, Pieces, Segment, Weight, smaller
 from titanlite.plan.events import Communication, Event, Operator, Place, Wait
 
@@ -36,11 +38,9 @@ def load_pieces(resolved: ResolvedJob, *, use_cache: bool = True) -> Pieces:
     """
     small = smaller(resolved)
     path = folder() / f"{key_of(small)}.json.z"
-    if use_cache:
-        try:
-            return unpack(json.loads(zlib.decompress(path.read_bytes())))
-        except (OSError, ValueError, KeyError, TypeError, IndexError, zlib.error):
-            pass
+    pieces = _read(path) if use_cache else None
+    if pieces is not None:
+        return pieces
     from titanlite.plan.pieces import trace_pieces
 
     pieces = trace_pieces(small)
@@ -48,23 +48,34 @@ def load_pieces(resolved: ResolvedJob, *, use_cache: bool = True) -> Pieces:
         content = zlib.compress(json.dumps(pack(pieces)).encode(), 1)
         # Written under another name first: a reader never sees half a file.
         part = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
+        with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             part.write_bytes(content)
             part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
     return pieces
 
 
-def is_known(resolved: ResolvedJob) -> bool:
-    """Whether the pieces of a job are in the cache."""
-    return (folder() / f"{key_of(smaller(resolved))}.json.z").exists()
+def known_pieces(resolved: ResolvedJob) -> Pieces | None:
+    """The pieces of a job if the cache has them; nothing is traced."""
+    try:
+        return _read(folder() / f"{key_of(smaller(resolved))}.json.z")
+    except ConfigError:
+        # The reduced job is not legal, so it was never traced.
+        return None
+
+
+def _read(path: Path) -> Pieces | None:
+    """The pieces in a file; None if it does not exist or cannot be read."""
+    try:
+        return unpack(json.loads(zlib.decompress(path.read_bytes())))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, zlib.error):
+        return None
 
 
 def folder() -> Path:
     """Where pieces are stored: below $XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "titanlite", "plan")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home, "titanlite", "plan")
 
 
 def key_of(small: ResolvedJob) -> str:

@@ -43,13 +43,16 @@ def planned_bytes(job: ResolvedJob) -> int:
 
     Known are jobs whose pieces are in the cache: nothing is traced.
     """
-    from titanlite.plan.cache import is_known, load_pieces
+    from titanlite.plan.cache import known_pieces
     from titanlite.plan.compose import compose
     from titanlite.plan.planning import has_experts
 
-    if job.config.compile.enable or has_experts(job.model) or not is_known(job):
+    if job.config.compile.enable or has_experts(job.model):
         return 0
-    peaks = [one.peak().num_bytes for one in compose(job, load_pieces(job))]
+    pieces = known_pieces(job)
+    if pieces is None:
+        return 0
+    peaks = [one.peak().num_bytes for one in compose(job, pieces)]
     return round((1 - PLAN_ERROR) * sum(peaks) * job.dims.world_size / len(peaks))
 
 
