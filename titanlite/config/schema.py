@@ -245,6 +245,11 @@ class Training(Section):
         """The dtype of gradient reduction: mixed_precision_reduce, or dtype."""
         return self.mixed_precision_reduce or self.dtype
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether computation or reduction has another dtype than the parameters."""
+        return {self.param_dtype, self.reduce_dtype} != {self.dtype}
+
 
 class Parallelism(Section):
     """The degree of each parallelism. Their product, without EP, is the number of ranks"""

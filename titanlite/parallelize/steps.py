@@ -260,9 +260,8 @@ def data_parallel(part: Part) -> PlanRow:
     """Shard with FSDP2, or replicate with DDP."""
     model, config, dims, meshes = part.model, part.config, part.dims, part.meshes
     training, parallelism = config.training, config.parallelism
-    dtype = training.dtype
     param, reduce = training.param_dtype, training.reduce_dtype
-    is_mixed = param != dtype or reduce != dtype
+    is_mixed = training.is_mixed
     asked = dims.degree_of(axes_where(batch="samples", weights="sharded"))
     requested = _data_parallel_name(dims.dp_replicate, asked)
     plain = not is_mixed and not training.enable_cpu_offload and not dims.fsdp_enabled

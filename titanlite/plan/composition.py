@@ -244,8 +244,7 @@ WITHOUT_A_PIPELINE: dict[str, Any] = {
 def uses_fsdp(config: JobConfig, dims: ParallelDims) -> bool:
     """Whether FSDP2 wraps the model: as steps.data_parallel decides."""
     training = config.training
-    is_mixed = {training.param_dtype, training.reduce_dtype} != {training.dtype}
-    if is_mixed or training.enable_cpu_offload or dims.fsdp_enabled:
+    if training.is_mixed or training.enable_cpu_offload or dims.fsdp_enabled:
         return True
     return dims.dp > 1 and (dims.tp_enabled or dims.pp_enabled)
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from titanlite.config import JobConfig
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where, flat_name
 from titanlite.plan.composition import Builder, Part, Pieces, Weight, uses_fsdp
-from titanlite.plan.events import Place
+from titanlite.plan.events import ITEMSIZE, Place
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 DDP_BUCKET_BYTES = 100 << 20
 ENDS = ("before", "after")
 BUFFERS, GATHERED = "communication buffers", "gathered parameters"
@@ -27,7 +26,7 @@ class Replication:
         training, policy = config.training, config.parallelism.fsdp_reshard_after_forward
         self.dims, self._pieces = dims, pieces
         self.is_fsdp = uses_fsdp(config, dims)
-        self._is_mixed = {training.param_dtype, training.reduce_dtype} != {training.dtype}
+        self._is_mixed = training.is_mixed
         self._dtype, self._reduce_dtype = training.param_dtype, training.reduce_dtype
         self.num_shards = dims.num_weight_shards
         sharded = [axis for axis in axes_where(weights="sharded") if dims.degrees[axis] > 1]

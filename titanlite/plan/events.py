@@ -25,6 +25,9 @@ CATEGORIES = (
 )
 """What memory is used for. Activations are what the forward pass keeps for the backward pass."""
 
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
+"""Bytes of an element, by dtype."""
+
 PHASES = ("forward", "backward", "recomputation", "optimizer", "other")
 FROM_RANK_TO_RANK = ("send", "receive")
 

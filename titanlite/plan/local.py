@@ -13,8 +13,8 @@ from titanlite.config import JobConfig, Reading, ResolvedJob, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models import find_model
 from titanlite.observe.terminal import terminal_width, uses_color
+from titanlite.plan.events import ITEMSIZE
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 MOMENTS = {"AdamW": 2, "Adam": 2}
 OWN_MODELS = "titanlite.models."
 # A composed plan can exceed the real peak by this share; compiled blocks keep even less.

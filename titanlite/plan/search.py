@@ -222,6 +222,8 @@ class Evaluator:
             )
         except ConfigError:
             return "not legal"
+        except Exception as error:  # one plan that cannot be traced must not end the search
+            return f"cannot be traced: {type(error).__name__}: {error}"[:100]
         if isinstance(few, str) or isinstance(more, str):
             return few if isinstance(few, str) else str(more)
         steps = (total - counts[0]) / (counts[1] - counts[0])
