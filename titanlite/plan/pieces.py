@@ -60,7 +60,7 @@ def trace_pieces(resolved: ResolvedJob) -> Pieces:
         patch.object(job_module, "_build_model", fewer),
         patch.object(step, "reduce_partial_gradients", reduce),
     ):
-        job, trace = trace_job(smaller(resolved), 0, watch)
+        job, trace = trace_job(smaller(resolved), 0, watch, runs_first_step=False)
     events, reduced = _without_fsdp(trace)
     segments = dict(_cut(trace, events, fewer.kept))
     units = _units(job, fewer.kept, partial, reduced)
