@@ -83,8 +83,13 @@ def key_of(small: ResolvedJob) -> str:
     config = small.config.model_dump(mode="json", exclude=set(UNUSED))
     code = _code(SOURCE, *_own_modules(small.config.experimental.custom_import))
     what = [config, repr(small.model), small.dims.degrees, small.seq_len]
-    text = json.dumps([*what, importlib.metadata.version("torch"), code], sort_keys=True)
+    text = json.dumps([*what, _torch_version(), code], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _torch_version() -> str:
+    return importlib.metadata.version("torch")
 
 
 @functools.cache
