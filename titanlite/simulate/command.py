@@ -36,12 +36,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> None:
-    from titanlite.drawing.schedule_text import draw_text
-
-    longest = max(simulation.makespan for simulation in simulations)
-    timelines = [replace(simulation.timeline(), until=longest) for simulation in simulations]
     rows = [_figures(simulation) for simulation in simulations]
+    timelines = []
+    if not options.quiet or options.svg or options.html or options.png or options.trace:
+        longest = float(max(simulation.makespan for simulation in simulations))
+        timelines = [replace(simulation.timeline(), until=longest) for simulation in simulations]
     if not options.quiet:
+        from titanlite.drawing.schedule_text import draw_text
+
         for timeline in timelines:
             print(draw_text(timeline, options.width, options.color), end="\n\n")
     print(format_table(HEADER, rows, left=("scheme",)))
@@ -90,8 +92,8 @@ def _figures(simulation: Simulation) -> list[str]:
     return [
         simulation.title,
         str(simulation.num_stages),
-        f"{simulation.makespan:g}",
-        f"{simulation.lower_bound:g}",
+        f"{float(simulation.makespan):g}",
+        f"{float(simulation.lower_bound):g}",
         f"{simulation.bubble_fraction:.1%}",
         f"{simulation.throughput:.3g}",
         str(max(simulation.peak_activations)),
