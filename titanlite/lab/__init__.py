@@ -13,6 +13,7 @@ _HOME = {
     "device": ["VirtualDevice"],
     "channel": ["VirtualChannel", "DeviceChannel", "HostChannel"],
     "counts": ["Counts", "Collective"],
+    "link": ["Link"],
     "group": ["Group"],
     "mesh": ["Mesh", "MeshIndex", "MeshError"],
     "operation": ["Operation"],
