@@ -110,7 +110,10 @@ def test_ladder_prints_its_table(tmp_path, capsys):
         ("simulate ZBV --forward 1 2 3 4 5 6 7 8", "set stages"),
         ("simulate Pipeline --max-in-flight 1 1", "2 values for 4 workers"),
         ("simulate Pipeline --workers 100000000", "would take about 57 minutes and 136 GiB"),
-        ("simulate 1F1B --workers 100000000", "1,600,000,000 work items, which would take about 110 minutes"),
+        (
+            "simulate 1F1B --workers 100000000",
+            "1,600,000,000 work items, which would take about 110 minutes",
+        ),
         ("simulate DDP --workers 2 --batches 1000000000000000", "would take about 254 years"),
         ("fly", "no command 'fly'"),
     ],

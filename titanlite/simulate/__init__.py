@@ -7,6 +7,7 @@ costs.py network.py reduction.py   durations, links, gradient reduction
 size.py         what a simulation takes; sizes that are too large are refused
 result.py       when each work item ran, and what the run cost
 schemes.py      the strategies of the notebook and the pipeline schedules, by name
+experiment.py   a strategy file: its strategy, order, priority, costs and network
 streams.py      ranks with a compute stream and communication streams that share links
 gpu.py cluster.py collectives.py ladder.py   0D to 4D on simulated GPUs that exchange messages
 """

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from titanlite.simulate.exact import Exact, Number, exact
@@ -26,9 +27,10 @@ ETHERNET = Network(Link(NETWORK_BASE_LATENCY_SECONDS, SECONDS_PER_DATA_UNIT))
 
 
 class Event(NamedTuple):
-    """`kind` is compute, send, receive, wait or barrier; `work` is (pass, layer, item) or None.
+    """`kind` is compute, send, receive, wait, barrier or join; `work` (pass, layer, item) or None.
 
-    `start` and `end` are the floats nearest to the exact times.
+    `start` and `end` are the floats nearest to the exact times. An event that `is_overlapped` runs
+    beside the GPU's computation, see `GPU.overlapped`.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class Event(NamedTuple):
     start: float
     end: float
     work: tuple[str, int, int] | None = None
+    is_overlapped: bool = False
 
 
 class Messages(Protocol):
@@ -62,6 +65,8 @@ class GPU:
         self.clock: Exact = 0
         self.events: list[Event] = []
         self.peak_memory_units = 0.0
+        self._overlapped: Exact = 0
+        self._is_overlapped = False
         self.memory_units = memory_units
         if memory_units != math.inf:
             exact(memory_units, "memory_units")
@@ -125,6 +130,27 @@ class GPU:
         self.send(target_rank, description, data_size_units, value)
         return self._take(source_rank, description)
 
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """Messages inside the block take no time of the GPU: they are sent beside its computation.
+
+        They start when the block is entered, after the messages of earlier such blocks. Other
+        messages do not slow them down. `join` waits for them.
+        """
+        computed = self.clock
+        self.clock = max(computed, self._overlapped)
+        self._is_overlapped = True
+        try:
+            yield
+        finally:
+            self._overlapped, self.clock = self.clock, computed
+            self._is_overlapped = False
+
+    def join(self, description: str) -> None:
+        """Wait until all messages of `overlapped` blocks have been sent and received."""
+        if self._overlapped > self.clock:
+            self._spend("join", description, self._overlapped - self.clock)
+
     def barrier(self, ranks: Sequence[int], description: str = "barrier") -> None:
         """Wait until all `ranks` reach the barrier, plus one latency."""
         first = ranks[0]
@@ -163,8 +189,12 @@ class GPU:
         del self._held[description]
 
     def seconds_in(self, *kinds: str) -> float:
-        """Time spent in events of `kinds`."""
-        return float(sum(self._spent[kind] for kind in kinds))
+        """Time spent in events of `kinds`, without those that were overlapped."""
+        return float(self.time_in(*kinds))
+
+    def time_in(self, *kinds: str) -> Exact:
+        """The same time, exactly."""
+        return sum(self._spent[kind] for kind in kinds)
 
     def _take(self, source_rank: int, description: str) -> Any:
         if self._cluster is None:
@@ -186,8 +216,11 @@ class GPU:
     ) -> None:
         start = self.seconds
         self.clock += seconds
-        self._spent[kind] += seconds
-        self.events.append(Event(kind, description, start, self.seconds, work))
-        # In real time, waits need no sleep: the thread itself has waited for the message.
-        if self._sleep and kind not in ("wait", "barrier"):
+        if not self._is_overlapped:
+            self._spent[kind] += seconds
+        event = Event(kind, description, start, self.seconds, work, self._is_overlapped)
+        self.events.append(event)
+        # In real time, waits need no sleep: the thread itself has waited for the message. What is
+        # overlapped is slept through by `join`, as far as it outlasts the computation.
+        if self._sleep and kind not in ("wait", "barrier") and not self._is_overlapped:
             time.sleep(float(seconds))
