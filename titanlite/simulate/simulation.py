@@ -7,6 +7,7 @@ parallelism, FSDP, pipelines, looped pipelines and new schemes differ only in th
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -18,7 +19,13 @@ from titanlite.simulate.priority import Lexicographic, OldestBatchFirst
 from titanlite.simulate.reduction import reduce_gradients
 from titanlite.simulate.result import Simulation
 from titanlite.simulate.size import check_size
-from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
+from titanlite.simulate.work import (
+    ComputeAndWeightWorkers,
+    Direction,
+    SimulationError,
+    Work,
+    one_line,
+)
 
 Priority: TypeAlias = Callable[[Work], Any]
 Order: TypeAlias = Callable[[int], "Iterable[Work | Action]"]
@@ -83,7 +90,7 @@ def simulate(
     if order is not None:
         plan.orders = _read_orders(plan, order)
     else:
-        plan.priority_key = _priority_key(plan, priority_order)
+        plan.keys = _keys(plan, priority_order)
         plan.max_in_flight = _read_caps(num_workers, max_in_flight)
     may_be_stuck, extras = run(plan)
     _check_all_ran(plan, may_be_stuck)
@@ -141,37 +148,46 @@ def _check_all_ran(plan: Plan, starts: list[int | None]) -> None:
     raise SimulationError(f"{why}: {told}")
 
 
-def _priority_key(plan: Plan, priority: Priority | None) -> Callable[[int], int]:
-    """A function from the number of a work item to the priority of its frontier, an integer."""
-    stages, chain = plan.num_stages, 2 * plan.num_stages
+def _keys(plan: Plan, priority: Priority | None) -> Sequence[int]:
+    """The key of every work item but weight gradients: the rank of the priority of its frontier."""
+    stages, chain, modulus = plan.num_stages, 2 * plan.num_stages, plan.modulus
     way = way_of_a_batch(stages)
     if priority is None:
         priority = OldestBatchFirst(stages, plan.num_batches)
     if isinstance(priority, Lexicographic):
         frontiers = [(-1, Direction.FORWARD), *way[:-1]]
         base = [priority.key_at_batch_zero(*frontier) for frontier in frontiers]
-        per_batch = priority.per_batch
-        return lambda number: base[number % chain] + per_batch * (number // chain)
-
-    keys = []
+        first = [key * modulus + k for k, key in enumerate(base)]
+        step = priority.per_batch * modulus + chain
+        in_batch = ([key + step * batch for key in first] for batch in range(plan.num_batches))
+        packed = array("q")
+        try:
+            for keys_of_batch in in_batch:
+                packed.fromlist(keys_of_batch)
+        except OverflowError:
+            return [key + step * batch for batch in range(plan.num_batches) for key in first]
+        return packed
+    priorities = []
     for batch in range(plan.num_batches):
         for k in range(chain):
             stage, direction = way[max(k - 1, 0)]
             frontier = Work(stage, batch, direction)
             try:
-                keys.append((priority(frontier), k > 0))
+                priorities.append((priority(frontier), k > 0))
             except Exception as error:
                 raise SimulationError(
-                    f"the priority raises {type(error).__name__} for {frontier}: {error}"
+                    f"the priority raises {type(error).__name__} for {frontier}: {one_line(error)}"
                 ) from error
     try:
-        in_order = sorted(range(len(keys)), key=keys.__getitem__)
-    except TypeError as error:
-        raise SimulationError(f"the keys of the priority cannot be compared: {error}") from error
-    ranks = [0] * len(keys)
+        in_order = sorted(range(len(priorities)), key=priorities.__getitem__)
+    except Exception as error:
+        raise SimulationError(
+            f"the keys of the priority cannot be compared: {one_line(error)}"
+        ) from error
+    keys = [0] * len(priorities)
     for rank, number in enumerate(in_order):
-        ranks[number] = rank
-    return ranks.__getitem__
+        keys[number] = rank * modulus + number
+    return keys
 
 
 def _read_caps(num_workers: int, cap: MaxInFlight | None) -> list[int] | None:
