@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from titanlite.simulate.work import (
@@ -44,11 +45,16 @@ def place(
     pieces = [chain[at : at + AT_ONCE] for at in range(0, len(chain), AT_ONCE)]
     for batch in range(num_batches):
         for piece in pieces:
-            answers: list[Any] = []
             try:
                 answers = [
                     strategy(make(Work, (stage, batch, direction))) for stage, direction in piece
                 ]
+            except Exception:
+                works = [Work(stage, batch, direction) for stage, direction in piece]
+                for work in works:
+                    _ask(strategy, work, name)  # which one it is
+                raise _changed(name, works[0]) from None
+            try:
                 computing, storing = zip(*answers, strict=True)
                 is_right = (
                     {int}.issuperset(map(type, computing + storing))
@@ -59,16 +65,15 @@ def place(
                 is_right = False
             if not is_right:
                 works = [Work(stage, batch, direction) for stage, direction in piece]
-                checked = [_checked(work, strategy, num_workers, name) for work in works]
-                if [tuple(answer) for answer in answers] != checked:
-                    raise _changed(name, works[0])
-                computing, storing = zip(*checked, strict=True)
+                pairs = map(partial(_pair, num_workers, name), works, answers)
+                computing, storing = zip(*pairs, strict=True)
             compute += computing
             weight += storing
     for number in range(0, len(compute), max(1, len(compute) // ASKED_TWICE)):
         batch, k = divmod(number, len(chain))
         work = Work(chain[k][0], batch, chain[k][1])
-        if _checked(work, strategy, num_workers, name) != (compute[number], weight[number]):
+        again = _pair(num_workers, name, work, _ask(strategy, work, name))
+        if again != (compute[number], weight[number]):
             raise _changed(name, work)
     return compute, weight
 
@@ -79,14 +84,17 @@ def way_of_a_batch(num_stages: int) -> list[tuple[int, Direction]]:
     return forward + [(stage, Direction.BACKWARD) for stage in reversed(range(num_stages))]
 
 
-def _checked(work: Work, strategy: Strategy, num_workers: int, name: str) -> tuple[int, int]:
-    """The two workers that the strategy returns for `work`, as integers."""
+def _ask(strategy: Strategy, work: Work, name: str) -> Any:
     try:
-        answer: Any = strategy(work)
+        return strategy(work)
     except Exception as error:
         raise SimulationError(
             f"{name} raises {type(error).__name__} for {work}: {one_line(error)}"
         ) from error
+
+
+def _pair(num_workers: int, name: str, work: Work, answer: Any) -> tuple[int, int]:
+    """The two workers that the strategy has returned for `work`, as Python integers."""
     try:
         compute, weight = answer
         if isinstance(compute, bool) or isinstance(weight, bool):

@@ -18,6 +18,7 @@ from titanlite.schedule.generators import schedule_name
 from titanlite.simulate.costs import Costs
 from titanlite.simulate.experiment import Job, open_experiment
 from titanlite.simulate.network import Link, Network
+from titanlite.simulate.exact import exact, simplest
 from titanlite.simulate.placement import Strategy
 from titanlite.simulate.priority import PRIORITIES
 from titanlite.simulate.result import Simulation
@@ -256,10 +257,14 @@ def _cut_finer(costs: Costs, pieces: int) -> Costs:
         return costs
     names = ("forward", "backward", "weight_gradient", "weight_units")
     values = {name: getattr(costs, name) for name in names}
-    if not all(value is None or isinstance(value, int | float) for value in values.values()):
+    if any(callable(value) or isinstance(value, Iterable) for value in values.values()):
         raise SimulationError(
             "costs that differ by stage need the number of stages; set stages (costs of the whole "
             "model are one value each)"
         )
-    finer = {name: value and value / pieces for name, value in values.items()}
+    finer = {
+        name: simplest(Fraction(exact(value, f"costs: {name}")) / pieces)
+        for name, value in values.items()
+        if value is not None
+    }
     return replace(costs, **finer)
