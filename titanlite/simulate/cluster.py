@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from titanlite.schedule.timeline import Span, Timeline
+from titanlite.schedule.timeline import REDUCE, Span, Timeline
 from titanlite.simulate.gpu import ETHERNET, GPU
 from titanlite.simulate.network import Network
 from titanlite.simulate.work import SimulationError
@@ -110,7 +110,10 @@ class Cluster:
             return mail.popleft()
 
     def timeline(self, title: str) -> Timeline:
-        """The timeline of all GPUs: passes by layer and item, messages in grey."""
+        """The timeline of all GPUs: passes by layer and item, messages in grey.
+
+        Messages that are sent beside the computation have a lane of their own.
+        """
         spans = []
         for gpu in self.gpus:
             for event in gpu.events:
@@ -118,7 +121,8 @@ class Cluster:
                     kind, layer, item = event.work
                     spans.append(Span(gpu.global_rank, event.start, event.end, kind, layer, item))
                 elif event.kind in ("send", "receive"):
-                    spans.append(Span(gpu.global_rank, event.start, event.end, "SEND"))
+                    kind = REDUCE if event.is_overlapped else "SEND"
+                    spans.append(Span(gpu.global_rank, event.start, event.end, kind))
         rows = [f"GPU {gpu.global_rank}" for gpu in self.gpus]
         return Timeline(title, rows, spans, unit="s", batches_are="item")
 

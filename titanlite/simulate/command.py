@@ -95,17 +95,17 @@ def _row(scheme: str, simulation: Simulation) -> dict[str, Any]:
 
 
 def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> None:
-    from titanlite.drawing.schedule_text import draw_text
-
-    longest = max(simulation.makespan for simulation in simulations)
     rows = [_row(simulation.title, simulation) for simulation in simulations]
     header, cells = table_rows(
         [{k: v for k, v in row.items() if k not in ("workers", "batches")} for row in rows]
     )
     timelines: list[Timeline] = []
-    if not options.quiet or any((options.svg, options.html, options.png, options.trace)):
-        timelines = [replace(s.timeline(), until=longest) for s in simulations]
+    if not options.quiet or options.svg or options.html or options.png or options.trace:
+        longest = float(max(simulation.makespan for simulation in simulations))
+        timelines = [replace(simulation.timeline(), until=longest) for simulation in simulations]
     if not options.quiet:
+        from titanlite.drawing.schedule_text import draw_text
+
         for timeline in timelines:
             print(draw_text(timeline, options.width, options.color), end="\n\n")
     print(format_table(header, cells, left=("scheme",)))

@@ -7,7 +7,8 @@ and arrive with the delay of the network, so the results can be compared with a 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from titanlite.simulate.network import Link, Network
@@ -22,13 +23,17 @@ ETHERNET = Network(Link(NETWORK_BASE_LATENCY_SECONDS, SECONDS_PER_DATA_UNIT))
 
 
 class Event(NamedTuple):
-    """`kind` is compute, send, receive, wait or barrier; `work` is (pass, layer, item) or None."""
+    """`kind` is compute, send, receive, wait, barrier or join; `work` (pass, layer, item) or None.
+
+    An event that `is_overlapped` runs beside the GPU's computation, see `GPU.overlapped`.
+    """
 
     kind: str
     description: str
     start: float
     end: float
     work: tuple[str, int, int] | None = None
+    is_overlapped: bool = False
 
 
 class Messages(Protocol):
@@ -55,6 +60,8 @@ class GPU:
         self.seconds = 0.0
         self.events: list[Event] = []
         self.peak_memory_units = 0.0
+        self._overlapped_seconds = 0.0
+        self._is_overlapped = False
         self.memory_units = memory_units
         self._cluster = cluster
         self._network = network
@@ -109,6 +116,27 @@ class GPU:
         self.send(target_rank, description, data_size_units, value)
         return self._take(source_rank, description)
 
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """Messages inside the block take no time of the GPU: they are sent beside its computation.
+
+        They start when the block is entered, after the messages of earlier such blocks. Other
+        messages do not slow them down. `join` waits for them.
+        """
+        computed = self.seconds
+        self.seconds = max(computed, self._overlapped_seconds)
+        self._is_overlapped = True
+        try:
+            yield
+        finally:
+            self._overlapped_seconds, self.seconds = self.seconds, computed
+            self._is_overlapped = False
+
+    def join(self, description: str) -> None:
+        """Wait until all messages of `overlapped` blocks have been sent and received."""
+        if self._overlapped_seconds > self.seconds:
+            self._spend("join", description, self._overlapped_seconds - self.seconds)
+
     def barrier(self, ranks: Sequence[int], description: str = "barrier") -> None:
         """Wait until all `ranks` reach the barrier, plus one latency."""
         first = ranks[0]
@@ -146,8 +174,12 @@ class GPU:
         del self._held[description]
 
     def seconds_in(self, *kinds: str) -> float:
-        """Time spent in events of `kinds`."""
-        return sum(event.end - event.start for event in self.events if event.kind in kinds)
+        """Time spent in events of `kinds`, without those that were overlapped."""
+        return sum(
+            event.end - event.start
+            for event in self.events
+            if event.kind in kinds and not event.is_overlapped
+        )
 
     def _take(self, source_rank: int, description: str) -> Any:
         if self._cluster is None:
@@ -170,7 +202,9 @@ class GPU:
                 "negative"
             )
         start, self.seconds = self.seconds, self.seconds + seconds
-        self.events.append(Event(kind, description, start, self.seconds, work))
-        # In real time, waits need no sleep: the thread itself has waited for the message.
-        if self._sleep and kind not in ("wait", "barrier"):
+        event = Event(kind, description, start, self.seconds, work, self._is_overlapped)
+        self.events.append(event)
+        # In real time, waits need no sleep: the thread itself has waited for the message. What is
+        # overlapped is slept through by `join`, as far as it outlasts the computation.
+        if self._sleep and kind not in ("wait", "barrier") and not self._is_overlapped:
             time.sleep(seconds)

@@ -11,6 +11,7 @@ from titanlite.schedule.timeline import Span, Timeline, activation_curves
 from titanlite.simulate.engine import Extra, Plan
 from titanlite.simulate.placement import way_of_a_batch
 from titanlite.simulate.reduction import Reduction
+from titanlite.simulate.size import check_drawing
 from titanlite.simulate.work import Direction
 
 LETTERS = {"F": "f", "B": "b", "I": "b", "W": "w"}
@@ -275,8 +276,12 @@ class Simulation:
         return busy, [(begin or 0, end) for begin, end in zip(first, last, strict=True)]
 
     def timeline(self) -> Timeline:
-        """The diagram: one row per worker with work, transfers and reductions; memory below."""
+        """The diagram: one row per worker with work, transfers and reductions; memory below.
+
+        Raises SimulationError if there are too many cells to draw.
+        """
         plan = self._plan
+        check_drawing(len(self._starts) + len(self._extras))
         rows = [f"worker {worker}" for worker in range(self.num_workers)]
         split = plan.is_split
         spans = []

@@ -22,6 +22,7 @@ from titanlite.simulate.placement import Strategy
 from titanlite.simulate.priority import PRIORITIES
 from titanlite.simulate.result import Simulation
 from titanlite.simulate.simulation import MaxInFlight, Order, Priority, simulate, simulate_schedule
+from titanlite.simulate.size import check_size
 from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
 
 FREE = Network(Link())  # transfers take no time, but can be reductions
@@ -235,6 +236,8 @@ def _make_schedule(scheme: str, workload: Workload) -> Schedule:
             f"there is no scheme {scheme!r}; {hint}choose from {', '.join(known.values())}, "
             "or give a .py or .csv file"
         ) from None
+    stages = workload.workers if workload.stages is None else workload.stages
+    check_size(workload.workers, stages, workload.batches, is_listed=True)
     if workload.stages is None:
         return make_schedule(name, workload.workers, workload.batches)
     if workload.stages % workload.workers:

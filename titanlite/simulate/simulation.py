@@ -17,6 +17,7 @@ from titanlite.simulate.placement import Strategy, place, way_of_a_batch
 from titanlite.simulate.priority import Lexicographic, OldestBatchFirst
 from titanlite.simulate.reduction import reduce_gradients
 from titanlite.simulate.result import Simulation
+from titanlite.simulate.size import check_size
 from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
 
 Priority: TypeAlias = Callable[[Work], Any]
@@ -50,8 +51,9 @@ def simulate(
     `order(worker)` replaces these three: it lists the work items of that worker, as Work or as
     schedule `Action`, in execution order. A backward is split if its weight gradient is listed.
 
-    Raises SimulationError for counts below one, for an invalid result of a strategy, order or
-    priority, and for an order or limit that deadlocks.
+    Raises SimulationError for counts below one, for a size that would take over ten minutes or
+    more memory than there is, for an invalid result of a strategy, order or priority, and for an
+    order or limit that deadlocks.
     After "Unifying Distributed Training Strategies Under one Scheme" (parallelsim notebook).
     """
     for name, count in (
@@ -66,6 +68,7 @@ def simulate(
             "order fixes the whole schedule; leave out priority_order, max_in_flight and "
             "split_backward"
         )
+    check_size(num_workers, num_stages, num_batches, is_listed=order is not None)
     title = title or str(getattr(strategy, "__name__", type(strategy).__name__))
     compute, weight = place(num_workers, num_stages, num_batches, strategy, title)
     plan = Plan(
