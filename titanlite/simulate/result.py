@@ -50,6 +50,7 @@ class Simulation:
         self.num_stages = plan.num_stages
         self.num_batches = plan.num_batches
         self.title = title
+        self.costs = plan.costs
         self._plan = plan
         self._starts = starts
         self._extras = extras
@@ -218,6 +219,11 @@ class Simulation:
             if compute != weight:
                 count[compute] += 1
         return count
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any backward runs its weight gradient separately."""
+        return any(self._plan.is_split)
 
     @cached_property
     def weight_storage(self) -> list[int]:
