@@ -119,7 +119,8 @@ class DeviceChannel(VirtualChannel):
         port, posted = self._port, time.monotonic()
         assert port is not None
         stamp = torch.empty(1, dtype=torch.float64)
-        work: Any = dist.irecv(stamp, self.peer)
+        with _disable_current_modes():
+            work: Any = dist.irecv(stamp, self.peer)
 
         def end() -> float:
             work.wait()
