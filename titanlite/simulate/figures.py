@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from typing import Any, NamedTuple
 
+from titanlite.simulate.exact import Time
 from titanlite.simulate.result import Simulation
 
 
@@ -14,11 +15,11 @@ class Column(NamedTuple):
     """A figure: its name, how it is computed, and how it is shown."""
 
     name: str
-    value: Callable[[Simulation], float]
-    show: Callable[[float], str]
+    value: Callable[[Simulation], Time]
+    show: Callable[[Any], str]
 
 
-def _general(value: float) -> str:
+def _general(value: Time) -> str:
     return f"{float(value):g}"
 
 
@@ -35,7 +36,7 @@ COLUMNS = (
 )
 
 
-def figures(simulation: Simulation) -> dict[str, float]:
+def figures(simulation: Simulation) -> dict[str, Time]:
     """The figures of a simulation, by the names of COLUMNS."""
     return {column.name: column.value(simulation) for column in COLUMNS}
 

@@ -8,7 +8,7 @@ parallelism, FSDP, pipelines, looped pipelines and new schemes differ only in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from titanlite.schedule.actions import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from titanlite.simulate.costs import Costs
@@ -85,12 +85,13 @@ def simulate(
     else:
         plan.priority_key = _priority_key(plan, priority_order)
         plan.max_in_flight = _read_caps(num_workers, max_in_flight)
-    starts, extras = run(plan)
-    _check_all_ran(plan, starts)
+    may_be_stuck, extras = run(plan)
+    _check_all_ran(plan, may_be_stuck)
+    starts = cast("list[int]", may_be_stuck)  # None only where there is no separate weight gradient
     reductions = reduce_gradients(plan, starts) if plan.costs.reduce_gradients else []
     return Simulation(
         plan,
-        starts,  # type: ignore[arg-type]
+        starts,
         extras,
         reductions,
         title,
@@ -118,7 +119,7 @@ def simulate_schedule(schedule: Schedule, costs: Costs | None = None) -> Simulat
     )
 
 
-def _check_all_ran(plan: Plan, starts: list[float | None]) -> None:
+def _check_all_ran(plan: Plan, starts: list[int | None]) -> None:
     if None not in starts[: plan.num_chained]:
         return
     blocked: dict[int, int] = {}
