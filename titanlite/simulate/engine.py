@@ -286,12 +286,14 @@ class _Engine:
                     if followers and event in followers:
                         self._deliver(event, k, worker)
                     elif k + 1 < chain:
-                        target = compute[event + 1]
-                        if target == worker or network is None:
+                        target, arrival = compute[event + 1], now
+                        if target != worker and network is not None:
+                            arrival = self._send(event, worker, target)
+                        if arrival > now:
+                            post(arrival, ~(event + 1))
+                        else:
                             put(event + 1, target)
                             touched.append(target)
-                        else:
-                            self._send(event, worker, target, (event + 1,))
                 elif event < total:
                     self._end_weight_gradient(event)
                 elif port_free[event - total] <= now:
@@ -354,36 +356,32 @@ class _Engine:
         for follower in (*([number + 1] if k + 1 < self.chain else []), *self.followers[number]):
             receivers.setdefault(self.compute[follower], []).append(follower)
         for target in sorted(receivers, key=lambda other: (other - worker) % len(self.idle)):
-            group = receivers[target]
+            arrival = self.now
             if target != worker and self.network is not None:
-                self._send(number, worker, target, group)
-                continue
-            for follower in group:
-                self.put(follower, target)
-            self.touched.append(target)
+                arrival = self._send(number, worker, target)
+            for follower in receivers[target]:
+                if arrival > self.now:
+                    self._post(arrival, ~follower)
+                else:
+                    self.put(follower, target)
+                    self.touched.append(target)
 
-    def _send(self, number: int, worker: int, target: int, followers: Sequence[int]) -> None:
-        """Send the output of `number` to `target`, where `followers` need it.
+    def _send(self, number: int, worker: int, target: int) -> int:
+        """Send the output of `number` to `target`; the time at which it arrives.
 
-        Without overlap, the sender is blocked until it arrives.
+        Without overlap, the sender is blocked until then.
         """
         link = self.plan.link(worker, target)
         leaves = max(self.now, self.port_free[worker])
         if self.costs.overlap_transfers:
             sent = self.port_free[worker] = leaves + link.transfer
-            arrival = sent + link.latency
-        else:
-            arrival = self.port_free[worker] = leaves + link.latency + link.transfer
-            if arrival > leaves:
-                self.idle[worker] = 0
-                self.extras.append(Extra(worker, leaves, arrival, "SEND", number))
-                self._post(arrival, self.total + worker)
-        for follower in followers:
-            if arrival > self.now:
-                self._post(arrival, ~follower)
-            else:
-                self.put(follower, target)
-                self.touched.append(target)
+            return sent + link.latency
+        arrival = self.port_free[worker] = leaves + link.latency + link.transfer
+        if arrival > leaves:
+            self.idle[worker] = 0
+            self.extras.append(Extra(worker, leaves, arrival, "SEND", number))
+            self._post(arrival, self.total + worker)
+        return arrival
 
     def _fetch(self, number: int, worker: int) -> int:
         """The time at which `number` can compute; if its weights are remote, fetch them first."""
