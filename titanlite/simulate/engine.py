@@ -11,7 +11,7 @@ strategy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -48,7 +48,8 @@ class Plan:
     The weight gradient of a split backward has number `num_chained + batch * num_stages + stage`.
     `is_split[number - num_chained]` says whether that backward is split. A worker picks the ready
     work item with the smallest `priority_key(number)`, or follows its list in `orders`.
-    `max_in_flight` (by worker) limits the forwards whose backward has not ended.
+    `max_in_flight` (by worker) limits the forwards whose backward has not ended. `needs[number]`
+    lists further work items whose output a work item needs, besides its predecessor's.
     """
 
     num_workers: int
@@ -61,6 +62,7 @@ class Plan:
     priority_key: Callable[[int], int] | None = None
     orders: Sequence[Sequence[int]] | None = None
     max_in_flight: Sequence[float] | None = None
+    needs: Mapping[int, Sequence[int]] = field(default_factory=dict)
     num_chained: int = field(init=False)
     tick_costs: TickCosts = field(init=False)
     durations: list[int] = field(init=False)
@@ -84,6 +86,13 @@ class Plan:
         else:
             batch, stage = divmod(number, 2 * self.num_stages)
         return (batch * 2 + 2) * self.num_stages - 1 - stage
+
+    def number_of(self, stage: int, batch: int, direction: Direction) -> int:
+        """The number of a work item."""
+        if direction == Direction.WEIGHT:
+            return self.num_chained + batch * self.num_stages + stage
+        forward = batch * 2 * self.num_stages + stage
+        return forward if direction == Direction.FORWARD else self.backward_of(forward)
 
     def worker(self, number: int) -> int:
         return self.compute[number if number < self.num_chained else self.backward_of(number)]
@@ -226,6 +235,14 @@ class _Engine:
             self.ready = _Capped(plan, self.room, self.total)
         else:
             self.ready = _ByPriority(plan, self.total)
+        self.put = self._put_if_complete if plan.needs else self.ready.put
+
+        # The inputs that a work item with needs still waits for, and the work that needs an output.
+        self.missing = {number: len(needed) + 1 for number, needed in plan.needs.items()}
+        self.followers: dict[int, list[int]] = {}
+        for number, needed in plan.needs.items():
+            for before in needed:
+                self.followers.setdefault(before, []).append(number)
 
         self.now = 0
         self.times = [0]
@@ -246,11 +263,12 @@ class _Engine:
     def run(self) -> None:
         """Process all events. The common path is inline for speed; rare cases are in methods."""
         times, events, compute, starts = self.times, self.events, self.compute, self.starts
-        put, take, post = self.ready.put, self.ready.take, self._post
+        put, take, post = self.put, self.ready.take, self._post
         idle, touched, durations = self.idle, self.touched, self.plan.durations
         num_chained, total, stages, chain = self.num_chained, self.total, self.stages, self.chain
         splits, network, fetches = self.splits, self.network, self.fetches
         backward_ends_more = splits or self.room is not None
+        followers, port_free = self.followers, self.port_free
         while times:
             self.now = now = heappop(times)
             for event in events.pop(now):
@@ -265,16 +283,20 @@ class _Engine:
                     k = event % chain
                     if k >= stages and backward_ends_more:
                         self._end_backward(event, k, worker)
-                    if k + 1 < chain:
-                        target = compute[event + 1]
-                        if target == worker or network is None:
+                    if followers and event in followers:
+                        self._deliver(event, k, worker)
+                    elif k + 1 < chain:
+                        target, arrival = compute[event + 1], now
+                        if target != worker and network is not None:
+                            arrival = self._send(event, worker, target)
+                        if arrival > now:
+                            post(arrival, ~(event + 1))
+                        else:
                             put(event + 1, target)
                             touched.append(target)
-                        else:
-                            self._send(event, worker, target)
                 elif event < total:
                     self._end_weight_gradient(event)
-                else:
+                elif port_free[event - total] <= now:
                     idle[event - total] = 1
                     touched.append(event - total)
             for worker in touched:
@@ -318,27 +340,48 @@ class _Engine:
             self.room[opener] += 1
         self.touched.append(opener)
 
-    def _send(self, number: int, worker: int, target: int) -> None:
-        """Send the output of `number`. The next work item is ready when it arrives.
+    def _put_if_complete(self, number: int, worker: int) -> None:
+        """An input of `number` is there; it is ready if that was the last one."""
+        missing = self.missing.get(number, 1) - 1
+        self.missing[number] = missing
+        if not missing:
+            self.ready.put(number, worker)
+
+    def _deliver(self, number: int, k: int, worker: int) -> None:
+        """Give the output of `number` to its successor and its followers: one message a worker.
+
+        The next worker is served first, as in a ring, so that not all send to worker 0 first.
+        """
+        receivers: dict[int, list[int]] = {}
+        for follower in (*([number + 1] if k + 1 < self.chain else []), *self.followers[number]):
+            receivers.setdefault(self.compute[follower], []).append(follower)
+        for target in sorted(receivers, key=lambda other: (other - worker) % len(self.idle)):
+            arrival = self.now
+            if target != worker and self.network is not None:
+                arrival = self._send(number, worker, target)
+            for follower in receivers[target]:
+                if arrival > self.now:
+                    self._post(arrival, ~follower)
+                else:
+                    self.put(follower, target)
+                    self.touched.append(target)
+
+    def _send(self, number: int, worker: int, target: int) -> int:
+        """Send the output of `number` to `target`; the time at which it arrives.
 
         Without overlap, the sender is blocked until then.
         """
         link = self.plan.link(worker, target)
+        leaves = max(self.now, self.port_free[worker])
         if self.costs.overlap_transfers:
-            leaves = max(self.now, self.port_free[worker])
             sent = self.port_free[worker] = leaves + link.transfer
-            arrival = sent + link.latency
-        else:
-            arrival = self.now + link.latency + link.transfer
-            if arrival > self.now:
-                self.idle[worker] = 0
-                self.extras.append(Extra(worker, self.now, arrival, "SEND", number))
-                self._post(arrival, self.total + worker)
-        if arrival > self.now:
-            self._post(arrival, ~(number + 1))
-        else:
-            self.ready.put(number + 1, target)
-            self.touched.append(target)
+            return sent + link.latency
+        arrival = self.port_free[worker] = leaves + link.latency + link.transfer
+        if arrival > leaves:
+            self.idle[worker] = 0
+            self.extras.append(Extra(worker, leaves, arrival, "SEND", number))
+            self._post(arrival, self.total + worker)
+        return arrival
 
     def _fetch(self, number: int, worker: int) -> int:
         """The time at which `number` can compute; if its weights are remote, fetch them first."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from titanlite.schedule.timeline import Span, Timeline, activation_curves
 from titanlite.simulate.engine import Extra, Plan
 from titanlite.simulate.exact import Exact, Time
+from titanlite.simulate.needs import messages_needed
 from titanlite.simulate.placement import way_of_a_batch
 from titanlite.simulate.reduction import Reduction, ReductionTicks
 from titanlite.simulate.size import check_drawing
@@ -197,9 +198,10 @@ class Simulation:
         """The number of stage inputs sent to each worker or stored for another worker.
 
         Counts work items whose predecessor ran on another worker, forwards whose backward runs on
-        another worker, and the first forwards of batches that use more than one worker.
+        another worker, the first forwards of batches that use more than one worker, and outputs
+        that are sent to a worker because of `needs`.
         """
-        count = [0] * self.num_workers
+        count = messages_needed(self._plan)
         for (route, _), batches in self._routes.items():
             for before, worker in pairwise(route):
                 if before != worker:

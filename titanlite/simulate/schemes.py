@@ -17,6 +17,7 @@ from titanlite.schedule import check as check_schedule
 from titanlite.schedule.generators import schedule_name
 from titanlite.simulate.costs import Costs
 from titanlite.simulate.experiment import Job, open_experiment
+from titanlite.simulate.needs import Needs
 from titanlite.simulate.network import Link, Network
 from titanlite.simulate.placement import Strategy
 from titanlite.simulate.priority import PRIORITIES
@@ -149,7 +150,11 @@ def stages_of(workload: Workload) -> int:
 
 
 def _run_strategy(
-    strategy: Strategy, workload: Workload, title: str, order: Order | None = None
+    strategy: Strategy,
+    workload: Workload,
+    title: str,
+    order: Order | None = None,
+    needs: Needs | None = None,
 ) -> Simulation:
     stages = stages_of(workload)
     priority = workload.priority
@@ -169,6 +174,7 @@ def _run_strategy(
         order=order,
         max_in_flight=workload.max_in_flight,
         split_backward=workload.split_backward,
+        needs=needs,
         costs=_cut_finer(workload.costs, pieces),
         title=title,
     )
@@ -209,7 +215,7 @@ def _run_parts(parts: Mapping[str, Any], workload: Workload, title: str) -> Simu
         priority=parts.get("priority", workload.priority),
         max_in_flight=parts.get("max_in_flight", workload.max_in_flight),
     )
-    return _run_strategy(parts["strategy"], workload, title, parts.get("order"))
+    return _run_strategy(parts["strategy"], workload, title, parts.get("order"), parts.get("needs"))
 
 
 def _run_schedule(schedule: Schedule, workload: Workload) -> Simulation:
