@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.lab.counts import Counts
+from titanlite.lab.record import RECEIVE, SEND
+from titanlite.lab.recorder import Recorder
 
 
 class Transfer:
@@ -51,29 +53,31 @@ class DeviceChannel(VirtualChannel):
     fill.
     """
 
-    def __init__(self, peer: int, counts: Counts) -> None:
+    def __init__(self, peer: int, counts: Counts, recorder: Recorder) -> None:
         self.peer = peer
-        self.num_sent = 0
-        self.num_received = 0
         self._counts = counts
+        self._recorder = recorder
         self._unfinished: set[Transfer] = set()
 
     def isend(self, tensor: torch.Tensor) -> Transfer:
         """Start sending; do not modify the tensor before `wait` returns."""
-        self.num_sent += 1
         if tensor.is_meta:
             self._counts.count_send(tensor)
         tensor = tensor.detach().contiguous()
-        moves = not tensor.is_meta and tensor.numel()
-        work = dist.isend(tensor, self.peer) if moves else None
-        return Transfer(work, tensor, self._unfinished)
+        return self._start(SEND, dist.isend, tensor)
 
     def irecv(self, into: torch.Tensor) -> Transfer:
         """Start receiving into a contiguous tensor; it is filled when `wait` returns."""
-        self.num_received += 1
-        moves = not into.is_meta and into.numel()
-        work = dist.irecv(into, self.peer) if moves else None
-        return Transfer(work, into, self._unfinished)
+        return self._start(RECEIVE, dist.irecv, into)
+
+    def _start(
+        self, kind: str, start: Callable[[torch.Tensor, int], Any], tensor: torch.Tensor
+    ) -> Transfer:
+        if tensor.is_meta or not tensor.numel():
+            # Nothing moves. What torch does send is recorded when it is dispatched.
+            self._recorder.message(kind, self.peer, tensor)
+            return Transfer(None, tensor, self._unfinished)
+        return Transfer(start(tensor, self.peer), tensor, self._unfinished)
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send and wait. Two devices that both send to each other before they receive can hang."""
