@@ -212,18 +212,18 @@ MISTAKES = {
     unequal_shapes: (
         "collectives",
         1,
-        rf"calls all_reduce 3 {HERE} with float32 \(5,\), rank 0 with float32 \(4,\); the shape "
+        rf"calls all_reduce 3 {HERE} with float32 \(5,\), rank [02] with float32 \(4,\); the shape "
         rf"must .*; rank \d waits in all_reduce 3 {HERE} for (20|16) bytes .* which sent (16|20) ",
     ),
     other_order: (
         "collectives",
         2,
-        f"calls broadcast 0 {HERE} where rank 0 calls all_reduce 0 {HERE}; .* same order",
+        f"calls broadcast 0 {HERE} where rank [01] calls all_reduce 0 {HERE}; .* same order",
     ),
     unequal_dtypes_in_torch: (
         "collectives",
         1,
-        r"with float64 \(4,\), rank 0 with float32 \(4,\); the dtype must",
+        r"with float64 \(4,\), rank [02] with float32 \(4,\); the dtype must",
     ),
     missing_in_torch: ("deadlock", None, f"waits in all_reduce 0 {HERE} for .*1(,|;).* has ended"),
     crossed: (

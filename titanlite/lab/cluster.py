@@ -35,6 +35,7 @@ from titanlite.lab.diagnosis import (
     check_deadlock,
     check_received,
 )
+from titanlite.lab.link import Link
 from titanlite.lab.mesh import Mesh, MeshIndex
 from titanlite.lab.operation import Operation
 from titanlite.lab.record import Logs, Record, log_path
@@ -57,6 +58,8 @@ class VirtualCluster:
         algorithm: the algorithm of the virtual devices' collectives, "naive" or "ring".
         timeout_seconds: the time limit of one run.
         device_type: "cpu" (gloo), or "cuda" (NCCL), which needs one GPU per device.
+        link: delays messages between virtual devices; by default, they are as fast as the machine.
+            Collectives of torch.distributed are never delayed.
 
     After each run, `record` has its messages, collectives and waits; with the option `record=True`
     of `run` also the values of small tensors.
@@ -69,8 +72,10 @@ class VirtualCluster:
         algorithm: str = "naive",
         timeout_seconds: float = 60,
         device_type: str = "cpu",
+        link: Link | None = None,
     ) -> None:
         self.mesh = mesh
+        self.link = link
         self.algorithm = algorithm
         self.timeout_seconds = timeout_seconds
         self.device_counts: list[Counts] = []
@@ -93,9 +98,9 @@ class VirtualCluster:
         """Run `job` on every device; return the results in mesh order.
 
         A function is called as `job(device, *args)` with the same arguments on every device. An
-        Operation takes its global inputs and gives each device its shards. The options `algorithm`
-        and `timeout_seconds` apply to this run only. With `record`, `cluster.record` also has the
-        values of tensors of at most 64 elements.
+        Operation takes its global inputs and gives each device its shards. The options `algorithm`,
+        `timeout_seconds` and `link` apply to this run only. With `record=True`, `cluster.record`
+        also has the values of tensors of at most 64 elements.
 
         Raises RankError if a device raises (its traceback is the cause), dies, or exceeds the time
         limit, and CommunicationError if the devices do not agree on what they send, receive or call
@@ -111,6 +116,7 @@ class VirtualCluster:
         *args: Any,
         algorithm: str | None = None,
         timeout_seconds: float | None = None,
+        link: Link | None = None,
         record: bool = False,
     ) -> None:
         """Like `run`, but return at once; `channel` then exchanges tensors with the devices."""
@@ -125,7 +131,8 @@ class VirtualCluster:
             function, shares = job.run, job.shares(self.mesh, *args)
         else:
             function, shares = job, [args] * self.mesh.size
-        calls = [CALL + dumps((function, share, self.mesh, algorithm, record)) for share in shares]
+        setting = self.mesh, algorithm, link or self.link, record
+        calls = [CALL + dumps((function, share, *setting)) for share in shares]
         if self._ranks is not None and len(self._ranks) < self.mesh.size:
             self.close()
         if self._ranks is None:
@@ -300,7 +307,7 @@ def _serve(place: Place, connection: Connection, *, device_type: str) -> None:
         connection.send(("message", CALL))
         while (call := calls.get()) is not None:
             message, tensors = call
-            function, args, mesh, algorithm, keeps_values = loads(message)
+            function, args, mesh, algorithm, link, keeps_values = loads(message)
             args = _on(world.device, args)
             counts = Counts()
             host = HostChannel(
@@ -308,7 +315,7 @@ def _serve(place: Place, connection: Connection, *, device_type: str) -> None:
             )
             recorder = Recorder(log_path(place.folder, place.rank), keeps_values)
             device = VirtualDevice(
-                mesh, place.rank, world.device, host, algorithm, counts, recorder
+                mesh, place.rank, world.device, host, algorithm, counts, recorder, link
             )
             counts.count_h2d(args)
             with recorder.running(), CountingMode(counts, recorder):

@@ -14,8 +14,9 @@ import torch
 
 from titanlite.lab import naive_collectives, ring_collectives
 from titanlite.lab.channel import DeviceChannel, HostChannel, Transfer
-from titanlite.lab.counts import Collective, Counts
+from titanlite.lab.counts import Collective, CountingMode, Counts
 from titanlite.lab.group import Group
+from titanlite.lab.link import Link, Port
 from titanlite.lab.mesh import Mesh, MeshIndex
 from titanlite.lab.naive_collectives import Combine
 from titanlite.lab.recorder import Recorder
@@ -42,6 +43,7 @@ class VirtualDevice:
         algorithm: str,
         counts: Counts,
         recorder: Recorder,
+        link: Link | None = None,
     ) -> None:
         self.mesh = mesh
         self.rank = rank
@@ -51,7 +53,8 @@ class VirtualDevice:
         self.algorithm = algorithm
         self.counts = counts
         self._recorder = recorder
-        self._channels = [DeviceChannel(peer, counts, recorder) for peer in range(mesh.size)]
+        port = Port(link) if link else None
+        self._channels = [DeviceChannel(peer, counts, recorder, port) for peer in range(mesh.size)]
 
     def channel(self, peer: int | MeshIndex) -> DeviceChannel:
         """The link to another device, by its rank or its index."""
@@ -178,6 +181,13 @@ class VirtualDevice:
         """Block until every device of the group has called it."""
         with self.collective("barrier", axes) as (group, algorithm):
             algorithm.barrier(group)
+
+    def counting(self) -> CountingMode:
+        """Count and record what another thread of this device does in a `with` block.
+
+        The thread that runs the job does so already.
+        """
+        return CountingMode(self.counts, self._recorder)
 
     @contextlib.contextmanager
     def collective(

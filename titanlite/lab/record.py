@@ -44,6 +44,7 @@ class Event:
     name of its tensor. `peers` is the peer of a message, or the ranks of a collective in group
     order. `channel` names the process group and the tag of torch.distributed, if they are not the
     default. `where` is the line of the caller outside titanlite and torch, as "file:line".
+    `thread` is 0 for the thread that runs the job, and counts the others.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Event:
     channel: str = ""
     tensor: TensorInfo | None = None
     where: str = ""
+    thread: int = 0
 
 
 @dataclass
@@ -215,8 +217,9 @@ class Record:
         sent: defaultdict[tuple[int, int, str], list[Message]] = defaultdict(list)
         received: defaultdict[tuple[int, int, str], list[Message]] = defaultdict(list)
         for rank, of_rank in enumerate(self.events):
-            inside: list[Event] = []
+            inside_by_thread: defaultdict[int, list[Event]] = defaultdict(list)
             for event in of_rank:
+                inside = inside_by_thread[event.thread]
                 if event.kind == BEGIN:
                     inside.append(event)
                 elif event.kind == END:
@@ -290,6 +293,6 @@ def _read(path: Path, rank: int) -> list[Event]:
         place = start + int.from_bytes(data[start - 4 : start], "little")
         if place <= len(data):
             values = list(pickle.loads(data[start:place]))
-            values[-2] = values[-2] and TensorInfo(*values[-2])
+            values[7] = values[7] and TensorInfo(*values[7])
             events.append(Event(rank, *values))
     return events

@@ -8,8 +8,10 @@ call of a few microseconds, so the log of a hung device is complete.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,8 +51,9 @@ class Recorder(Listener):
     def __init__(self, path: Path, keeps_values: bool = False) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._keeps_values = keeps_values
-        self._number = 0
-        self._blocks: list[int] = []
+        self._numbers = itertools.count(1)
+        # The open blocks of each thread, and its number: the thread that runs the job is 0.
+        self._blocks: dict[int, list[int]] = {threading.get_ident(): []}
         # Keeps the Work objects alive, so that each stays the same Python object until its wait.
         self._works: dict[int, tuple[Any, int]] = {}
 
@@ -69,7 +72,7 @@ class Recorder(Listener):
         Work.wait = wait  # type: ignore[method-assign, assignment]
         try:
             yield
-            self._write(RETURN, self._next())
+            self._write(RETURN, next(self._numbers))
         finally:
             Work.wait = own_wait  # type: ignore[method-assign]
             self._works.clear()
@@ -86,14 +89,14 @@ class Recorder(Listener):
         self, name: str, label: str, ranks: tuple[int, ...], tensor: torch.Tensor | None
     ) -> Iterator[None]:
         """A collective of the virtual device. `tensor` has the same shape on all of its ranks."""
-        number = self._next()
+        number = next(self._numbers)
         self._write(BEGIN, number, name, label, ranks, "", tensor)
         yield
         self._write(END, number, name, label, ranks)
 
     def message(self, kind: str, peer: int, tensor: torch.Tensor, channel: str = "") -> int:
         """A send or a receive; returns the number of its event."""
-        number = self._next()
+        number = next(self._numbers)
         self._write(kind, number, "", "", (peer,), channel, tensor)
         return number
 
@@ -101,11 +104,12 @@ class Recorder(Listener):
         """An operation of torch that is about to run; its number if it is communication."""
         name = func._opname
         if func.namespace == "profiler":
+            blocks = self._blocks.setdefault(threading.get_ident(), [])
             if name == "_record_function_enter_new":
-                self._blocks.append(self._next())
-                self._write(ENTER, self._blocks[-1], args[0])
-            elif name == "_record_function_exit" and self._blocks:
-                self._write(LEAVE, self._blocks.pop())
+                blocks.append(next(self._numbers))
+                self._write(ENTER, blocks[-1], args[0])
+            elif name == "_record_function_exit" and blocks:
+                self._write(LEAVE, blocks.pop())
             return None
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         if boxed is None:
@@ -123,7 +127,7 @@ class Recorder(Listener):
         kind = KINDS.get(name, "")
         if not kind:
             return None
-        number = self._next()
+        number = next(self._numbers)
         tensor = (
             None if kind == "barrier" else min(tensors_in(args[:2]), key=lambda one: one.nbytes)
         )
@@ -134,10 +138,6 @@ class Recorder(Listener):
         """The operation `number` has started; `result` is what torch returned for it."""
         work = Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
         self._works[id(work)] = (work, number)
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
 
     def _write(
         self,
@@ -155,7 +155,9 @@ class Recorder(Listener):
         )
         where = _caller() if peers else ""
         values = (time.monotonic(), kind, number, name, label, peers, channel, info, where)
-        os.write(self._file, packed(*values))
+        ident = threading.get_ident()
+        self._blocks.setdefault(ident, [])
+        os.write(self._file, packed(*values, list(self._blocks).index(ident)))
 
     def _info(self, tensor: torch.Tensor, with_values: bool) -> tuple[Any, ...]:
         values = None

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from typing import Any
+from dataclasses import dataclass, field
 
 from titanlite.lab.record import (
-    BEGIN,
     COLLECTIVE,
-    END,
     ENTER,
     LEAVE,
     RECEIVE,
     SEND,
     WAIT,
     Block,
-    Call,
     Event,
     Flight,
-    Message,
     Record,
     Steps,
     TorchCall,
@@ -38,97 +34,100 @@ def make_steps(record: Record) -> Steps:
     return _Clock(record).run()
 
 
+@dataclass
+class _Program:
+    """The events of one thread of a rank, how far they have been run, and its clock."""
+
+    events: list[Event] = field(default_factory=list)
+    place: int = 0
+    now: int = 0
+    # Open blocks: the event, its start, and whether nothing was posted or awaited inside.
+    open: list[tuple[Event, int, list[bool]]] = field(default_factory=list)
+
+
 class _Clock:
     def __init__(self, record: Record) -> None:
         self.record = record
-        self.now = [0] * record.num_ranks
-        self.place = [0] * record.num_ranks
+        self.programs: defaultdict[tuple[int, int], _Program] = defaultdict(_Program)
+        self.posts: dict[tuple[int, int], Event] = {}
+        for of_rank in record.events:
+            for event in of_rank:
+                self.programs[event.rank, event.thread].events.append(event)
+                if event.kind in (SEND, RECEIVE, COLLECTIVE):
+                    self.posts[event.rank, event.number] = event
         self.sender_free: defaultdict[int, int] = defaultdict(int)
         self.receiver_free: defaultdict[int, int] = defaultdict(int)
-        self.ends: dict[int, int] = {}  # by id of a Message or Call
+        # By id of a Message or a Call: when it ends, and when ranks have reached it.
+        self.ends: dict[int, int] = {}
         self.reached: defaultdict[int, list[int]] = defaultdict(list)
-        self.posts = {
-            (event.rank, event.number): event
-            for of_rank in record.events
-            for event in of_rank
-            if event.kind in (SEND, RECEIVE, COLLECTIVE)
-        }
-        # Open blocks of each rank: the event, its start, and whether anything was posted inside.
-        self.open: list[list[list[Any]]] = [[] for _ in range(record.num_ranks)]
         self.steps = Steps()
 
     def run(self) -> Steps:
-        """Always advance the rank whose clock is the earliest of those that can go on."""
-        ready = [(0, rank) for rank in range(self.record.num_ranks)]
-        blocked: list[int] = []
+        """Always advance the program whose clock is the earliest of those that can go on."""
+        ready = [(0, key) for key in sorted(self.programs)]
+        blocked: list[tuple[int, int]] = []
         while ready:
-            _, rank = heapq.heappop(ready)
-            events = self.record.events[rank]
-            if self.place[rank] == len(events):
+            _, key = heapq.heappop(ready)
+            program = self.programs[key]
+            if program.place == len(program.events):
                 continue
-            if not self.advance(rank, events[self.place[rank]]):
-                blocked.append(rank)
+            if not self.advance(program, program.events[program.place]):
+                blocked.append(key)
                 continue
-            self.place[rank] += 1
-            for freed in [rank, *blocked]:
-                heapq.heappush(ready, (self.now[freed], freed))
+            program.place += 1
+            for freed in [key, *blocked]:
+                heapq.heappush(ready, (self.programs[freed].now, freed))
             blocked.clear()
-        self.steps.length = max(
-            [*self.now, *self.ends.values(), *(block.end for block in self.steps.blocks)], default=0
-        )
+        ends = [program.now for program in self.programs.values()]
+        self.steps.length = max([*ends, *self.ends.values()], default=0)
         return self.steps
 
-    def advance(self, rank: int, event: Event) -> bool:
-        """Process one event; False if it needs an event of another rank first."""
+    def advance(self, program: _Program, event: Event) -> bool:
+        """Run one event; False if an event of another program must come first."""
         if event.kind == WAIT:
-            awaited = self.posts[rank, event.number]
-            what: Message | Call
-            if awaited.kind == COLLECTIVE:
-                what = self.record.call_of(awaited)
-            else:
-                what = self.record.message_of(awaited)
+            awaited = self.posts[event.rank, event.number]
+            is_call = awaited.kind == COLLECTIVE
+            what = self.record.call_of(awaited) if is_call else self.record.message_of(awaited)
             if id(what) not in self.ends:
                 return False
-            self.now[rank] = max(self.now[rank], self.ends[id(what)])
+            program.now = max(program.now, self.ends[id(what)])
         elif event.kind == SEND:
-            self.send(rank, event)
+            self.send(program.now, event)
         elif event.kind == COLLECTIVE:
-            self.call(rank, event)
+            self.call(program.now, event)
         elif event.kind == ENTER:
-            self.open[rank].append([event, self.now[rank], True])
-            return True
+            program.open.append((event, program.now, [True]))
         elif event.kind == LEAVE:
-            self.leave(rank)
-            return True
-        if event.kind not in (BEGIN, END):
-            for block in self.open[rank]:
-                block[2] = False
+            self.leave(program)
+        if event.kind in (WAIT, SEND, RECEIVE, COLLECTIVE):
+            for _, _, is_work in program.open:
+                is_work[0] = False
         return True
 
-    def send(self, rank: int, event: Event) -> None:
+    def send(self, now: int, event: Event) -> None:
         message = self.record.message_of(event)
-        start = max(self.now[rank], self.sender_free[rank], self.receiver_free[message.target])
-        self.sender_free[rank] = self.receiver_free[message.target] = start + 1
+        start = max(now, self.sender_free[message.source], self.receiver_free[message.target])
+        self.sender_free[message.source] = self.receiver_free[message.target] = start + 1
         self.ends[id(message)] = start + 1
         self.steps.flights.append(Flight(message, start))
 
-    def call(self, rank: int, event: Event) -> None:
+    def call(self, now: int, event: Event) -> None:
         call = self.record.call_of(event)
         reached = self.reached[id(call)]
-        reached.append(self.now[rank])
+        reached.append(now)
         if len(reached) == len(call.ranks):
-            start = max([*reached, *(self.sender_free[one] for one in call.ranks)])
+            start = max([*reached, *(self.sender_free[rank] for rank in call.ranks)])
             self.ends[id(call)] = start + 1
-            for one in call.ranks:
-                self.sender_free[one] = start + 1
+            for rank in call.ranks:
+                self.sender_free[rank] = start + 1
             self.steps.calls.append(TorchCall(call, start))
 
-    def leave(self, rank: int) -> None:
-        event, start, is_work = self.open[rank].pop()
-        if is_work and self.open[rank]:
-            # Only the innermost block of pure work takes time.
-            for block in self.open[rank]:
-                block[2] = False
-        if is_work:
-            self.now[rank] += 1
-        self.steps.blocks.append(Block(rank, event.name, start, self.now[rank], is_work))
+    def leave(self, program: _Program) -> None:
+        event, start, is_work = program.open.pop()
+        if is_work[0]:
+            # Of nested blocks of work, the innermost takes the time.
+            for _, _, outer in program.open:
+                outer[0] = False
+            program.now += 1
+        block = Block(event.rank, event.name, start, program.now, is_work[0])
+        self.steps.blocks.append(block)
