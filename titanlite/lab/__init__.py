@@ -58,6 +58,7 @@ _HOME = {
         "PipelinedOperation",
     ],
     "mlp": ["MLP"],
+    "context_parallel": ["ring_attention", "shard_sequence", "unshard_sequence"],
     "bandwidth": ["Bandwidth", "measure_bandwidth"],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
