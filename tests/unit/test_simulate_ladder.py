@@ -283,3 +283,36 @@ def test_timeline_of_a_rung_shows_every_pass():
     assert make_train_step(Grid(pp=1, dp=1, ep=1, cp=1, tp=1), Workload(items=1))(
         GPU(0)
     ).results == {0: 0}
+
+
+def test_overlapped_messages_take_no_time_of_the_gpu():
+    def program(gpu):
+        other = 1 - gpu.global_rank
+        with gpu.overlapped():
+            gpu.exchange(other, other, "first", 100, None)
+        gpu.compute("work", 20)
+        with gpu.overlapped():
+            gpu.exchange(other, other, "second", 100, None)
+        gpu.join("both")
+        return gpu.seconds
+
+    cluster = Cluster(2)
+    # The first message is hidden by 2 s of work; the second takes 0.05 + 1 s after it.
+    assert cluster.run(program) == pytest.approx([3.05] * 2)
+    gpu = cluster.gpus[0]
+    assert gpu.seconds_in("send", "receive") == 0
+    assert gpu.seconds_in("join") == pytest.approx(1.05)
+    kinds = [span.kind for span in cluster.timeline("overlap").spans if span.row == 0]
+    assert kinds == ["REDUCE", "REDUCE"]
+
+
+def test_overlapped_messages_queue_behind_each_other():
+    def program(gpu):
+        other = 1 - gpu.global_rank
+        for part in range(3):
+            with gpu.overlapped():
+                gpu.exchange(other, other, f"part {part}", 100, None)
+        gpu.join("all")
+        return gpu.seconds
+
+    assert Cluster(2).run(program) == pytest.approx([3 * 1.05] * 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from titanlite.simulate.cluster import Cluster
 from titanlite.simulate.collectives import relay_sum, ring_all_reduce
@@ -69,17 +70,17 @@ def run_rung(
     check_outcomes(rung, workload, outcomes)
     gpus = cluster.gpus
 
-    def mean(*kinds: str) -> float:
-        return sum(gpu.seconds_in(*kinds) for gpu in gpus) / len(gpus)
+    def mean(*kinds: str) -> Fraction:
+        return Fraction(sum(gpu.time_in(*kinds) for gpu in gpus), len(gpus))
 
     compute, communication = mean("compute"), mean("send", "receive")
     measured = Measured(
         rung,
         grid.num_ranks,
         cluster.seconds,
-        compute,
-        communication,
-        cluster.seconds - compute - communication,
+        float(compute),
+        float(communication),
+        float(cluster.clock - compute - communication),
         max(gpu.peak_memory_units for gpu in gpus),
     )
     return measured, cluster
