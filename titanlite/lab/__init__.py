@@ -58,6 +58,7 @@ _HOME = {
         "PipelinedOperation",
     ],
     "mlp": ["MLP"],
+    "expert_parallel": ["Experts", "Load", "expert_parallel_layer", "single_process_layer"],
     "context_parallel": ["ring_attention", "shard_sequence", "unshard_sequence"],
     "bandwidth": ["Bandwidth", "measure_bandwidth"],
 }
