@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titanlite.simulate.costs import Costs
 from titanlite.simulate.network import Link, Network
+from titanlite.simulate.output import write as _write
 from titanlite.simulate.priority import PRIORITIES
 from titanlite.simulate.result import Simulation
 from titanlite.simulate.schemes import STRATEGIES, Workload, run_scheme
@@ -21,13 +22,17 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises TitanliteError if the scheme cannot be simulated.
     """
+    if list(arguments[:1]) == ["ladder"]:
+        from titanlite.simulate.ladder.command import main as ladder
+
+        return ladder(arguments[1:])
     options = _parser().parse_args(arguments)
     if options.compare and options.scheme is None:
         options.scheme = options.compare.pop(0)
     if options.scheme is None:
         raise SimulationError("no scheme given; name one, or `ladder` (--help lists them)")
     if options.scheme == "ladder":
-        return _ladder(options)
+        raise SimulationError("ladder has options of its own; put it first: simulate ladder ...")
     simulations = [
         run_scheme(scheme, _workload(options)) for scheme in (options.scheme, *options.compare)
     ]
@@ -101,37 +106,6 @@ def _figures(simulation: Simulation) -> list[str]:
     ]
 
 
-def _ladder(options: argparse.Namespace) -> int:
-    from titanlite.simulate.gpu import ETHERNET
-    from titanlite.simulate.ladder import RUNGS, ladder_table, run_rung
-
-    network = ETHERNET
-    if options.workers_per_node > 1:
-        between = network.between
-        inside = Link(
-            between.latency_seconds / options.inside_speedup,
-            between.seconds_per_unit / options.inside_speedup,
-        )
-        network = Network(between, inside, options.workers_per_node)
-    runs = [run_rung(rung, network=network, sleep=options.sleep) for rung in RUNGS]
-    print("16 items; all results and gradients equal a single process's; times in virtual seconds:")
-    print(ladder_table([measured for measured, _ in runs]))
-    if options.svg or options.html:
-        timelines = [
-            replace(cluster.timeline(measured.rung.name), caption=f"{measured.seconds:.1f} s")
-            for measured, cluster in runs
-        ]
-        if options.svg:
-            from titanlite.drawing.schedule_svg import draw_svg
-
-            _write(options.svg, draw_svg(*timelines))
-        if options.html:
-            from titanlite.drawing.schedule_html import draw_html
-
-            _write(options.html, draw_html(timelines))
-    return 0
-
-
 def _workload(options: argparse.Namespace) -> Workload:
     network = None
     sends = (options.latency, options.time_per_unit, options.inside_latency)
@@ -174,15 +148,6 @@ def _in_flight(values: list[int] | None, workers: int) -> int | list[int] | None
     return values
 
 
-def _write(path: str | Path, text: str) -> None:
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SimulationError(f"{path}: cannot be written ({error.strerror})") from error
-    print(f"wrote {path}")
-
-
 def _number(text: str) -> float:
     """An int if `text` is a whole number, so that times print without a fraction."""
     value = float(text)
@@ -200,7 +165,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"strategies: {', '.join(STRATEGIES)}. schedules: {', '.join(SCHEDULES)}. "
         "Your own: FILE.py with strategy(work) -> ComputeAndWeightWorkers(compute, weight), "
         "FILE.py:FUNCTION, or a schedule as FILE.csv. `ladder` runs one workload with 0 to 4 "
-        "dimensions of parallelism on simulated GPUs.",
+        "dimensions of parallelism on simulated GPUs, and has options of its own "
+        "(ladder --help).",
     )
     parser.add_argument("scheme", nargs="?", metavar="SCHEME")
     parser.add_argument(
@@ -248,13 +214,6 @@ def _parser() -> argparse.ArgumentParser:
     network.add_argument("--inside-latency", type=_number, metavar="TIME", help="inside a node")
     network.add_argument("--inside-time-per-unit", type=_number, metavar="TIME")
     network.add_argument(
-        "--inside-speedup",
-        type=_number,
-        default=10,
-        metavar="FACTOR",
-        help="ladder: how much faster links inside a node are",
-    )
-    network.add_argument(
         "--no-overlap",
         dest="overlap",
         action="store_false",
@@ -273,5 +232,4 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--width", type=int, metavar="CHARACTERS")
     output.add_argument("--color", action=argparse.BooleanOptionalAction, default=None)
     output.add_argument("--quiet", action="store_true", help="print only the table")
-    output.add_argument("--sleep", action="store_true", help="ladder: run in real time")
     return parser
