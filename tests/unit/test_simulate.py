@@ -306,9 +306,9 @@ BAD = {
     ),
     "not a number": (
         lambda: simulate(2, 2, 1, pipeline, costs=Costs(backward=float("nan"))),
-        "backward of stage 0 is nan",
+        "costs: backward is nan; it must be a finite number",
     ),
-    "negative latency": (lambda: Link(-1), "times of a link must not be negative"),
+    "negative latency": (lambda: Link(-1), "link: latency_seconds is -1; it must not be negative"),
     "costs for other stages": (
         lambda: simulate(2, 2, 1, pipeline, costs=Costs(forward=[1, 1, 1])),
         "forward has 3 values for 2 stages",

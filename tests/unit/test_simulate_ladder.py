@@ -372,7 +372,10 @@ def test_grid_maps_ranks_and_coordinates_both_ways():
         (lambda: run_rung(Rung("any", {"dp": 2048}), Workload(items=2048)), "2048 ranks; .* 1024"),
         (lambda: run_rung(Rung("any", {}), Workload(items=10**9)), "6.9e.12 multiplications"),
         (lambda: Workload(items=0), "items is 0; it must be at least 1"),
-        (lambda: Workload(gradient_units=float("nan")), "gradient_units is nan; it must be from 0"),
+        (
+            lambda: Workload(gradient_units=float("nan")),
+            "gradient_units is nan; it must be a finite number",
+        ),
         (lambda: Cluster(0), "at least one rank"),
     ],
 )

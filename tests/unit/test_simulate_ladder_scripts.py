@@ -126,8 +126,8 @@ def test_a_wrong_script_is_refused():
         (["5d"], "ladder: no rung '5d'; choose from 0d, 1d-relay"),
         (["2d-pp", "--tp", "2"], "ladder: unrecognized arguments: --tp 2"),
         (["1d", "--dp", "3"], "ladder: 16 items do not divide evenly over dp x ep = 3"),
-        (["1d", "--dp", "0"], "ladder: argument --dp: 0 is less than 1"),
-        (["0d", "--compute-units-per-item", "inf"], "inf is not between 0 and 1e12"),
+        (["1d", "--dp", "0"], "ladder: --dp: 0 is less than 1"),
+        (["0d", "--compute-units-per-item", "inf"], "inf is not a number up to"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, said, capsys):
@@ -149,5 +149,5 @@ def test_script_and_module_run_as_programs():
     assert one.returncode == other.returncode == 0
     assert one.stdout == other.stdout
     wrong = run("titanlite.simulate.ladder.rung_0d", "--items", "0")
-    assert wrong.returncode != 0
-    assert wrong.stderr.startswith("ladder: argument --items: 0 is less than 1")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("ladder: --items: 0 is less than 1")

@@ -26,6 +26,7 @@ from titanlite.errors import RankError
 from titanlite.lab.channel import HostChannel, dumps, loads
 from titanlite.lab.counts import CountingMode, Counts, total
 from titanlite.lab.device import ALGORITHMS, VirtualDevice
+from titanlite.lab.link import Link
 from titanlite.lab.mesh import Mesh, MeshIndex
 from titanlite.lab.operation import Operation
 from titanlite.ranks.launch import Place, Ranks, not_done
@@ -44,6 +45,8 @@ class VirtualCluster:
         algorithm: the algorithm of the virtual devices' collectives, "naive" or "ring".
         timeout_seconds: the time limit of one run.
         device_type: "cpu" (gloo), or "cuda" (NCCL), which needs one GPU per device.
+        link: delays messages between virtual devices; by default, they are as fast as the machine.
+            Collectives of torch.distributed are never delayed.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class VirtualCluster:
         algorithm: str = "naive",
         timeout_seconds: float = 60,
         device_type: str = "cpu",
+        link: Link | None = None,
     ) -> None:
         self.mesh = mesh
+        self.link = link
         self.algorithm = algorithm
         self.timeout_seconds = timeout_seconds
         self.device_counts: list[Counts] = []
@@ -74,8 +79,8 @@ class VirtualCluster:
         """Run `job` on every device; return the results in mesh order.
 
         A function is called as `job(device, *args)` with the same arguments on every device. An
-        Operation takes its global inputs and gives each device its shards. The options `algorithm`
-        and `timeout_seconds` apply to this run only.
+        Operation takes its global inputs and gives each device its shards. The options `algorithm`,
+        `timeout_seconds` and `link` apply to this run only.
 
         Raises RankError if a device raises (its traceback is the cause), dies, or exceeds the time
         limit. An Operation with invalid inputs raises its own error before anything runs.
@@ -89,6 +94,7 @@ class VirtualCluster:
         *args: Any,
         algorithm: str | None = None,
         timeout_seconds: float | None = None,
+        link: Link | None = None,
     ) -> None:
         """Like `run`, but return at once; `channel` then exchanges tensors with the devices."""
         if self._running is not None:
@@ -102,7 +108,8 @@ class VirtualCluster:
             function, shares = job.run, job.shares(self.mesh, *args)
         else:
             function, shares = job, [args] * self.mesh.size
-        calls = [CALL + dumps((function, share, self.mesh, algorithm)) for share in shares]
+        setting = self.mesh, algorithm, link or self.link
+        calls = [CALL + dumps((function, share, *setting)) for share in shares]
         if self._ranks is not None and len(self._ranks) < self.mesh.size:
             self.close()
         if self._ranks is None:
@@ -234,13 +241,13 @@ def _serve(place: Place, connection: Connection, *, device_type: str) -> None:
         connection.send(("message", CALL))
         while (call := calls.get()) is not None:
             message, tensors = call
-            function, args, mesh, algorithm = loads(message)
+            function, args, mesh, algorithm, link = loads(message)
             args = _on(world.device, args)
             counts = Counts()
             host = HostChannel(
                 lambda message: connection.send(("message", TENSOR + message)), tensors.get, counts
             )
-            device = VirtualDevice(mesh, place.rank, world.device, host, algorithm, counts)
+            device = VirtualDevice(mesh, place.rank, world.device, host, algorithm, counts, link)
             counts.count_h2d(args)
             with CountingMode(counts):
                 result = function(device, *args)

@@ -15,6 +15,7 @@ from titanlite.lab import naive_collectives, ring_collectives
 from titanlite.lab.channel import DeviceChannel, HostChannel, Transfer
 from titanlite.lab.counts import Collective, Counts
 from titanlite.lab.group import Group
+from titanlite.lab.link import Link, Port
 from titanlite.lab.mesh import Mesh, MeshIndex
 from titanlite.lab.naive_collectives import Combine
 
@@ -39,6 +40,7 @@ class VirtualDevice:
         host: HostChannel,
         algorithm: str,
         counts: Counts,
+        link: Link | None = None,
     ) -> None:
         self.mesh = mesh
         self.rank = rank
@@ -47,7 +49,8 @@ class VirtualDevice:
         self.host = host
         self.algorithm = algorithm
         self.counts = counts
-        self._channels = [DeviceChannel(peer, counts) for peer in range(mesh.size)]
+        port = Port(link) if link else None
+        self._channels = [DeviceChannel(peer, counts, port) for peer in range(mesh.size)]
 
     def channel(self, peer: int | MeshIndex) -> DeviceChannel:
         """The link to another device, by its rank or its index."""

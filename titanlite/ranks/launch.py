@@ -80,9 +80,9 @@ def run_ranks(
     creates one. If a rank raises or dies, or after `timeout_seconds`, the other ranks are ended and
     RankError is raised with the rank and its traceback. A rank's TitanliteError is re-raised
     unchanged. No process outlives the call or the caller: if the caller is killed, so are the
-    ranks. If the StopRequest `stop` is asked to stop, each rank receives the request in
+    ranks. If the caller requests a stop through `stop`, each rank receives the request in
     `place.orders`. Raises ConfigError if `num_ranks` exceeds `max_ranks` or, if that is None, the
-    machine's limit.
+    number that the cores and the memory of this machine allow.
     """
 
     def send_result(place: Place, connection: Connection) -> None:

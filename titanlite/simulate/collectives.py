@@ -8,14 +8,16 @@ integer_model.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
+from titanlite.simulate.exact import Number, exact
 from titanlite.simulate.gpu import GPU
 from titanlite.simulate.integer_model import Matrix, flatten, split, unflatten
 
 
 def ring_all_reduce(
-    gpu: GPU, ranks: Sequence[int], description: str, size_units: float, values: Sequence[int]
+    gpu: GPU, ranks: Sequence[int], description: str, size_units: Number, values: Sequence[int]
 ) -> list[int]:
     """All-reduce: every rank gets the sums over `ranks`, in 2 (N - 1) steps of 1/N of the data.
 
@@ -24,7 +26,7 @@ def ring_all_reduce(
     """
     parts = [split(values, part, len(ranks)) for part in range(len(ranks))]
     mine = ring_reduce_scatter(gpu, ranks, description, size_units, parts)
-    gathered = ring_all_gather(gpu, ranks, description, size_units / len(ranks), mine)
+    gathered = ring_all_gather(gpu, ranks, description, _part(size_units, ranks), mine)
     return [number for part in gathered for number in part]
 
 
@@ -32,23 +34,24 @@ def ring_reduce_scatter(
     gpu: GPU,
     ranks: Sequence[int],
     description: str,
-    size_units: float,
+    size_units: Number,
     parts: Sequence[Sequence[int]],
 ) -> list[int]:
     """The i-th of `ranks` gets the sum of all i-th parts: N - 1 steps of 1/N of `size_units`."""
     size = len(ranks)
     here = ranks.index(gpu.global_rank)
     after, before = ranks[(here + 1) % size], ranks[here - 1]
-    sums = [list(part) for part in parts]
+    part = _part(size_units, ranks)
+    sums = [list(each) for each in parts]
     for step in range(1, size):
         outgoing, incoming = (here - step) % size, (here - step - 1) % size
-        message = gpu.exchange(after, before, description, size_units / size, sums[outgoing])
+        message = gpu.exchange(after, before, description, part, sums[outgoing])
         sums[incoming] = [a + b for a, b in zip(sums[incoming], message, strict=True)]
     return sums[here]
 
 
 def relay_sum(
-    gpu: GPU, ranks: Sequence[int], description: str, size_units: float, values: Sequence[int]
+    gpu: GPU, ranks: Sequence[int], description: str, size_units: Number, values: Sequence[int]
 ) -> list[int]:
     """Pass the whole data once around the ring, one rank after the other: N sends, N receives.
 
@@ -69,7 +72,7 @@ def relay_sum(
 
 
 def ring_all_gather(
-    gpu: GPU, ranks: Sequence[int], description: str, size_units: float, value: Any
+    gpu: GPU, ranks: Sequence[int], description: str, size_units: Number, value: Any
 ) -> list[Any]:
     """The values of all `ranks`, in order: N - 1 steps, each sends one rank's `size_units`."""
     size = len(ranks)
@@ -83,7 +86,7 @@ def ring_all_gather(
 
 
 def all_to_all(
-    gpu: GPU, ranks: Sequence[int], description: str, unit_size: float, values: Sequence[list[Any]]
+    gpu: GPU, ranks: Sequence[int], description: str, unit_size: Number, values: Sequence[list[Any]]
 ) -> list[list[Any]]:
     """Send `values[i]` to the i-th of `ranks`: N - 1 steps, each a message to another rank.
 
@@ -96,13 +99,17 @@ def all_to_all(
         target, source = (here + step) % size, (here - step) % size
         message = values[target]
         received[source] = gpu.exchange(
-            ranks[target], ranks[source], description, unit_size * len(message), message
+            ranks[target],
+            ranks[source],
+            description,
+            exact(unit_size, description) * len(message),
+            message,
         )
     return received
 
 
 def all_reduce_matrix(
-    gpu: GPU, ranks: Sequence[int], description: str, size_units: float, matrix: Matrix
+    gpu: GPU, ranks: Sequence[int], description: str, size_units: Number, matrix: Matrix
 ) -> Matrix:
     """`ring_all_reduce` of a matrix of `size_units`."""
     total = ring_all_reduce(gpu, ranks, description, size_units, flatten([matrix]))
@@ -110,15 +117,15 @@ def all_reduce_matrix(
 
 
 def gather_rows(
-    gpu: GPU, ranks: Sequence[int], description: str, size_units: float, rows: Matrix
+    gpu: GPU, ranks: Sequence[int], description: str, size_units: Number, rows: Matrix
 ) -> Matrix:
     """All-gather: the rows of all `ranks`, in order; the whole has `size_units`."""
-    parts = ring_all_gather(gpu, ranks, description, size_units / len(ranks), rows)
+    parts = ring_all_gather(gpu, ranks, description, _part(size_units, ranks), rows)
     return [row for part in parts for row in part]
 
 
 def scatter_rows(
-    gpu: GPU, ranks: Sequence[int], description: str, size_units: float, matrix: Matrix
+    gpu: GPU, ranks: Sequence[int], description: str, size_units: Number, matrix: Matrix
 ) -> Matrix:
     """Reduce-scatter: this rank's rows of the sum of the matrices, each of `size_units`."""
     parts = [list(split(matrix, part, len(ranks))) for part in range(len(ranks))]
@@ -127,3 +134,7 @@ def scatter_rows(
         gpu, ranks, description, size_units, [flatten([part]) for part in parts]
     )
     return unflatten(total, [own])[0]
+
+
+def _part(size_units: Number, ranks: Sequence[int]) -> Fraction:
+    return Fraction(exact(size_units, "size_units")) / len(ranks)

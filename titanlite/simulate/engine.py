@@ -1,5 +1,6 @@
 """Greedy list scheduling in virtual time, event by event.
 
+Time is a whole number of ticks (exact.py), so work that is ready at the same time is seen to be.
 Time jumps from one event to the next: a work item ends, its data arrives, or a worker becomes free.
 At each event, every free worker starts the ready work item with the smallest priority key, or the
 next one of its fixed order. A heap holds the distinct times, a bucket holds the events of each
@@ -10,23 +11,34 @@ strategy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from titanlite.simulate.costs import Costs
-from titanlite.simulate.work import SimulationError
+from titanlite.simulate.costs import Costs, LinkTicks, TickCosts
+from titanlite.simulate.work import Direction
 
 
 class Extra(NamedTuple):
-    """Time a worker spent moving data for a work item; `kind` is "FETCH" or "SEND"."""
+    """Ticks a worker spent moving data for a work item; `kind` is "FETCH" or "SEND"."""
 
     worker: int
-    start: float
-    end: float
+    start: int
+    end: int
     kind: str
     work: int
+
+
+class Column(NamedTuple):
+    """One pass through one stage: the batches, and the worker, start and end tick of each."""
+
+    stage: int
+    direction: Direction
+    batches: Sequence[int]
+    workers: Sequence[int]
+    starts: Sequence[int]
+    ends: Sequence[int]
 
 
 @dataclass
@@ -50,22 +62,15 @@ class Plan:
     orders: Sequence[Sequence[int]] | None = None
     max_in_flight: Sequence[float] | None = None
     num_chained: int = field(init=False)
-    durations: list[float] = field(init=False)
-    weight_durations: list[float] = field(init=False)
+    tick_costs: TickCosts = field(init=False)
+    durations: list[int] = field(init=False)
+    weight_durations: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_chained = 2 * self.num_stages * self.num_batches
-        per_stage = self.costs.per_stage
-        forward = per_stage("forward", self.num_stages)
-        self.weight_durations = per_stage("weight_gradient", self.num_stages)
-        backward = per_stage("backward", self.num_stages)
-        self.durations = forward + backward[::-1]
-        for stage, (part, whole) in enumerate(zip(self.weight_durations, backward, strict=True)):
-            if part > whole:
-                raise SimulationError(
-                    f"costs: weight_gradient of stage {stage} is {part}; it must not exceed the "
-                    f"backward time, {whole}"
-                )
+        self.tick_costs = TickCosts(self.costs, self.num_stages)
+        self.durations = self.tick_costs.forward + self.tick_costs.backward[::-1]
+        self.weight_durations = self.tick_costs.weight_gradient
 
     def weight_gradient(self, backward: int) -> int:
         """The number of the weight gradient that belongs to `backward`."""
@@ -83,7 +88,12 @@ class Plan:
     def worker(self, number: int) -> int:
         return self.compute[number if number < self.num_chained else self.backward_of(number)]
 
-    def duration(self, number: int) -> float:
+    def link(self, source: int, target: int) -> LinkTicks:
+        assert self.costs.network is not None
+        is_inside = self.costs.network.is_inside(source, target)
+        return self.tick_costs.inside if is_inside else self.tick_costs.between
+
+    def duration(self, number: int) -> int:
         """The compute time of a work item; a split backward excludes its weight gradient."""
         if number >= self.num_chained:
             return self.weight_durations[(number - self.num_chained) % self.num_stages]
@@ -92,9 +102,32 @@ class Plan:
             return self.durations[k] - self.weight_durations[2 * self.num_stages - 1 - k]
         return self.durations[k]
 
+    def columns(self, starts: Sequence[int]) -> Iterator[Column]:
+        """All work that ran: each stage's forwards, backwards, and separate weight gradients."""
+        chain, splits = 2 * self.num_stages, any(self.is_split)
+        batches = range(self.num_batches)
+        for k in range(chain):
+            stage = min(k, chain - 1 - k)
+            workers, begun = self.compute[k::chain], starts[k : self.num_chained : chain]
+            length, part = self.durations[k], self.weight_durations[stage]
+            if k < self.num_stages:
+                ends = [start + length for start in begun]
+                yield Column(stage, Direction.FORWARD, batches, workers, begun, ends)
+                continue
+            is_split = self.is_split[stage :: self.num_stages]
+            ends = [start + length - part * cut for start, cut in zip(begun, is_split, strict=True)]
+            yield Column(stage, Direction.BACKWARD, batches, workers, begun, ends)
+            if splits and any(is_split):
+                cut = [batch for batch in batches if is_split[batch]]
+                place = self.num_chained + stage
+                begun = [starts[place + batch * self.num_stages] for batch in cut]
+                ends = [start + part for start in begun]
+                workers = [workers[batch] for batch in cut]
+                yield Column(stage, Direction.WEIGHT, cut, workers, begun, ends)
 
-def run(plan: Plan) -> tuple[list[float | None], list[Extra]]:
-    """The start of every work item by number (None if it never starts), and all transfers.
+
+def run(plan: Plan) -> tuple[list[int | None], list[Extra]]:
+    """The start tick of every work item by number (None if it never starts), and all transfers.
 
     The starts of weight gradients come after all others, if any backward is split.
     """
@@ -181,7 +214,7 @@ class _Engine:
         self.num_chained = plan.num_chained
         self.splits = any(plan.is_split)
         self.total = plan.num_chained + (len(plan.is_split) if self.splits else 0)
-        self.starts: list[float | None] = [None] * self.total
+        self.starts: list[int | None] = [None] * self.total
         self.extras: list[Extra] = []
 
         # How many more forwards each worker may start; None if unlimited.
@@ -194,9 +227,9 @@ class _Engine:
         else:
             self.ready = _ByPriority(plan, self.total)
 
-        self.now: float = 0
-        self.times: list[float] = [0]
-        self.events: dict[float, list[int]] = {
+        self.now = 0
+        self.times = [0]
+        self.events: dict[int, list[int]] = {
             0: [~first for first in range(0, plan.num_chained, self.chain)]
         }
         self.idle = bytearray(b"\1" * plan.num_workers)
@@ -204,11 +237,11 @@ class _Engine:
 
         costs = self.costs = plan.costs
         self.network = costs.network
-        self.port_free: list[float] = [0] * plan.num_workers
-        self.weight_units = costs.per_stage("weight_units", plan.num_stages)
+        self.port_free = [0] * plan.num_workers
+        self.weight_units = plan.tick_costs.weight_units
         self.fetches = costs.network is not None and any(self.weight_units)
-        self.fetch_free: list[float] = [0] * plan.num_workers
-        self.recent_starts: list[deque[float]] = [deque(maxlen=costs.prefetch) for _ in self.idle]
+        self.fetch_free = [0] * plan.num_workers
+        self.recent_starts: list[deque[int]] = [deque(maxlen=costs.prefetch) for _ in self.idle]
 
     def run(self) -> None:
         """Process all events. The common path is inline for speed; rare cases are in methods."""
@@ -256,7 +289,7 @@ class _Engine:
                     post(start + durations[k], number)
             touched.clear()
 
-    def _post(self, time: float, event: int) -> None:
+    def _post(self, time: int, event: int) -> None:
         bucket = self.events.get(time)
         if bucket is None:
             self.events[time] = [event]
@@ -290,15 +323,13 @@ class _Engine:
 
         Without overlap, the sender is blocked until then.
         """
-        assert self.network is not None
-        costs, link = self.costs, self.network.link(worker, target)
-        if costs.overlap_transfers:
+        link = self.plan.link(worker, target)
+        if self.costs.overlap_transfers:
             leaves = max(self.now, self.port_free[worker])
-            sent = leaves + costs.activation_units * link.seconds_per_unit
-            self.port_free[worker] = sent
-            arrival = sent + link.latency_seconds
+            sent = self.port_free[worker] = leaves + link.transfer
+            arrival = sent + link.latency
         else:
-            arrival = self.now + link.seconds(costs.activation_units)
+            arrival = self.now + link.latency + link.transfer
             if arrival > self.now:
                 self.idle[worker] = 0
                 self.extras.append(Extra(worker, self.now, arrival, "SEND", number))
@@ -309,21 +340,22 @@ class _Engine:
             self.ready.put(number + 1, target)
             self.touched.append(target)
 
-    def _fetch(self, number: int, worker: int) -> float:
+    def _fetch(self, number: int, worker: int) -> int:
         """The time at which `number` can compute; if its weights are remote, fetch them first."""
         before = self.recent_starts[worker]
         k = number % self.chain
-        units = self.weight_units[min(k, self.chain - 1 - k)]
+        stage = min(k, self.chain - 1 - k)
         start = self.now
-        if number < self.num_chained and units and self.plan.weight[number] != worker:
-            begin = start
-            if self.costs.prefetch:
-                is_full = len(before) == self.costs.prefetch
-                begin = max(before[0] if is_full else 0, self.fetch_free[worker])
-            assert self.network is not None
-            link = self.network.link(self.plan.weight[number], worker)
-            end = self.fetch_free[worker] = begin + link.seconds(units)
-            self.extras.append(Extra(worker, begin, end, "FETCH", number))
-            start = max(start, end)
+        if number < self.num_chained and self.weight_units[stage]:
+            keeper = self.plan.weight[number]
+            if keeper != worker:
+                begin = start
+                if self.costs.prefetch:
+                    is_full = len(before) == self.costs.prefetch
+                    begin = max(before[0] if is_full else 0, self.fetch_free[worker])
+                end = begin + self.plan.link(keeper, worker).fetches[stage]
+                self.fetch_free[worker] = end
+                self.extras.append(Extra(worker, begin, end, "FETCH", number))
+                start = max(start, end)
         before.append(start)
         return start

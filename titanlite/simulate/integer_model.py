@@ -59,7 +59,7 @@ class Attention:
     gradients of all keys into those of the rank's own.
     """
 
-    share = 1 / 3  # of the weights and the compute of a layer
+    share = Fraction(1, 3)  # of the weights and the compute of a layer
 
     def __init__(
         self,

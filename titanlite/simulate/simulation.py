@@ -8,7 +8,7 @@ parallelism, FSDP, pipelines, looped pipelines and new schemes differ only in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from titanlite.schedule.actions import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from titanlite.simulate.costs import Costs
@@ -17,6 +17,7 @@ from titanlite.simulate.placement import Strategy, place, way_of_a_batch
 from titanlite.simulate.priority import Lexicographic, OldestBatchFirst
 from titanlite.simulate.reduction import reduce_gradients
 from titanlite.simulate.result import Simulation
+from titanlite.simulate.size import check_size
 from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
 
 Priority: TypeAlias = Callable[[Work], Any]
@@ -50,8 +51,9 @@ def simulate(
     `order(worker)` replaces these three: it lists the work items of that worker, as Work or as
     schedule `Action`, in execution order. A backward is split if its weight gradient is listed.
 
-    Raises SimulationError for counts below one, for an invalid result of a strategy, order or
-    priority, and for an order or limit that deadlocks.
+    Raises SimulationError for counts below one, for a size that would take over ten minutes or
+    more memory than there is, for an invalid result of a strategy, order or priority, and for an
+    order or limit that deadlocks.
     After "Unifying Distributed Training Strategies Under one Scheme" (parallelsim notebook).
     """
     for name, count in (
@@ -66,6 +68,7 @@ def simulate(
             "order fixes the whole schedule; leave out priority_order, max_in_flight and "
             "split_backward"
         )
+    check_size(num_workers, num_stages, num_batches, is_listed=order is not None)
     title = title or str(getattr(strategy, "__name__", type(strategy).__name__))
     compute, weight = place(num_workers, num_stages, num_batches, strategy, title)
     plan = Plan(
@@ -82,12 +85,13 @@ def simulate(
     else:
         plan.priority_key = _priority_key(plan, priority_order)
         plan.max_in_flight = _read_caps(num_workers, max_in_flight)
-    starts, extras = run(plan)
-    _check_all_ran(plan, starts)
+    may_be_stuck, extras = run(plan)
+    _check_all_ran(plan, may_be_stuck)
+    starts = cast("list[int]", may_be_stuck)  # None only where there is no separate weight gradient
     reductions = reduce_gradients(plan, starts) if plan.costs.reduce_gradients else []
     return Simulation(
         plan,
-        starts,  # type: ignore[arg-type]
+        starts,
         extras,
         reductions,
         title,
@@ -115,7 +119,7 @@ def simulate_schedule(schedule: Schedule, costs: Costs | None = None) -> Simulat
     )
 
 
-def _check_all_ran(plan: Plan, starts: list[float | None]) -> None:
+def _check_all_ran(plan: Plan, starts: list[int | None]) -> None:
     if None not in starts[: plan.num_chained]:
         return
     blocked: dict[int, int] = {}

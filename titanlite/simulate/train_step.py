@@ -19,6 +19,7 @@ from titanlite.simulate.collectives import (
     ring_all_reduce,
     scatter_rows,
 )
+from titanlite.simulate.exact import Number, exact
 from titanlite.simulate.gpu import GPU
 from titanlite.simulate.grid import Grid
 from titanlite.simulate.integer_model import (
@@ -40,27 +41,28 @@ from titanlite.simulate.integer_model import (
 )
 from titanlite.simulate.work import SimulationError
 
-FORWARD = 1 / 3  # of a layer's compute; the rest is the backward pass
+FORWARD = Fraction(1, 3)  # of a layer's compute; the rest is the backward pass
 STATES = 4  # weights, gradients and Adam's two moments, each the size of the weights
 
 GRID_AXES = ("pp", "dp", "ep", "cp", "tp")
 
-SumGradients = Callable[[GPU, Sequence[int], str, float, Sequence[int]], list[int]]
+SumGradients = Callable[[GPU, Sequence[int], str, Number, Sequence[int]], list[int]]
 
 
 @dataclass(frozen=True)
 class Workload:
     """The work of one step: an amount of compute and of data, and the size of the integer model.
 
-    `tokens` and `width` determine the numbers that are computed, and no time.
+    Units are stored as Fractions, so times are exact. `tokens` and `width` determine the numbers
+    that are computed, and no time.
     """
 
     items: int = 16
     layers: int = 4
-    compute_units_per_item: float = 20
-    gradient_units: float = 500
-    activation_units: float = 8  # per item, at a layer boundary
-    key_value_units: float = 4  # per item and layer
+    compute_units_per_item: Number = 20
+    gradient_units: Number = 500
+    activation_units: Number = 8  # per item, at a layer boundary
+    key_value_units: Number = 4  # per item and layer
     experts: int = 4  # per layer, replacing the feed-forward if ep > 1
     tokens: int = 4  # per item
     width: int = 4  # numbers per token
@@ -68,8 +70,7 @@ class Workload:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name.endswith("units") or "units_per" in name:
-                if not 0 <= value <= 1e12:
-                    raise SimulationError(f"{name} is {value}; it must be from 0 to 1e12")
+                object.__setattr__(self, name, Fraction(exact(value, name)))
             elif value < 1:
                 raise SimulationError(f"{name} is {value}; it must be at least 1")
 
@@ -82,15 +83,15 @@ class Workload:
         """
         return 27 * self.items * self.layers * self.tokens * self.width**2
 
-    def layer_units(self, kind: str) -> float:
+    def layer_units(self, kind: str) -> Fraction:
         """Compute units of one layer for one item, in the forward ("F") or backward ("B") pass."""
         share = FORWARD if kind == "F" else 1 - FORWARD
-        return share * self.compute_units_per_item / self.layers
+        return share * Fraction(self.compute_units_per_item) / self.layers
 
     @property
-    def layer_gradient_units(self) -> float:
+    def layer_gradient_units(self) -> Fraction:
         """The size of the gradients, or of the weights, of one layer."""
-        return self.gradient_units / self.layers
+        return Fraction(self.gradient_units) / self.layers
 
 
 @dataclass
@@ -208,7 +209,7 @@ class _Rank:
     def _make_model(self) -> list[Part]:
         """The rank's shards: of its layers, its heads and hidden units, and its experts."""
         around = self.group["cp"]
-        size = self.workload.key_value_units / self.degrees["tp"]
+        size = Fraction(self.workload.key_value_units) / self.degrees["tp"]
         experts = range(self.workload.experts if self.uses_experts else 0)
         return make_layers(
             self.layers,
@@ -352,23 +353,23 @@ class _Rank:
             own = [part for part in here if part.expert == expert]
             self._sum(f"gradients of expert {expert}", self.expert_replicas, per_expert, own)
 
-    def _sum(self, name: str, ranks: list[int], units: float, parts: Sequence[Part]) -> None:
+    def _sum(self, name: str, ranks: list[int], units: Fraction, parts: Sequence[Part]) -> None:
         total = self.sum_gradients(self.gpu, ranks, name, units, gradients_of(parts))
         set_gradients(parts, total)
 
     def _stage_rank(self, step: int) -> int:
         return self.group["pp"][self.at["pp"] + step]
 
-    def _boundary(self) -> float:
-        return self.workload.activation_units / self.degrees["cp"]
+    def _boundary(self) -> Fraction:
+        return Fraction(self.workload.activation_units) / self.degrees["cp"]
 
-    def _layer_units(self) -> tuple[float, float]:
+    def _layer_units(self) -> tuple[Fraction, Fraction]:
         """Gradient sizes of one layer on this rank: the shared parameters, and one expert."""
         units = self.workload.layer_gradient_units / self.degrees["tp"]
         if self.uses_experts:
             return Attention.share * units, FeedForward.share * units
-        return units, 0.0
+        return units, Fraction(0)
 
-    def _weight_units(self) -> float:
+    def _weight_units(self) -> Fraction:
         shared, per_expert = self._layer_units()
         return (shared + self.experts_here * per_expert) * len(self.layers)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
+from fractions import Fraction
 from math import lcm
-from typing import NoReturn
 
 from titanlite.schedule.timeline import Timeline
+from titanlite.simulate.exact import exact
 from titanlite.simulate.gpu import ETHERNET
 from titanlite.simulate.ladder.rungs import CLIMB, RUNGS, Rung, ladder_table, make_rungs, run_rung
 from titanlite.simulate.network import Link, Network
+from titanlite.simulate.options import Parser, check_outputs, factor, number, whole
 from titanlite.simulate.output import write
 from titanlite.simulate.train_step import Workload
 from titanlite.simulate.work import SimulationError
+
+FILES = {"svg": ".svg", "html": ".html"}
 
 AXES = {
     "dp": "data parallel",
@@ -25,16 +29,10 @@ AXES = {
 }
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, raised as SimulationError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SimulationError(f"{message} (--help lists all options)")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status. Raises SimulationError for bad arguments."""
     options = _parser().parse_args(arguments)
+    check_outputs(options, FILES)
     rungs = _rungs(options)
     workload, network = make_workload(options), make_network(options)
     runs = [run_rung(rung, workload, network, options.sleep) for rung in rungs]
@@ -96,10 +94,11 @@ def make_network(options: argparse.Namespace) -> Network:
         if options.inside_speedup is not None:
             raise SimulationError("--inside-speedup: needs nodes; give --workers-per-node too")
         return Network(between)
-    faster = 10 if options.inside_speedup is None else options.inside_speedup
-    if not faster > 0:
-        raise SimulationError(f"--inside-speedup: is {faster:g}; it must be greater than 0")
-    inside = Link(between.latency_seconds / faster, between.seconds_per_unit / faster)
+    faster = exact(options.inside_speedup or 10, "--inside-speedup")
+    inside = Link(
+        exact(between.latency_seconds, "--latency") / Fraction(faster),
+        exact(between.seconds_per_unit, "--time-per-unit") / Fraction(faster),
+    )
     return Network(between, inside, options.workers_per_node)
 
 
@@ -107,39 +106,39 @@ def add_arguments(parser: argparse.ArgumentParser, axes: Collection[str] = CLIMB
     """The options that the ladder and the scripts of its rungs share: size, degrees, network."""
     degrees = parser.add_argument_group("degrees")
     for axis in axes:
-        degrees.add_argument(f"--{axis}", type=_count, metavar="N", help=AXES[axis])
+        degrees.add_argument(f"--{axis}", type=degree, metavar="N", help=AXES[axis])
     size = parser.add_argument_group("workload")
     for each in fields(Workload):
         is_count = isinstance(each.default, int) and "units" not in each.name
         size.add_argument(
             f"--{each.name.replace('_', '-')}",
-            type=_count if is_count else _number,
+            type=degree if is_count else number,
             metavar="N" if is_count else "UNITS",
             help=f"default: {each.default}",
         )
     network = parser.add_argument_group("network")
     link = ETHERNET.between
     network.add_argument(
-        "--latency", type=_number, default=link.latency_seconds, metavar="SECONDS", help="a message"
+        "--latency", type=number, default=link.latency_seconds, metavar="SECONDS", help="a message"
     )
     network.add_argument(
         "--time-per-unit",
-        type=_number,
+        type=number,
         default=link.seconds_per_unit,
         metavar="SECONDS",
         help="of data sent",
     )
-    network.add_argument("--workers-per-node", type=_count, default=1, metavar="N")
+    network.add_argument("--workers-per-node", type=degree, default=1, metavar="N")
     network.add_argument(
         "--inside-speedup",
-        type=_number,
+        type=factor,
         metavar="FACTOR",
         help="how much faster links inside a node are (default: 10)",
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = Parser(
         prog="titanlite simulate ladder",
         description="Run one training step with 0 to 4 dimensions of parallelism on simulated "
         "GPUs, and show what each dimension gains and costs. With degrees, such as --dp 4 --tp 2, "
@@ -152,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     step.add_argument(
         "--microbatch",
-        type=lambda text: None if text == "all" else _count(text),
+        type=lambda text: None if text == "all" else degree(text),
         default=1,
         metavar="N",
         help="items per microbatch (default: 1), or `all` items of a rank",
@@ -165,21 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+def degree(text: str) -> int:
+    """A number of at least 1, for an option's type."""
+    value = whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 <= value <= 1e12:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1e12")
-    return int(value) if value == int(value) else value

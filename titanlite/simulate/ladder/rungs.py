@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from titanlite.simulate.cluster import Cluster
 from titanlite.simulate.collectives import relay_sum, ring_all_reduce
@@ -143,8 +144,8 @@ def run_program(
     check_outcomes(rung, workload, cluster.run(program))
     gpus = cluster.gpus
 
-    def mean(*kinds: str) -> float:
-        return sum(gpu.seconds_in(*kinds) for gpu in gpus) / len(gpus)
+    def mean(*kinds: str) -> Fraction:
+        return Fraction(sum(gpu.time_in(*kinds) for gpu in gpus), len(gpus))
 
     compute, communication = mean("compute"), mean("send", "receive", "join")
     measured = Measured(
@@ -152,9 +153,9 @@ def run_program(
         workload,
         len(gpus),
         cluster.seconds,
-        compute,
-        communication,
-        max(0.0, cluster.seconds - compute - communication),
+        float(compute),
+        float(communication),
+        float(cluster.clock - compute - communication),
         max(gpu.peak_memory_units for gpu in gpus),
     )
     return measured, cluster
@@ -238,12 +239,12 @@ def ladder_table(measured: Sequence[Measured]) -> str:
             [
                 row.rung.name,
                 str(row.num_ranks),
-                f"{row.seconds:.1f}",
-                f"{measured[0].seconds / row.seconds:.2f}x",
-                f"{row.compute_seconds:.1f}",
-                f"{row.communication_seconds:.1f}",
-                f"{row.waiting_seconds:.1f}",
-                f"{row.memory_units:.0f}",
+                _number(row.seconds),
+                f"{measured[0].seconds / row.seconds:.2f}x" if row.seconds else "",
+                _number(row.compute_seconds),
+                _number(row.communication_seconds),
+                _number(row.waiting_seconds),
+                f"{row.memory_units:.0f}" if row.memory_units < 1e9 else f"{row.memory_units:.3g}",
                 _bought(row, below) if below else "",
                 _paid(row, below) if below else "",
             ]
@@ -251,10 +252,15 @@ def ladder_table(measured: Sequence[Measured]) -> str:
     return format_table(HEADER, rows, left=("dimensions", "gain", "cost"))
 
 
+def _number(value: float) -> str:
+    """A time with one decimal; a long or short one with three digits."""
+    return f"{value:.1f}" if value == 0 or 0.05 <= value < 1e6 else f"{value:.3g}"
+
+
 def _bought(row: Measured, below: Measured) -> str:
     gains = []
     if row.seconds < below.seconds:
-        gains.append(f"{below.seconds - row.seconds:.1f} s")
+        gains.append(f"{_number(below.seconds - row.seconds)} s")
     if row.memory_units < below.memory_units:
         gains.append(f"{1 - row.memory_units / below.memory_units:.0%} less memory")
     if row.rung.uses_experts and not below.rung.uses_experts:
@@ -265,13 +271,16 @@ def _bought(row: Measured, below: Measured) -> str:
 def _paid(row: Measured, below: Measured) -> str:
     losses = []
     if row.num_ranks > below.num_ranks:
-        losses.append(f"{row.num_ranks - below.num_ranks} more ranks")
+        more = row.num_ranks - below.num_ranks
+        losses.append(f"{more} more rank{'s' * (more > 1)}")
     if row.seconds > below.seconds:
-        losses.append(f"{row.seconds - below.seconds:.1f} s")
+        losses.append(f"{_number(row.seconds - below.seconds)} s")
     if row.communication_seconds > below.communication_seconds:
-        losses.append(f"{row.communication_seconds - below.communication_seconds:.1f} s network")
-    if row.waiting_seconds > below.waiting_seconds + 0.05:
-        losses.append(f"{row.waiting_seconds - below.waiting_seconds:.1f} s waiting")
+        losses.append(
+            f"{_number(row.communication_seconds - below.communication_seconds)} s network"
+        )
+    if row.waiting_seconds >= below.waiting_seconds + 0.05:
+        losses.append(f"{_number(row.waiting_seconds - below.waiting_seconds)} s waiting")
     if row.memory_units > below.memory_units:
         losses.append(f"{row.memory_units / below.memory_units - 1:.0%} more memory")
     return ", ".join(losses)

@@ -11,7 +11,7 @@ from titanlite.ranks.signals import ending_with_the_output
 from titanlite.simulate.gpu import GPU
 from titanlite.simulate.grid import Grid
 from titanlite.simulate.ladder.command import (
-    OneLineParser,
+    FILES,
     add_arguments,
     make_network,
     make_workload,
@@ -25,6 +25,7 @@ from titanlite.simulate.ladder.rungs import (
     run_program,
     run_rung,
 )
+from titanlite.simulate.options import Parser, characters, check_outputs
 from titanlite.simulate.train_step import Outcome, Workload
 
 Train = Callable[[GPU, Grid, Workload], Outcome]
@@ -39,7 +40,8 @@ def show(name: str, train: Train, arguments: Sequence[str] | None = None) -> Non
         try:
             print(describe(name, train, sys.argv[1:] if arguments is None else arguments))
         except TitanliteError as error:
-            sys.exit(f"ladder: {error}")
+            print(f"ladder: {error}", file=sys.stderr)
+            sys.exit(2)
 
 
 def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
@@ -47,15 +49,16 @@ def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
     from titanlite.drawing.schedule_text import draw_text
 
     rung = next(rung for rung in RUNGS if rung.name == name)
-    parser = OneLineParser(
+    parser = Parser(
         prog="python -m titanlite.simulate.ladder", description=f"The script of the rung {name}."
     )
     add_arguments(parser, list(rung.degrees))
     output = parser.add_argument_group("output")
-    output.add_argument("--columns", type=int, metavar="N", help="characters in a line")
+    output.add_argument("--columns", type=characters, metavar="N", help="characters in a line")
     output.add_argument("--svg", metavar="FILE")
     output.add_argument("--html", metavar="FILE", help="a page with tooltips and zoom")
     options = parser.parse_args(arguments)
+    check_outputs(options, FILES)
     degrees = {axis: getattr(options, axis) or rung.degrees[axis] for axis in rung.degrees}
     rung = replace(rung, degrees=degrees)
     workload, network = make_workload(options), make_network(options)
