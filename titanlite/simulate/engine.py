@@ -11,13 +11,13 @@ strategy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from titanlite.simulate.costs import Costs, LinkTicks, TickCosts
+from titanlite.simulate.ready import ByPriority, Capped, InOrder
 from titanlite.simulate.work import Direction
 
 
@@ -56,7 +56,8 @@ class Plan:
     `is_split[number - num_chained]` says whether that backward is split. A worker picks the ready
     work item with the smallest of `keys`, or follows its list in `orders`. A key is unequal to all
     others and has its number as remainder by `modulus`; weight gradients have none.
-    `max_in_flight` (by worker) limits the forwards whose backward has not ended.
+    `max_in_flight` (by worker) limits the forwards whose backward has not ended. `needs[number]`
+    lists further work items whose output a work item needs, besides its predecessor's.
     """
 
     num_workers: int
@@ -69,6 +70,7 @@ class Plan:
     keys: Sequence[int] | None = None
     orders: Sequence[Sequence[int]] | None = None
     max_in_flight: Sequence[float] | None = None
+    needs: Mapping[int, Sequence[int]] = field(default_factory=dict)
     num_chained: int = field(init=False)
     modulus: int = field(init=False)
     tick_costs: TickCosts = field(init=False)
@@ -99,6 +101,13 @@ class Plan:
         else:
             batch, stage = divmod(number, 2 * self.num_stages)
         return (batch * 2 + 2) * self.num_stages - 1 - stage
+
+    def number_of(self, stage: int, batch: int, direction: Direction) -> int:
+        """The number of a work item."""
+        if direction == Direction.WEIGHT:
+            return self.num_chained + batch * self.num_stages + stage
+        forward = batch * 2 * self.num_stages + stage
+        return forward if direction == Direction.FORWARD else self.backward_of(forward)
 
     def worker(self, number: int) -> int:
         return self.compute[number if number < self.num_chained else self.backward_of(number)]
@@ -151,71 +160,6 @@ def run(plan: Plan) -> tuple[list[int | None], list[Extra]]:
     return engine.starts, engine.extras
 
 
-class _Ordered:
-    """The ready work when each worker has a fixed order: it takes the next item, or waits."""
-
-    def __init__(self, orders: Sequence[Sequence[int]], total: int) -> None:
-        self.orders = orders
-        self.position = [0] * len(orders)
-        self.is_ready = bytearray(total)
-
-    def put(self, number: int, worker: int) -> None:
-        self.is_ready[number] = 1
-
-    def take(self, worker: int) -> int | None:
-        order, at = self.orders[worker], self.position[worker]
-        if at == len(order) or not self.is_ready[order[at]]:
-            return None
-        self.position[worker] = at + 1
-        return order[at]
-
-
-class _ByPriority:
-    """The ready work in one heap per worker, which takes the item with the smallest key."""
-
-    def __init__(self, plan: Plan) -> None:
-        assert plan.keys is not None
-        self.keys, self.num_chained, self.modulus = plan.keys, plan.num_chained, plan.modulus
-        self.heaps: list[list[int]] = [[] for _ in range(plan.num_workers)]
-
-    def put(self, number: int, worker: int) -> None:
-        heappush(self.heaps[worker], self._key(number))
-
-    def take(self, worker: int) -> int | None:
-        heap = self.heaps[worker]
-        return heappop(heap) % self.modulus if heap else None
-
-    def _key(self, number: int) -> int:
-        return self.keys[number] if number < self.num_chained else self._last_key + number
-
-    @cached_property
-    def _last_key(self) -> int:
-        """Weight gradients have the lowest priority: they fill the bubbles."""
-        return self.modulus * (1 + max(self.keys) // self.modulus)
-
-
-class _Capped(_ByPriority):
-    """Like _ByPriority, but forwards have their own heap; a worker needs `room` to take one."""
-
-    def __init__(self, plan: Plan, room: list[float]) -> None:
-        super().__init__(plan)
-        self.stages, self.chain = plan.num_stages, 2 * plan.num_stages
-        self.room = room
-        self.forwards: list[list[int]] = [[] for _ in range(plan.num_workers)]
-
-    def put(self, number: int, worker: int) -> None:
-        is_forward = number < self.num_chained and number % self.chain < self.stages
-        heaps = self.forwards if is_forward else self.heaps
-        heappush(heaps[worker], self._key(number))
-
-    def take(self, worker: int) -> int | None:
-        heap, forwards = self.heaps[worker], self.forwards[worker]
-        if forwards and self.room[worker] > 0 and not (heap and heap[0] < forwards[0]):
-            self.room[worker] -= 1
-            heap = forwards
-        return heappop(heap) % self.modulus if heap else None
-
-
 class _Engine:
     """One run of a plan: the current time, the pending events, and the idle workers.
 
@@ -234,13 +178,21 @@ class _Engine:
 
         # How many more forwards each worker may start; None if unlimited.
         self.room = None if plan.max_in_flight is None else list(plan.max_in_flight)
-        self.ready: _Ordered | _ByPriority
+        self.ready: InOrder | ByPriority
         if plan.orders is not None:
-            self.ready = _Ordered(plan.orders, self.total)
+            self.ready = InOrder(plan.orders, self.total)
         elif self.room is not None:
-            self.ready = _Capped(plan, self.room)
+            self.ready = Capped(plan, self.room)
         else:
-            self.ready = _ByPriority(plan)
+            self.ready = ByPriority(plan)
+        self.put = self._put_if_complete if plan.needs else self.ready.put
+
+        # The inputs that a work item with needs still waits for, and the work that needs an output.
+        self.missing = {number: len(needed) + 1 for number, needed in plan.needs.items()}
+        self.followers: dict[int, list[int]] = {}
+        for number, needed in plan.needs.items():
+            for before in needed:
+                self.followers.setdefault(before, []).append(number)
 
         self.now = 0
         self.times = [0]
@@ -264,14 +216,15 @@ class _Engine:
         idle, touched, durations = self.idle, self.touched, self.plan.durations
         busy_until = [0] * self.plan.num_workers
         num_chained, total, stages, chain = self.num_chained, self.total, self.stages, self.chain
-        put, take, modulus = self.ready.put, self.ready.take, self.plan.modulus
+        put, take, modulus = self.put, self.ready.take, self.plan.modulus
         heaps, keys = None, self.plan.keys or ()
-        if type(self.ready) is _ByPriority:
+        if type(self.ready) is ByPriority and not self.plan.needs:
             heaps = self.ready.heaps
         splits, network, fetches = self.splits, self.network, self.fetches
         overlap, port_free = self.costs.overlap_transfers, self.port_free
         nodes, inside, between = self.plan.nodes, *self.plan.tick_costs.messages
         backward_ends_more = splits or self.room is not None
+        followers = self.followers
         while times:
             self.now = now = heappop(times)
             for event in events.pop(now):
@@ -287,18 +240,23 @@ class _Engine:
                     k = event % chain
                     if k >= stages and backward_ends_more:
                         self._end_backward(event, k, worker)
+                    if followers and event in followers:
+                        self._deliver(event, k, worker)
+                        continue
                     if k + 1 == chain:
                         continue
                     number = event + 1
                     target = compute[number]
                     if target != worker and network is not None:
-                        if not overlap:
-                            self._send(event, worker, target)
-                            continue
-                        latency, transfer = inside if nodes[worker] == nodes[target] else between
-                        sent = port_free[worker]
-                        sent = port_free[worker] = transfer + (sent if sent > now else now)
-                        time = sent + latency
+                        if overlap:
+                            latency, transfer = (
+                                inside if nodes[worker] == nodes[target] else between
+                            )
+                            sent = port_free[worker]
+                            sent = port_free[worker] = transfer + (sent if sent > now else now)
+                            time = sent + latency
+                        else:
+                            time = self._send(event, worker, target)
                         # A worker that is still busy then can have its work on its heap now.
                         if time > now and (idle[target] or time > busy_until[target]):
                             bucket = events.get(time)
@@ -312,8 +270,9 @@ class _Engine:
                     self._end_weight_gradient(event)
                     continue
                 else:
-                    idle[event - total] = 1
-                    touched.append(event - total)
+                    if port_free[event - total] <= now:
+                        idle[event - total] = 1
+                        touched.append(event - total)
                     continue
                 # `number` is ready on `target`. A busy worker is touched when it ends its work.
                 if heaps is not None:
@@ -379,18 +338,48 @@ class _Engine:
             self.room[opener] += 1
         self.touched.append(opener)
 
-    def _send(self, number: int, worker: int, target: int) -> None:
-        """Send the output of `number` without overlap: the sender is blocked until it arrives."""
+    def _put_if_complete(self, number: int, worker: int) -> None:
+        """An input of `number` is there; it is ready if that was the last one."""
+        missing = self.missing.get(number, 1) - 1
+        self.missing[number] = missing
+        if not missing:
+            self.ready.put(number, worker)
+
+    def _deliver(self, number: int, k: int, worker: int) -> None:
+        """Give the output of `number` to its successor and its followers: one message a worker.
+
+        The next worker is served first, as in a ring, so that not all send to worker 0 first.
+        """
+        receivers: dict[int, list[int]] = {}
+        for follower in (*([number + 1] if k + 1 < self.chain else []), *self.followers[number]):
+            receivers.setdefault(self.compute[follower], []).append(follower)
+        for target in sorted(receivers, key=lambda other: (other - worker) % len(self.idle)):
+            arrival = self.now
+            if target != worker and self.network is not None:
+                arrival = self._send(number, worker, target)
+            for follower in receivers[target]:
+                if arrival > self.now:
+                    self._post(arrival, ~follower)
+                else:
+                    self.put(follower, target)
+                    self.touched.append(target)
+
+    def _send(self, number: int, worker: int, target: int) -> int:
+        """Send the output of `number` to `target`; the time at which it arrives.
+
+        Without overlap, the sender is blocked until then.
+        """
         link = self.plan.link(worker, target)
-        arrival = self.now + link.latency + link.transfer
-        if arrival > self.now:
+        leaves = max(self.now, self.port_free[worker])
+        if self.costs.overlap_transfers:
+            sent = self.port_free[worker] = leaves + link.transfer
+            return sent + link.latency
+        arrival = self.port_free[worker] = leaves + link.latency + link.transfer
+        if arrival > leaves:
             self.idle[worker] = 0
-            self.extras.append(Extra(worker, self.now, arrival, "SEND", number))
+            self.extras.append(Extra(worker, leaves, arrival, "SEND", number))
             self._post(arrival, self.total + worker)
-            self._post(arrival, ~(number + 1))
-        else:
-            self.ready.put(number + 1, target)
-            self.touched.append(target)
+        return arrival
 
     def _fetch(self, number: int, worker: int) -> int:
         """The time at which `number` can compute; if its weights are remote, fetch them first."""

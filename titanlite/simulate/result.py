@@ -10,6 +10,7 @@ from typing import NamedTuple
 from titanlite.schedule.timeline import Span, Timeline, activation_curves
 from titanlite.simulate.engine import Extra, Plan
 from titanlite.simulate.exact import Exact, Time
+from titanlite.simulate.needs import messages_needed
 from titanlite.simulate.placement import way_of_a_batch
 from titanlite.simulate.reduction import Reduction, ReductionTicks
 from titanlite.simulate.size import check_drawing
@@ -50,6 +51,7 @@ class Simulation:
         self.num_stages = plan.num_stages
         self.num_batches = plan.num_batches
         self.title = title
+        self.costs = plan.costs
         self._plan = plan
         self._starts = starts
         self._extras = extras
@@ -196,9 +198,10 @@ class Simulation:
         """The number of stage inputs sent to each worker or stored for another worker.
 
         Counts work items whose predecessor ran on another worker, forwards whose backward runs on
-        another worker, and the first forwards of batches that use more than one worker.
+        another worker, the first forwards of batches that use more than one worker, and outputs
+        that are sent to a worker because of `needs`.
         """
-        count = [0] * self.num_workers
+        count = messages_needed(self._plan)
         for (route, _), batches in self._routes.items():
             for before, worker in pairwise(route):
                 if before != worker:
@@ -218,6 +221,11 @@ class Simulation:
             if compute != weight:
                 count[compute] += 1
         return count
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any backward runs its weight gradient separately."""
+        return any(self._plan.is_split)
 
     @cached_property
     def weight_storage(self) -> list[int]:

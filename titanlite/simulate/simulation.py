@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, cast
 from titanlite.schedule.actions import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from titanlite.simulate.costs import Costs
 from titanlite.simulate.engine import Plan, run
+from titanlite.simulate.needs import Needs, read_needs
 from titanlite.simulate.placement import ASKED_TWICE, Strategy, place, way_of_a_batch
 from titanlite.simulate.priority import Lexicographic, OldestBatchFirst
 from titanlite.simulate.reduction import reduce_gradients
@@ -44,6 +45,7 @@ def simulate(
     order: Order | None = None,
     max_in_flight: MaxInFlight | None = None,
     split_backward: bool = False,
+    needs: Needs | None = None,
     costs: Costs | None = None,
     title: str | None = None,
 ) -> Simulation:
@@ -59,6 +61,10 @@ def simulate(
     has not ended. `split_backward` runs weight gradients separately, when nothing else can run.
     `order(worker)` replaces these three: it lists the work items of that worker, as Work or as
     schedule `Action`, in execution order. A backward is split if its weight gradient is listed.
+
+    `needs(work)` lists further work items whose output `work` needs, besides that of its
+    predecessor: it starts once they have ended and their messages have arrived. An output is sent
+    once to each worker that needs it. Context and expert parallelism are strategies with needs.
 
     Raises SimulationError for counts below one, for a size that would take over ten minutes or
     more memory than there is, for an invalid result of a strategy, order or priority, and for an
@@ -87,6 +93,8 @@ def simulate(
         costs or Costs(),
         bytearray([split_backward]) * (num_stages * num_batches),
     )
+    if needs is not None:
+        plan.needs = read_needs(plan, needs)
     if order is not None:
         plan.orders = _read_orders(plan, order)
     else:
@@ -148,6 +156,9 @@ def _check_all_ran(plan: Plan, starts: list[int | None]) -> None:
             if starts[number] is None:
                 blocked.setdefault(plan.worker(number), number)
         why = "max_in_flight is too low for this strategy, which deadlocks"
+    if plan.needs:
+        is_free = plan.orders is None and plan.max_in_flight is None
+        why = "the needs go in a circle" if is_free else f"{why}, or its needs go in a circle"
     told = "; ".join(
         f"worker {worker} is blocked at {work_at(plan, number)}"
         for worker, number in sorted(blocked.items())
@@ -313,10 +324,7 @@ def _number(plan: Plan, work: Work, worker: int) -> int:
             f"the order of worker {worker} lists {work}; stages are 0 to {plan.num_stages - 1}, "
             f"batches 0 to {plan.num_batches - 1}"
         )
-    if direction == Direction.WEIGHT:
-        return plan.num_chained + batch * plan.num_stages + stage
-    forward = batch * 2 * plan.num_stages + stage
-    return forward if direction == Direction.FORWARD else plan.backward_of(forward)
+    return plan.number_of(stage, batch, direction)
 
 
 def work_at(plan: Plan, number: int) -> Work:
