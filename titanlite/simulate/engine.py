@@ -67,7 +67,7 @@ class Plan:
     weight: list[int]
     costs: Costs
     is_split: bytearray
-    keys: Sequence[int] | None = None
+    keys: Sequence[int] = ()
     orders: Sequence[Sequence[int]] | None = None
     max_in_flight: Sequence[float] | None = None
     needs: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -182,9 +182,9 @@ class _Engine:
         if plan.orders is not None:
             self.ready = InOrder(plan.orders, self.total)
         elif self.room is not None:
-            self.ready = Capped(plan, self.room)
+            self.ready = Capped(self.room, plan.num_stages, plan.keys, plan.modulus)
         else:
-            self.ready = ByPriority(plan)
+            self.ready = ByPriority(plan.num_workers, plan.keys, plan.modulus)
         self.put = self._put_if_complete if plan.needs else self.ready.put
 
         # The inputs that a work item with needs still waits for, and the work that needs an output.
@@ -217,7 +217,7 @@ class _Engine:
         busy_until = [0] * self.plan.num_workers
         num_chained, total, stages, chain = self.num_chained, self.total, self.stages, self.chain
         put, take, modulus = self.put, self.ready.take, self.plan.modulus
-        heaps, keys = None, self.plan.keys or ()
+        heaps, keys = None, self.plan.keys
         if type(self.ready) is ByPriority and not self.plan.needs:
             heaps = self.ready.heaps
         splits, network, fetches = self.splits, self.network, self.fetches

@@ -8,10 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from titanlite.simulate.engine import Plan
 
 
 class InOrder:
@@ -36,10 +32,10 @@ class InOrder:
 class ByPriority:
     """The ready work in one heap per worker, which takes the item with the smallest key."""
 
-    def __init__(self, plan: Plan) -> None:
-        assert plan.keys is not None
-        self.keys, self.num_chained, self.modulus = plan.keys, plan.num_chained, plan.modulus
-        self.heaps: list[list[int]] = [[] for _ in range(plan.num_workers)]
+    def __init__(self, num_workers: int, keys: Sequence[int], modulus: int) -> None:
+        """`keys[number] % modulus` is `number`; weight gradients are the numbers beyond."""
+        self.keys, self.modulus = keys, modulus
+        self.heaps: list[list[int]] = [[] for _ in range(num_workers)]
 
     def put(self, number: int, worker: int) -> None:
         heappush(self.heaps[worker], self._key(number))
@@ -49,7 +45,7 @@ class ByPriority:
         return heappop(heap) % self.modulus if heap else None
 
     def _key(self, number: int) -> int:
-        return self.keys[number] if number < self.num_chained else self._last_key + number
+        return self.keys[number] if number < len(self.keys) else self._last_key + number
 
     @cached_property
     def _last_key(self) -> int:
@@ -60,14 +56,16 @@ class ByPriority:
 class Capped(ByPriority):
     """Like ByPriority, but forwards have their own heap; a worker needs `room` to take one."""
 
-    def __init__(self, plan: Plan, room: list[float]) -> None:
-        super().__init__(plan)
-        self.stages, self.chain = plan.num_stages, 2 * plan.num_stages
+    def __init__(
+        self, room: list[float], num_stages: int, keys: Sequence[int], modulus: int
+    ) -> None:
+        super().__init__(len(room), keys, modulus)
+        self.stages, self.chain = num_stages, 2 * num_stages
         self.room = room
-        self.forwards: list[list[int]] = [[] for _ in range(plan.num_workers)]
+        self.forwards: list[list[int]] = [[] for _ in room]
 
     def put(self, number: int, worker: int) -> None:
-        is_forward = number < self.num_chained and number % self.chain < self.stages
+        is_forward = number < len(self.keys) and number % self.chain < self.stages
         heaps = self.forwards if is_forward else self.heaps
         heappush(heaps[worker], self._key(number))
 
