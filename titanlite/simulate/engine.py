@@ -10,6 +10,7 @@ strategy.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -258,6 +259,8 @@ class _Engine:
         self.weight_units = plan.tick_costs.weight_units
         self.fetches = costs.network is not None and any(self.weight_units)
         self.fetch_free = [0] * plan.num_workers
+        # When each keeper serves fetches, by its links between and inside nodes.
+        self.serving: dict[tuple[int, bool], list[list[int]]] = {}
         self.recent_starts: list[deque[int]] = [deque(maxlen=costs.prefetch) for _ in self.idle]
 
     def run(self) -> None:
@@ -396,9 +399,32 @@ class _Engine:
                 if self.costs.prefetch:
                     is_full = len(before) == self.costs.prefetch
                     begin = max(before[0] if is_full else 0, self.fetch_free[worker])
-                end = begin + self.plan.link(keeper, worker).fetches[stage]
+                link = self.plan.link(keeper, worker)
+                if self.costs.fetch_contention:
+                    place = keeper, link is self.plan.tick_costs.inside
+                    busy = self.serving.setdefault(place, [])
+                    begin = _book(busy, begin, link.fetches[stage] - link.latency)
+                end = begin + link.fetches[stage]
                 self.fetch_free[worker] = end
                 self.extras.append(Extra(worker, begin, end, "FETCH", number))
                 start = max(start, end)
         before.append(start)
         return start
+
+
+def _book(busy: list[list[int]], begin: int, length: int) -> int:
+    """The first time from `begin` at which `length` ticks are free, which are then busy.
+
+    `busy` has the [start, end] that are not free, in order. Those that touch become one.
+    """
+    at = bisect_right(busy, begin, key=lambda taken: taken[1])
+    while at < len(busy) and busy[at][0] < begin + length:
+        begin = busy[at][1]
+        at += 1
+    if length:
+        busy.insert(at, [begin, begin + length])
+        if at + 1 < len(busy) and busy[at + 1][0] == busy[at][1]:
+            busy[at][1] = busy.pop(at + 1)[1]
+        if at and busy[at - 1][1] == busy[at][0]:
+            busy[at - 1][1] = busy.pop(at)[1]
+    return begin

@@ -8,14 +8,16 @@ function `strategy(work)` (or `file.py:another_name`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 from titanlite.schedule import SCHEDULES, Schedule, ScheduleError, make_schedule, read_csv
 from titanlite.schedule import check as check_schedule
 from titanlite.schedule.generators import schedule_name
 from titanlite.simulate.costs import Costs
+from titanlite.simulate.exact import exact, simplest
 from titanlite.simulate.experiment import Job, open_experiment
 from titanlite.simulate.needs import Needs
 from titanlite.simulate.network import Link, Network
@@ -260,12 +262,18 @@ def _cut_finer(costs: Costs, pieces: int) -> Costs:
     """The costs of each stage after every stage is split into `pieces` equal stages."""
     if pieces == 1:
         return costs
-    names = ("forward", "backward", "weight_gradient", "weight_units")
+    names = (
+        *("forward", "backward", "weight_gradient"),
+        *("weight_units", "gradient_units", "optimizer_units", "kept_units"),
+    )
     values = {name: getattr(costs, name) for name in names}
-    if not all(value is None or isinstance(value, int | float) for value in values.values()):
+    if any(callable(value) or isinstance(value, Iterable) for value in values.values()):
         raise SimulationError(
             "costs that differ by stage need the number of stages; set stages (costs of the whole "
             "model are one value each)"
         )
-    finer = {name: value and value / pieces for name, value in values.items()}
+    finer: dict[str, Any] = {
+        name: value and simplest(exact(value, f"costs: {name}") / Fraction(pieces))
+        for name, value in values.items()
+    }
     return replace(costs, **finer)
