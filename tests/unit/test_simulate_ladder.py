@@ -2,6 +2,7 @@
 
 import json
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,38 @@ def test_results_do_not_depend_on_which_thread_runs_first():
     runs = [run_rung(rung)[1] for _ in range(3)]
     clocks = [[gpu.seconds for gpu in cluster.gpus] for cluster in runs]
     assert clocks[0] == clocks[1] == clocks[2]
+
+
+UNITS = [Fraction(1, 3), Fraction(1, 7), Fraction(1, 10), 1e-9, 1e-3, 100.0]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=str)
+@pytest.mark.parametrize("name", ["2D DP x PP", "4D with CP"])
+def test_the_unit_of_time_changes_no_event(measured, monkeypatch, name, unit):
+    rung = next(rung for rung in RUNGS if rung.name == name)
+    _, before = run_rung(rung)
+    times = {
+        constant: float_or_fraction(getattr(gpu_module, constant), unit)
+        for constant in ("SECONDS_PER_COMPUTE_UNIT", "SECONDS_PER_MEMORY_UNIT")
+    }
+    for constant, seconds in times.items():
+        monkeypatch.setattr(gpu_module, constant, seconds)
+    link = Link(float_or_fraction(0.05, unit), float_or_fraction(0.01, unit))
+    _, after = run_rung(rung, network=Network(link))
+    scale = Fraction(repr(unit)) if isinstance(unit, float) else unit
+    assert [gpu.clock * scale for gpu in before.gpus] == [gpu.clock for gpu in after.gpus]
+    for one, other in zip(before.gpus, after.gpus, strict=True):
+        assert [event._replace(start=0, end=0) for event in one.events] == [
+            event._replace(start=0, end=0) for event in other.events
+        ]
+        ends = [float(Fraction(event.end) * scale) for event in one.events]
+        assert [event.end for event in other.events] == pytest.approx(ends, rel=1e-15)
+
+
+def float_or_fraction(seconds, unit):
+    """`seconds` in a unit: a float if the unit is one, without an error of rounding."""
+    exact = Fraction(repr(seconds)) * Fraction(repr(unit) if isinstance(unit, float) else unit)
+    return float(exact) if isinstance(unit, float) else exact
 
 
 def test_table_compares_each_rung_with_the_one_below(measured):

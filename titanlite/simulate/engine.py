@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -41,6 +42,12 @@ class Column(NamedTuple):
     starts: Sequence[int]
     ends: Sequence[int]
 
+    @property
+    def only_worker(self) -> int | None:
+        """The worker of all batches, as in a pipeline; None if there are several."""
+        first = self.workers[0]
+        return first if self.workers.count(first) == len(self.workers) else None
+
 
 @dataclass
 class Plan:
@@ -48,7 +55,8 @@ class Plan:
 
     The weight gradient of a split backward has number `num_chained + batch * num_stages + stage`.
     `is_split[number - num_chained]` says whether that backward is split. A worker picks the ready
-    work item with the smallest `priority_key(number)`, or follows its list in `orders`.
+    work item with the smallest of `keys`, or follows its list in `orders`. A key is unequal to all
+    others and has its number as remainder by `modulus`; weight gradients have none.
     `max_in_flight` (by worker) limits the forwards whose backward has not ended. `needs[number]`
     lists further work items whose output a work item needs, besides its predecessor's.
     """
@@ -60,20 +68,27 @@ class Plan:
     weight: list[int]
     costs: Costs
     is_split: bytearray
-    priority_key: Callable[[int], int] | None = None
+    keys: Sequence[int] | None = None
     orders: Sequence[Sequence[int]] | None = None
     max_in_flight: Sequence[float] | None = None
     needs: Mapping[int, Sequence[int]] = field(default_factory=dict)
     num_chained: int = field(init=False)
+    modulus: int = field(init=False)
     tick_costs: TickCosts = field(init=False)
     durations: list[int] = field(init=False)
     weight_durations: list[int] = field(init=False)
 
+    nodes: list[int] = field(init=False)
+
     def __post_init__(self) -> None:
         self.num_chained = 2 * self.num_stages * self.num_batches
+        self.modulus = 3 * self.num_stages * self.num_batches
         self.tick_costs = TickCosts(self.costs, self.num_stages)
         self.durations = self.tick_costs.forward + self.tick_costs.backward[::-1]
         self.weight_durations = self.tick_costs.weight_gradient
+        network = self.costs.network
+        per_node = network.workers_per_node if network is not None and network.inside else 1
+        self.nodes = [worker // per_node for worker in range(self.num_workers)]
 
     def weight_gradient(self, backward: int) -> int:
         """The number of the weight gradient that belongs to `backward`."""
@@ -99,8 +114,7 @@ class Plan:
         return self.compute[number if number < self.num_chained else self.backward_of(number)]
 
     def link(self, source: int, target: int) -> LinkTicks:
-        assert self.costs.network is not None
-        is_inside = self.costs.network.is_inside(source, target)
+        is_inside = self.nodes[source] == self.nodes[target]
         return self.tick_costs.inside if is_inside else self.tick_costs.between
 
     def duration(self, number: int) -> int:
@@ -120,14 +134,15 @@ class Plan:
             stage = min(k, chain - 1 - k)
             workers, begun = self.compute[k::chain], starts[k : self.num_chained : chain]
             length, part = self.durations[k], self.weight_durations[stage]
-            if k < self.num_stages:
+            direction = Direction.FORWARD if k < self.num_stages else Direction.BACKWARD
+            if not splits or k < self.num_stages:
                 ends = [start + length for start in begun]
-                yield Column(stage, Direction.FORWARD, batches, workers, begun, ends)
+                yield Column(stage, direction, batches, workers, begun, ends)
                 continue
             is_split = self.is_split[stage :: self.num_stages]
             ends = [start + length - part * cut for start, cut in zip(begun, is_split, strict=True)]
-            yield Column(stage, Direction.BACKWARD, batches, workers, begun, ends)
-            if splits and any(is_split):
+            yield Column(stage, direction, batches, workers, begun, ends)
+            if any(is_split):
                 cut = [batch for batch in batches if is_split[batch]]
                 place = self.num_chained + stage
                 begun = [starts[place + batch * self.num_stages] for batch in cut]
@@ -168,47 +183,47 @@ class _Ordered:
 class _ByPriority:
     """The ready work in one heap per worker, which takes the item with the smallest key."""
 
-    def __init__(self, plan: Plan, total: int) -> None:
-        assert plan.priority_key is not None
-        self.key_of = plan.priority_key
-        self.num_chained, self.total = plan.num_chained, total
-        # Weight gradients have the lowest priority: they fill the bubbles.
-        self.last_key = (1 << 62) * total
+    def __init__(self, plan: Plan) -> None:
+        assert plan.keys is not None
+        self.keys, self.num_chained, self.modulus = plan.keys, plan.num_chained, plan.modulus
         self.heaps: list[list[int]] = [[] for _ in range(plan.num_workers)]
 
     def put(self, number: int, worker: int) -> None:
-        if number < self.num_chained:
-            heappush(self.heaps[worker], self.key_of(number) * self.total + number)
-        else:
-            heappush(self.heaps[worker], self.last_key + number)
+        heappush(self.heaps[worker], self._key(number))
 
     def take(self, worker: int) -> int | None:
         heap = self.heaps[worker]
-        return heappop(heap) % self.total if heap else None
+        return heappop(heap) % self.modulus if heap else None
+
+    def _key(self, number: int) -> int:
+        return self.keys[number] if number < self.num_chained else self._last_key + number
+
+    @cached_property
+    def _last_key(self) -> int:
+        """Weight gradients have the lowest priority: they fill the bubbles."""
+        return self.modulus * (1 + max(self.keys) // self.modulus)
 
 
 class _Capped(_ByPriority):
     """Like _ByPriority, but forwards have their own heap; a worker needs `room` to take one."""
 
-    def __init__(self, plan: Plan, room: list[float], total: int) -> None:
-        super().__init__(plan, total)
+    def __init__(self, plan: Plan, room: list[float]) -> None:
+        super().__init__(plan)
         self.stages, self.chain = plan.num_stages, 2 * plan.num_stages
         self.room = room
         self.forwards: list[list[int]] = [[] for _ in range(plan.num_workers)]
 
     def put(self, number: int, worker: int) -> None:
-        if number >= self.num_chained:
-            heappush(self.heaps[worker], self.last_key + number)
-        else:
-            heaps = self.forwards if number % self.chain < self.stages else self.heaps
-            heappush(heaps[worker], self.key_of(number) * self.total + number)
+        is_forward = number < self.num_chained and number % self.chain < self.stages
+        heaps = self.forwards if is_forward else self.heaps
+        heappush(heaps[worker], self._key(number))
 
     def take(self, worker: int) -> int | None:
         heap, forwards = self.heaps[worker], self.forwards[worker]
         if forwards and self.room[worker] > 0 and not (heap and heap[0] < forwards[0]):
             self.room[worker] -= 1
             heap = forwards
-        return heappop(heap) % self.total if heap else None
+        return heappop(heap) % self.modulus if heap else None
 
 
 class _Engine:
@@ -233,9 +248,9 @@ class _Engine:
         if plan.orders is not None:
             self.ready = _Ordered(plan.orders, self.total)
         elif self.room is not None:
-            self.ready = _Capped(plan, self.room, self.total)
+            self.ready = _Capped(plan, self.room)
         else:
-            self.ready = _ByPriority(plan, self.total)
+            self.ready = _ByPriority(plan)
         self.put = self._put_if_complete if plan.needs else self.ready.put
 
         # The inputs that a work item with needs still waits for, and the work that needs an output.
@@ -266,20 +281,27 @@ class _Engine:
     def run(self) -> None:
         """Process all events. The common path is inline for speed; rare cases are in methods."""
         times, events, compute, starts = self.times, self.events, self.compute, self.starts
-        put, take, post = self.put, self.ready.take, self._post
         idle, touched, durations = self.idle, self.touched, self.plan.durations
+        busy_until = [0] * self.plan.num_workers
         num_chained, total, stages, chain = self.num_chained, self.total, self.stages, self.chain
+        put, take, modulus = self.put, self.ready.take, self.plan.modulus
+        heaps, keys = None, self.plan.keys or ()
+        if type(self.ready) is _ByPriority and not self.plan.needs:
+            heaps = self.ready.heaps
         splits, network, fetches = self.splits, self.network, self.fetches
+        overlap, port_free = self.costs.overlap_transfers, self.port_free
+        nodes, inside, between = self.plan.nodes, *self.plan.tick_costs.messages
         backward_ends_more = splits or self.room is not None
-        followers, port_free = self.followers, self.port_free
+        followers = self.followers
         while times:
             self.now = now = heappop(times)
             for event in events.pop(now):
                 if event < 0:
-                    put(~event, compute[~event])
-                    touched.append(compute[~event])
+                    # The input of a work item arrives.
+                    number = ~event
+                    target = compute[number]
                 elif event < num_chained:
-                    # A work item ends: its worker is free, and its successors can start.
+                    # A work item ends: its worker is free, and its successor can start.
                     worker = compute[event]
                     idle[worker] = 1
                     touched.append(worker)
@@ -288,30 +310,70 @@ class _Engine:
                         self._end_backward(event, k, worker)
                     if followers and event in followers:
                         self._deliver(event, k, worker)
-                    elif k + 1 < chain:
-                        target, arrival = compute[event + 1], now
-                        if target != worker and network is not None:
-                            arrival = self._send(event, worker, target)
-                        if arrival > now:
-                            post(arrival, ~(event + 1))
-                        else:
-                            put(event + 1, target)
-                            touched.append(target)
+                        continue
+                    if k + 1 == chain:
+                        continue
+                    number = event + 1
+                    target = compute[number]
+                    if target != worker and network is not None:
+                        if not overlap:
+                            self._arrive(self._send(event, worker, target), target, (number,))
+                            continue
+                        latency, transfer = inside if nodes[worker] == nodes[target] else between
+                        sent = port_free[worker]
+                        sent = port_free[worker] = transfer + (sent if sent > now else now)
+                        time = sent + latency
+                        # A worker that is still busy then can have its work on its heap now.
+                        if time > now and (idle[target] or time > busy_until[target]):
+                            bucket = events.get(time)
+                            if bucket is None:
+                                events[time] = [~number]
+                                heappush(times, time)
+                            else:
+                                bucket.append(~number)
+                            continue
                 elif event < total:
                     self._end_weight_gradient(event)
-                elif port_free[event - total] <= now:
+                    continue
+                elif port_free[event - total] > now:
+                    continue
+                else:
                     idle[event - total] = 1
                     touched.append(event - total)
+                    continue
+                # `number` is ready on `target`. A busy worker is touched when it ends its work.
+                if heaps is not None:
+                    heappush(heaps[target], keys[number])
+                else:
+                    put(number, target)
+                if idle[target]:
+                    touched.append(target)
             for worker in touched:
-                if not idle[worker] or (number := take(worker)) is None:
+                if not idle[worker]:
+                    continue
+                if heaps is not None:
+                    heap = heaps[worker]
+                    if not heap:
+                        continue
+                    number = heappop(heap) % modulus
+                elif (taken := take(worker)) is not None:
+                    number = taken
+                else:
                     continue
                 idle[worker] = 0
                 starts[number] = start = self._fetch(number, worker) if fetches else now
                 k = number % chain
                 if splits and (number >= num_chained or k >= stages):
-                    post(start + self.plan.duration(number), number)
+                    time = start + self.plan.duration(number)
                 else:
-                    post(start + durations[k], number)
+                    time = start + durations[k]
+                busy_until[worker] = time
+                bucket = events.get(time)
+                if bucket is None:
+                    events[time] = [number]
+                    heappush(times, time)
+                else:
+                    bucket.append(number)
             touched.clear()
 
     def _post(self, time: int, event: int) -> None:
@@ -362,12 +424,16 @@ class _Engine:
             arrival = self.now
             if target != worker and self.network is not None:
                 arrival = self._send(number, worker, target)
-            for follower in receivers[target]:
-                if arrival > self.now:
-                    self._post(arrival, ~follower)
-                else:
-                    self.put(follower, target)
-                    self.touched.append(target)
+            self._arrive(arrival, target, receivers[target])
+
+    def _arrive(self, arrival: int, target: int, followers: Sequence[int]) -> None:
+        """An input of `followers`, on `target`, arrives now or later."""
+        for follower in followers:
+            if arrival > self.now:
+                self._post(arrival, ~follower)
+            else:
+                self.put(follower, target)
+                self.touched.append(target)
 
     def _send(self, number: int, worker: int, target: int) -> int:
         """Send the output of `number` to `target`; the time at which it arrives.

@@ -252,8 +252,14 @@ class Simulation:
         """By worker, in ticks: its compute time, its first start and its last end."""
         busy, last = [0] * self.num_workers, [0] * self.num_workers
         first: dict[int, int] = {}
-        for _, _, _, workers, starts, ends in self._plan.columns(self._starts):
-            for worker, start, end in zip(workers, starts, ends, strict=True):
+        for column in self._plan.columns(self._starts):
+            worker = column.only_worker
+            if worker is not None:
+                busy[worker] += sum(column.ends) - sum(column.starts)
+                last[worker] = max(last[worker], *column.ends)
+                first[worker] = min(first.get(worker, column.starts[0]), *column.starts)
+                continue
+            for worker, start, end in zip(column.workers, column.starts, column.ends, strict=True):
                 busy[worker] += end - start
                 if end > last[worker]:
                     last[worker] = end

@@ -273,7 +273,8 @@ def _cut_finer(costs: Costs, pieces: int) -> Costs:
             "model are one value each)"
         )
     finer: dict[str, Any] = {
-        name: value and simplest(exact(value, f"costs: {name}") / Fraction(pieces))
+        name: simplest(Fraction(exact(value, f"costs: {name}")) / pieces)
         for name, value in values.items()
+        if value is not None
     }
     return replace(costs, **finer)
