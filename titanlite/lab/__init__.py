@@ -13,6 +13,8 @@ _HOME = {
     "device": ["VirtualDevice"],
     "channel": ["VirtualChannel", "DeviceChannel", "HostChannel"],
     "counts": ["Counts", "Collective"],
+    "record": ["Record", "Message", "Event", "TensorInfo"],
+    "diagnosis": ["CommunicationError"],
     "link": ["Link"],
     "group": ["Group"],
     "mesh": ["Mesh", "MeshIndex", "MeshError"],
