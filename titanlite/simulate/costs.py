@@ -115,7 +115,7 @@ class LinkTicks:
 class TickCosts:
     """The costs of `num_stages` stages in whole ticks, with which the engine computes.
 
-    `weight_units` are sizes, not times. Without a network there is no `between` and `inside`.
+    `weight_units` are sizes, not times. Without a network, `between` and `inside` take no time.
     """
 
     costs: Costs
@@ -127,6 +127,14 @@ class TickCosts:
     weight_units: list[Exact] = field(init=False)
     between: LinkTicks = field(init=False)
     inside: LinkTicks = field(init=False)
+
+    @property
+    def messages(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The latency and transfer time of a message inside a node, and between nodes."""
+        return (self.inside.latency, self.inside.transfer), (
+            self.between.latency,
+            self.between.transfer,
+        )
 
     def __post_init__(self) -> None:
         costs, network = self.costs, self.costs.network
@@ -148,13 +156,11 @@ class TickCosts:
         self.ticks = Ticks(times, as_fractions)
         whole = [[self.ticks.ticks(time) for time in group] for group in numbers.values()]
         self.forward, self.backward, self.weight_gradient = whole
-        if links:
-            self.between, self.inside = (
-                LinkTicks(latency, message - latency, fetches)
-                for latency, message, *fetches in (
-                    [self.ticks.ticks(time) for time in group] for group in links
-                )
-            )
+        in_ticks = [[self.ticks.ticks(time) for time in group] for group in links]
+        self.between, self.inside = (
+            LinkTicks(latency, message - latency, fetches)
+            for latency, message, *fetches in in_ticks or [[0] * len(sizes)] * 2
+        )
 
 
 def _check_durations(numbers: Mapping[str, list[Exact]]) -> None:

@@ -16,7 +16,7 @@ class Column(NamedTuple):
 
     name: str
     value: Callable[[Simulation], Time]
-    show: Callable[[Time], str]
+    show: Callable[[Any], str]
 
 
 def _general(value: Time) -> str:

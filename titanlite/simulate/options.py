@@ -146,7 +146,7 @@ def used_options(simulation: Simulation) -> set[str]:
     if network is None:
         return used
     sends, fetches = any(simulation.activation_transmissions), any(simulation.weight_transmissions)
-    sized = any(costs.per_stage("weight_units", simulation.num_stages))
+    sized = any(costs.per_stage("weight_units", simulation.num_stages)[0])
     if sends:
         used |= {"activation_units", "latency", "overlap"}
     if (sends and costs.activation_units) or (sized and (fetches or simulation.reductions)):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from titanlite.schedule.timeline import Span, Timeline, activation_curves
 from titanlite.simulate.engine import Extra, Plan
 from titanlite.simulate.exact import Exact, Time
+from titanlite.simulate.needs import messages_needed
 from titanlite.simulate.placement import way_of_a_batch
 from titanlite.simulate.reduction import Reduction, ReductionTicks
 from titanlite.simulate.size import check_drawing
@@ -197,9 +198,10 @@ class Simulation:
         """The number of stage inputs sent to each worker or stored for another worker.
 
         Counts work items whose predecessor ran on another worker, forwards whose backward runs on
-        another worker, and the first forwards of batches that use more than one worker.
+        another worker, the first forwards of batches that use more than one worker, and outputs
+        that are sent to a worker because of `needs`.
         """
-        count = [0] * self.num_workers
+        count = messages_needed(self._plan)
         for (route, _), batches in self._routes.items():
             for before, worker in pairwise(route):
                 if before != worker:
@@ -257,8 +259,14 @@ class Simulation:
         """By worker, in ticks: its compute time, its first start and its last end."""
         busy, last = [0] * self.num_workers, [0] * self.num_workers
         first: dict[int, int] = {}
-        for _, _, _, workers, starts, ends in self._plan.columns(self._starts):
-            for worker, start, end in zip(workers, starts, ends, strict=True):
+        for column in self._plan.columns(self._starts):
+            worker = column.only_worker
+            if worker is not None:
+                busy[worker] += sum(column.ends) - sum(column.starts)
+                last[worker] = max(last[worker], *column.ends)
+                first[worker] = min(first.get(worker, column.starts[0]), *column.starts)
+                continue
+            for worker, start, end in zip(column.workers, column.starts, column.ends, strict=True):
                 busy[worker] += end - start
                 if end > last[worker]:
                     last[worker] = end
