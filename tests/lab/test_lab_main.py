@@ -108,3 +108,20 @@ def test_a_difference_is_claimed_only_if_all_samples_show_it():
     assert compared(fast, slow) == "slower by 54%"
     assert compared(slow, Samples((*fast.values, 4.0))) == "no difference seen"
     assert compared(Samples((9.0, 9.0, 9.0)), Samples((1.0,) * 5)).startswith("not judged: fewer")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attention", "--world", "6", "--tokens", "100"], "use a multiple of 12"),
+        (["experts", "--experts", "6"], "experts: 6 experts do not divide among 4 ranks"),
+        (["experts", "--top-k", "9"], "top-k: 9 is more than the 8 experts"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_said_before_ranks_start(arguments, message, capsys):
+    assert main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"{arguments[0]}: ")
+    assert message in err
+    assert err.count("\n") == 1

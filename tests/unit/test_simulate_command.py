@@ -120,6 +120,59 @@ def test_ladder_prints_its_table(tmp_path, capsys):
     assert ET.parse(svg).getroot().get("width")
 
 
+def test_ladder_goes_up_to_the_degrees_given(capsys):
+    options = {"tp": "8", "dp": "2", "items": "4", "layers": "2"}
+    given = [text for name, value in options.items() for text in (f"--{name}", value)]
+    assert main(["simulate", "ladder", *given, "--quiet"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.startswith("dimensions")
+    assert [row.split("  ")[0] for row in rows] == ["0D", "1D DP 2", "2D DP 2 x TP 8"]
+
+
+def test_ladder_is_slower_on_slower_links(capsys):
+    seconds = []
+    for time in ("0.01", "1/50"):
+        assert main(["simulate", "ladder", "--dp", "4", "--time-per-unit", time, "--quiet"]) == 0
+        seconds.append(float(capsys.readouterr().out.splitlines()[-1].split()[4]))
+    # 6 steps of 125 units, each 0.01 s longer a unit.
+    assert seconds[1] - seconds[0] == pytest.approx(7.5)
+
+
+def test_ladder_without_any_cost_takes_no_time(capsys):
+    units = "compute-units-per-item gradient-units activation-units key-value-units latency"
+    options = [text for name in units.split() for text in (f"--{name}", "0")]
+    assert main(["simulate", "ladder", "--dp", "2", "--overlap", *options]) == 0
+    assert "1 more rank\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--dp 3", "16 items do not divide evenly over dp x ep = 3"),
+        ("--pp 0", "--pp: 0 is less than 1"),
+        ("--tp two", "--tp: 'two' is not a whole number"),
+        ("--layers 2.5", "--layers: '2.5' is not a whole number"),
+        ("--gradient-units nan", "--gradient-units: nan is not a number"),
+        ("--gradient-units -3", "gradient_units is -3; it must not be negative"),
+        ("--latency -1", "latency_seconds is -1; it must not be negative"),
+        ("--inside-speedup 0 --workers-per-node 2", "--inside-speedup: 0 must be above 0"),
+        ("--inside-speedup 2", "--inside-speedup: needs nodes; give --workers-per-node"),
+        ("--dp 4096 --items 4096", "4096 ranks; the ladder runs a thread for each rank"),
+        ("--items 100000000", "multiplications of integers; the ladder runs at most 1.0e+09"),
+        ("--dp 2 --microbatch 3", "16 items of a rank do not divide evenly"),
+        ("--png picture.png", "unrecognized arguments: --png picture.png"),
+        ("--svg picture.txt", "--svg: the name 'picture.txt' must end in .svg"),
+        ("--scheme GPipe", "unrecognized arguments"),
+    ],
+)
+def test_a_mistake_in_the_ladder_s_options_is_one_line(arguments, said, capsys):
+    assert main(["simulate", "ladder", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -154,8 +207,20 @@ def test_ladder_prints_its_table(tmp_path, capsys):
         # Options that no scheme of the run uses.
         ("simulate DDP --group-size 2", "--group-size: has no effect on DDP: only LoopedPipeline"),
         ("simulate DDP --latency 1", "--latency: has no effect on DDP: nothing is sent"),
-        ("simulate FSDP --weight-units 2", "--weight-units: has no effect on FSDP: no weights"),
-        ("simulate 1F1B --activation-units 2", "--activation-units: has no effect on 1F1B"),
+        ("simulate FSDP --bandwidth 2", "--bandwidth: has no effect on FSDP: nothing is sent that"),
+        ("simulate FSDP --weight-units 2 --no-fetch-contention", "no weights are fetched that"),
+        ("simulate FSDP --memory m.png", "--memory: nothing has a size; give --weight-units"),
+        ("simulate FSDP --memory m.html", "--memory: the name 'm.html' must end in .png or .svg"),
+        # Units.
+        ("simulate DDP --forward 1ms", "--backward: 2 has no unit, but --forward 1ms has one"),
+        ("simulate DDP --latency 1us --forward 1 --backward 2", "--forward: 1 has no unit"),
+        ("simulate DDP --weight-units 1MB 2 3 4", "--weight-units: 2 has no unit, but --weight"),
+        ("simulate DDP --weight-units 1MB --kept-units 2", "--kept-units: 2 has no unit"),
+        ("simulate DDP --forward 1h", "--forward: '1h': the unit must be one of s, ms, us, ns"),
+        ("simulate DDP --weight-units 1s", "the unit must be one of B, KB, MB"),
+        ("simulate DDP --bandwidth 0", "--bandwidth: 0 must be above 0"),
+        ("simulate DDP --bandwidth 1GB", "the unit must be one of B/s, KB/s"),
+        ("simulate DDP --bandwidth 1 --time-per-unit 1", "--time-per-unit says the same"),
         ("simulate 1F1B --latency 1 --prefetch 3", "--prefetch: has no effect on 1F1B"),
         ("simulate 1F1B --time-per-unit 2", "nothing is sent that has a size"),
         ("simulate 1F1B --weight-gradient 1", "no backward pass is split"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from titanlite.errors import TitanliteError
 from titanlite.lab.table import Table
 from titanlite.lab.timings import bandwidth, overlap
 
@@ -318,6 +319,104 @@ def mlp(*, num_microbatches: int = 6) -> Table:
     return Table(f"{num_microbatches} runs of 4 rows; with 4 stages:\n\n{clock}\n", columns, rows)
 
 
+def attention(*, world: int = 4, num_tokens: int = 512) -> Table:
+    """ring attention by hand: the work of each rank under contiguous and zigzag layouts"""
+    import torch
+
+    from titanlite.lab import Mesh, VirtualCluster, ring_attention, shard_sequence
+
+    def run(device: Any, shards: Any, layout: str, causal: bool) -> Any:
+        leaves = [part.clone().requires_grad_() for part in shards[device.rank]]
+        out = ring_attention(device, *leaves, layout=layout, causal=causal)
+        out.sum().backward()
+
+    if num_tokens % (2 * world):
+        raise TitanliteError(
+            f"tokens: {num_tokens} tokens are not {2 * world} equal chunks; "
+            f"use a multiple of {2 * world}"
+        )
+    qkv = torch.randn(3, 4, num_tokens, 32)
+    rows = []
+    with VirtualCluster(Mesh(sequence=world)) as cluster:
+        for layout, causal in (("contiguous", False), ("contiguous", True), ("zigzag", True)):
+            cluster.run(run, shard_sequence(qkv, world, layout), layout, causal)
+            flops = [counts.flops for counts in cluster.device_counts]
+            counts = cluster.counts
+            rows.append(
+                (
+                    layout if causal else "any, no mask",
+                    " ".join(f"{each / 1e6:.0f}" for each in flops),
+                    f"{world * max(flops) / sum(flops):.2f}",
+                    str(counts.d2d_messages),
+                    f"{counts.d2d_bytes / 2**10:.0f}",
+                )
+            )
+    return Table(
+        f"{num_tokens} tokens, 4 heads of 32, float32, {world} ranks; forward and backward.",
+        ("layout", "MFLOP of each rank", "busiest / mean", "sends", "KiB"),
+        rows,
+    )
+
+
+def experts(
+    *, world: int = 4, num_experts: int = 8, top_k: int = 2, num_tokens: int = 256
+) -> Table:
+    """experts by hand: the rows of each rank under balanced and unbalanced routers"""
+    import torch
+
+    from titanlite.lab import Experts, Mesh, VirtualCluster, expert_parallel_layer
+
+    for name, size in (("experts", num_experts), ("tokens", num_tokens)):
+        if size % world:
+            raise TitanliteError(f"{name}: {size} {name} do not divide among {world} ranks")
+    if top_k > num_experts:
+        raise TitanliteError(f"top-k: {top_k} is more than the {num_experts} experts")
+    generator = torch.Generator().manual_seed(0)
+    dim, hidden = 32, 64
+    x = torch.randn(num_tokens, dim, generator=generator)
+    x[:, 0] = 1
+    gate = torch.randn(dim, num_experts, generator=generator)
+    shapes = (num_experts, dim, hidden), (num_experts, hidden, dim), (num_experts, dim, hidden)
+    weights = [torch.randn(shape, generator=generator) for shape in shapes]
+
+    def run(device: Any, gate: Any, factor: float | None) -> Any:
+        own = Experts(*weights).shard(device.rank, world)
+        tokens = x.chunk(world)[device.rank]
+        return expert_parallel_layer(
+            device, tokens, gate, own, top_k=top_k, capacity_factor=factor
+        )[1]
+
+    rows = []
+    with VirtualCluster(Mesh(expert=world)) as cluster:
+        for name, skew, factor in (
+            ("balanced", 0.0, None),
+            ("one expert preferred", 4.0, None),
+            ("one expert in every token", 30.0, None),
+            ("the same, capacity 1.25", 30.0, 1.25),
+        ):
+            gate[0] = 0
+            gate[0, 0] = skew
+            loads = cluster.run(run, gate, factor)
+            flops = [counts.flops for counts in cluster.device_counts]
+            num_dropped = sum(load.num_dropped for load in loads)
+            rows.append(
+                (
+                    name,
+                    " ".join(str(sum(load.received)) for load in loads),
+                    f"{world * max(flops) / sum(flops):.2f}",
+                    f"{num_dropped / (num_tokens * top_k):.0%}",
+                    str(cluster.counts.d2d_messages),
+                    f"{cluster.counts.d2d_bytes / 2**10:.0f}",
+                )
+            )
+    return Table(
+        f"{num_tokens} tokens of {dim} features, {num_experts} experts of {hidden}, top {top_k}, "
+        f"float32, {world} ranks; forward.",
+        ("router", "rows of each rank", "busiest / mean", "dropped", "sends", "KiB"),
+        rows,
+    )
+
+
 EXPERIMENTS: dict[str, Callable[..., Table]] = {
     "collectives": collectives,
     "bandwidth": bandwidth,
@@ -330,4 +429,6 @@ EXPERIMENTS: dict[str, Callable[..., Table]] = {
     "matmul": matmul,
     "feed-forward": feed_forward,
     "mlp": mlp,
+    "attention": attention,
+    "experts": experts,
 }

@@ -2,7 +2,8 @@
 
 work.py         Work, and the two workers that a strategy assigns to it
 simulation.py   simulate(): placement plus a priority or an order -> Simulation
-engine.py       greedy list scheduling, event by event
+engine.py ready.py   greedy list scheduling, event by event; the ready work of each worker
+exact.py        exact time: numbers as they are written, ticks inside
 costs.py network.py reduction.py   durations, links, gradient reduction
 size.py         what a simulation takes; sizes that are too large are refused
 result.py       when each work item ran, and what the run cost

@@ -1,6 +1,7 @@
 """A strategy file: an experiment in one Python file.
 
-It defines `strategy`, and as wanted `order`, `priority`, `max_in_flight`, `costs` and `network`.
+It defines `strategy`, and as wanted `order`, `priority`, `max_in_flight`, `needs`, `costs` and
+`network`.
 A function may take the Job as one more parameter: `strategy(work, job)`, `costs(job)`. While an
 experiment is open, its file can import its neighbours, and what its functions raise becomes one
 SimulationError that gives file and line.
@@ -38,6 +39,7 @@ PARAMETERS = {
     "order": ("worker",),
     "priority": ("work",),
     "max_in_flight": ("worker",),
+    "needs": ("work",),
     "costs": (),
     "network": (),
 }

@@ -8,15 +8,18 @@ function `strategy(work)` (or `file.py:another_name`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 from titanlite.schedule import SCHEDULES, Schedule, ScheduleError, make_schedule, read_csv
 from titanlite.schedule import check as check_schedule
 from titanlite.schedule.generators import schedule_name
 from titanlite.simulate.costs import Costs
+from titanlite.simulate.exact import exact, simplest
 from titanlite.simulate.experiment import Job, open_experiment
+from titanlite.simulate.needs import Needs
 from titanlite.simulate.network import Link, Network
 from titanlite.simulate.placement import Strategy
 from titanlite.simulate.priority import PRIORITIES
@@ -149,7 +152,11 @@ def stages_of(workload: Workload) -> int:
 
 
 def _run_strategy(
-    strategy: Strategy, workload: Workload, title: str, order: Order | None = None
+    strategy: Strategy,
+    workload: Workload,
+    title: str,
+    order: Order | None = None,
+    needs: Needs | None = None,
 ) -> Simulation:
     stages = stages_of(workload)
     priority = workload.priority
@@ -169,6 +176,7 @@ def _run_strategy(
         order=order,
         max_in_flight=workload.max_in_flight,
         split_backward=workload.split_backward,
+        needs=needs,
         costs=_cut_finer(workload.costs, pieces),
         title=title,
     )
@@ -209,7 +217,7 @@ def _run_parts(parts: Mapping[str, Any], workload: Workload, title: str) -> Simu
         priority=parts.get("priority", workload.priority),
         max_in_flight=parts.get("max_in_flight", workload.max_in_flight),
     )
-    return _run_strategy(parts["strategy"], workload, title, parts.get("order"))
+    return _run_strategy(parts["strategy"], workload, title, parts.get("order"), parts.get("needs"))
 
 
 def _run_schedule(schedule: Schedule, workload: Workload) -> Simulation:
@@ -254,12 +262,19 @@ def _cut_finer(costs: Costs, pieces: int) -> Costs:
     """The costs of each stage after every stage is split into `pieces` equal stages."""
     if pieces == 1:
         return costs
-    names = ("forward", "backward", "weight_gradient", "weight_units")
+    names = (
+        *("forward", "backward", "weight_gradient"),
+        *("weight_units", "gradient_units", "optimizer_units", "kept_units"),
+    )
     values = {name: getattr(costs, name) for name in names}
-    if not all(value is None or isinstance(value, int | float) for value in values.values()):
+    if any(callable(value) or isinstance(value, Iterable) for value in values.values()):
         raise SimulationError(
             "costs that differ by stage need the number of stages; set stages (costs of the whole "
             "model are one value each)"
         )
-    finer = {name: value and value / pieces for name, value in values.items()}
+    finer: dict[str, Any] = {
+        name: simplest(Fraction(exact(value, f"costs: {name}")) / pieces)
+        for name, value in values.items()
+        if value is not None
+    }
     return replace(costs, **finer)
