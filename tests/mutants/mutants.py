@@ -668,7 +668,7 @@ MUTANTS = [
         "only the last microbatch is counted",
         "EP",
         also(EP, model={"moe_sequence_loss_coeff": 0.0}, training={"local_batch_size": 2}),
-        r"tokens by expert of layers.1.moe",
+        r"tokens of each expert of layers.1.moe",
         BALANCE,
         (
             "        self.counts = counts if self.counts is None else self.counts + counts\n",
@@ -679,7 +679,7 @@ MUTANTS = [
         "tokens by expert are those of one rank",
         "EP",
         EP,
-        r"tokens by expert of layers.1.moe.* sum the counts",
+        r"tokens of each expert of layers.1.moe.* sum the counts",
         BALANCER,
         (
             "        dist.all_reduce(counts)\n",

@@ -63,7 +63,8 @@ def trace_pieces(resolved: ResolvedJob) -> Pieces:
     ):
         small = smaller(resolved)
         layout = small.config.parallelism.context_parallel_load_balancer
-        job, trace = trace_job(small, representatives(small.dims, layout)[0], watch)
+        rank = representatives(small.dims, layout)[0]
+        job, trace = trace_job(small, rank, watch, runs_first_step=False)
     events, reduced = _without_fsdp(trace)
     segments = dict(_cut(trace, events, fewer.kept))
     units = _units(job, fewer.kept, partial, reduced)

@@ -90,7 +90,7 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
             names = [name for name in placed if placed[name][axis] in kinds]
             if not names:
                 continue
-            words = " or ".join(map(how_in_words, kinds))
+            words = " or ".join(how_in_words(kind, axis) for kind in kinds)
             missing = sum(
                 _local(runs, step, ranks[0], name)
                 for name in names
@@ -98,12 +98,12 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
                 if runs[ranks[0]].coordinates[axis] > 0
             )
             yield (
-                f"gradients {words} over {axis} are counted as if they were replicated: only the "
+                f"gradients {words} are counted as if they were replicated: only the "
                 f"shard of the first rank of {axis} is counted",
                 math.sqrt(max(0.0, total - missing)),
             )
             yield (
-                f"gradients {words} over {axis} are counted {degrees[axis]} times",
+                f"gradients {words} are counted {degrees[axis]} times",
                 math.sqrt(total + (degrees[axis] - 1) * sum(once[name] for name in names)),
             )
     experts = [name for name in placed if ".experts." in name]
