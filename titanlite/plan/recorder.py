@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -321,6 +322,7 @@ class Recorder(TorchDispatchMode):
                 _shape_of(name, args, kwargs),
                 self.streams.is_beside,
                 _causal_of(name, args, kwargs),
+                any(map(_has_gaps, inputs)),
             )
         )
 
@@ -533,3 +535,10 @@ def _causal_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
     _, at, causal_at = ATTENTION[name]
     given = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
     return (args[at].size(2), args[at + 1].size(2)) if given else ()
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor, each counted once, do not fill a range of memory."""
+    sizes = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
+    span = 1 + sum((size - 1) * step for size, step in sizes)
+    return span > math.prod(size for size, _ in sizes) > 0

@@ -184,10 +184,11 @@ def axes_of_groups(job: Job) -> dict[str, tuple[str, ...]]:
         for axis in mesh.mesh_dim_names or ():
             axes.setdefault(mesh.get_group(axis).group_name, (axis,))
     experts = job.meshes.experts
-    for axis in () if experts is None else experts.mesh_dim_names or ():
-        name = experts.get_group(axis).group_name
-        if axis not in axes.get(name, ()):
-            axes[name] = (*axes.get(name, ()), axis)
+    if experts is not None:
+        for axis in experts.mesh_dim_names or ():
+            name = experts.get_group(axis).group_name
+            if axis not in axes.get(name, ()):
+                axes[name] = (*axes.get(name, ()), axis)
     return axes
 
 
