@@ -199,8 +199,9 @@ class RotaryEmbedding(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Set the angles per position, [E / 2] in radians."""
-        self.frequencies.copy_(rotary_frequencies(self.config))
+        """Set the angles per position, [E / 2] in radians; on "meta" there is nothing to set."""
+        if not self.frequencies.is_meta:
+            self.frequencies.copy_(rotary_frequencies(self.config))
 
     def forward(self, q_BHTE: Tensor, k_BKTE: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q and k rotated by the angles of `positions` [T] or [B, T]."""

@@ -120,6 +120,59 @@ def test_ladder_prints_its_table(tmp_path, capsys):
     assert ET.parse(svg).getroot().get("width")
 
 
+def test_ladder_goes_up_to_the_degrees_given(capsys):
+    options = {"tp": "8", "dp": "2", "items": "4", "layers": "2"}
+    given = [text for name, value in options.items() for text in (f"--{name}", value)]
+    assert main(["simulate", "ladder", *given, "--quiet"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.startswith("dimensions")
+    assert [row.split("  ")[0] for row in rows] == ["0D", "1D DP 2", "2D DP 2 x TP 8"]
+
+
+def test_ladder_is_slower_on_slower_links(capsys):
+    seconds = []
+    for time in ("0.01", "1/50"):
+        assert main(["simulate", "ladder", "--dp", "4", "--time-per-unit", time, "--quiet"]) == 0
+        seconds.append(float(capsys.readouterr().out.splitlines()[-1].split()[4]))
+    # 6 steps of 125 units, each 0.01 s longer a unit.
+    assert seconds[1] - seconds[0] == pytest.approx(7.5)
+
+
+def test_ladder_without_any_cost_takes_no_time(capsys):
+    units = "compute-units-per-item gradient-units activation-units key-value-units latency"
+    options = [text for name in units.split() for text in (f"--{name}", "0")]
+    assert main(["simulate", "ladder", "--dp", "2", "--overlap", *options]) == 0
+    assert "1 more rank\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--dp 3", "16 items do not divide evenly over dp x ep = 3"),
+        ("--pp 0", "--pp: 0 is less than 1"),
+        ("--tp two", "--tp: 'two' is not a whole number"),
+        ("--layers 2.5", "--layers: '2.5' is not a whole number"),
+        ("--gradient-units nan", "--gradient-units: nan is not a number"),
+        ("--gradient-units -3", "gradient_units is -3; it must not be negative"),
+        ("--latency -1", "latency_seconds is -1; it must not be negative"),
+        ("--inside-speedup 0 --workers-per-node 2", "--inside-speedup: 0 must be above 0"),
+        ("--inside-speedup 2", "--inside-speedup: needs nodes; give --workers-per-node"),
+        ("--dp 4096 --items 4096", "4096 ranks; the ladder runs a thread for each rank"),
+        ("--items 100000000", "multiplications of integers; the ladder runs at most 1.0e+09"),
+        ("--dp 2 --microbatch 3", "16 items of a rank do not divide evenly"),
+        ("--png picture.png", "unrecognized arguments: --png picture.png"),
+        ("--svg picture.txt", "--svg: the name 'picture.txt' must end in .svg"),
+        ("--scheme GPipe", "unrecognized arguments"),
+    ],
+)
+def test_a_mistake_in_the_ladder_s_options_is_one_line(arguments, said, capsys):
+    assert main(["simulate", "ladder", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

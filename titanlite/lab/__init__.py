@@ -13,6 +13,8 @@ _HOME = {
     "device": ["VirtualDevice"],
     "channel": ["VirtualChannel", "DeviceChannel", "HostChannel"],
     "counts": ["Counts", "Collective"],
+    "record": ["Record", "Message", "Event", "TensorInfo"],
+    "diagnosis": ["CommunicationError"],
     "link": ["Link"],
     "group": ["Group"],
     "mesh": ["Mesh", "MeshIndex", "MeshError"],
@@ -58,6 +60,8 @@ _HOME = {
         "PipelinedOperation",
     ],
     "mlp": ["MLP"],
+    "expert_parallel": ["Experts", "Load", "expert_parallel_layer", "single_process_layer"],
+    "context_parallel": ["ring_attention", "shard_sequence", "unshard_sequence"],
     "bandwidth": ["Bandwidth", "measure_bandwidth"],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -14,7 +14,9 @@ from rich import box
 from rich.table import Table as RichTable
 
 from titanlite.errors import TitanliteError
-from titanlite.lab.experiments import EXPERIMENTS, Table
+from titanlite.lab.arguments import add_options, option, refused
+from titanlite.lab.experiments import EXPERIMENTS
+from titanlite.lab.table import Table
 from titanlite.ranks.signals import ending_with_the_output
 
 
@@ -27,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "experiments", nargs="*", metavar="experiment", help="names to run, or all; default: list"
     )
-    names = parser.parse_args(arguments).experiments
+    add_options(parser, EXPERIMENTS)
+    options = vars(parser.parse_args(arguments))
+    names = options.pop("experiments")
     names = list(EXPERIMENTS) if names == ["all"] else names
     for name in names:
         if name not in EXPERIMENTS:
@@ -36,13 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
+        if problem := refused(name, EXPERIMENTS[name], options):
+            print(problem, file=sys.stderr)
+            return 2
     if not names:
+        if options:
+            print(f"{option(next(iter(options)))}: name an experiment to run", file=sys.stderr)
+            return 2
         for name, run in EXPERIMENTS.items():
             print(f"{name:14}{run.__doc__}")
         print("\ntitanlite lab NAME runs one, all runs all; docs/lab/ explains them.")
+        print("titanlite lab --help lists their options.")
     for name in names:
         try:
-            show(name, EXPERIMENTS[name]())
+            show(name, EXPERIMENTS[name](**options))
         except TitanliteError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.lab.counts import Counts
 from titanlite.lab.link import Port, sleep_until
+from titanlite.lab.record import RECEIVE, SEND
+from titanlite.lab.recorder import Recorder
 
 
 class Transfer:
@@ -65,32 +67,36 @@ class DeviceChannel(VirtualChannel):
     fill. With a `port`, messages take as long as on its link.
     """
 
-    def __init__(self, peer: int, counts: Counts, port: Port | None = None) -> None:
+    def __init__(
+        self, peer: int, counts: Counts, recorder: Recorder, port: Port | None = None
+    ) -> None:
         self.peer = peer
         self._port = port
-        self.num_sent = 0
-        self.num_received = 0
         self._counts = counts
+        self._recorder = recorder
         self._unfinished: set[Transfer] = set()
 
     def isend(self, tensor: torch.Tensor) -> Transfer:
         """Start sending; do not modify the tensor before `wait` returns."""
-        self.num_sent += 1
         if tensor.is_meta:
             self._counts.count_send(tensor)
         tensor = tensor.detach().contiguous()
-        moves = not tensor.is_meta and tensor.numel()
-        end = self._departure(tensor.nbytes) if moves and self._port else None
-        work = dist.isend(tensor, self.peer) if moves else None
-        return Transfer(work, tensor, self._unfinished, end)
+        if not tensor.numel() or tensor.is_meta:
+            return self._without_data(SEND, tensor)
+        end = self._departure(tensor.nbytes) if self._port else None
+        return Transfer(dist.isend(tensor, self.peer), tensor, self._unfinished, end)
 
     def irecv(self, into: torch.Tensor) -> Transfer:
         """Start receiving into a contiguous tensor; it is filled when `wait` returns."""
-        self.num_received += 1
-        moves = not into.is_meta and into.numel()
-        end = self._arrival(into.nbytes) if moves and self._port else None
-        work = dist.irecv(into, self.peer) if moves else None
-        return Transfer(work, into, self._unfinished, end)
+        if not into.numel() or into.is_meta:
+            return self._without_data(RECEIVE, into)
+        end = self._arrival(into.nbytes) if self._port else None
+        return Transfer(dist.irecv(into, self.peer), into, self._unfinished, end)
+
+    def _without_data(self, kind: str, tensor: torch.Tensor) -> Transfer:
+        # The messages of torch.distributed are recorded when they are dispatched.
+        self._recorder.message(kind, self.peer, tensor)
+        return Transfer(None, tensor, self._unfinished)
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send and wait. Two devices that both send to each other before they receive can hang."""
@@ -119,7 +125,8 @@ class DeviceChannel(VirtualChannel):
         port, posted = self._port, time.monotonic()
         assert port is not None
         stamp = torch.empty(1, dtype=torch.float64)
-        work: Any = dist.irecv(stamp, self.peer)
+        with _disable_current_modes():
+            work: Any = dist.irecv(stamp, self.peer)
 
         def end() -> float:
             work.wait()

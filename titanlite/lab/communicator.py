@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from titanlite.lab.counts import CountingMode
 from titanlite.lab.device import VirtualDevice
 
 
@@ -137,7 +136,7 @@ class ChannelCommunicator:
     def _start(self, collective: Callable[[], Any]) -> Pending:
         def counted() -> None:
             # Dispatch modes and gradient modes are per thread.
-            with torch.no_grad(), CountingMode(self._device.counts):
+            with torch.no_grad(), self._device.counting():
                 collective()
 
         return _InThread(self._thread.submit(counted))

@@ -30,6 +30,7 @@ from titanlite.plan.cost import (
     Cost,
     bytes_sent,
     caller,
+    computed_flops,
 )
 from titanlite.plan.events import FROM_RANK_TO_RANK, Communication, Operator
 from titanlite.plan.hardware import Hardware, parse_hardware
@@ -301,7 +302,11 @@ def _fit_operators(samples: Sequence[Sample]) -> dict[str, list[float]]:
         if sum(seconds for _, seconds in of) < LEAST_SHARE * total:
             continue
         rows = [
-            (1.0, operator.bytes_read + operator.bytes_written, operator.flops)
+            (
+                1.0,
+                operator.bytes_read + operator.bytes_written,
+                computed_flops(operator, "cpu"),
+            )
             for operator, _ in of
         ]
         # Where all samples are of one size, this tells a call's time from that of its bytes.

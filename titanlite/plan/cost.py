@@ -141,6 +141,7 @@ class Cost:
             operator.bytes_written,
             operator.dtype,
             operator.shape,
+            operator.causal,
         )
         known: dict[object, tuple[float, str, float]] = self._known  # type: ignore[attr-defined]
         if key not in known:
@@ -193,7 +194,7 @@ class Cost:
         measured = hardware.operators.get(f"{operator.name}:{operator.dtype}")
         if measured is not None:
             recorded = operator.bytes_read + operator.bytes_written
-            return fixed + measured(recorded, operator.flops)
+            return fixed + measured(recorded, computed_flops(operator, hardware.kind))
         if rule.kind == PRODUCT and operator.flops:
             return fixed + max(self._product(operator), self._moving(num_bytes))
         if rule.kind == ATTENTION and operator.flops:
@@ -220,10 +221,8 @@ class Cost:
             return self._unfused(operator, is_backward)
         efficiencies = self.hardware.attention
         share = efficiencies.backward_share if is_backward else efficiencies.forward_share
-        flops: float = operator.flops
-        if efficiencies.is_causal_halved:
-            # Of a balanced ring's (cp + 1) / 2 blocks, only the rank's own has a triangle to skip.
-            flops *= self.dims.cp / (self.dims.cp + 1)
+        skips_masked = efficiencies.is_causal_halved
+        flops = computed_flops(operator, self.hardware.kind) if skips_masked else operator.flops
         return max(flops / (self.hardware.peak(operator.dtype) * share), self._moving(num_bytes))
 
     def _unfused(self, operator: Operator, is_backward: bool) -> float:
@@ -330,6 +329,30 @@ def bytes_sent(kind: str, num_bytes: float, num_ranks: int) -> float:
             return num_bytes * (num_ranks - 1) / num_ranks
         case _:
             return num_bytes
+
+
+# The blocks of the CPU's flash kernel: FlashAttentionKernel.cpp, as in scratch.py.
+CPU_KEYS = 512
+CPU_QUERIES = ((768, 256), (192, 64), (0, 32))
+
+
+def computed_flops(operator: Operator, device_kind: str) -> float:
+    """The operations that a kernel computes on a "gpu" or "cpu": causal attention skips some.
+
+    A GPU's kernel skips the masked half. The CPU's computes, for a block of queries, each block of
+    512 keys that has one that is not masked.
+    """
+    if not operator.causal:
+        return operator.flops
+    queries, keys = operator.causal
+    if device_kind != "cpu":
+        return operator.flops * (keys + 1) / (2 * keys)
+    block = min(queries, next(size for least, size in CPU_QUERIES if queries >= least))
+    pairs = 0
+    for start in range(0, queries, block):
+        visible = min(keys, -(-min(start + block, keys) // CPU_KEYS) * CPU_KEYS)
+        pairs += min(block, queries - start) * visible
+    return operator.flops * pairs / (queries * keys)
 
 
 def product_efficiency(hardware: Hardware, batch: int, m: int, n: int, k: int) -> float:

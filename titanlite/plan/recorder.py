@@ -53,10 +53,11 @@ READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default
 # Namespaces of operators that only ask a tensor something, or that mark a range for a profiler.
 NO_WORK = ("prim::", "profiler::")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
-# Attention kernels: forward and backward products, each of 2 B H T T E operations.
+# Attention kernels: the number of products, each of 2 B H T T E operations, and the positions of q
+# and of is_causal among the arguments.
 ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7),
 }
 OWN_NAMESPACE = "titanlite"
 # The methods of a process group that return a Work, by the names of all torch versions.
@@ -314,6 +315,7 @@ class Recorder(TorchDispatchMode):
                 else "",
                 _shape_of(name, args),
                 self.streams.is_beside,
+                _causal_of(name, args, kwargs),
             )
         )
 
@@ -468,7 +470,7 @@ def _bytes_of_mutated(args: Any) -> int:
 
 def _flops_of(name: str, function: Any, args: Any, kwargs: Any, result: Any) -> int:
     if name in ATTENTION:
-        num_products, at = ATTENTION[name]
+        num_products, at, _ = ATTENTION[name]
         q, k = args[at], args[at + 1]
         return 2 * num_products * q.numel() * k.size(2)
     formula = flop_registry.get(function._overloadpacket)
@@ -484,3 +486,12 @@ def _shape_of(name: str, args: Any) -> tuple[int, ...]:
         a, b = args[:2]
     batch = a.size(0) if a.ndim == 3 else 1
     return batch, a.size(-2), b.size(-1), a.size(-1)
+
+
+def _causal_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
+    """(queries, keys) of causal attention."""
+    if name not in ATTENTION:
+        return ()
+    _, at, causal_at = ATTENTION[name]
+    given = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
+    return (args[at].size(2), args[at + 1].size(2)) if given else ()

@@ -2,7 +2,8 @@
 
 The job is built as a run builds it, by build_job, for one rank of a fake world (fake_world.py). Two
 steps run on fake tensors; the second is recorded (recorder.py), since optimizer state and lazily
-built parts exist only after the first.
+built parts exist only after the first. Pieces (pieces.py) have no such parts, so an update alone,
+which makes the optimizer state, stands for their first step.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.config import ResolvedJob
@@ -40,9 +41,16 @@ def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
 
 
 def trace_job(
-    resolved: ResolvedJob, rank: int, prepare: Callable[[Job], None] | None = None
+    resolved: ResolvedJob,
+    rank: int,
+    prepare: Callable[[Job], None] | None = None,
+    *,
+    runs_first_step: bool = True,
 ) -> tuple[Job, Trace]:
-    """The job of `rank` and its second step; `prepare` is called before the first one."""
+    """The job of `rank` and its second step; `prepare` is called before the first one.
+
+    Unless `runs_first_step`, only the update of the first one runs.
+    """
     size = resolved.dims.world_size
     planned = "cuda" if resolved.config.job.device == "cuda" else "cpu"
     with contextlib.ExitStack() as stack:
@@ -50,7 +58,8 @@ def trace_job(
         # What torch warns of, a run of the job says too.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
         world = stack.enter_context(fake_world(rank, size, planned))
-        stack.enter_context(stand_ins())
+        stack.enter_context(stand_ins(planned))
+        stack.enter_context(frozen_objects())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         job = build_job(resolved, world, lambda parts: materialize(list(parts), mode, world.device))
         recorder = Recorder(
@@ -64,8 +73,12 @@ def trace_job(
         if prepare is not None:
             prepare(job)
         with mode, recorder.watching(job.trainer.parts):
-            # One batch of a step that accumulates several is enough.
-            job.trainer.step([faked(batch, mode) for batch in job.draw()[:1]])
+            if runs_first_step:
+                # One batch of a step that accumulates several is enough.
+                job.trainer.step([faked(batch, mode) for batch in job.draw()[:1]])
+            else:
+                recorder.note(_local(tensor for part in job.parts for tensor in _held_by(part)))
+                _make_optimizer_state(job)
         return job, _record_step(job, recorder, mode)
 
 
@@ -74,6 +87,29 @@ def count_parameters(resolved: ResolvedJob) -> int:
     with torch.device("meta"):
         model = build_model(load_model_spec(resolved.config), resolved.model, torch.float32)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Inside, the garbage collector skips the objects that exist now: torch has a million."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _held_by(part: nn.Module) -> Iterator[Tensor]:
+    yield from part.parameters()
+    yield from part.buffers()
+
+
+def _make_optimizer_state(job: Job) -> None:
+    optimizer = job.trainer.optimizer
+    for parameter in job.trainer.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _record_step(job: Job, recorder: Recorder, mode: FakeTensorMode) -> Trace:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,16 +15,17 @@ from titanlite.simulate.options import (
     Parser,
     characters,
     check_outputs,
-    check_used,
-    used_options,
     whole,
 )
+from titanlite.simulate.output import write as _write
+from titanlite.simulate.output import write_with as _write_with
 from titanlite.simulate.priority import PRIORITIES
-from titanlite.simulate.quantity import read_rate, read_size, read_time, read_units
 from titanlite.simulate.result import Simulation
 from titanlite.simulate.schemes import STRATEGIES, Workload, run_scheme
 from titanlite.simulate.sweep import Point, read_axes
 from titanlite.simulate.table import format_table, html_table
+from titanlite.simulate.units import read_rate, read_size, read_time, read_units
+from titanlite.simulate.used_options import check_used, used_options
 from titanlite.simulate.work import SimulationError
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises TitanliteError if the scheme cannot be simulated.
     """
+    if list(arguments[:1]) == ["ladder"]:
+        from titanlite.simulate.ladder.command import main as ladder
+
+        return ladder(arguments[1:])
     parser = _parser()
     options, given = parser.parse(arguments)
     if options.compare and options.scheme is None:
@@ -64,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         raise SimulationError("no scheme given; name one, or `ladder` (--help lists them)")
     check_outputs(options, FILES)
     if options.scheme == "ladder":
-        return _ladder(options)
+        raise SimulationError("ladder has options of its own; put it first: simulate ladder ...")
     schemes = [options.scheme, *options.compare]
     if options.sweep:
         return _sweep(schemes, options, given, parser)
@@ -214,37 +218,6 @@ def _sweep(
     return 0 if swept.is_complete else 130
 
 
-def _ladder(options: argparse.Namespace) -> int:
-    from titanlite.simulate.gpu import ETHERNET
-    from titanlite.simulate.ladder import RUNGS, ladder_table, run_rung
-
-    network = ETHERNET
-    if options.workers_per_node > 1:
-        between = network.between
-        inside = Link(
-            between.latency_seconds / options.inside_speedup,
-            between.seconds_per_unit / options.inside_speedup,
-        )
-        network = Network(between, inside, options.workers_per_node)
-    runs = [run_rung(rung, network=network, sleep=options.sleep) for rung in RUNGS]
-    print("16 items; all results and gradients equal a single process's; times in virtual seconds:")
-    print(ladder_table([measured for measured, _ in runs]))
-    if options.svg or options.html:
-        timelines = [
-            replace(cluster.timeline(measured.rung.name), caption=f"{measured.seconds:.1f} s")
-            for measured, cluster in runs
-        ]
-        if options.svg:
-            from titanlite.drawing.schedule_svg import draw_svg
-
-            _write(options.svg, draw_svg(*timelines))
-        if options.html:
-            from titanlite.drawing.schedule_html import draw_html
-
-            _write(options.html, draw_html(timelines))
-    return 0
-
-
 def _workload(options: argparse.Namespace) -> Workload:
     values, time_unit, size_unit = read_units(options, TIMES, SIZES, RATES)
     network = None
@@ -284,24 +257,6 @@ def _one_or_all(values: Any) -> Any:
     return values[0] if isinstance(values, list) and len(values) == 1 else values
 
 
-def _write_with(path: Path, draw: Callable[[Path], None]) -> None:
-    """Write a file by `draw(path)`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draw(path)
-    except OSError as error:
-        raise SimulationError(f"{path}: cannot be written ({error.strerror})") from error
-    print(f"wrote {path}")
-
-
-def _write_text(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _write(path: str | Path, text: str) -> None:
-    _write_with(Path(path), partial(_write_text, text))
-
-
 def _parser() -> Parser:
     from titanlite.schedule import SCHEDULES
 
@@ -315,7 +270,8 @@ def _parser() -> Parser:
         f"all have one. strategies: {', '.join(STRATEGIES)}. schedules: {', '.join(SCHEDULES)}. "
         "Your own: FILE.py with strategy(work) -> ComputeAndWeightWorkers(compute, weight), "
         "FILE.py:FUNCTION, or a schedule as FILE.csv. `ladder` runs one workload with 0 to 4 "
-        "dimensions of parallelism on simulated GPUs.",
+        "dimensions of parallelism on simulated GPUs, and has options of its own "
+        "(ladder --help).",
     )
     parser.add_argument("scheme", nargs="?", metavar="SCHEME")
     parser.add_argument(
@@ -386,13 +342,6 @@ def _parser() -> Parser:
     network.add_argument("--inside-time-per-unit", type=read_time, metavar="TIME")
     network.add_argument("--inside-bandwidth", type=read_rate, metavar="RATE")
     network.add_argument(
-        "--inside-speedup",
-        type=read_rate,
-        default=10,
-        metavar="FACTOR",
-        help="ladder: how much faster links inside a node are",
-    )
-    network.add_argument(
         "--no-overlap",
         dest="overlap",
         action="store_false",
@@ -419,5 +368,4 @@ def _parser() -> Parser:
     output.add_argument("--width", type=characters, metavar="CHARACTERS")
     output.add_argument("--color", action=argparse.BooleanOptionalAction, default=None)
     output.add_argument("--quiet", action="store_true", help="print only the table")
-    output.add_argument("--sleep", action="store_true", help="ladder: run in real time")
     return parser

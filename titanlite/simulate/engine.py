@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
-from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from titanlite.simulate.plan import Plan
+from titanlite.simulate.ready import ByPriority, Capped, InOrder
 
 
 class Extra(NamedTuple):
@@ -40,71 +39,6 @@ def run(plan: Plan) -> tuple[list[int | None], list[Extra]]:
     return engine.starts, engine.extras
 
 
-class _Ordered:
-    """The ready work when each worker has a fixed order: it takes the next item, or waits."""
-
-    def __init__(self, orders: Sequence[Sequence[int]], total: int) -> None:
-        self.orders = orders
-        self.position = [0] * len(orders)
-        self.is_ready = bytearray(total)
-
-    def put(self, number: int, worker: int) -> None:
-        self.is_ready[number] = 1
-
-    def take(self, worker: int) -> int | None:
-        order, at = self.orders[worker], self.position[worker]
-        if at == len(order) or not self.is_ready[order[at]]:
-            return None
-        self.position[worker] = at + 1
-        return order[at]
-
-
-class _ByPriority:
-    """The ready work in one heap per worker, which takes the item with the smallest key."""
-
-    def __init__(self, plan: Plan) -> None:
-        assert plan.keys is not None
-        self.keys, self.num_chained, self.modulus = plan.keys, plan.num_chained, plan.modulus
-        self.heaps: list[list[int]] = [[] for _ in range(plan.num_workers)]
-
-    def put(self, number: int, worker: int) -> None:
-        heappush(self.heaps[worker], self._key(number))
-
-    def take(self, worker: int) -> int | None:
-        heap = self.heaps[worker]
-        return heappop(heap) % self.modulus if heap else None
-
-    def _key(self, number: int) -> int:
-        return self.keys[number] if number < self.num_chained else self._last_key + number
-
-    @cached_property
-    def _last_key(self) -> int:
-        """Weight gradients have the lowest priority: they fill the bubbles."""
-        return self.modulus * (1 + max(self.keys) // self.modulus)
-
-
-class _Capped(_ByPriority):
-    """Like _ByPriority, but forwards have their own heap; a worker needs `room` to take one."""
-
-    def __init__(self, plan: Plan, room: list[float]) -> None:
-        super().__init__(plan)
-        self.stages, self.chain = plan.num_stages, 2 * plan.num_stages
-        self.room = room
-        self.forwards: list[list[int]] = [[] for _ in range(plan.num_workers)]
-
-    def put(self, number: int, worker: int) -> None:
-        is_forward = number < self.num_chained and number % self.chain < self.stages
-        heaps = self.forwards if is_forward else self.heaps
-        heappush(heaps[worker], self._key(number))
-
-    def take(self, worker: int) -> int | None:
-        heap, forwards = self.heaps[worker], self.forwards[worker]
-        if forwards and self.room[worker] > 0 and not (heap and heap[0] < forwards[0]):
-            self.room[worker] -= 1
-            heap = forwards
-        return heappop(heap) % self.modulus if heap else None
-
-
 class _Engine:
     """One run of a plan: the current time, the pending events, and the idle workers.
 
@@ -123,13 +57,13 @@ class _Engine:
 
         # How many more forwards each worker may start; None if unlimited.
         self.room = None if plan.max_in_flight is None else list(plan.max_in_flight)
-        self.ready: _Ordered | _ByPriority
+        self.ready: InOrder | ByPriority
         if plan.orders is not None:
-            self.ready = _Ordered(plan.orders, self.total)
+            self.ready = InOrder(plan.orders, self.total)
         elif self.room is not None:
-            self.ready = _Capped(plan, self.room)
+            self.ready = Capped(self.room, plan.num_stages, plan.keys, plan.modulus)
         else:
-            self.ready = _ByPriority(plan)
+            self.ready = ByPriority(plan.num_workers, plan.keys, plan.modulus)
         self.put = self._put_if_complete if plan.needs else self.ready.put
 
         # The inputs that a work item with needs still waits for, and the work that needs an output.
@@ -164,8 +98,8 @@ class _Engine:
         busy_until = [0] * self.plan.num_workers
         num_chained, total, stages, chain = self.num_chained, self.total, self.stages, self.chain
         put, take, modulus = self.put, self.ready.take, self.plan.modulus
-        heaps, keys = None, self.plan.keys or ()
-        if type(self.ready) is _ByPriority and not self.plan.needs:
+        heaps, keys = None, self.plan.keys
+        if type(self.ready) is ByPriority and not self.plan.needs:
             heaps = self.ready.heaps
         splits, network, fetches = self.splits, self.network, self.fetches
         overlap, port_free = self.costs.overlap_transfers, self.port_free
@@ -195,13 +129,15 @@ class _Engine:
                     number = event + 1
                     target = compute[number]
                     if target != worker and network is not None:
-                        if not overlap:
-                            self._arrive(self._send(event, worker, target), target, (number,))
-                            continue
-                        latency, transfer = inside if nodes[worker] == nodes[target] else between
-                        sent = port_free[worker]
-                        sent = port_free[worker] = transfer + (sent if sent > now else now)
-                        time = sent + latency
+                        if overlap:
+                            latency, transfer = (
+                                inside if nodes[worker] == nodes[target] else between
+                            )
+                            sent = port_free[worker]
+                            sent = port_free[worker] = transfer + (sent if sent > now else now)
+                            time = sent + latency
+                        else:
+                            time = self._send(event, worker, target)
                         # A worker that is still busy then can have its work on its heap now.
                         if time > now and (idle[target] or time > busy_until[target]):
                             bucket = events.get(time)
@@ -214,11 +150,10 @@ class _Engine:
                 elif event < total:
                     self._end_weight_gradient(event)
                     continue
-                elif port_free[event - total] > now:
-                    continue
                 else:
-                    idle[event - total] = 1
-                    touched.append(event - total)
+                    if port_free[event - total] <= now:
+                        idle[event - total] = 1
+                        touched.append(event - total)
                     continue
                 # `number` is ready on `target`. A busy worker is touched when it ends its work.
                 if heaps is not None:
@@ -303,16 +238,12 @@ class _Engine:
             arrival = self.now
             if target != worker and self.network is not None:
                 arrival = self._send(number, worker, target)
-            self._arrive(arrival, target, receivers[target])
-
-    def _arrive(self, arrival: int, target: int, followers: Sequence[int]) -> None:
-        """An input of `followers`, on `target`, arrives now or later."""
-        for follower in followers:
-            if arrival > self.now:
-                self._post(arrival, ~follower)
-            else:
-                self.put(follower, target)
-                self.touched.append(target)
+            for follower in receivers[target]:
+                if arrival > self.now:
+                    self._post(arrival, ~follower)
+                else:
+                    self.put(follower, target)
+                    self.touched.append(target)
 
     def _send(self, number: int, worker: int, target: int) -> int:
         """Send the output of `number` to `target`; the time at which it arrives.

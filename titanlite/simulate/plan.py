@@ -46,7 +46,7 @@ class Plan:
     weight: list[int]
     costs: Costs
     is_split: bytearray
-    keys: Sequence[int] | None = None
+    keys: Sequence[int] = ()
     orders: Sequence[Sequence[int]] | None = None
     max_in_flight: Sequence[float] | None = None
     needs: Mapping[int, Sequence[int]] = field(default_factory=dict)

@@ -1,0 +1,153 @@
+"""The experiments that measure time: each repeats, and gives the median and the range.
+
+On a machine where all ranks share the cores, communication takes CPU time itself, so overlap gains
+little. A slow link takes time without a core, as a network does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from titanlite.errors import TitanliteError
+from titanlite.lab.table import Samples, Table, compared
+
+if TYPE_CHECKING:
+    from titanlite.lab.link import Link
+
+NUM_STEPS = 3
+
+
+def bandwidth(
+    *,
+    world: int = 4,
+    num_bytes: int = 1 << 24,
+    repeats: int = 5,
+    latency_seconds: float = 0.0,
+    bytes_per_second: float = 0.0,
+) -> Table:
+    """bandwidth of collectives, torch's and by hand: bytes * 2 (W-1) / (W t)"""
+    from titanlite.lab import Mesh, VirtualCluster, measure_bandwidth
+
+    if num_bytes % (4 * world):
+        raise TitanliteError(
+            f"bytes: {num_bytes} bytes of float32 are not {world} equal parts; "
+            f"use a multiple of {4 * world}"
+        )
+    link = _link(latency_seconds, bytes_per_second)
+    options = {"num_trials": repeats}
+
+    def measure(device: Any, kind: str, form: str) -> Any:
+        return measure_bandwidth(device, kind, num_bytes, form=form, **options)
+
+    rows = []
+    with VirtualCluster(Mesh(rank=world), link=link) as cluster:
+        for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+            # Links do not delay torch's collectives.
+            for form in ("torch", "naive", "ring") if link is None else ("naive", "ring"):
+                measured = cluster.run(measure, kind, form)
+                # A collective has ended when it has ended on all ranks.
+                trials = zip(*(each.trial_seconds for each in measured), strict=True)
+                speeds = Samples(tuple(measured[0].sent_bytes / max(trial) for trial in trials))
+                cpu_seconds = sum(each.cpu_seconds for each in measured)
+                rows.append((kind, form, speeds.text(1e-9, 3), f"{cpu_seconds * 1e3:.0f}"))
+    return Table(
+        f"{world} ranks, {num_bytes} bytes of float32{_on(link)}; median of {repeats} trials and "
+        "range, each on the slowest rank.",
+        ("collective", "form", "GB/s", "CPU-ms, all ranks"),
+        rows,
+    )
+
+
+def overlap(
+    *,
+    world: int = 2,
+    repeats: int = 5,
+    latency_seconds: float = 2e-4,
+    bytes_per_second: float = 2e8,
+) -> Table:
+    """overlapped communication on a slow link: step time with and without overlap"""
+    import torch
+
+    from titanlite.lab import (
+        Mesh,
+        VirtualCluster,
+        data_parallelism_main,
+        pipeline_parallelism_main,
+        tensor_parallelism_main,
+        zero_parallelism_main,
+    )
+
+    inputs = torch.randn(256, 384)
+    layer_bytes = 384 * 384 * 4
+    runs: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
+        ("data parallel", data_parallelism_main, (NUM_STEPS,), {}),
+        (
+            "... 2 layers a bucket",
+            data_parallelism_main,
+            (NUM_STEPS,),
+            {"bucket_bytes": 2 * layer_bytes},
+        ),
+        ("ZeRO 2", zero_parallelism_main, (NUM_STEPS,), {"stage": 2}),
+        ("ZeRO 3", zero_parallelism_main, (NUM_STEPS,), {"stage": 3}),
+        ("tensor parallel", tensor_parallelism_main, (), {"num_steps": NUM_STEPS}),
+        ("pipeline 1f1b", pipeline_parallelism_main, (8,), {"num_steps": NUM_STEPS}),
+    ]
+    link = _link(latency_seconds, bytes_per_second)
+    rows = []
+    with VirtualCluster(Mesh(rank=world), algorithm="ring", link=link) as cluster:
+        for name, main, args, options in runs:
+            without, overlapped = step_times(cluster, main, inputs, 8, *args, repeats, **options)
+            verdict = compared(without[0], overlapped[0])
+            cells = [samples.text(1e3) for pair in (without, overlapped) for samples in pair]
+            rows.append((name, *cells, verdict))
+    return Table(
+        f"Wall ms per step and rank{_on(link)}; {world} ranks, 8 layers of 384 x 384, batch 256.\n"
+        f"Median and range of {repeats} runs of {NUM_STEPS - 1} steps. Faster or slower: every run "
+        "is.",
+        ("", "step", "waiting", "step, overlapped", "waiting, overlapped", "overlap is"),
+        rows,
+    )
+
+
+def step_times(
+    cluster: Any, main: Callable[..., Any], *args: Any, **options: Any
+) -> tuple[tuple[Samples, Samples], tuple[Samples, Samples]]:
+    """Seconds per step, and seconds of waiting, of `main` without and with overlap.
+
+    The last of `args` is the number of repeats. Runs alternate, so that a busy machine slows down
+    both sides. Each sample is a mean over ranks and steps, without the first step.
+    """
+    from titanlite.lab import over_channels
+
+    *inputs, repeats = args
+    times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for _ in range(repeats):
+        for overlapped, samples in times.items():
+            records = cluster.run(over_channels(main, overlap=overlapped, **options), *inputs)
+            num_steps = sum(record.num_steps - 1 for record in records)
+            seconds = sum(record.seconds for record in records) / num_steps
+            waited = sum(record.waited_seconds for record in records) / num_steps
+            samples.append((seconds, waited))
+    return _columns(times[False]), _columns(times[True])
+
+
+def _columns(samples: list[tuple[float, float]]) -> tuple[Samples, Samples]:
+    first, second = zip(*samples, strict=True)
+    return Samples(first), Samples(second)
+
+
+def _link(latency_seconds: float, bytes_per_second: float) -> Link | None:
+    """The link of these options; no bandwidth means an infinite one."""
+    from titanlite.lab.link import Link
+
+    if not latency_seconds and not bytes_per_second:
+        return None
+    return Link(latency_seconds, bytes_per_second or float("inf"))
+
+
+def _on(link: Link | None) -> str:
+    if link is None:
+        return ""
+    latency, speed = link.latency_seconds * 1e3, link.bytes_per_second / 1e6
+    return f", on links of {latency:g} ms and {speed:g} MB/s"
