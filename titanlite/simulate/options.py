@@ -88,8 +88,7 @@ def _chosen_from(choices: Collection[str]) -> Callable[[str], str]:
 
 def check_outputs(options: argparse.Namespace, extensions: Mapping[str, Sequence[str]]) -> None:
     """Raise SimulationError unless the files of the options in `extensions` can be written."""
-    for name, extension in extensions.items():
-        known = [extension] if isinstance(extension, str) else extension
+    for name, known in extensions.items():
         file = getattr(options, name)
         if file is None:
             continue

@@ -18,7 +18,7 @@ from titanlite.simulate.output import write
 from titanlite.simulate.train_step import Workload
 from titanlite.simulate.work import SimulationError
 
-FILES = {"svg": ".svg", "html": ".html"}
+FILES = {"svg": (".svg",), "html": (".html",)}
 
 AXES = {
     "dp": "data parallel",
