@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import cos, pi, sin
 
 _LIGHTNESS = {"F": 0.84, "B": 0.68, "I": 0.68, "W": 0.54}
@@ -17,6 +18,7 @@ LANES = {
 }
 
 
+@lru_cache(maxsize=16_384)
 def fill(kind: str, microbatch: int | None, num_microbatches: int) -> str:
     """The colour of a cell as #rrggbb: data movement in greys, work by microbatch."""
     if kind not in _LIGHTNESS or microbatch is None:
