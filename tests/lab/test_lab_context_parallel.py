@@ -96,6 +96,9 @@ def test_forward_and_backward_are_those_of_one_process(cluster_of_4, inputs, lay
     counts = cluster_of_4.counts
     assert counts.d2d_messages == W * 3 * (W - 1)
     assert counts.d2d_bytes == W * 3 * (W - 1) * K
+    keys, gradients = "shift k, v over rank", "shift dk, dv over rank"
+    forward, backward = [keys] * (W - 1), [keys, keys, gradients, keys, gradients, gradients]
+    assert [str(each) for each in counts.collectives] == forward + backward
 
 
 def test_overlap_on_a_slow_link_changes_nothing(cluster_of_4, inputs):
@@ -181,3 +184,6 @@ def test_what_cannot_be_split_is_said(cluster_of_4, inputs):
         shard_sequence(inputs, 4, "spiral")
     with pytest.raises(RankError, match="layout: 'spiral' is unknown"):
         cluster_of_4.run(forward_only, [inputs[..., :8, :]] * 4, "spiral", True)
+    unequal = [*shard_sequence(inputs, W, "zigzag")[:3], inputs[..., :6, :]]
+    with pytest.raises(RankError, match=r"rank 3: calls shift 0 .* the shape must be the same"):
+        cluster_of_4.run(forward_only, unequal, "zigzag", True)

@@ -123,6 +123,8 @@ def test_messages_and_bytes(cluster_of_4):
         "all_to_all counts over rank",
         "all_to_all rows over rank",
         "all_to_all rows over rank",
+        "all_to_all gradients over rank",
+        "all_to_all gradients over rank",
     ]
     stays = sum(sum(row_counts(rank, rank)) for rank in range(W))
     moved = W * TOKENS * TOP_K - stays

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from titanlite.lab import Link
+from titanlite.lab import Link, data_parallelism_main, over_channels
 from titanlite.lab.link import Port
 
 # 10 ms per message and 10 ms per 10,000 bytes.
@@ -92,3 +92,49 @@ def test_a_send_is_done_when_the_message_has_left(cluster_of_4):
     sender, receiver, *_ = cluster_of_4.run(send_or_receive, torch.ones(5_000), link=SLOW)
     assert sender >= 0.04
     assert receiver >= 0.05
+
+
+def test_a_slow_device_takes_the_time_of_its_flops(cluster_of_4):
+    def products(device, x):
+        start = time.monotonic()
+        for _ in range(3):
+            x = x @ x
+        return x, time.monotonic() - start
+
+    x = torch.eye(100)
+    # Three products of 2e6 operations.
+    for result, seconds in cluster_of_4.run(products, x, flops_per_second=1e8):
+        assert torch.equal(result, x)
+        assert seconds >= 3 * 0.02
+    assert cluster_of_4.counts.flops == 4 * 3 * 2e6
+    with pytest.raises(ValueError, match="flops_per_second: -1 is not positive"):
+        cluster_of_4.run(products, x, flops_per_second=-1)
+
+
+@pytest.mark.slow
+def test_overlap_is_faster_than_compute_and_communication_one_after_the_other(cluster_of_4):
+    """Data parallelism where compute and communication take known times on every machine."""
+    layers, dim, batch, flops_per_second = 4, 128, 256, 5e7
+    link = Link(latency_seconds=2e-4, bytes_per_second=1.1e6)
+    # Forward, weight gradients, and input gradients except for the first layer's.
+    compute = (3 * layers - 1) * 2 * (batch // 4) * dim * dim / flops_per_second
+    communicate = layers * 6 * link.seconds(dim * dim * 4 // 4)
+    assert 0.5 < communicate / compute < 1
+
+    def seconds_per_step(overlap):
+        job = over_channels(data_parallelism_main, overlap=overlap)
+        records = cluster_of_4.run(
+            job,
+            torch.ones(batch, dim),
+            layers,
+            2,
+            algorithm="ring",
+            link=link,
+            flops_per_second=flops_per_second,
+        )
+        return max(record.seconds for record in records)
+
+    in_turn = compute + communicate
+    assert seconds_per_step(overlap=False) >= in_turn
+    # A busy machine may be slow, but not several times in a row.
+    assert any(seconds_per_step(overlap=True) < in_turn for _ in range(5))

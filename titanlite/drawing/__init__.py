@@ -5,4 +5,5 @@ palette.py   the colours of all four
 mesh.py      the ranks on the axes of a mesh, in plain ASCII
 ring.py      sequence layouts and ring attention, as SVG
 loss.py      the loss by step, as PNG
+sweep.py memory.py figure.py   a sweep of simulations and the memory of workers, as PNG or SVG
 """

@@ -21,6 +21,7 @@ MEANINGS = {
     "repeats": "how often to measure",
     "latency_seconds": "latency of the links between ranks",
     "bytes_per_second": "bandwidth of the links between ranks; 0: that of this machine",
+    "flops_per_second": "FLOP/s of each device; 0: those of this machine",
     "num_microbatches": "number of microbatches",
     "num_tokens": "number of tokens in the batch or sequence",
     "num_experts": "number of experts",

@@ -15,7 +15,9 @@ that unequal sizes, unequal collectives and deadlocks are errors that name both 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import queue
 import threading
 import time
@@ -35,7 +37,7 @@ from titanlite.lab.diagnosis import (
     check_deadlock,
     check_received,
 )
-from titanlite.lab.link import Link
+from titanlite.lab.link import Link, SlowCompute
 from titanlite.lab.mesh import Mesh, MeshIndex
 from titanlite.lab.operation import Operation
 from titanlite.lab.record import Logs, Record, log_path
@@ -60,6 +62,8 @@ class VirtualCluster:
         device_type: "cpu" (gloo), or "cuda" (NCCL), which needs one GPU per device.
         link: delays messages between virtual devices; by default, they are as fast as the machine.
             Collectives of torch.distributed are never delayed.
+        flops_per_second: delays matrix products on every device; by default, they are as fast as
+            the machine.
 
     After each run, `record` has its messages, collectives and waits; with the option `record=True`
     of `run` also the values of small tensors.
@@ -73,9 +77,11 @@ class VirtualCluster:
         timeout_seconds: float = 60,
         device_type: str = "cpu",
         link: Link | None = None,
+        flops_per_second: float = math.inf,
     ) -> None:
         self.mesh = mesh
         self.link = link
+        self.flops_per_second = flops_per_second
         self.algorithm = algorithm
         self.timeout_seconds = timeout_seconds
         self.device_counts: list[Counts] = []
@@ -99,8 +105,8 @@ class VirtualCluster:
 
         A function is called as `job(device, *args)` with the same arguments on every device. An
         Operation takes its global inputs and gives each device its shards. The options `algorithm`,
-        `timeout_seconds` and `link` apply to this run only. With `record=True`, `cluster.record`
-        also has the values of tensors of at most 64 elements.
+        `timeout_seconds`, `link` and `flops_per_second` apply to this run only. With `record=True`,
+        `cluster.record` also has the values of tensors of at most 64 elements.
 
         Raises RankError if a device raises (its traceback is the cause), dies, or exceeds the time
         limit, and CommunicationError if the devices do not agree on what they send, receive or call
@@ -117,6 +123,7 @@ class VirtualCluster:
         algorithm: str | None = None,
         timeout_seconds: float | None = None,
         link: Link | None = None,
+        flops_per_second: float | None = None,
         record: bool = False,
     ) -> None:
         """Like `run`, but return at once; `channel` then exchanges tensors with the devices."""
@@ -131,7 +138,10 @@ class VirtualCluster:
             function, shares = job.run, job.shares(self.mesh, *args)
         else:
             function, shares = job, [args] * self.mesh.size
-        setting = self.mesh, algorithm, link or self.link, record
+        flops_per_second = flops_per_second or self.flops_per_second
+        if not flops_per_second > 0:
+            raise ValueError(f"flops_per_second: {flops_per_second} is not positive")
+        setting = self.mesh, algorithm, link or self.link, flops_per_second, record
         calls = [CALL + dumps((function, share, *setting)) for share in shares]
         if self._ranks is not None and len(self._ranks) < self.mesh.size:
             self.close()
@@ -307,7 +317,7 @@ def _serve(place: Place, connection: Connection, *, device_type: str) -> None:
         connection.send(("message", CALL))
         while (call := calls.get()) is not None:
             message, tensors = call
-            function, args, mesh, algorithm, link, keeps_values = loads(message)
+            function, args, mesh, algorithm, link, flops_per_second, keeps_values = loads(message)
             args = _on(world.device, args)
             counts = Counts()
             host = HostChannel(
@@ -318,7 +328,9 @@ def _serve(place: Place, connection: Connection, *, device_type: str) -> None:
                 mesh, place.rank, world.device, host, algorithm, counts, recorder, link
             )
             counts.count_h2d(args)
-            with recorder.running(), CountingMode(counts, recorder):
+            is_slow = flops_per_second < math.inf
+            delay = SlowCompute(flops_per_second) if is_slow else contextlib.nullcontext()
+            with recorder.running(), CountingMode(counts, recorder), delay:
                 result = function(device, *args)
             counts.count_d2h(result)
             connection.send(("message", CALL + dumps((result, counts))))

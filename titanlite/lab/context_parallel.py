@@ -67,7 +67,7 @@ def ring_attention(
     q, k, v and the result are this device's shards (..., H, n, E) in this layout. All devices of
     the group must call it, and run backward on the result if one does.
     """
-    result: torch.Tensor = RingAttention.apply(q, k, v, device.group(axes), layout, causal)
+    result: torch.Tensor = RingAttention.apply(q, k, v, device, axes, layout, causal)
     return result
 
 
@@ -80,20 +80,22 @@ class RingAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        group: Group,
+        device: VirtualDevice,
+        axes: Sequence[str] | None,
         layout: str,
         causal: bool,
     ) -> torch.Tensor:
+        group = device.group(axes)
         out = torch.zeros_like(q)
         lse = q.new_full((*q.shape[:-1], 1), -math.inf)
-        for _, owner, keys, values in circulate(group, torch.stack([k, v])):
+        for _, owner, keys, values in circulate(device, axes, torch.stack([k, v])):
             for mine, theirs, on_diagonal in visible(group, owner, layout, causal):
                 block = attend(
                     _rows(q, mine), _rows(keys, theirs), _rows(values, theirs), on_diagonal
                 )
                 merge(_rows(out, mine), _rows(lse, mine), *block)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group, ctx.layout, ctx.causal = group, layout, causal
+        ctx.device, ctx.axes, ctx.layout, ctx.causal = device, axes, layout, causal
         return out
 
     @staticmethod
@@ -105,11 +107,12 @@ class RingAttention(torch.autograd.Function):
         """
         q, k, v, out, lse = ctx.saved_tensors
         (dout,) = gradients
-        group: Group = ctx.group
+        device, axes = ctx.device, ctx.axes
+        group = device.group(axes)
         delta = (dout * out).sum(-1, keepdim=True)
         dq, own = torch.zeros_like(q), torch.empty(0)
         sums: Shift | None = None
-        for step, owner, keys, values in circulate(group, torch.stack([k, v])):
+        for step, owner, keys, values in circulate(device, axes, torch.stack([k, v])):
             dkv = torch.zeros((2, *k.shape), dtype=k.dtype, device=k.device)
             for mine, theirs, on_diagonal in visible(group, owner, ctx.layout, ctx.causal):
                 rows = [_rows(tensor, mine) for tensor in (q, dout, lse, delta)]
@@ -123,21 +126,25 @@ class RingAttention(torch.autograd.Function):
                 continue
             # The gradients of others' keys: add to those of the devices before, and send them on.
             # After the last step the next device is their owner.
-            sums = Shift(group, dkv if sums is None else dkv + sums.wait())
+            partial = dkv if sums is None else dkv + sums.wait()
+            sums = Shift(device, axes, partial, "dk, dv")
         if sums is not None:
             own += sums.wait()
-        return dq, own[0], own[1], None, None, None
+        return dq, own[0], own[1], None, None, None, None
 
 
 class Shift:
     """A tensor on its way to the next device of the ring, while one arrives from the previous."""
 
-    def __init__(self, group: Group, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, device: VirtualDevice, axes: Sequence[str] | None, tensor: torch.Tensor, label: str
+    ) -> None:
         self._received = new_like(tensor)
-        self._transfers = [
-            group.isend(tensor, group.rank + 1),
-            group.irecv(self._received, group.rank - 1),
-        ]
+        with device.collective("shift", axes, label, tensor) as (group, _):
+            self._transfers = [
+                group.isend(tensor, group.rank + 1),
+                group.irecv(self._received, group.rank - 1),
+            ]
 
     def wait(self) -> torch.Tensor:
         wait_all(self._transfers)
@@ -145,14 +152,15 @@ class Shift:
 
 
 def circulate(
-    group: Group, kv: torch.Tensor
+    device: VirtualDevice, axes: Sequence[str] | None, kv: torch.Tensor
 ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
     """Step, owner, keys and values: this device's own, then those of the devices before it.
 
     The next ones are on their way while the caller computes.
     """
+    group = device.group(axes)
     for step in range(group.size):
-        shift = Shift(group, kv) if step < group.size - 1 else None
+        shift = Shift(device, axes, kv, "k, v") if step < group.size - 1 else None
         yield step, (group.rank - step) % group.size, kv[0], kv[1]
         if shift is not None:
             kv = shift.wait()

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titanlite.lab.counts import Collective
 from titanlite.lab.device import VirtualDevice
 from titanlite.lab.group import Group, wait_all
 
@@ -119,8 +118,7 @@ def expert_parallel_layer(
     sent, received = counts.view(group.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
 
     def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        device.counts.collectives.append(Collective("all_to_all", "rows", names))
-        result: torch.Tensor = Exchange.apply(rows, sent, received, group)
+        result: torch.Tensor = Exchange.apply(rows, sent, received, device, names)
         return result
 
     rows = exchange(x[by_expert // top_k], sent, received)
@@ -147,15 +145,22 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Group
+        ctx: Any,
+        rows: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        device: VirtualDevice,
+        axes: tuple[str, ...],
     ) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return exchange_rows(group, rows, sent, received)
+        ctx.sent, ctx.received, ctx.device, ctx.axes = sent, received, device, axes
+        with device.collective("all_to_all", axes, "rows") as (group, _):
+            return exchange_rows(group, rows, sent, received)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        gradient = exchange_rows(ctx.group, gradients[0], ctx.received, ctx.sent)
-        return gradient, None, None, None
+        with ctx.device.collective("all_to_all", ctx.axes, "gradients") as (group, _):
+            gradient = exchange_rows(group, gradients[0], ctx.received, ctx.sent)
+        return gradient, None, None, None, None
 
 
 def exchange_rows(

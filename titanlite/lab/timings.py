@@ -1,11 +1,12 @@
 """The experiments that measure time: each repeats, and gives the median and the range.
 
-On a machine where all ranks share the cores, communication takes CPU time itself, so overlap gains
-little. A slow link takes time without a core, as a network does.
+Where all ranks share the cores of one machine, communication takes CPU time itself, so overlap
+gains little. Slow links and devices (link.py) take time without a core.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,10 @@ def overlap(
     world: int = 2,
     repeats: int = 5,
     latency_seconds: float = 2e-4,
-    bytes_per_second: float = 2e8,
+    bytes_per_second: float = 3e6,
+    flops_per_second: float = 2e8,
 ) -> Table:
-    """overlapped communication on a slow link: step time with and without overlap"""
+    """overlapped communication on slow links and devices: step time with and without overlap"""
     import torch
 
     from titanlite.lab import (
@@ -78,33 +80,35 @@ def overlap(
         zero_parallelism_main,
     )
 
-    inputs = torch.randn(256, 384)
-    layer_bytes = 384 * 384 * 4
+    num_layers, dim, batch = 4, 128, 128
+    inputs = torch.randn(batch, dim)
+    bucket = {"bucket_bytes": 2 * dim * dim * 4}
     runs: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
         ("data parallel", data_parallelism_main, (NUM_STEPS,), {}),
-        (
-            "... 2 layers a bucket",
-            data_parallelism_main,
-            (NUM_STEPS,),
-            {"bucket_bytes": 2 * layer_bytes},
-        ),
+        ("... 2 layers a bucket", data_parallelism_main, (NUM_STEPS,), bucket),
         ("ZeRO 2", zero_parallelism_main, (NUM_STEPS,), {"stage": 2}),
         ("ZeRO 3", zero_parallelism_main, (NUM_STEPS,), {"stage": 3}),
         ("tensor parallel", tensor_parallelism_main, (), {"num_steps": NUM_STEPS}),
         ("pipeline 1f1b", pipeline_parallelism_main, (8,), {"num_steps": NUM_STEPS}),
     ]
     link = _link(latency_seconds, bytes_per_second)
+    speed = flops_per_second or math.inf
     rows = []
-    with VirtualCluster(Mesh(rank=world), algorithm="ring", link=link) as cluster:
+    with VirtualCluster(
+        Mesh(rank=world), algorithm="ring", link=link, flops_per_second=speed
+    ) as cluster:
         for name, main, args, options in runs:
-            without, overlapped = step_times(cluster, main, inputs, 8, *args, repeats, **options)
+            without, overlapped = step_times(
+                cluster, main, inputs, num_layers, *args, repeats, **options
+            )
             verdict = compared(without[0], overlapped[0])
-            cells = [samples.text(1e3) for pair in (without, overlapped) for samples in pair]
+            cells = [samples.text(1e3, 0) for pair in (without, overlapped) for samples in pair]
             rows.append((name, *cells, verdict))
+    devices = f", devices of {speed / 1e6:g} MFLOP/s" if flops_per_second else ""
     return Table(
-        f"Wall ms per step and rank{_on(link)}; {world} ranks, 8 layers of 384 x 384, batch 256.\n"
-        f"Median and range of {repeats} runs of {NUM_STEPS - 1} steps. Faster or slower: every run "
-        "is.",
+        f"Wall ms per step and rank{_on(link)}{devices}; {world} ranks, {num_layers} layers of "
+        f"{dim} x {dim}, batch {batch}.\nMedian and range of {repeats} runs of {NUM_STEPS - 1} "
+        "steps. Faster or slower: every run with overlap is.",
         ("", "step", "waiting", "step, overlapped", "waiting, overlapped", "overlap is"),
         rows,
     )
