@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from titanlite.errors import RankError
-from titanlite.lab import Mesh, VirtualCluster
+from titanlite.lab import CommunicationError, Mesh, VirtualCluster
 
 
 def is_alive(pid):
@@ -151,15 +151,6 @@ class TestFailures:
         with pytest.raises(RankError, match="rank 2: was killed by SIGKILL"):
             small.run(die)
 
-    def test_waiting_for_a_message_that_never_comes_ends(self, small):
-        def wait(device):
-            if device.rank == 0:
-                device.channel(1).recv(torch.empty(1))
-
-        # On a busy machine, other ranks may not have finished either.
-        with pytest.raises(RankError, match=r"ranks? 0(, \d)* did not finish within 0\.5 s"):
-            small.run(wait, timeout_seconds=0.5)
-
     def test_a_device_stuck_in_python_is_ended(self, small):
         with pytest.raises(RankError, match="ranks 0, 1, 2 did not finish"):
             small.run(lambda device: threading.Event().wait(), timeout_seconds=0.5)
@@ -169,7 +160,7 @@ class TestFailures:
             if device.rank == 0:
                 device.channel(2).isend(torch.ones(1))
 
-        with pytest.raises(RankError, match="sent 1 messages to rank 2, which received 0"):
+        with pytest.raises(CommunicationError, match="sent 1 message to rank 2, which received 0"):
             small.run(leave)
 
     def test_a_tensor_that_a_device_never_sends_is_not_waited_for(self, small):

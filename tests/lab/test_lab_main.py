@@ -8,6 +8,7 @@ import pytest
 import titanlite.lab
 from titanlite.lab.__main__ import main
 from titanlite.lab.experiments import EXPERIMENTS
+from titanlite.lab.table import Samples, compared
 
 
 def test_without_a_name_it_lists_the_experiments_without_torch():
@@ -55,3 +56,72 @@ def test_every_public_name_is_there():
         assert getattr(titanlite.lab, name).__doc__
     with pytest.raises(AttributeError, match="has no attribute 'VirtualRouter'"):
         titanlite.lab.VirtualRouter  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mlp", "--world", "3"], "--world: mlp has no such option; it has --microbatches\n"),
+        (["all", "--bytes", "8"], "--bytes: collectives has no such option; it has --world\n"),
+        (["--repeats", "3"], "--repeats: name an experiment to run\n"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr() == ("", message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world", "0"], "'0' is not a whole number of at least 1"),
+        (["--world", "2.5"], "'2.5' is not a whole number of at least 1"),
+        (["--latency-seconds", "inf"], "'inf' is not a number of at least 0"),
+        (["--bytes-per-second", "fast"], "'fast' is not a number of at least 0"),
+    ],
+)
+def test_a_wrong_value_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["bandwidth", *arguments])
+    assert f"argument {arguments[0]}: {message}" in capsys.readouterr().err
+
+
+def test_bytes_that_do_not_divide_are_said_before_ranks_start(capsys):
+    assert main(["bandwidth", "--world", "3", "--bytes", "100"]) == 1
+    expected = (
+        "bandwidth: bytes: 100 bytes of float32 are not 3 equal parts; use a multiple of 12\n"
+    )
+    assert capsys.readouterr().err == expected
+
+
+def test_an_experiment_takes_options(capsys):
+    assert main(["collectives", "--world", "3"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    # 3 ranks, 24 bytes each: 2 peers naive; 2 (W-1) messages of 8 bytes on the ring.
+    assert "all_reduce 6 / 144 B 12 / 96 B [3, 6, 9]" in words
+
+
+def test_a_difference_is_claimed_only_if_all_samples_show_it():
+    slow, fast = Samples((5.0, 4.0, 6.0, 5.0)), Samples((3.0, 3.5, 3.9, 2.0))
+    assert fast.text(10, 0) == "32 (20 to 39)"
+    assert compared(slow, fast) == "faster by 35%"
+    assert compared(fast, slow) == "slower by 54%"
+    assert compared(slow, Samples((*fast.values, 4.0))) == "no difference seen"
+    assert compared(Samples((9.0, 9.0, 9.0)), Samples((1.0,) * 5)).startswith("not judged: fewer")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attention", "--world", "6", "--tokens", "100"], "use a multiple of 12"),
+        (["experts", "--experts", "6"], "experts: 6 experts do not divide among 4 ranks"),
+        (["experts", "--top-k", "9"], "top-k: 9 is more than the 8 experts"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_said_before_ranks_start(arguments, message, capsys):
+    assert main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"{arguments[0]}: ")
+    assert message in err
+    assert err.count("\n") == 1

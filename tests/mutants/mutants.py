@@ -36,6 +36,19 @@ LLAMA3 = also(
     TP, model={"name": "llama3", "flavor": "tiny", "n_layers": 2}, training={"seq_len": 32}
 )
 FSDP = plan(data_parallel_shard_degree=2)
+EXPERTS: Sections = {
+    "model": {"name": "llama3", "flavor": "moe_debug"},
+    "training": {"seq_len": 32},
+}
+EP = also(plan(data_parallel_shard_degree=2, expert_parallel_degree=2), **EXPERTS)
+TP_EP = also(
+    plan(tensor_parallel_degree=2, expert_parallel_degree=2),
+    **also(EXPERTS, training={"local_batch_size": 8}),
+)
+CP_EP = also(
+    plan(context_parallel_degree=2, expert_parallel_degree=2),
+    **also(EXPERTS, training={"local_batch_size": 8}),
+)
 DDP = plan(data_parallel_replicate_degree=2)
 HSDP = also(
     plan(data_parallel_replicate_degree=2, data_parallel_shard_degree=2),
@@ -81,6 +94,12 @@ TP_FILE, CP_FILE = (
     "titanlite/parallelize/tensor_parallel.py",
     "titanlite/parallelize/context_parallel.py",
 )
+EP_FILE, DISPATCH = (
+    "titanlite/parallelize/expert_parallel.py",
+    "titanlite/experts/dispatch.py",
+)
+BALANCE, BALANCER = "titanlite/experts/balance.py", "titanlite/experts/balancer.py"
+CAPACITY, EXPERT_LAYER = "titanlite/experts/capacity.py", "titanlite/experts/layer.py"
 
 MUTANTS = [
     # Accumulation: also wrong on one process.
@@ -621,6 +640,118 @@ MUTANTS = [
         r"start",
         INITIALIZE,
         ("        name = canonical_name(name)\n        name", "        name"),
+    ),
+    # Experts.
+    mutant(
+        "outputs return in the experts' order, not in that of arrival",
+        "EP",
+        EP,
+        r"layers.1.moe routes every token as one process does, .* layers.1.moe.experts differs",
+        DISPATCH,
+        (
+            "        outputs = _Permute.apply(outputs, back, order)\n",
+            "        outputs = _Permute.apply(outputs, order, back)\n",
+        ),
+    ),
+    mutant(
+        "the gradients of the rows that an expert received are sorted the other way",
+        "EP",
+        EP,
+        r"layers\.\d\.moe\.experts.* returns? a wrong gradient|layers\.\d\.moe",
+        DISPATCH,
+        (
+            "        outputs = compute(_Permute.apply(own, order, back), sizes)\n",
+            "        outputs = compute(_Permute.apply(own, order, order), sizes)\n",
+        ),
+    ),
+    mutant(
+        "only the last microbatch is counted",
+        "EP",
+        also(EP, model={"moe_sequence_loss_coeff": 0.0}, training={"local_batch_size": 2}),
+        r"tokens of each expert of layers.1.moe",
+        BALANCE,
+        (
+            "        self.counts = counts if self.counts is None else self.counts + counts\n",
+            "        self.counts = counts\n",
+        ),
+    ),
+    mutant(
+        "tokens by expert are those of one rank",
+        "EP",
+        EP,
+        r"tokens of each expert of layers.1.moe.* sum the counts",
+        BALANCER,
+        (
+            "        dist.all_reduce(counts)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "the auxiliary loss takes the fractions of a rank's own tokens",
+        "EP",
+        CP_EP,
+        r"auxiliary loss",
+        BALANCE,
+        (
+            '        counts_BE = functional.wait_tensor(functional.all_reduce(counts_BE, "sum", name))\n',
+            "        counts_BE = counts_BE * _resolve_process_group(GroupName(name)).size()\n",
+        ),
+    ),
+    mutant(
+        "the auxiliary loss is divided by a rank's own sequences",
+        "EP",
+        EP,
+        r"auxiliary loss is 2 times as large",
+        STEP,
+        (
+            "            self.balancer.start(self._count_sequences(batches))\n",
+            "            self.balancer.start(sum(batch.num_sequences for batch in batches))\n",
+        ),
+    ),
+    mutant(
+        "the gate's gradient is that of a rank's tokens",
+        "EP",
+        TP_EP,
+        r"gate.weight.* correct only after a sum over tp",
+        EP_FILE,
+        (
+            "            return module.product(x, _local(module.weight, Partial()))\n",
+            "            return module.product(x, _local(module.weight, Replicate()))\n",
+        ),
+    ),
+    mutant(
+        "ranks of tp think that they hold the first tokens of a sequence",
+        "EP",
+        # Three slots a token: 54 on each rank, and 8 experts.
+        also(TP_EP, debug={"moe_force_load_balance": True}, training={"seq_len": 36}),
+        r"layers.1.moe.router sends \d+ of \d+ tokens to other experts",
+        EP_FILE,
+        (
+            "            layer.token_shard = tp_mesh.get_local_rank(), tp_mesh.size()\n",
+            "            layer.token_shard = 0, tp_mesh.size()\n",
+        ),
+    ),
+    mutant(
+        "places in an expert are given in the order of ranks, not of the sequence",
+        "EP",
+        also(CP_EP, model={"moe_capacity_factor": 0.8}),
+        r"layers.1.moe",
+        CAPACITY,
+        (
+            "    in_order = torch.empty_like(whole_TBK).index_copy_(0, everyone, whole_TBK)\n",
+            "    in_order = whole_TBK\n",
+        ),
+    ),
+    mutant(
+        "the norm counts experts on the first rank of each axis of the world",
+        "EP",
+        EP,
+        r"gradient norm is .* of the gradients of routed experts, only those on dp_shard 0",
+        NORM,
+        (
+            "                sharded_axes |= set(axes_of(axis))\n",
+            "                sharded_axes |= {axis}\n",
+        ),
     ),
     # The norm and clipping.
     mutant(

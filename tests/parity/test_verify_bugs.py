@@ -220,7 +220,7 @@ CASES = [
     Case(
         bugs.norm_misses_strided_shards,
         {**TP, **FSDP},
-        "gradients sharded along an already sharded dimension over dp_shard are counted as if they "
+        "gradients that dp_shard shards along an already sharded dimension are counted as if they "
         "were replicated: only the shard of the first rank of dp_shard is counted",
         is_slow=True,
     ),
@@ -361,8 +361,8 @@ CASES = [
     Case(
         bugs.counted_in_the_forward_pass,
         FSDP | EP,
-        "the tokens by expert of layers.1.moe, .* are 2 times those of one process; .* or again "
-        "when a forward pass is recomputed",
+        "the numbers of tokens of each expert of layers.1.moe, .* are 2 times those of one "
+        "process; .* or again when a forward pass is recomputed",
         merged(
             EXPERTS,
             {

@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.plan.cost import FABRIC, NODE, Cost, fuse, product_efficiency
+from titanlite.plan.cost import FABRIC, NODE, Cost, computed_flops, product_efficiency
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
+from titanlite.plan.fuse import fuse
 from titanlite.plan.hardware import (
     CollectiveCost,
     Curve,
@@ -73,14 +74,15 @@ def test_operators_are_bound_by_operations_or_by_memory() -> None:
     # Both moments are written beside the parameter.
     assert TP2.operator(elementwise(4 * 10**6, 10**6, "aten::_fused_adamw_")) == pytest.approx(7e-3)
     flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    forward = Operator(flash, 10**9, 0, 0, FORWARD, "float32")
-    # A causal kernel computes half of it, at half of the peak.
-    assert TP2.operator(forward) == pytest.approx(1e-3)
-    # A ring of three computes half of its own block and all of one more: 3 of 4 halves.
-    ring = replace(TP2, dims=ParallelDims(cp=3))
-    assert ring.operator(forward) == pytest.approx(1.5e-3)
+    whole = Operator(flash, 10**9, 0, 0, FORWARD, "float32")
+    assert TP2.operator(whole) == pytest.approx(2e-3)
+    # A causal kernel computes half of it and the diagonal, at half of the peak.
+    forward = replace(whole, causal=(999, 999))
+    assert TP2.operator(forward) == pytest.approx(1e-3 * 1000 / 999)
+    forward = replace(whole, flops=10**9 // 2)
     backward = replace(forward, name=f"{flash}_backward")
     assert TP2.operator(backward) == pytest.approx(2e-3)
+    forward, backward = whole, replace(whole, name=f"{flash}_backward")
     unfused = replace(TP2, attention="unfused", head_dim=100)
     # 2.5 million scores, each written and read three times, with a mask of a byte.
     scores = 10**9 / 400
@@ -89,6 +91,21 @@ def test_operators_are_bound_by_operations_or_by_memory() -> None:
     assert again.operator(backward) - unfused.operator(backward) == pytest.approx(
         unfused.operator(replace(forward, flops=4 * 10**8)), rel=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("length", "share"),
+    [
+        # One block of keys; then two and three, of which early queries skip the later ones.
+        (512, 1.0),
+        (1024, (2 * 512 + 2 * 1024) / 4096),
+        (1536, (2 * 512 + 2 * 1024 + 2 * 1536) / (6 * 1536)),
+    ],
+)
+def test_the_cpu_computes_whole_blocks_of_causal_attention(length: int, share: float) -> None:
+    one = Operator("aten::attention", 10**9, 0, 0, FORWARD, "float32", causal=(length, length))
+    assert computed_flops(one, "cpu") == pytest.approx(share * 10**9)
+    assert computed_flops(replace(one, causal=()), "cpu") == 10**9
 
 
 def test_products_lose_by_their_shape() -> None:

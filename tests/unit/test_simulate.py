@@ -1,9 +1,14 @@
 """Features that the notebook's simulator does not have (costs, orders, limits), and bad input."""
 
+import itertools
 import json
+import math
+from dataclasses import replace
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from titanlite.schedule import SCHEDULES, Action, make_schedule
@@ -21,6 +26,8 @@ from titanlite.simulate import (
     simulate,
     simulate_schedule,
 )
+from titanlite.simulate.gpu import GPU
+from titanlite.simulate.schemes import Workload, run_scheme
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline_bubbles.json").read_text())
 F, B, W = Direction.FORWARD, Direction.BACKWARD, Direction.WEIGHT
@@ -188,6 +195,49 @@ def test_durations_by_stage_and_direction():
     assert times(simulation, 1) == [("f1.0", 1, 4), ("b1.0", 4, 8)]
 
 
+def test_numpy_numbers_are_numbers():
+    place = np.arange(4)
+    simulation = simulate(
+        np.int64(4),
+        np.int32(4),
+        np.int64(3),
+        lambda work: (place[work.stage], place[work.stage]),
+        max_in_flight=np.int64(2),
+        costs=Costs(forward=np.float64(0.1), backward=np.array([0.2] * 4, np.float32)),
+    )
+    plain = simulate(4, 4, 3, pipeline, max_in_flight=2, costs=Costs(0.1, 0.2))
+    assert simulation.cells == plain.cells
+    assert {type(cell.worker) for cell in simulation.cells} == {int}
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "makespan"),
+    [
+        (1, 2, 46),
+        (0.1, 0.2, 4.6),
+        (0.3, 0.6, 13.8),
+        (0.7, 1.4, 32.2),
+        (1e-9, 2e-9, 4.6e-8),
+        (Fraction(1, 3), Fraction(2, 3), Fraction(46, 3)),
+        (Decimal("0.1"), 0.2, Fraction(23, 5)),
+    ],
+)
+def test_ties_of_decimals_are_ties(forward, backward, makespan):
+    costs = Costs(forward, backward)
+    simulation = run_scheme("LoopedPipeline", Workload(workers=6, batches=12, costs=costs))
+    assert simulation.makespan == makespan
+    assert type(simulation.makespan) is type(makespan)
+    assert f"makespan {float(makespan):g} " in repr(simulation)
+
+
+def test_stages_cut_finer_take_exactly_a_part():
+    whole = Workload(workers=4, batches=8, costs=Costs(0.3, 0.6))
+    assert run_scheme("Interleaved1F1B", whole).makespan == 8.55
+    assert run_scheme("1F1B", whole).makespan == 9.9
+    thirds = Workload(workers=4, batches=8, costs=Costs(Fraction(1, 3), Fraction(2, 3)))
+    assert run_scheme("Interleaved1F1B", thirds).makespan == Fraction(19, 2)
+
+
 def test_fractions_stay_exact():
     costs = Costs(forward=Fraction(1, 3), backward=Fraction(2, 3))
     assert simulate(3, 3, 7, pipeline, costs=costs).makespan == 7 + 2
@@ -226,10 +276,11 @@ def test_links_inside_a_node_are_others():
 
 def test_weights_fetched_ahead_cost_nothing_but_the_first():
     network = Network(Link(0.25, 0.5))
-    hidden = simulate(3, 3, 3, fully_sharded, costs=Costs(weight_units=1, network=network))
+    costs = Costs(weight_units=1, network=network, fetch_contention=False)
+    hidden = simulate(3, 3, 3, fully_sharded, costs=costs)
     assert [span[0] for span in hidden.span] == [0, 0.75, 0.75]
     assert hidden.makespan == 9.75
-    waiting = Costs(weight_units=1, network=network, prefetch=0)
+    waiting = replace(costs, prefetch=0)
     stalled = simulate(3, 3, 3, fully_sharded, costs=waiting)
     assert stalled.makespan == 9 + 0.75 * 4
     fetches = [span for span in stalled.timeline().spans if span.kind == "FETCH"]
@@ -270,8 +321,23 @@ def test_sharded_gradients_go_to_their_keeper():
 
 def raises(work):
     if work.stage == 1:
-        raise KeyError("no such stage")
+        raise KeyError("no such\nstage")
     return ComputeAndWeightWorkers(0, 0)
+
+
+def changing(*answers):
+    """A function whose answers follow each other, whatever it is asked."""
+    following = itertools.cycle(answers)
+    return lambda *asked: next(following)
+
+
+def fails_once():
+    calls = itertools.count()
+    return lambda work: (0, 0 // next(calls))
+
+
+def with_costs(**costs):
+    return simulate(2, 2, 1, pipeline, costs=Costs(**costs))
 
 
 BAD = {
@@ -306,9 +372,101 @@ BAD = {
     ),
     "not a number": (
         lambda: simulate(2, 2, 1, pipeline, costs=Costs(backward=float("nan"))),
-        "backward of stage 0 is nan",
+        "costs: backward is nan; it must be a finite number",
     ),
-    "negative latency": (lambda: Link(-1), "times of a link must not be negative"),
+    "forward is infinite": (
+        lambda: with_costs(forward=math.inf),
+        "costs: forward is inf; it must be a finite number",
+    ),
+    "backward is 1e308": (
+        lambda: with_costs(backward=[1e308, 1]),
+        r"costs: backward of stage 0 is 1e\+308; it must be 0 or between 1e-100 and 1e100",
+    ),
+    "a Decimal of millions of digits": (
+        lambda: with_costs(forward=Decimal("1e999999999")),
+        "costs: forward is Decimal.*; it must be 0 or between",
+    ),
+    "a text as duration": (
+        lambda: with_costs(forward="11"),
+        "costs: forward is '11'; it must be a finite number",
+    ),
+    "both costs 0": (
+        lambda: with_costs(forward=0, backward=[0, 0.0]),
+        "costs: forward and backward are both 0",
+    ),
+    "duration that raises": (
+        lambda: with_costs(forward=lambda stage: 1 / stage),
+        "costs: forward raises ZeroDivisionError for stage 0: division by zero",
+    ),
+    "duration that changes": (
+        lambda: with_costs(backward=changing(1, 2, 3)),
+        "costs: backward of stage 0 is first 1 and then 2",
+    ),
+    "activations of nan": (
+        lambda: Costs(activation_units=math.nan),
+        "costs: activation_units is nan; it must be a finite number",
+    ),
+    "half a prefetch": (lambda: Costs(prefetch=0.5), "prefetch is 0.5; it must be an integer"),
+    "network of another kind": (lambda: Costs(network=Link(1)), "network is Link.*a Network"),
+    "costs of another kind": (
+        lambda: simulate(2, 2, 1, pipeline, costs={}),
+        "costs is {}; it must be a Costs",
+    ),
+    "nan latency": (lambda: Link(math.nan), "link: latency_seconds is nan"),
+    "infinite time per unit": (lambda: Link(0, math.inf), "link: seconds_per_unit is inf"),
+    "half a node": (
+        lambda: Network(Link(1), workers_per_node=1.5),
+        "workers_per_node is 1.5; it must be an integer of at least 1",
+    ),
+    "links of another kind": (lambda: Network(1), "between and inside must be Links"),
+    "GPU sends nan": (lambda: GPU(0).send(1, "it", math.nan), "data_size_units of it is nan"),
+    "GPU computes for infinity": (lambda: GPU(0).compute("it", math.inf), "compute_units is inf"),
+    "GPU allocates less than nothing": (lambda: GPU(0).allocate("it", -1), "units of it is -1"),
+    "strategy that changes": (
+        lambda: simulate(2, 1, 1, changing((0, 0), (0, 0), (1, 1)), title="mine"),
+        "mine changes its answer when it is called again for f0.0",
+    ),
+    "strategy that fails once": (
+        lambda: simulate(2, 1, 1, fails_once(), title="mine"),
+        "mine changes its answer when it is called again for f0.0",
+    ),
+    "priority that changes": (
+        lambda: simulate(2, 2, 1, pipeline, changing(1, 2, 3)),
+        "the priority changes its answer when it is called again for f0.0",
+    ),
+    "priority of nan": (
+        lambda: simulate(2, 2, 1, pipeline, lambda w: math.nan),
+        "the priority is nan for f0.0",
+    ),
+    "priority for another size": (
+        lambda: simulate(2, 2, 4, pipeline, OldestStageFirst(2, 3)),
+        "made for 2 stages and 3 batches; make it for 2 and 4",
+    ),
+    "order that changes": (
+        lambda: simulate(1, 1, 1, pipeline, order=changing([Work(0, 0, F), Work(0, 0, B)], [])),
+        "the order changes its answer",
+    ),
+    "order of an unknown direction": (
+        lambda: simulate(1, 1, 1, pipeline, order=lambda w: [Work(0, 0, 7)]),
+        r"lists Work\(stage=0, batch=0, direction=7\); a Work has a stage, a batch and a Dir",
+    ),
+    "order of half a stage": (
+        lambda: simulate(1, 1, 1, pipeline, order=lambda w: [Work(0.5, 0, F)]),
+        r"lists Work\(stage=0.5",
+    ),
+    "cap that raises": (
+        lambda: simulate(2, 2, 1, pipeline, max_in_flight=lambda worker: 1 / worker),
+        "max_in_flight raises ZeroDivisionError",
+    ),
+    "cap of a text": (
+        lambda: simulate(2, 2, 1, pipeline, max_in_flight="12"),
+        "max_in_flight of worker 0 is '12'",
+    ),
+    "cap of nan": (
+        lambda: simulate(2, 2, 1, pipeline, max_in_flight=math.nan),
+        "max_in_flight of worker 0 is nan",
+    ),
+    "negative latency": (lambda: Link(-1), "link: latency_seconds is -1; it must not be negative"),
     "costs for other stages": (
         lambda: simulate(2, 2, 1, pipeline, costs=Costs(forward=[1, 1, 1])),
         "forward has 3 values for 2 stages",

@@ -1,6 +1,9 @@
 """`titanlite simulate` from the command line."""
 
+import csv
 import json
+import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -53,6 +56,28 @@ def test_costs_and_network(capsys):
     assert float(row[2]) == 2 + 1 + 3 * (2 + 3) + 1 + 3
 
 
+def test_an_option_that_one_of_the_schemes_uses_is_no_mistake(capsys):
+    arguments = "simulate LoopedPipeline --compare DDP FSDP --quiet --group-size 4"
+    network = "--latency 1 --weight-units 2 --prefetch 2"
+    assert main([*arguments.split(), *network.split()]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 3
+
+
+def test_a_fraction_as_a_cost(capsys):
+    assert main(["simulate", "DDP", "--quiet", "--forward", "1/3", "--backward", "2/3"]) == 0
+    # Two batches on each worker, through four stages.
+    assert capsys.readouterr().out.splitlines()[2].split()[2] == "8"
+
+
+def test_figures_as_csv(tmp_path):
+    path = tmp_path / "out.csv"
+    assert main(["simulate", "1F1B", "--compare", "ZBV", "--quiet", "--csv", str(path)]) == 0
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [row["scheme"] for row in rows] == ["1F1B", "ZBVZeroBubble"]
+    assert [float(row["makespan"]) for row in rows] == [33, 25.5]
+    assert float(rows[0]["bubble"]) == pytest.approx(1 - 24 / 33, rel=1e-15)
+
+
 def test_order_of_a_strategy(capsys):
     arguments = "simulate Pipeline --workers 4 --batches 8 --quiet --priority backward"
     main([*arguments.split(), "--max-in-flight", "4", "3", "2", "1"])
@@ -80,6 +105,9 @@ def test_schedule_from_a_csv(tmp_path, capsys):
     assert main(["simulate", "ZB-H1", "--quiet"]) == 0
     rows = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     assert rows[2] == rows[5]
+    assert main(["simulate", str(path), "--quiet", "--workers", "4", "--batches", "8"]) == 0
+    assert main(["simulate", str(path), "--quiet", "--workers", "8"]) == 2
+    assert "has 4 workers, not 8" in capsys.readouterr().err
 
 
 def test_ladder_prints_its_table(tmp_path, capsys):
@@ -90,6 +118,59 @@ def test_ladder_prints_its_table(tmp_path, capsys):
         assert f"\n{name}" in printed
     assert "gain" in printed
     assert ET.parse(svg).getroot().get("width")
+
+
+def test_ladder_goes_up_to_the_degrees_given(capsys):
+    options = {"tp": "8", "dp": "2", "items": "4", "layers": "2"}
+    given = [text for name, value in options.items() for text in (f"--{name}", value)]
+    assert main(["simulate", "ladder", *given, "--quiet"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.startswith("dimensions")
+    assert [row.split("  ")[0] for row in rows] == ["0D", "1D DP 2", "2D DP 2 x TP 8"]
+
+
+def test_ladder_is_slower_on_slower_links(capsys):
+    seconds = []
+    for time in ("0.01", "1/50"):
+        assert main(["simulate", "ladder", "--dp", "4", "--time-per-unit", time, "--quiet"]) == 0
+        seconds.append(float(capsys.readouterr().out.splitlines()[-1].split()[4]))
+    # 6 steps of 125 units, each 0.01 s longer a unit.
+    assert seconds[1] - seconds[0] == pytest.approx(7.5)
+
+
+def test_ladder_without_any_cost_takes_no_time(capsys):
+    units = "compute-units-per-item gradient-units activation-units key-value-units latency"
+    options = [text for name in units.split() for text in (f"--{name}", "0")]
+    assert main(["simulate", "ladder", "--dp", "2", "--overlap", *options]) == 0
+    assert "1 more rank\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--dp 3", "16 items do not divide evenly over dp x ep = 3"),
+        ("--pp 0", "--pp: 0 is less than 1"),
+        ("--tp two", "--tp: 'two' is not a whole number"),
+        ("--layers 2.5", "--layers: '2.5' is not a whole number"),
+        ("--gradient-units nan", "--gradient-units: nan is not a number"),
+        ("--gradient-units -3", "gradient_units is -3; it must not be negative"),
+        ("--latency -1", "latency_seconds is -1; it must not be negative"),
+        ("--inside-speedup 0 --workers-per-node 2", "--inside-speedup: 0 must be above 0"),
+        ("--inside-speedup 2", "--inside-speedup: needs nodes; give --workers-per-node"),
+        ("--dp 4096 --items 4096", "4096 ranks; the ladder runs a thread for each rank"),
+        ("--items 100000000", "multiplications of integers; the ladder runs at most 1.0e+09"),
+        ("--dp 2 --microbatch 3", "16 items of a rank do not divide evenly"),
+        ("--png picture.png", "unrecognized arguments: --png picture.png"),
+        ("--svg picture.txt", "--svg: the name 'picture.txt' must end in .svg"),
+        ("--scheme GPipe", "unrecognized arguments"),
+    ],
+)
+def test_a_mistake_in_the_ladder_s_options_is_one_line(arguments, said, capsys):
+    assert main(["simulate", "ladder", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 @pytest.mark.parametrize(
@@ -109,6 +190,50 @@ def test_ladder_prints_its_table(tmp_path, capsys):
         ("simulate DDP --forward -1", "must not be negative"),
         ("simulate ZBV --forward 1 2 3 4 5 6 7 8", "set stages"),
         ("simulate Pipeline --max-in-flight 1 1", "2 values for 4 workers"),
+        ("simulate DDP --forward inf", "--forward: inf is not a number up to 1e+100"),
+        ("simulate DDP --forward 1e308", "--forward: 1e308 is not a number up to 1e+100"),
+        ("simulate DDP --latency nan", "--latency: nan is not a number"),
+        ("simulate DDP --backward 1/0", "--backward: '1/0' is not a number"),
+        ("simulate DDP --workers 2.5", "--workers: '2.5' is not a whole number"),
+        ("simulate DDP --workers", "--workers: expected one argument"),
+        ("simulate DDP --speed 3", "unrecognized arguments: --speed 3"),
+        ("simulate DDP --priority fast", "--priority: invalid choice: 'fast'"),
+        ("simulate DDP --width 3", "--width: 3 is too narrow; give at least 30"),
+        ("simulate DDP --quiet --width 80", "--width: --quiet draws no picture"),
+        ("simulate DDP --svg out.png", "--svg: the name 'out.png' must end in .svg"),
+        ("simulate DDP --png picture", "--png: the name 'picture' must end in .png"),
+        ("simulate DDP --html /proc/no/a.html", "a.html: cannot be written"),
+        ("simulate DDP --csv /dev/null/a.csv", "/dev/null is no folder"),
+        # Options that no scheme of the run uses.
+        ("simulate DDP --group-size 2", "--group-size: has no effect on DDP: only LoopedPipeline"),
+        ("simulate DDP --latency 1", "--latency: has no effect on DDP: nothing is sent"),
+        ("simulate FSDP --bandwidth 2", "--bandwidth: has no effect on FSDP: nothing is sent that"),
+        ("simulate FSDP --weight-units 2 --no-fetch-contention", "no weights are fetched that"),
+        ("simulate FSDP --memory m.png", "--memory: nothing has a size; give --weight-units"),
+        ("simulate FSDP --memory m.html", "--memory: the name 'm.html' must end in .png or .svg"),
+        # Units.
+        ("simulate DDP --forward 1ms", "--backward: 2 has no unit, but --forward 1ms has one"),
+        ("simulate DDP --latency 1us --forward 1 --backward 2", "--forward: 1 has no unit"),
+        ("simulate DDP --weight-units 1MB 2 3 4", "--weight-units: 2 has no unit, but --weight"),
+        ("simulate DDP --weight-units 1MB --kept-units 2", "--kept-units: 2 has no unit"),
+        ("simulate DDP --forward 1h", "--forward: '1h': the unit must be one of s, ms, us, ns"),
+        ("simulate DDP --weight-units 1s", "the unit must be one of B, KB, MB"),
+        ("simulate DDP --bandwidth 0", "--bandwidth: 0 must be above 0"),
+        ("simulate DDP --bandwidth 1GB", "the unit must be one of B/s, KB/s"),
+        ("simulate DDP --bandwidth 1 --time-per-unit 1", "--time-per-unit says the same"),
+        ("simulate 1F1B --latency 1 --prefetch 3", "--prefetch: has no effect on 1F1B"),
+        ("simulate 1F1B --time-per-unit 2", "nothing is sent that has a size"),
+        ("simulate 1F1B --weight-gradient 1", "no backward pass is split"),
+        ("simulate 1F1B --no-overlap", "--no-overlap: has no effect on 1F1B: nothing is sent"),
+        ("simulate 1F1B --latency 1 --workers-per-node 2", "--workers-per-node: has no effect"),
+        ("simulate 1F1B --inside-latency 1", "no two workers are in one node"),
+        ("simulate 1F1B --reduce-gradients", "--reduce-gradients: has no effect on 1F1B"),
+        ("simulate Pipeline --workers 100000000", "would take about 57 minutes and 136 GiB"),
+        (
+            "simulate 1F1B --workers 100000000",
+            "1,600,000,000 work items, which would take about 110 minutes",
+        ),
+        ("simulate DDP --workers 2 --batches 1000000000000000", "would take about 254 years"),
         ("fly", "no command 'fly'"),
     ],
 )
@@ -137,6 +262,15 @@ def test_help_lists_commands_and_schemes(capsys):
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     assert all(scheme in printed for scheme in ("LoopedPipeline", "DualPipeV", "ladder"))
+
+
+def test_a_reader_that_has_closed_the_pipe_ends_it_without_a_word():
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "titanlite", "simulate", "1F1B"]
+    with os.fdopen(theirs, "w") as closed:
+        run = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=False)
+    assert (run.stderr, run.returncode) == (b"", 128 + signal.SIGPIPE)
 
 
 def test_module_runs_without_torch():

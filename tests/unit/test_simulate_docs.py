@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.cli import main
+from titanlite.simulate.ladder.__main__ import main as ladder
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["simulate.md", "ladder.md"]
@@ -38,6 +39,7 @@ def test_every_picture_shown_has_its_command(page):
     [
         ("ladder.md", "ladder"),
         ("ladder.md", "ladder --workers-per-node 4"),
+        ("ladder.md", "ladder --dp 4 --pp 2 --items 32 --overlap --microbatch 2"),
         (
             "simulate.md",
             "1F1B --workers 4 --batches 8 --quiet "
@@ -48,3 +50,11 @@ def test_every_picture_shown_has_its_command(page):
 def test_table_is_what_its_command_prints(page, command, capsys):
     assert main(["simulate", *command.split()]) == 0
     assert capsys.readouterr().out.strip() in (DOCS / page).read_text()
+
+
+def test_script_draws_what_the_page_shows(capsys):
+    page = (DOCS / "ladder.md").read_text()
+    assert "python -m titanlite.simulate.ladder 2d-pp\n" in page
+    assert ladder(["2d-pp", "--columns", "110"]) == 0
+    picture, *_ = capsys.readouterr().out.split("\n\n")
+    assert picture in page

@@ -1,5 +1,6 @@
 """For any strategy and costs, the engine follows the greedy rule; its results are consistent."""
 
+from decimal import Decimal
 from fractions import Fraction
 from itertools import pairwise
 
@@ -185,3 +186,76 @@ def test_peaks_and_transmissions_by_their_definition(problem):
             sent[worker] += k < stages and placed[2 * stages - 1 - k] != worker
             sent[worker] += k == 0 and len(set(placed)) > 1
     assert simulation.activation_transmissions == sent
+
+
+# ---- the unit of time ------------------------------------------------------------------------
+
+
+def parts(divisor):
+    return lambda value: Fraction(value) / divisor
+
+
+def power(exponent):
+    """The float that is written with this exponent: 3 and -1 make 0.3."""
+    return lambda value: float(Fraction(value) * Fraction(10) ** exponent)
+
+
+UNITS = {
+    **{f"Fractions of 1/{n}": (parts(n), Fraction(1, n)) for n in (3, 7, 10)},
+    **{f"floats of 1e{n}": (power(n), Fraction(10) ** n) for n in (-9, -3, -1, 2)},
+    "Decimals of 0.01": (lambda v: Decimal(int(v)) / 100, Fraction(1, 100)),
+}
+
+
+@given(
+    problems(),
+    st.sampled_from(list(UNITS)),
+    st.tuples(*[st.integers(0, 3)] * 4),
+    st.tuples(*[st.booleans()] * 3),
+    st.integers(0, 2),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_the_unit_of_time_changes_no_cell(problem, unit, times, flags, prefetch):
+    workers, stages, batches, table, make_priority, durations = problem
+    in_unit, scale = UNITS[unit]
+    overlap, split, capped = flags
+
+    def run(convert):
+        between, inside = (Link(*map(convert, pair)) for pair in (times[:2], times[2:]))
+        return simulate(
+            workers,
+            stages,
+            batches,
+            strategy_of(table),
+            make_priority(stages, batches),
+            split_backward=split,
+            max_in_flight=stages * batches if capped else None,
+            costs=Costs(
+                **{name: list(map(convert, values)) for name, values in durations.items()},
+                activation_units=2,
+                weight_units=1,
+                network=Network(between, inside, workers_per_node=2),
+                overlap_transfers=overlap,
+                prefetch=prefetch,
+                reduce_gradients=True,
+            ),
+        )
+
+    # Integers given as Fractions have Fractions as results: no time is rounded.
+    one, other = run(Fraction), run(in_unit)
+
+    def scaled(time):
+        time = Fraction(time) * scale
+        return time if "floats" not in unit else float(time)
+
+    assert [
+        cell._replace(start=scaled(cell.start), end=scaled(cell.end)) for cell in one.cells
+    ] == other.cells
+    assert [
+        (r.stage, r.workers, scaled(r.start), scaled(r.end)) for r in one.reductions
+    ] == other.reductions
+    assert other.makespan == scaled(one.makespan)
+    assert other.lower_bound == scaled(one.lower_bound)
+    assert other.busy == list(map(scaled, one.busy))
+    assert other.bubble_fraction == one.bubble_fraction
+    assert other.peak_activations == one.peak_activations

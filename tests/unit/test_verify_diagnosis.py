@@ -84,7 +84,7 @@ def test_norms_are_explained_by_how_they_count():
     )
     only_first = 2 * (2 + 12)
     words = explain_norm(runs, 1, math.sqrt(norm + only_first))
-    assert "along an already sharded dimension over dp_shard are counted as if they were" in words
+    assert "that dp_shard shards along an already sharded dimension are counted as if they" in words
     assert explain_norm(runs, 1, 12345.0) == ""
 
 

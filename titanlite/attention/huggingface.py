@@ -35,7 +35,8 @@ def register_ring_attention(
     Give the name to `model.set_attn_implementation`. Then every rank calls the model with its own
     tokens, `layout.shard(tokens, 1, rank)`, and with their positions,
     `position_ids=layout.positions(rank, seq_len)[None]`, where layout is
-    `make_layout("headtail", mesh.size())`. Fewer key and value heads than query heads are grouped.
+    `make_layout("headtail", mesh.size())`. With fewer key and value heads than query
+    heads, attention is grouped-query.
 
     For packed documents, also pass `documents=` [B, T], this rank's shard of the index of each
     token's document, and position_ids that start at 0 in each document.

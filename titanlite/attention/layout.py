@@ -63,9 +63,12 @@ class Layout(ABC):
     """How a sequence is sharded over `num_ranks` ranks; all ranks hold equally many tokens.
 
     Subclasses define the tokens of each rank (`positions`), the unmasked part of a causal block
-    (`_causal_tiles`), and the direction in which keys travel around the ring (`direction`). The
-    direction visits the ranks that need most of the keys first, so that keys which no later rank
-    needs can be dropped on the way.
+    (`_causal_tiles`), and the direction in which keys travel around the ring (`direction`). In
+    this direction, keys first reach the ranks that need most of them, so that keys which no later
+    rank needs can be dropped on the way.
+
+    Below, c is `num_ranks` and n the number of tokens per rank. A tile is a rectangle, or a
+    triangle, of the matrix of one rank's queries and one rank's keys.
     """
 
     num_ranks: int
@@ -75,7 +78,7 @@ class Layout(ABC):
     chunks_per_rank: ClassVar[int] = 1
 
     def num_local(self, num_tokens: int) -> int:
-        """The number of tokens per rank. Raises ConfigError if `num_tokens` does not divide."""
+        """The number of tokens per rank. Raises ConfigError if ranks get unequal numbers."""
         num_chunks = self.chunks_per_rank * self.num_ranks
         if num_tokens <= 0 or num_tokens % num_chunks:
             lower = num_tokens // num_chunks * num_chunks
@@ -98,7 +101,7 @@ class Layout(ABC):
     def tiles(self, query_rank: int, key_rank: int, n: int, causal: bool) -> list[Tile]:
         """The unmasked tiles of one rank's `n` queries and another's `n` keys; [] if all is masked.
 
-        The tiles of a block do not overlap. A rank's own block is a single tile.
+        The tiles do not overlap. A rank's queries and its own keys are a single tile.
         """
         everything = slice(0, n)
         if not causal or query_rank == key_rank:

@@ -112,9 +112,10 @@ class RingAttention(nn.Module):
         """Attention of q [B, H, T, E] over k, v [B, K, T, E] of all ranks; [B, H, T, E].
 
         Takes the arguments of torch.nn.functional.scaled_dot_product_attention too. Whether it is
-        causal is set by the call, or else by the constructor. Fewer heads in k and v than in q are
-        always grouped. With `documents` [B, T], a query attends only to keys of its own document.
-        Raises ConfigError for any other mask and for dropout, which it does not support.
+        causal is set by the call, or else by the constructor. If k and v have fewer heads than q,
+        attention is grouped-query, whatever `enable_gqa` is. With `documents` [B, T], a query
+        attends only to keys of its own document. Raises ConfigError for any other mask and for
+        dropout, which it does not support.
         """
         if attn_mask is not None or dropout_p:
             what = "a mask" if attn_mask is not None else f"dropout of {dropout_p:g}"

@@ -69,6 +69,9 @@ def save_checkpoint(
 ) -> Path:
     """Save weights, persistent buffers, optimizer and schedule as `folder`/step-`step`.
 
+    `loop` is a Trainer, or any object with `parts` (the model, or this rank's pipeline stages of
+    it), `optimizer` (torch's Adam, AdamW or SGD) and `scheduler` (a LambdaLR).
+
     Every rank of the default process group must call this; without one, a single process saves.
     The folder must be the same on all ranks. `samples_read` is stored for load_checkpoint. Under
     pipeline parallelism, `tied` is `titanlite.tied.find_tied` of the plain model. All but the

@@ -43,8 +43,9 @@ def export(
     default that of the parameters. Tokenizer files and generation settings are copied from `like`,
     another Hugging Face folder. When it returns, the folder is complete on rank 0's file system.
 
-    Raises TitanliteError if the folder exists, for a model without a format, for parameters without
-    values or of several dtypes, and if writing fails; on every rank.
+    Raises TitanliteError if the folder exists, for a model that is neither of transformers nor
+    registered with a Hugging Face format, for parameters without values or of several dtypes, and
+    if writing fails; on every rank.
     """
     folder, like = Path(folder), None if like is None else Path(like)
     names, config = _format_of(model)
@@ -109,7 +110,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 
     Each rank reads only its shards of DTensors. Parameters may have another dtype than the file.
     Raises ConfigError for missing and unexpected keys and wrong shapes, and TitanliteError for a
-    model without a format or without storage.
+    model without storage, or one that is neither of transformers nor registered with a Hugging Face
+    format.
     """
     names, _ = _format_of(model)
     if any(parameter.is_meta for parameter in model.parameters()):

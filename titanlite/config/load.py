@@ -88,9 +88,9 @@ def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
     """The job that the command line `argv` describes, checked as far as possible without ranks.
 
     `argv`, without the program's name, has `--job.config_file=F`, which names a TOML file, and
-    `--section.key=value`, which overrides its keys. Without a file, a job has all defaults. But if
-    `needs_file` is not empty, a file is required: without one, ConfigError is raised and shows
-    `needs_file`, an example of a command with a file. Raises ConfigError with one line for each
+    `--section.key=value`, which overrides its keys. Without a file, a job has all defaults. If a
+    file is required, `needs_file` is an example of a command with one, which the ConfigError for a
+    missing file shows. Raises ConfigError with one line for each
     mistake; the checks that need the number of ranks come later.
     """
     return _checked(read_job(argv, needs_file=needs_file))

@@ -92,10 +92,10 @@ def compare(
     """Train parallel code on local ranks and its plain model on one process, and compare each step.
 
     `reference()` returns the plain model. `parallel()` or `parallel(mesh)` runs on every rank, in
-    an initialized process group (gloo on CPU), and returns that rank's model, or a tuple of modules
-    (pipeline stages), an optimizer and anything else that `step` needs. `ranks` is the number of
-    ranks, or a dict from axis to degree; ranks are numbered in row-major order. `mesh` is a
-    DeviceMesh with these axes, or with the axis "world" for a number.
+    an initialized process group (gloo on CPU), and returns that rank's model, or a tuple whose
+    elements are modules (such as pipeline stages), an optimizer, and anything else that `step`
+    needs. `ranks` is the number of ranks, or a dict from axis to degree; ranks are numbered in
+    row-major order. `mesh` is a DeviceMesh with these axes, or with the axis "world" for a number.
 
     batches: the global batch of each step: tensors in dicts, tuples or lists.
     loss: (model, batch) -> scalar tensor; called on the reference and, without `step`, on ranks.
@@ -105,9 +105,10 @@ def compare(
     step: (what `parallel` returned, part) -> loss or None: runs forward and backward itself.
     optimizer: (parameters) -> optimizer, used on both sides; AdamW with lr 1e-3 by default.
     clip: (model) -> gradient norm, called on both sides before each optimizer step.
-    shard: (name) -> how the rank's plain tensor is cut from the reference's: None, (dim, axis),
-        (dim, index, count), a list of these, or a function of the whole tensor. Not needed for
-        DTensors, and for tensors whose shape shows by which single axis they are cut.
+    shard: (name) -> how the rank's plain tensor is cut from the reference's: None (not cut), (dim,
+        axis), (dim, index, count) for chunk `index` of `count`, a list of these, or a function of
+        the whole tensor. Not needed for DTensors, nor for a tensor that has 1/n of the reference's
+        size in one dimension if exactly one axis has degree n.
     rename: the parallel code's name of a parameter or module -> the reference's. Prefixes of DDP,
         FSDP1, torch.compile and checkpoint wrappers are removed before.
     copy_weights: start from the reference's weights instead of comparing the starting values.
@@ -117,7 +118,8 @@ def compare(
         the default.
     seed: for torch.manual_seed before each of the two functions is called; None for no seed.
     timeout_seconds: how long the ranks may take altogether.
-    max_ranks: the largest number of ranks to start; by default the machine's limit.
+    max_ranks: the largest number of ranks to start; by default as many as the cores and the
+        memory of this machine allow.
 
     Raises ConfigError for a mistake in the arguments and TitanliteError if the reference does not
     run. An exception on a rank is part of the result.
@@ -151,7 +153,7 @@ def assert_parallel_equals_reference(
 
 
 class Comparer:
-    """Keeps its ranks from one comparison to the next; leaving the context manager ends them.
+    """A context manager: the ranks that it starts run all comparisons inside it.
 
     The same processes run the next comparison, so global state that the caller's code changes
     stays changed.

@@ -13,6 +13,9 @@ _HOME = {
     "device": ["VirtualDevice"],
     "channel": ["VirtualChannel", "DeviceChannel", "HostChannel"],
     "counts": ["Counts", "Collective"],
+    "record": ["Record", "Message", "Event", "TensorInfo"],
+    "diagnosis": ["CommunicationError"],
+    "link": ["Link"],
     "group": ["Group"],
     "mesh": ["Mesh", "MeshIndex", "MeshError"],
     "operation": ["Operation"],
@@ -38,7 +41,13 @@ _HOME = {
         "spawn",
         "summarize_tensor",
     ],
-    "data_parallel": ["data_parallelism_main"],
+    "communicator": [
+        "ChannelCommunicator",
+        "Communicator",
+        "TorchCommunicator",
+        "over_channels",
+    ],
+    "data_parallel": ["GradientBuckets", "data_parallelism_main"],
     "tensor_parallel": ["tensor_parallelism_main"],
     "pipeline_parallel": ["pipeline_parallelism_main", "gpipe", "one_forward_one_backward"],
     "zero": ["zero_parallelism_main"],
@@ -51,6 +60,8 @@ _HOME = {
         "PipelinedOperation",
     ],
     "mlp": ["MLP"],
+    "expert_parallel": ["Experts", "Load", "expert_parallel_layer", "single_process_layer"],
+    "context_parallel": ["ring_attention", "shard_sequence", "unshard_sequence"],
     "bandwidth": ["Bandwidth", "measure_bandwidth"],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

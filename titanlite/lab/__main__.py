@@ -1,4 +1,4 @@
-"""`titanlite lab` lists the experiments; with names, it runs them.
+"""`titanlite lab` lists the experiments; with names, it runs them. `titanlite lab exercise` judges.
 
 `python -m titanlite.lab` does the same.
 """
@@ -14,12 +14,21 @@ from rich import box
 from rich.table import Table as RichTable
 
 from titanlite.errors import TitanliteError
-from titanlite.lab.experiments import EXPERIMENTS, Table
+from titanlite.lab.arguments import add_options, option, refused
+from titanlite.lab.exercises.command import main as exercise
+from titanlite.lab.experiments import EXPERIMENTS
+from titanlite.lab.table import Table
 from titanlite.ranks.signals import ending_with_the_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the named experiments. Returns 0, 1 if one fails, or 2 for an unknown name."""
+    """Run the named experiments. Returns 0, 1 if one fails, or 2 for an unknown name.
+
+    If the first argument is "exercise", the others are for exercises/command.py.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["exercise"]:
+        return exercise(given[1:])
     parser = argparse.ArgumentParser(
         prog="titanlite lab",
         description="Distributed training from scratch, on real processes of this machine.",
@@ -27,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "experiments", nargs="*", metavar="experiment", help="names to run, or all; default: list"
     )
-    names = parser.parse_args(arguments).experiments
+    add_options(parser, EXPERIMENTS)
+    options = vars(parser.parse_args(given))
+    names = options.pop("experiments")
     names = list(EXPERIMENTS) if names == ["all"] else names
     for name in names:
         if name not in EXPERIMENTS:
@@ -36,13 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
+        if problem := refused(name, EXPERIMENTS[name], options):
+            print(problem, file=sys.stderr)
+            return 2
     if not names:
+        if options:
+            print(f"{option(next(iter(options)))}: name an experiment to run", file=sys.stderr)
+            return 2
         for name, run in EXPERIMENTS.items():
             print(f"{name:14}{run.__doc__}")
         print("\ntitanlite lab NAME runs one, all runs all; docs/lab/ explains them.")
+        print("titanlite lab --help lists their options.")
+        print("titanlite lab exercise lists the exercises, which check your own code.")
     for name in names:
         try:
-            show(name, EXPERIMENTS[name]())
+            show(name, EXPERIMENTS[name](**options))
         except TitanliteError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1

@@ -8,6 +8,7 @@ reduce-scatter.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,21 +25,30 @@ SENT_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 class Bandwidth:
     """The measurement of one rank.
 
-    `seconds` is the wall time of the fastest trial; `cpu_seconds` is the mean CPU time of a trial,
+    `trial_seconds` are the wall times of the trials; `cpu_seconds` is the mean CPU time of a trial,
     including backend threads.
     """
 
     kind: str
     world_size: int
     num_bytes: int
-    seconds: float
+    trial_seconds: tuple[float, ...]
     cpu_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The median of the trials."""
+        return statistics.median(self.trial_seconds)
+
+    @property
+    def sent_bytes(self) -> float:
+        """The bytes that a rank of a ring sends: those of an all-reduce are twice as many."""
+        return self.num_bytes * SENT_SHARE[self.kind] * (self.world_size - 1) / self.world_size
 
     @property
     def bytes_per_second(self) -> float:
         """bytes * 2 (W-1) / (W t) for an all-reduce, half of it for the other collectives."""
-        share = SENT_SHARE[self.kind] * (self.world_size - 1) / self.world_size
-        return self.num_bytes * share / self.seconds
+        return self.sent_bytes / self.seconds
 
 
 def measure_bandwidth(
@@ -68,7 +78,7 @@ def measure_bandwidth(
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     cpu_seconds = (time.process_time() - cpu_start) / num_trials
-    return Bandwidth(kind, device.mesh.size, num_bytes, min(times), cpu_seconds)
+    return Bandwidth(kind, device.mesh.size, num_bytes, tuple(times), cpu_seconds)
 
 
 def _by_torch(kind: str, tensor: torch.Tensor) -> Callable[[], object]:

@@ -7,12 +7,17 @@
 A fork server starts the processes and cloudpickle serializes the functions, so this works in
 scripts, tests and notebooks. If anything fails on a device, the caller gets an error in bounded
 time and all processes of the cluster are ended; the next run starts new ones.
+
+Devices write what they send, receive and wait for into logs (recorder.py). The host reads these, so
+that unequal sizes, unequal collectives and deadlocks are errors that name both sides
+(diagnosis.py), and gives them to the caller as `record`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
+import math
 import queue
 import threading
 import time
@@ -26,13 +31,24 @@ from titanlite.errors import RankError
 from titanlite.lab.channel import HostChannel, dumps, loads
 from titanlite.lab.counts import CountingMode, Counts, total
 from titanlite.lab.device import ALGORITHMS, VirtualDevice
+from titanlite.lab.diagnosis import (
+    CommunicationError,
+    check_agreement,
+    check_deadlock,
+    check_received,
+)
+from titanlite.lab.link import Link, SlowCompute
 from titanlite.lab.mesh import Mesh, MeshIndex
 from titanlite.lab.operation import Operation
+from titanlite.lab.record import Logs, Record, log_path
+from titanlite.lab.recorder import Recorder
 from titanlite.ranks.launch import Place, Ranks, not_done
 from titanlite.ranks.world import open_world
 
 CALL, TENSOR = b"c", b"t"
 START_SECONDS = 120
+# How often the host looks whether the devices still communicate.
+LOOK_SECONDS = 0.03
 
 
 class VirtualCluster:
@@ -44,6 +60,13 @@ class VirtualCluster:
         algorithm: the algorithm of the virtual devices' collectives, "naive" or "ring".
         timeout_seconds: the time limit of one run.
         device_type: "cpu" (gloo), or "cuda" (NCCL), which needs one GPU per device.
+        link: delays messages between virtual devices; by default, they are as fast as the machine.
+            Collectives of torch.distributed are never delayed.
+        flops_per_second: delays matrix products on every device; by default, they are as fast as
+            the machine.
+
+    After each run, `record` has its messages, collectives and waits; with the option `record=True`
+    of `run` also the values of small tensors.
     """
 
     def __init__(
@@ -53,8 +76,12 @@ class VirtualCluster:
         algorithm: str = "naive",
         timeout_seconds: float = 60,
         device_type: str = "cpu",
+        link: Link | None = None,
+        flops_per_second: float = math.inf,
     ) -> None:
         self.mesh = mesh
+        self.link = link
+        self.flops_per_second = flops_per_second
         self.algorithm = algorithm
         self.timeout_seconds = timeout_seconds
         self.device_counts: list[Counts] = []
@@ -63,6 +90,9 @@ class VirtualCluster:
         self._results: dict[int, bytes] = {}
         self._tensors: list[queue.SimpleQueue[bytes]] = []
         self._running: tuple[float, float] | None = None
+        self._record: Record | None = None
+        self._logs: Logs | None = None
+        self._looked: tuple[list[int], bool] = ([], False)
 
     def __enter__(self) -> VirtualCluster:
         return self
@@ -74,11 +104,14 @@ class VirtualCluster:
         """Run `job` on every device; return the results in mesh order.
 
         A function is called as `job(device, *args)` with the same arguments on every device. An
-        Operation takes its global inputs and gives each device its shards. The options `algorithm`
-        and `timeout_seconds` apply to this run only.
+        Operation takes its global inputs and gives each device its shards. The options `algorithm`,
+        `timeout_seconds`, `link` and `flops_per_second` apply to this run only. With `record=True`,
+        `cluster.record` also has the values of tensors of at most 64 elements.
 
         Raises RankError if a device raises (its traceback is the cause), dies, or exceeds the time
-        limit. An Operation with invalid inputs raises its own error before anything runs.
+        limit, and CommunicationError if the devices do not agree on what they send, receive or call
+        together, or are in a deadlock. An Operation with invalid inputs raises its own error before
+        anything runs.
         """
         self.start(job, *args, **options)
         return self.finish()
@@ -89,6 +122,9 @@ class VirtualCluster:
         *args: Any,
         algorithm: str | None = None,
         timeout_seconds: float | None = None,
+        link: Link | None = None,
+        flops_per_second: float | None = None,
+        record: bool = False,
     ) -> None:
         """Like `run`, but return at once; `channel` then exchanges tensors with the devices."""
         if self._running is not None:
@@ -102,7 +138,11 @@ class VirtualCluster:
             function, shares = job.run, job.shares(self.mesh, *args)
         else:
             function, shares = job, [args] * self.mesh.size
-        calls = [CALL + dumps((function, share, self.mesh, algorithm)) for share in shares]
+        flops_per_second = flops_per_second or self.flops_per_second
+        if not flops_per_second > 0:
+            raise ValueError(f"flops_per_second: {flops_per_second} is not positive")
+        setting = self.mesh, algorithm, link or self.link, flops_per_second, record
+        calls = [CALL + dumps((function, share, *setting)) for share in shares]
         if self._ranks is not None and len(self._ranks) < self.mesh.size:
             self.close()
         if self._ranks is None:
@@ -110,6 +150,8 @@ class VirtualCluster:
             # Wait until every process group is open, so that no run's time includes it.
             self._begin(START_SECONDS)
             self._wait()
+        self._logs = Logs(self._ranks.folder, self.mesh.size)
+        self._logs.clear()
         self._begin(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
         for rank, call in enumerate(calls):
             self._ranks.send(rank, call)
@@ -119,14 +161,29 @@ class VirtualCluster:
         self._wait()
         self._running = None
         answers = [loads(self._results[rank]) for rank in range(self.mesh.size)]
-        self.device_counts = [counts for _, counts, _ in answers]
-        self._check_traffic([traffic for _, _, traffic in answers])
-        return [result for result, _, _ in answers]
+        self.device_counts = [counts for _, counts in answers]
+        assert self._logs is not None
+        self._record = self._logs.read()
+        try:
+            check_agreement(self._record)
+            check_received(self._record)
+        except CommunicationError:
+            # The next run would receive the messages that are still there.
+            self.close()
+            raise
+        return [result for result, _ in answers]
 
     @property
     def counts(self) -> Counts:
         """The counts of the last run, summed over devices; `device_counts` has one per device."""
         return total(self.device_counts)
+
+    @property
+    def record(self) -> Record:
+        """The record of the last run that has ended without an error."""
+        if self._record is None:
+            raise RuntimeError("nothing was recorded; call run() first")
+        return self._record
 
     def channel(self, device: int | MeshIndex) -> HostChannel:
         """The host's end of the link to a device (rank or index), between start and finish."""
@@ -154,6 +211,7 @@ class VirtualCluster:
                 self._ranks.terminate()
             self._ranks.close()
             self._ranks = None
+            self._logs = None
         self._running = None
 
     def _started(self) -> Ranks:
@@ -163,6 +221,7 @@ class VirtualCluster:
 
     def _begin(self, timeout_seconds: float) -> None:
         self._results = {}
+        self._looked = ([], False)
         self._tensors = [queue.SimpleQueue() for _ in range(self.mesh.size)]
         self._running = (time.monotonic() + timeout_seconds, timeout_seconds)
 
@@ -178,11 +237,19 @@ class VirtualCluster:
         deadline, seconds = self._running
         pending = set(range(self.mesh.size)) - set(self._results)
         try:
-            received = ranks.receive(pending, deadline)
-            if not received:
-                raise not_done(pending, seconds)
+            received: dict[int, bytes] = {}
+            while not received:
+                until = min(deadline, time.monotonic() + LOOK_SECONDS)
+                received = ranks.receive(pending, until)
+                if not received:
+                    self._look()
+                    if time.monotonic() >= deadline:
+                        raise not_done(pending, seconds)
         except BaseException as error:
+            mistake = self._mistake() if isinstance(error, RankError) else None
             self.close()
+            if mistake is not None:
+                raise mistake from None
             if isinstance(error, RankError) and error.rank_traceback:
                 raise error from _DeviceTraceback(error.rank_traceback)
             raise
@@ -192,17 +259,33 @@ class VirtualCluster:
             else:
                 self._results[rank] = message[1:]
 
-    def _check_traffic(self, traffic: list[list[tuple[int, int]]]) -> None:
-        """Raise if a message was sent but not received: the next run would receive it."""
-        for source, target in itertools.permutations(range(self.mesh.size), 2):
-            sent, received = traffic[source][target][0], traffic[target][source][1]
-            if sent != received:
-                self.close()
-                raise RankError(
-                    source,
-                    f"sent {sent} messages to rank {target}, which received {received}; "
-                    "every send needs a matching receive",
-                )
+    def _look(self) -> None:
+        """Raise CommunicationError if devices have stopped communicating for good.
+
+        A record that was read while no device wrote is one moment of the whole cluster.
+        """
+        if self._logs is None:
+            return
+        sizes = self._logs.sizes()
+        known, is_checked = self._looked
+        if sizes != known:
+            self._looked = (sizes, False)
+        elif not is_checked:
+            record = self._logs.read()
+            if self._logs.sizes() == sizes:
+                self._looked = (sizes, True)
+                check_agreement(record)
+                check_deadlock(record)
+
+    def _mistake(self) -> CommunicationError | None:
+        """The disagreement that made a device fail, if there is one."""
+        if self._logs is None:
+            return None
+        try:
+            check_agreement(self._logs.read())
+        except CommunicationError as error:
+            return error
+        return None
 
 
 class _DeviceTraceback(Exception):
@@ -234,18 +317,23 @@ def _serve(place: Place, connection: Connection, *, device_type: str) -> None:
         connection.send(("message", CALL))
         while (call := calls.get()) is not None:
             message, tensors = call
-            function, args, mesh, algorithm = loads(message)
+            function, args, mesh, algorithm, link, flops_per_second, keeps_values = loads(message)
             args = _on(world.device, args)
             counts = Counts()
             host = HostChannel(
                 lambda message: connection.send(("message", TENSOR + message)), tensors.get, counts
             )
-            device = VirtualDevice(mesh, place.rank, world.device, host, algorithm, counts)
+            recorder = Recorder(log_path(place.folder, place.rank), keeps_values)
+            device = VirtualDevice(
+                mesh, place.rank, world.device, host, algorithm, counts, recorder, link
+            )
             counts.count_h2d(args)
-            with CountingMode(counts):
+            is_slow = flops_per_second < math.inf
+            delay = SlowCompute(flops_per_second) if is_slow else contextlib.nullcontext()
+            with recorder.running(), CountingMode(counts, recorder), delay:
                 result = function(device, *args)
             counts.count_d2h(result)
-            connection.send(("message", CALL + dumps((result, counts, device.traffic()))))
+            connection.send(("message", CALL + dumps((result, counts))))
 
 
 def _on(device: torch.device, args: Sequence[Any]) -> Sequence[Any]:

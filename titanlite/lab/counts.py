@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,19 +88,35 @@ def total(counts: Iterable[Counts]) -> Counts:
     return sum(counts, Counts())
 
 
+class Listener(Protocol):
+    """What else is told of communication: the Recorder."""
+
+    def dispatched(self, func: Any, args: Any) -> int | None:
+        """An operation is about to run; returns its number if it is communication."""
+
+    def started(self, number: int, result: Any) -> None:
+        """The operation `number` has started; torch returned `result`."""
+
+
 class CountingMode(TorchDispatchMode):
-    """Counts the operations inside its `with` block into a Counts.
+    """Counts the operations inside its `with` block into a Counts; tells a Recorder of them.
 
     It sees P2P messages, which `CommDebugMode` does not. Sends of a tensor on the meta device never
-    reach torch; the channel counts them.
+    reach torch; the channel counts and records them.
     """
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: Counts, recorder: Listener | None = None) -> None:
         super().__init__()
         self.counts = counts
+        self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = None
+        if self.recorder is not None and func.namespace in ("c10d", "profiler"):
+            number = self.recorder.dispatched(func, args)
         result = func(*args, **(kwargs or {}))
+        if number is not None and self.recorder is not None:
+            self.recorder.started(number, result)
         packet = func._overloadpacket
         if packet in flop_registry:
             self.counts.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)

@@ -6,17 +6,20 @@ collective over any axes of the mesh, built from send and receive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import torch
 
 from titanlite.lab import naive_collectives, ring_collectives
 from titanlite.lab.channel import DeviceChannel, HostChannel, Transfer
-from titanlite.lab.counts import Collective, Counts
+from titanlite.lab.counts import Collective, CountingMode, Counts
 from titanlite.lab.group import Group
+from titanlite.lab.link import Link, Port
 from titanlite.lab.mesh import Mesh, MeshIndex
 from titanlite.lab.naive_collectives import Combine
+from titanlite.lab.recorder import Recorder
 
 ALGORITHMS: dict[str, ModuleType] = {"naive": naive_collectives, "ring": ring_collectives}
 
@@ -39,6 +42,8 @@ class VirtualDevice:
         host: HostChannel,
         algorithm: str,
         counts: Counts,
+        recorder: Recorder,
+        link: Link | None = None,
     ) -> None:
         self.mesh = mesh
         self.rank = rank
@@ -47,7 +52,9 @@ class VirtualDevice:
         self.host = host
         self.algorithm = algorithm
         self.counts = counts
-        self._channels = [DeviceChannel(peer, counts) for peer in range(mesh.size)]
+        self._recorder = recorder
+        port = Port(link) if link else None
+        self._channels = [DeviceChannel(peer, counts, recorder, port) for peer in range(mesh.size)]
 
     def channel(self, peer: int | MeshIndex) -> DeviceChannel:
         """The link to another device, by its rank or its index."""
@@ -58,10 +65,6 @@ class VirtualDevice:
         ranks = self.mesh.group(self.index, axes)
         return Group(ranks.index(self.rank), [self._channels[rank] for rank in ranks])
 
-    def traffic(self) -> list[tuple[int, int]]:
-        """For each device, how many messages this device has sent to it and received from it."""
-        return [(channel.num_sent, channel.num_received) for channel in self._channels]
-
     def broadcast(
         self,
         tensor: torch.Tensor,
@@ -70,8 +73,8 @@ class VirtualDevice:
         label: str = "",
     ) -> torch.Tensor:
         """The root's tensor; the other devices pass a tensor of the same shape."""
-        group, algorithm = self._begin("broadcast", axes, label)
-        return algorithm.broadcast(group, tensor, root)
+        with self.collective("broadcast", axes, label, tensor) as (group, algorithm):
+            return algorithm.broadcast(group, tensor, root)
 
     def scatter(
         self,
@@ -82,8 +85,8 @@ class VirtualDevice:
         label: str = "",
     ) -> torch.Tensor:
         """This device's part of the root's tensor; the others pass a tensor of the same shape."""
-        group, algorithm = self._begin("scatter", axes, label)
-        return algorithm.scatter(group, cut(tensor, group.size, dim), root)
+        with self.collective("scatter", axes, label, tensor) as (group, algorithm):
+            return algorithm.scatter(group, cut(tensor, group.size, dim), root)
 
     def gather(
         self,
@@ -94,9 +97,9 @@ class VirtualDevice:
         label: str = "",
     ) -> torch.Tensor | None:
         """Every device's tensor, concatenated along `dim`, on the root; None elsewhere."""
-        group, algorithm = self._begin("gather", axes, label)
-        parts = algorithm.gather(group, tensor, root)
-        return None if parts is None else torch.cat(parts, dim)
+        with self.collective("gather", axes, label, tensor) as (group, algorithm):
+            parts = algorithm.gather(group, tensor, root)
+            return None if parts is None else torch.cat(parts, dim)
 
     def reduce(
         self,
@@ -107,8 +110,8 @@ class VirtualDevice:
         combine: Combine = torch.add,
     ) -> torch.Tensor | None:
         """The sum of every device's tensor on the root; None elsewhere."""
-        group, algorithm = self._begin("reduce", axes, label)
-        return algorithm.reduce(group, tensor, root, combine)
+        with self.collective("reduce", axes, label, tensor) as (group, algorithm):
+            return algorithm.reduce(group, tensor, root, combine)
 
     def all_scatter(
         self, tensor: torch.Tensor, axes: Sequence[str] | None = None, label: str = ""
@@ -117,8 +120,8 @@ class VirtualDevice:
 
         This is the sending half of the naive all-gather. Wait for the transfers after receiving.
         """
-        group, _ = self._begin("all_scatter", axes, label)
-        return naive_collectives.all_scatter(group, tensor)
+        with self.collective("all_scatter", axes, label, tensor) as (group, _):
+            return naive_collectives.all_scatter(group, tensor)
 
     def all_gather(
         self,
@@ -134,8 +137,8 @@ class VirtualDevice:
         self, tensor: torch.Tensor, axes: Sequence[str] | None = None, label: str = ""
     ) -> list[torch.Tensor]:
         """Every device's tensor, in group order."""
-        group, algorithm = self._begin("all_gather", axes, label)
-        return algorithm.all_gather(group, tensor)
+        with self.collective("all_gather", axes, label, tensor) as (group, algorithm):
+            return algorithm.all_gather(group, tensor)
 
     def all_reduce(
         self,
@@ -145,8 +148,8 @@ class VirtualDevice:
         combine: Combine = torch.add,
     ) -> torch.Tensor:
         """The sum of every device's tensor."""
-        group, algorithm = self._begin("all_reduce", axes, label)
-        return algorithm.all_reduce(group, tensor, combine)
+        with self.collective("all_reduce", axes, label, tensor) as (group, algorithm):
+            return algorithm.all_reduce(group, tensor, combine)
 
     def reduce_scatter(
         self,
@@ -157,8 +160,8 @@ class VirtualDevice:
         combine: Combine = torch.add,
     ) -> torch.Tensor:
         """This device's part of the sum of every device's tensor."""
-        group, algorithm = self._begin("reduce_scatter", axes, label)
-        return algorithm.reduce_scatter(group, cut(tensor, group.size, dim), combine)
+        with self.collective("reduce_scatter", axes, label, tensor) as (group, algorithm):
+            return algorithm.reduce_scatter(group, cut(tensor, group.size, dim), combine)
 
     def all_to_all(
         self,
@@ -169,19 +172,41 @@ class VirtualDevice:
         label: str = "",
     ) -> torch.Tensor:
         """Split every tensor along `cut_dim`; concatenate this device's parts along `join_dim`."""
-        group, algorithm = self._begin("all_to_all", axes, label)
-        return torch.cat(algorithm.all_to_all(group, cut(tensor, group.size, cut_dim)), join_dim)
+        with self.collective("all_to_all", axes, label, tensor) as (group, algorithm):
+            return torch.cat(
+                algorithm.all_to_all(group, cut(tensor, group.size, cut_dim)), join_dim
+            )
 
     def barrier(self, axes: Sequence[str] | None = None) -> None:
         """Block until every device of the group has called it."""
-        group, algorithm = self._begin("barrier", axes, "")
-        algorithm.barrier(group)
+        with self.collective("barrier", axes) as (group, algorithm):
+            algorithm.barrier(group)
 
-    def _begin(self, kind: str, axes: Sequence[str] | None, label: str) -> tuple[Group, ModuleType]:
+    def counting(self) -> CountingMode:
+        """Count and record what another thread of this device does in a `with` block.
+
+        The thread that runs the job does so already.
+        """
+        return CountingMode(self.counts, self._recorder)
+
+    @contextlib.contextmanager
+    def collective(
+        self,
+        kind: str,
+        axes: Sequence[str] | None = None,
+        label: str = "",
+        tensor: torch.Tensor | None = None,
+    ) -> Iterator[tuple[Group, ModuleType]]:
+        """Count and record a collective, whose messages are sent inside the `with` block.
+
+        Gives its group and the module of this run's algorithm. If given, `tensor` must have the
+        same shape and dtype on every device of the group.
+        """
         axes = self.mesh.axes if axes is None else tuple(axes)
-        group = self.group(axes)
         self.counts.collectives.append(Collective(kind, label, axes))
-        return group, ALGORITHMS[self.algorithm]
+        ranks = self.mesh.group(self.index, axes)
+        with self._recorder.collective(kind, label, ranks, tensor):
+            yield self.group(axes), ALGORITHMS[self.algorithm]
 
 
 def cut(tensor: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:

@@ -1,14 +1,18 @@
-"""The experiments of `python -m titanlite.lab`: each runs in seconds and prints one small table.
+"""The experiments of `titanlite lab`: each runs in seconds and prints one small table.
 
 An experiment is a function that opens its own cluster and returns a Table. The first line of its
-docstring is its description. Imports are inside the functions, so that listing them is fast.
+docstring is its description, and its parameters are its options (arguments.py). Imports are inside
+the functions, so that listing them is fast. What is timed is in timings.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from titanlite.errors import TitanliteError
+from titanlite.lab.table import Table
+from titanlite.lab.timings import bandwidth, overlap
 
 if TYPE_CHECKING:
     import torch
@@ -17,17 +21,8 @@ if TYPE_CHECKING:
     from titanlite.lab.lecture import TrainingRecord
 
 
-@dataclass(frozen=True)
-class Table:
-    """The result of an experiment: a caption, named columns, and rows of text."""
-
-    caption: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-
-def collectives() -> Table:
-    """every collective on 4 devices, built from send and receive: naive and ring"""
+def collectives(*, world: int = 4) -> Table:
+    """every collective, built from send and receive: naive and ring"""
     import torch
 
     from titanlite.lab import Mesh, VirtualCluster
@@ -36,7 +31,7 @@ def collectives() -> Table:
     kinds += ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "barrier"]
 
     def main(device: Any, kind: str) -> Any:
-        tensor = torch.arange(4) + device.rank
+        tensor = torch.arange(device.mesh.size) + device.rank
         if kind == "barrier":
             return device.barrier()
         if kind == "all_scatter":
@@ -50,42 +45,23 @@ def collectives() -> Table:
         return getattr(device, kind)(tensor)
 
     rows = []
-    with VirtualCluster(Mesh(rank=4)) as cluster:
+    with VirtualCluster(Mesh(rank=world)) as cluster:
         for kind in kinds:
             row = [kind]
             for algorithm in ("naive", "ring"):
                 results = cluster.run(main, kind, algorithm=algorithm)
                 row.append(f"{cluster.counts.d2d_messages} / {cluster.counts.d2d_bytes} B")
-            result = "" if results[2] is None else str(results[2].tolist())
+            result = "" if results[-1] is None else str(results[-1].tolist())
             rows.append((*row, result or "nothing"))
     return Table(
-        "Rank r holds [0, 1, 2, 3] + r (int64); the root is 0. Messages / bytes over all devices.",
-        ("collective", "naive", "ring", "result on rank 2"),
+        f"Rank r holds {list(range(world))} + r (int64); the root is 0. Messages / bytes over all "
+        "devices.",
+        ("collective", "naive", "ring", f"result on rank {world - 1}"),
         rows,
     )
 
 
-def bandwidth() -> Table:
-    """bandwidth of 16 MiB collectives, torch's and by hand: bytes * 2 (W-1) / (W t)"""
-    from titanlite.lab import Mesh, VirtualCluster, measure_bandwidth
-
-    rows = []
-    with VirtualCluster(Mesh(rank=4)) as cluster:
-        for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-            for form in ("torch", "naive", "ring"):
-                measured = cluster.run(_measure, measure_bandwidth, kind, form)
-                slowest = min(each.bytes_per_second for each in measured)
-                cpu_seconds = sum(each.cpu_seconds for each in measured)
-                rows.append((kind, form, f"{slowest / 1e9:.2f}", f"{cpu_seconds * 1e3:.0f}"))
-    columns = ("collective", "form", "GB/s", "CPU-ms, all ranks")
-    return Table("4 ranks, float32; fastest of 5 trials on the slowest rank.", columns, rows)
-
-
-def _measure(device: Any, measure: Callable[..., Any], kind: str, form: str) -> Any:
-    return measure(device, kind, 1 << 24, form=form)
-
-
-def matmul() -> Table:
+def matmul(*, x: int = 2, y: int = 4) -> Table:
     """a matrix product under every sharding policy: collectives, flops, messages, bytes"""
     import torch
 
@@ -106,14 +82,14 @@ def matmul() -> Table:
     # On the meta device, everything is counted at this size but nothing is sent or computed.
     a, b = torch.empty(4096, 2048, device="meta"), torch.empty(2048, 4096, device="meta")
     rows = []
-    with VirtualCluster(Mesh(x=2, y=4)) as cluster:
+    with VirtualCluster(Mesh(x=x, y=y)) as cluster:
         for sharding in shardings:
             naive, ring = _naive_and_ring(cluster, MatMul(sharding), a, b)
             where = f"{sharding.a} {sharding.b}"
             policy = sharding.policy.name.removesuffix("Sharding")
             rows.append((where, policy, *_cost(naive, ring)))
     return Table(
-        "A (4096 x 2048) times B (2048 x 4096), float32; totals over 2 x 4 devices (x, y).\n"
+        f"A (4096 x 2048) times B (2048 x 4096), float32; totals over {x} x {y} devices (x, y).\n"
         "C is replicated, except in the last row, where it is [x, _].\n"
         "MiB: with naive collectives. ring: MiB with ring collectives.",
         ("A B", "policy", *COST_COLUMNS),
@@ -121,7 +97,7 @@ def matmul() -> Table:
     )
 
 
-def feed_forward() -> Table:
+def feed_forward(*, x: int = 2, y: int = 4) -> Table:
     """a feed-forward layer, replicated and in GSPMD's layout, forward and backward"""
     import torch
 
@@ -136,7 +112,7 @@ def feed_forward() -> Table:
     shapes = [(8, 128, 1024), (1024, 4096), (4096,), (4096, 1024), (1024,)]
     inputs = [torch.empty(shape, device="meta") for shape in shapes]
     rows = []
-    with VirtualCluster(Mesh(x=2, y=4)) as cluster:
+    with VirtualCluster(Mesh(x=x, y=y)) as cluster:
         for sharding in (FeedForwardSharding(), FeedForwardSharding.gspmd("x", "y")):
             for operation, tensors in (
                 (FeedForward(sharding), inputs),
@@ -146,7 +122,7 @@ def feed_forward() -> Table:
                 name = "forward" if isinstance(operation, FeedForward) else "backward"
                 rows.append((sharding.policy.name, name, *_cost(naive, ring)))
     return Table(
-        "Batch 8, sequence 128, model 1024, hidden 4096, float32; totals over 2 x 4 devices.\n"
+        f"Batch 8, sequence 128, model 1024, hidden 4096, float32; totals over {x} x {y} devices.\n"
         "MiB: with naive collectives. ring: MiB with ring collectives.",
         ("policy", "pass", *COST_COLUMNS),
         rows,
@@ -174,33 +150,32 @@ def _cost(naive: Counts, ring: Counts) -> tuple[str, ...]:
     )
 
 
-def data() -> Table:
-    """data parallelism by hand, 4 ranks, compared with one process"""
+def data(*, world: int = 4) -> Table:
+    """data parallelism by hand, compared with one process"""
     from titanlite.lab import data_parallelism_main
 
-    return _training([("data parallel", data_parallelism_main, (3,), {})])
+    return _training([("data parallel", data_parallelism_main, (3,), {})], world)
 
 
-def tensor() -> Table:
-    """tensor parallelism by hand, 4 ranks, compared with one process"""
+def tensor(*, world: int = 4) -> Table:
+    """tensor parallelism by hand, compared with one process"""
     from titanlite.lab import tensor_parallelism_main
 
-    return _training([("tensor parallel", tensor_parallelism_main, (), {"num_steps": 3})])
+    return _training([("tensor parallel", tensor_parallelism_main, (), {"num_steps": 3})], world)
 
 
-def pipeline() -> Table:
-    """pipeline parallelism by hand, 4 stages, 8 microbatches, GPipe and 1F1B"""
+def pipeline(*, world: int = 4, num_microbatches: int = 8) -> Table:
+    """pipeline parallelism by hand, GPipe and 1F1B, compared with one process"""
     from titanlite.lab import pipeline_parallelism_main
 
-    return _training(
-        [
-            (name, pipeline_parallelism_main, (8,), {"num_steps": 3, "schedule": name})
-            for name in ("gpipe", "1f1b")
-        ]
-    )
+    runs: list[Run] = [
+        (name, pipeline_parallelism_main, (num_microbatches,), {"num_steps": 3, "schedule": name})
+        for name in ("gpipe", "1f1b")
+    ]
+    return _training(runs, world)
 
 
-def zero() -> Table:
+def zero(*, world: int = 4) -> Table:
     """ZeRO stages 1, 2 and 3 by hand: the same results with less and less memory"""
     from titanlite.lab import (
         Mesh,
@@ -212,14 +187,14 @@ def zero() -> Table:
 
     inputs, num_layers = _inputs()
     rows = []
-    with VirtualCluster(Mesh(rank=4)) as cluster:
+    with VirtualCluster(Mesh(rank=world)) as cluster:
         for stage in range(4):
             if stage == 0:
                 records = spawn(data_parallelism_main, cluster, inputs, num_layers, 3)
             else:
                 records = spawn(zero_parallelism_main, cluster, inputs, num_layers, 3, stage=stage)
             held = records[0].held_bytes
-            moved = _ring_bytes(cluster.counts, 4) / 3
+            moved = _ring_bytes(cluster.counts, world) / 3
             rows.append(
                 (
                     f"ZeRO {stage}" if stage else "data parallel",
@@ -236,11 +211,14 @@ def zero() -> Table:
     )
 
 
-def three_d() -> Table:
-    """data, tensor and pipeline parallelism together: 2 x 2 x 2 ranks"""
-    from titanlite.lab import three_d_parallelism_main
+def three_d(*, pp: int = 2, num_microbatches: int = 4) -> Table:
+    """pipeline, data and tensor parallelism together: 2 x 2 x 2 ranks"""
+    from titanlite.lab import Mesh, three_d_parallelism_main
 
-    return _training([("2 x 2 x 2", three_d_parallelism_main, (4,), {"num_steps": 3})], 8, 2)
+    mesh = Mesh(pp=pp, dp=2, tp=2)
+    options = {"mesh": mesh, "num_steps": 3}
+    run = (f"{pp} x 2 x 2", three_d_parallelism_main, (num_microbatches,), options)
+    return _training([run], mesh.size, group_size=2)
 
 
 def _inputs() -> tuple[torch.Tensor, int]:
@@ -254,11 +232,12 @@ def _inputs() -> tuple[torch.Tensor, int]:
 Run = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
-def _training(runs: Sequence[Run], world: int = 4, group_size: int = 4) -> Table:
-    """Each run's difference from one process, and its traffic on rings of `group_size`."""
+def _training(runs: Sequence[Run], world: int, group_size: int | None = None) -> Table:
+    """Each run's difference from one process, and its traffic on rings of `group_size` (world)."""
     from titanlite.lab import Mesh, VirtualCluster, single_process_main, spawn
 
     inputs, num_layers = _inputs()
+    group_size = group_size or world
     alone = single_process_main(inputs, num_layers, 3)
     rows = []
     with VirtualCluster(Mesh(rank=world)) as cluster:
@@ -310,58 +289,20 @@ def _ring_bytes(counts: Counts, group_size: int) -> float:
     )
 
 
-def overlap() -> Table:
-    """overlapped communication: step time and waiting time, with and without overlap"""
-    import torch
-
-    from titanlite.lab import (
-        Mesh,
-        VirtualCluster,
-        data_parallelism_main,
-        pipeline_parallelism_main,
-        spawn,
-        tensor_parallelism_main,
-        zero_parallelism_main,
-    )
-
-    inputs, num_steps = torch.randn(512, 384), 8
-    runs: list[Run] = [
-        ("data parallel", data_parallelism_main, (num_steps,), {}),
-        ("tensor parallel", tensor_parallelism_main, (), {"num_steps": num_steps}),
-        ("pipeline 1f1b", pipeline_parallelism_main, (8,), {"num_steps": num_steps}),
-        ("ZeRO 2", zero_parallelism_main, (num_steps,), {"stage": 2}),
-        ("ZeRO 3", zero_parallelism_main, (num_steps,), {"stage": 3}),
-    ]
-    rows = []
-    with VirtualCluster(Mesh(rank=2)) as cluster:
-        for name, main, args, options in runs:
-            row = [name]
-            for overlapped in (False, True):
-                records = spawn(main, cluster, inputs, 8, *args, overlap=overlapped, **options)
-                steps = len(records) * (num_steps - 1) / 1e3
-                row += [
-                    f"{sum(record.seconds for record in records) / steps:.1f}",
-                    f"{sum(record.waited_seconds for record in records) / steps:.1f}",
-                ]
-            rows.append(tuple(row))
-    columns = ("", "step", "waiting", "step, overlapped", "waiting, overlapped")
-    return Table("Wall ms per step, 2 ranks, 8 layers of 384 x 384, batch 512.", columns, rows)
-
-
-def mlp() -> Table:
+def mlp(*, num_microbatches: int = 6) -> Table:
     """the pipelined MLP: four layers on 1, 2 and 4 stages, with the same losses"""
     import torch
 
     from titanlite.lab import MLP, Mesh, Pipeline, VirtualCluster
 
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(3, 6, 4, 16, generator=generator)
-    targets = torch.randn(3, 6, 4, 8, generator=generator)
+    inputs = torch.randn(3, num_microbatches, 4, 16, generator=generator)
+    targets = torch.randn(3, num_microbatches, 4, 8, generator=generator)
     rows = []
     clock = ""
     with VirtualCluster(Mesh(stage=4)) as cluster:
         for num_stages in (1, 2, 4):
-            line = Pipeline(cluster.mesh, num_runs=6, num_stages=num_stages)
+            line = Pipeline(cluster.mesh, num_microbatches, num_stages)
             network = MLP(line)
             result = network(cluster, network.build_parameters(), inputs, targets)
             rows.append(
@@ -375,10 +316,108 @@ def mlp() -> Table:
             )
             clock = str(line)
     columns = ("stages", "cycles", "idle", "loss of each step", "messages per step")
-    return Table(f"6 runs of 4 rows; with 4 stages:\n\n{clock}\n", columns, rows)
+    return Table(f"{num_microbatches} runs of 4 rows; with 4 stages:\n\n{clock}\n", columns, rows)
 
 
-EXPERIMENTS: dict[str, Callable[[], Table]] = {
+def attention(*, world: int = 4, num_tokens: int = 512) -> Table:
+    """ring attention by hand: the work of each rank under contiguous and zigzag layouts"""
+    import torch
+
+    from titanlite.lab import Mesh, VirtualCluster, ring_attention, shard_sequence
+
+    def run(device: Any, shards: Any, layout: str, causal: bool) -> Any:
+        leaves = [part.clone().requires_grad_() for part in shards[device.rank]]
+        out = ring_attention(device, *leaves, layout=layout, causal=causal)
+        out.sum().backward()
+
+    if num_tokens % (2 * world):
+        raise TitanliteError(
+            f"tokens: {num_tokens} tokens are not {2 * world} equal chunks; "
+            f"use a multiple of {2 * world}"
+        )
+    qkv = torch.randn(3, 4, num_tokens, 32)
+    rows = []
+    with VirtualCluster(Mesh(sequence=world)) as cluster:
+        for layout, causal in (("contiguous", False), ("contiguous", True), ("zigzag", True)):
+            cluster.run(run, shard_sequence(qkv, world, layout), layout, causal)
+            flops = [counts.flops for counts in cluster.device_counts]
+            counts = cluster.counts
+            rows.append(
+                (
+                    layout if causal else "any, no mask",
+                    " ".join(f"{each / 1e6:.0f}" for each in flops),
+                    f"{world * max(flops) / sum(flops):.2f}",
+                    str(counts.d2d_messages),
+                    f"{counts.d2d_bytes / 2**10:.0f}",
+                )
+            )
+    return Table(
+        f"{num_tokens} tokens, 4 heads of 32, float32, {world} ranks; forward and backward.",
+        ("layout", "MFLOP of each rank", "busiest / mean", "sends", "KiB"),
+        rows,
+    )
+
+
+def experts(
+    *, world: int = 4, num_experts: int = 8, top_k: int = 2, num_tokens: int = 256
+) -> Table:
+    """experts by hand: the rows of each rank under balanced and unbalanced routers"""
+    import torch
+
+    from titanlite.lab import Experts, Mesh, VirtualCluster, expert_parallel_layer
+
+    for name, size in (("experts", num_experts), ("tokens", num_tokens)):
+        if size % world:
+            raise TitanliteError(f"{name}: {size} {name} do not divide among {world} ranks")
+    if top_k > num_experts:
+        raise TitanliteError(f"top-k: {top_k} is more than the {num_experts} experts")
+    generator = torch.Generator().manual_seed(0)
+    dim, hidden = 32, 64
+    x = torch.randn(num_tokens, dim, generator=generator)
+    x[:, 0] = 1
+    gate = torch.randn(dim, num_experts, generator=generator)
+    shapes = (num_experts, dim, hidden), (num_experts, hidden, dim), (num_experts, dim, hidden)
+    weights = [torch.randn(shape, generator=generator) for shape in shapes]
+
+    def run(device: Any, gate: Any, factor: float | None) -> Any:
+        own = Experts(*weights).shard(device.rank, world)
+        tokens = x.chunk(world)[device.rank]
+        return expert_parallel_layer(
+            device, tokens, gate, own, top_k=top_k, capacity_factor=factor
+        )[1]
+
+    rows = []
+    with VirtualCluster(Mesh(expert=world)) as cluster:
+        for name, skew, factor in (
+            ("balanced", 0.0, None),
+            ("one expert preferred", 4.0, None),
+            ("one expert in every token", 30.0, None),
+            ("the same, capacity 1.25", 30.0, 1.25),
+        ):
+            gate[0] = 0
+            gate[0, 0] = skew
+            loads = cluster.run(run, gate, factor)
+            flops = [counts.flops for counts in cluster.device_counts]
+            num_dropped = sum(load.num_dropped for load in loads)
+            rows.append(
+                (
+                    name,
+                    " ".join(str(sum(load.received)) for load in loads),
+                    f"{world * max(flops) / sum(flops):.2f}",
+                    f"{num_dropped / (num_tokens * top_k):.0%}",
+                    str(cluster.counts.d2d_messages),
+                    f"{cluster.counts.d2d_bytes / 2**10:.0f}",
+                )
+            )
+    return Table(
+        f"{num_tokens} tokens of {dim} features, {num_experts} experts of {hidden}, top {top_k}, "
+        f"float32, {world} ranks; forward.",
+        ("router", "rows of each rank", "busiest / mean", "dropped", "sends", "KiB"),
+        rows,
+    )
+
+
+EXPERIMENTS: dict[str, Callable[..., Table]] = {
     "collectives": collectives,
     "bandwidth": bandwidth,
     "data": data,
@@ -390,4 +429,6 @@ EXPERIMENTS: dict[str, Callable[[], Table]] = {
     "matmul": matmul,
     "feed-forward": feed_forward,
     "mlp": mlp,
+    "attention": attention,
+    "experts": experts,
 }

@@ -9,12 +9,11 @@ early as possible. It takes the same time, but stage s of W holds at most W - s 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
+from titanlite.lab.communicator import Communicator, Pending, TorchCommunicator
 from titanlite.lab.lecture import (
     LEARNING_RATE,
     TrainingRecord,
@@ -41,6 +40,7 @@ def pipeline_parallelism_main(
     num_steps: int = 1,
     schedule: str = "1f1b",
     overlap: bool = False,
+    communicator: Communicator | None = None,
 ) -> TrainingRecord:
     """Train on all of `data` (batch, num_dim) with this rank's num_layers / world_size layers.
 
@@ -50,6 +50,7 @@ def pipeline_parallelism_main(
     schedule other than "gpipe" and "1f1b".
     """
     setup(rank, world_size)
+    communicator = communicator or TorchCommunicator()
     data = data.to(get_device(rank))
     num_dim = data.size(1)
     local_num_layers = int_divide(num_layers, world_size)
@@ -73,6 +74,7 @@ def pipeline_parallelism_main(
                 forward,
                 # Only the first stage reads the data; the others use only its shape.
                 data.chunk(num_micro_batches),
+                communicator,
                 previous_rank=rank - 1 if rank > 0 else None,
                 next_rank=rank + 1 if rank + 1 < world_size else None,
                 record=record,
@@ -112,6 +114,7 @@ def run_stage(
     actions: Sequence[Action],
     forward: Callable[[torch.Tensor], torch.Tensor],
     micro_batches: Sequence[torch.Tensor],
+    communicator: Communicator,
     *,
     previous_rank: int | None,
     next_rank: int | None,
@@ -123,8 +126,8 @@ def run_stage(
     Gradients of all microbatches accumulate on the parameters. Each loss is divided by the number
     of microbatches, so the sum is the gradient of the mean over the whole batch.
     """
-    receiving: dict[Action, tuple[torch.Tensor, Any]] = {}
-    sending: list[Any] = []
+    receiving: dict[Action, tuple[torch.Tensor, Pending]] = {}
+    sending: list[tuple[Pending, torch.Tensor]] = []
     live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     total_loss = 0.0
 
@@ -133,7 +136,7 @@ def run_stage(
         source = previous_rank if kind == FORWARD else next_rank
         if source is not None and action not in receiving:
             buffer = torch.empty_like(micro_batches[m])
-            receiving[action] = (buffer, dist.irecv(buffer, source))
+            receiving[action] = (buffer, communicator.irecv(buffer, source))
 
     def received(action: Action) -> torch.Tensor:
         post_receive(action)
@@ -145,7 +148,7 @@ def run_stage(
     def send(tensor: torch.Tensor, target: int) -> None:
         # Do not wait here: two neighbours that both wait for their send first would deadlock.
         tensor = tensor.detach()
-        sending.append((dist.isend(tensor, target), tensor))
+        sending.append((communicator.isend(tensor, target), tensor))
 
     for position, action in enumerate(actions):
         kind, m = action

@@ -7,11 +7,10 @@ from the two shardings: which box of each new shard is on which device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from titanlite.lab.counts import Collective
 from titanlite.lab.device import VirtualDevice
 from titanlite.lab.group import wait_all
 from titanlite.lab.mesh import Mesh, MeshIndex
@@ -40,8 +39,24 @@ def reshard(
     old, new = source.box(mesh, shape, here), target.box(mesh, shape, here)
     result = shard.new_empty(target.local_shape(mesh, shape))
     moves = list(_moves(mesh, shape, source, target))
-    if any(giver != taker for giver, taker, _ in moves):
-        device.counts.collectives.append(Collective("reshard", label, mesh.axes))
+    if all(giver == taker for giver, taker, _ in moves):
+        _exchange(device, moves, shard, old, result, new)
+    else:
+        with device.collective("reshard", label=label):
+            _exchange(device, moves, shard, old, result, new)
+    return result
+
+
+def _exchange(
+    device: VirtualDevice,
+    moves: Sequence[tuple[MeshIndex, MeshIndex, Box]],
+    shard: torch.Tensor,
+    old: Box,
+    result: torch.Tensor,
+    new: Box,
+) -> None:
+    """Fill `result`, which holds the box `new`, from all shards; this one holds the box `old`."""
+    here = device.index
     sending = [
         device.channel(taker).isend(at(shard, relative(box, old)))
         for giver, taker, box in moves
@@ -55,7 +70,6 @@ def reshard(
                 device.channel(giver).recv(piece)
             at(result, relative(box, new)).copy_(piece)
     wait_all(sending)
-    return result
 
 
 def _moves(

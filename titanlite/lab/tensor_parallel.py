@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
+from titanlite.lab.communicator import Communicator, TorchCommunicator
 from titanlite.lab.lecture import (
     LEARNING_RATE,
     TrainingRecord,
@@ -35,6 +35,7 @@ def tensor_parallelism_main(
     *,
     num_steps: int = 1,
     overlap: bool = False,
+    communicator: Communicator | None = None,
 ) -> TrainingRecord:
     """Train on all of `data` (batch, num_dim) with an equal share of the columns of each layer.
 
@@ -43,6 +44,7 @@ def tensor_parallelism_main(
     ValueError if num_dim does not divide evenly.
     """
     setup(rank, world_size)
+    communicator = communicator or TorchCommunicator()
     data = data.to(get_device(rank))
     num_dim = data.size(1)
     local_num_dim = int_divide(num_dim, world_size)
@@ -65,7 +67,7 @@ def tensor_parallelism_main(
             optimizer.zero_grad()
             x = data
             for param in params:
-                x = tensor_parallel_layer(x, param, record, overlap=overlap)
+                x = tensor_parallel_layer(x, param, record, communicator, overlap=overlap)
             # Every rank has all of x, so all have the same loss.
             loss = x.square().mean()
             loss.backward()
@@ -82,13 +84,13 @@ def tensor_parallel_layer(
     x: torch.Tensor,
     param: torch.Tensor,
     record: TrainingRecord,
+    communicator: Communicator,
     *,
-    group: dist.ProcessGroup | None = None,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """The full gelu(x W) on every rank of `group`, where each rank has some columns of W."""
-    columns = F.gelu(ColumnParallel.apply(x, param, group, record, overlap))
-    return AllGatherColumns.apply(columns, group, record)
+    """The full gelu(x W) on every rank, where each rank has some columns of W."""
+    columns = F.gelu(ColumnParallel.apply(x, param, communicator, record, overlap))
+    return AllGatherColumns.apply(columns, communicator, record)
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -96,10 +98,15 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, param: torch.Tensor, group: Any, record: Any, overlap: bool
+        ctx: Any,
+        x: torch.Tensor,
+        param: torch.Tensor,
+        communicator: Communicator,
+        record: TrainingRecord,
+        overlap: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, param)
-        ctx.group, ctx.record, ctx.overlap = group, record, overlap
+        ctx.communicator, ctx.record, ctx.overlap = communicator, record, overlap
         return x @ param
 
     @staticmethod
@@ -109,7 +116,7 @@ class ColumnParallel(torch.autograd.Function):
         work, dx = None, None
         if ctx.needs_input_grad[0]:
             dx = dy @ param.T
-            work = dist.all_reduce(dx, group=ctx.group, async_op=True)
+            work = ctx.communicator.all_reduce(dx)
             if not ctx.overlap:
                 with ctx.record.waiting():
                     work.wait()
@@ -128,14 +135,16 @@ class AllGatherColumns(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, columns: torch.Tensor, group: Any, record: Any) -> torch.Tensor:
-        ctx.group = group
-        activations = [torch.empty_like(columns) for _ in range(dist.get_world_size(group))]
+    def forward(
+        ctx: Any, columns: torch.Tensor, communicator: Communicator, record: TrainingRecord
+    ) -> torch.Tensor:
+        ctx.communicator = communicator
+        activations = [torch.empty_like(columns) for _ in range(communicator.size)]
         with record.waiting():
-            dist.all_gather(activations, columns.contiguous(), group=group)
+            communicator.all_gather(activations, columns.contiguous()).wait()
         return torch.cat(activations, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        mine = gradients[0].chunk(dist.get_world_size(ctx.group), dim=1)
-        return mine[dist.get_rank(ctx.group)].contiguous(), None, None
+        mine = gradients[0].chunk(ctx.communicator.size, dim=1)
+        return mine[ctx.communicator.rank].contiguous(), None, None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.lab.communicator import TorchCommunicator
 from titanlite.lab.lecture import (
     LEARNING_RATE,
     TrainingRecord,
@@ -76,9 +77,11 @@ def three_d_parallelism_main(
     optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
     record = TrainingRecord()
 
+    tensor_ranks = TorchCommunicator(groups["tp"])
+
     def forward(x: torch.Tensor) -> torch.Tensor:
         for param in params:
-            x = tensor_parallel_layer(x, param, record, group=groups["tp"], overlap=overlap)
+            x = tensor_parallel_layer(x, param, record, tensor_ranks, overlap=overlap)
         return x
 
     stages = mesh.group(here, ["pp"])
@@ -91,6 +94,7 @@ def three_d_parallelism_main(
                 actions,
                 forward,
                 data.chunk(num_micro_batches),
+                TorchCommunicator(),
                 previous_rank=stages[stage - 1] if stage > 0 else None,
                 next_rank=stages[stage + 1] if stage + 1 < len(stages) else None,
                 record=record,

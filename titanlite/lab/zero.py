@@ -8,13 +8,11 @@ between the two. Stage 3 gathers every layer twice and sends 1.5 times as much. 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from titanlite.lab.communicator import Communicator, Pending, TorchCommunicator
 from titanlite.lab.lecture import (
     LEARNING_RATE,
     TrainingRecord,
@@ -36,6 +34,7 @@ def zero_parallelism_main(
     *,
     stage: int,
     overlap: bool = False,
+    communicator: Communicator | None = None,
 ) -> TrainingRecord:
     """Train on this rank's equal share of the rows of `data` (batch, num_dim) with ZeRO 1, 2 or 3.
 
@@ -47,6 +46,7 @@ def zero_parallelism_main(
     if stage not in (1, 2, 3):
         raise ValueError(f"stage: {stage} is not a ZeRO stage; use 1, 2 or 3")
     setup(rank, world_size)
+    communicator = communicator or TorchCommunicator()
     local_batch_size = int_divide(data.size(0), world_size)
     num_dim = data.size(1)
     num_global = data.numel()
@@ -56,8 +56,7 @@ def zero_parallelism_main(
     layers = [
         ShardedLayer(
             get_init_params(num_dim, num_dim, rank, layer=i, dtype=data.dtype).detach(),
-            rank,
-            world_size,
+            communicator,
             record,
             stage=stage,
             overlap=overlap,
@@ -125,23 +124,23 @@ class ShardedLayer:
     def __init__(
         self,
         weight: torch.Tensor,
-        rank: int,
-        world_size: int,
+        communicator: Communicator,
         record: TrainingRecord,
         *,
         stage: int,
         overlap: bool,
     ) -> None:
         self.shape = weight.shape
-        self.world_size = world_size
+        self.communicator = communicator
+        self.world_size = communicator.size
         self.record = record
         self.stage = stage
         self.overlap = overlap
         self.full_gradient: torch.Tensor | None = None
-        self._gathering: Any = None
-        self._reducing: Any = None
+        self._gathering: Pending | None = None
+        self._reducing: Pending | None = None
         self._flat: torch.Tensor | None = self._padded(weight)
-        shard = self._flat.chunk(world_size)[rank]
+        shard = self._flat.chunk(self.world_size)[communicator.rank]
         if stage == 3:
             shard, self._flat = shard.clone(), None
         self.shard = nn.Parameter(shard)
@@ -202,12 +201,12 @@ class ShardedLayer:
 
     def _all_gather(self, flat: torch.Tensor) -> None:
         parts = list(flat.chunk(self.world_size))
-        self._gathering = dist.all_gather(parts, self.shard.detach().clone(), async_op=True)
+        self._gathering = self.communicator.all_gather(parts, self.shard.detach().clone())
 
     def _start_reduce(self, gradient: torch.Tensor) -> None:
         self.shard.grad = torch.empty_like(self.shard)
         parts = list(self._padded(gradient).chunk(self.world_size))
-        self._reducing = dist.reduce_scatter(self.shard.grad, parts, async_op=True)
+        self._reducing = self.communicator.reduce_scatter(self.shard.grad, parts)
 
     def _wait_reduce(self) -> None:
         if self._reducing is not None:

@@ -114,8 +114,8 @@ def apply_ac(
     compiler: a budget of 0 equals "full", 1 equals "none".
 
     `save_cpu_attention` also saves the output of the CPU attention operator under "full" and "n".
-    AOTAutograd assumes that its recomputation needs a random state, and would fail on
-    tensor-parallel graphs.
+    Compiled tensor-parallel blocks need it: AOTAutograd assumes that recomputing this operator
+    needs a random state, and fails on their graphs.
 
     Raises TitanliteError for an invalid argument, and if `model` lacks the container of blocks that
     the plan names.

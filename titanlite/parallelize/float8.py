@@ -49,8 +49,9 @@ def apply_float8(
 
     A layer is skipped if its name contains one of `filter_fqns`, if a dimension is not a multiple
     of 16, or if it is a subclass of nn.Linear. Call this before apply_tp, whose styles then use
-    each layer's own product. Scales cover all ranks that hold tokens of the same microbatch (every
-    dimension of `token_mesh`) or other features of the layer (the 1-D `tp_mesh`). With `emulate`,
+    each layer's own product. A scale is computed from the values on all ranks that hold tokens
+    of the same microbatch (every dimension of `token_mesh`) or other features of the layer (the 1-D
+    `tp_mesh`). With `emulate`,
     the device's float8 units are not used.
 
     Raises TitanliteError if no layer can be converted. For a pipeline stage, give the whole model

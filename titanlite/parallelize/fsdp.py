@@ -52,10 +52,11 @@ def apply_fsdp(
 
     A unit (the embeddings, each block, the head, and the remaining parameters) is gathered before
     it computes, and its gradients are reduced afterwards. If a weight is tied between embeddings
-    and head, both are one unit, gathered from the first to the last. A 1-D `dp_mesh` shards. A 2-D
-    one replicates over its first axis and shards over its second (HSDP). With `expert_mesh`, 1-D or
-    2-D alike, the routed experts of each expert layer are one unit that is sharded over it, by
-    expert, or by rows if there are fewer experts than ranks. Computation is in
+    and head, both are one unit, which stays gathered from the embeddings to the head. A 1-D
+    `dp_mesh` shards. A 2-D one replicates over its first axis and shards over its second (HSDP).
+    With `expert_mesh`, 1-D or 2-D in the same way, the routed experts of each expert layer are one
+    unit, which is sharded over `expert_mesh`: by expert, or by rows if there are fewer experts than
+    ranks. Computation is in
     `param_dtype` and reduction in `reduce_dtype`; None means the parameter's own dtype.
 
     `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the

@@ -155,8 +155,8 @@ class PipelineRunner:
     dtypes are used. A batch has `schedule.num_microbatches` microbatches. If PyTorch has a schedule
     of the name `schedule.name`, it runs; otherwise, or with `from_table`, PyTorch's runtime
     executes the table of `schedule`. `tied` is find_tied of the whole model. If it is given, the
-    caller sums the gradients of tied weights after the last batch of a step, by
-    `copies.sum_gradients()`.
+    caller must call the runner's `copies.sum_gradients()` after the last batch of a step, which
+    sums the gradients of tied weights over stages.
     """
 
     def __init__(

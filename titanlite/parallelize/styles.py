@@ -63,11 +63,11 @@ class GatherColwise(RingStyle):
 
     `layers` names these layers, children of the module. The module must pass the first argument of
     its forward to them and use it for nothing else. It is called with that argument by position or
-    by keyword. Input: this argument's local shard along `dim`. It is
-    all-gathered in the forward pass, and its gradient reduce-scattered in the backward pass, once
-    for all layers. Output of each layer: the local shard of the last dimension. The layers run as
-    one matrix product, because each shard alone is too narrow to be fast, unless they have a
-    `product` of their own. The module's other arguments are unchanged.
+    by keyword. Input: this argument's local shard along `dim`. It is all-gathered in the forward
+    pass, and its gradient reduce-scattered in the backward pass, once for all layers. Output of
+    each layer: the local shard of the last dimension. The layers run as one matrix product, because
+    each shard alone is too narrow to be fast. Layers with a method `product`, such as float8
+    layers, run one by one. The module's other arguments are unchanged.
     """
 
     def __init__(self, dim: int, *layers: str) -> None:

@@ -82,7 +82,9 @@ def key_of(small: ResolvedJob) -> str:
     """The hash of all that the pieces of a reduced job depend on."""
     config = small.config.model_dump(mode="json", exclude=set(UNUSED))
     code = _code(SOURCE, *_own_modules(small.config.experimental.custom_import))
-    what = [config, repr(small.model), small.dims.degrees, small.seq_len]
+    # The kernels of a GPU allocate other memory than those of the CPU.
+    is_on_gpu = small.config.job.device == "cuda"
+    what = [config, repr(small.model), small.dims.degrees, small.seq_len, is_on_gpu]
     text = json.dumps([*what, _torch_version(), code], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -188,5 +190,5 @@ def _unpack_event(values: list[Any]) -> Event:
     if letter == "C":
         rest[8] = tuple(rest[8])
         return Communication(*rest)
-    rest[6] = tuple(rest[6])
+    rest[6], rest[8] = tuple(rest[6]), tuple(rest[8])
     return Operator(*rest)

@@ -53,6 +53,10 @@ class Operator:
     """(batch, m, n, k) of a matrix product; () for others."""
     is_beside: bool = False
     """Whether it runs on another stream than the main one: FSDP2's copies, on a GPU."""
+    causal: tuple[int, ...] = ()
+    """(queries, keys) of causal attention, whose masked half a kernel can skip; () for others."""
+    is_strided: bool = False
+    """Whether an input has gaps between its elements, such as a part of each row of a matrix."""
 
 
 @dataclass(frozen=True)

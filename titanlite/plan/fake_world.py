@@ -22,12 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite import job
+from titanlite.attention.kernels import CpuFlash
 from titanlite.batch import Batch
 from titanlite.config import ResolvedJob
 from titanlite.config.data import spec_for
 from titanlite.data.spec import Dataset
 from titanlite.job import _build_dataset
-from titanlite.parallelize import ddp, steps
+from titanlite.parallelize import ddp, float8_linear, steps
 from titanlite.parallelize.float8_gather import Float8Shard
 from titanlite.ranks.world import World
 
@@ -76,8 +77,28 @@ def faked(batch: Batch, mode: FakeTensorMode) -> Batch:
 
 
 @contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
-    """Inside, build_job uses stand-ins for what cannot run on fake tensors, and for the data."""
+def stand_ins(device_type: str = "cpu") -> Iterator[None]:
+    """Inside, build_job uses stand-ins for what cannot run on fake tensors, and for the data.
+
+    Where there is no GPU, a planned "cuda" device has float8 units all the same, and a kernel that
+    skips the masked half of causal attention by itself.
+    """
+    with contextlib.ExitStack() as stack:
+        if device_type == "cuda" and not torch.cuda.is_available():
+            stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
+            for module in (steps, float8_linear):
+                stack.enter_context(patch.object(module, "has_hardware", has_float8_units))
+        stack.enter_context(_stand_ins())
+        yield
+
+
+def has_float8_units(_: Any, dtype: torch.dtype, recipe: str) -> bool:
+    """float8_linear.has_hardware for a GPU that has them."""
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and recipe == "tensorwise")
+
+
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
     with (
         patch.object(steps, "apply_ddp", apply_ddp),
         patch.object(job, "_build_dataset", build_dataset),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS
@@ -28,10 +30,11 @@ PRODUCTS = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"),
     GROUPED,
 )
-# Attention kernels: forward and backward products, each of 2 B H T T E operations.
+# Attention kernels: the number of products, each of 2 B H T T E operations, and the positions of q
+# and of is_causal among the arguments.
 ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7),
 }
 
 
@@ -51,7 +54,7 @@ def axis_of(name: str, kind: str, axes: tuple[str, ...]) -> str:
 
 def flops_of(name: str, function: Any, args: Any, kwargs: Any, result: Any) -> int:
     if name in ATTENTION:
-        num_products, at = ATTENTION[name]
+        num_products, at, _ = ATTENTION[name]
         q, k = args[at], args[at + 1]
         return 2 * num_products * q.numel() * k.size(2)
     if name == GROUPED:
@@ -86,3 +89,19 @@ def shape_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
         a, b = args[:2]
     batch = a.size(0) if a.ndim == 3 else 1
     return batch, a.size(-2), b.size(-1), a.size(-1)
+
+
+def causal_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
+    """(queries, keys) of causal attention."""
+    if name not in ATTENTION:
+        return ()
+    _, at, causal_at = ATTENTION[name]
+    given = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
+    return (args[at].size(2), args[at + 1].size(2)) if given else ()
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor, each counted once, do not fill a range of memory."""
+    sizes = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
+    span = 1 + sum((size - 1) * step for size, step in sizes)
+    return span > math.prod(size for size, _ in sizes) > 0

@@ -29,6 +29,7 @@ from titanlite.parallelize import DTYPES
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
 from titanlite.plan.composition import Part, Pieces, Segment, Weight, segment_of, smaller
 from titanlite.plan.events import Communication, Event, Memory, Operator, Trace, Wait
+from titanlite.plan.planning import representatives
 from titanlite.plan.trace import trace_job
 from titanlite.training import step
 from titanlite.training.gradient_norm import reduce_partial_gradients
@@ -61,7 +62,10 @@ def trace_pieces(resolved: ResolvedJob) -> Pieces:
         patch.object(job_module, "_build_model", fewer),
         patch.object(step, "reduce_partial_gradients", reduce),
     ):
-        job, trace = trace_job(smaller(resolved), 0, watch, runs_first_step=False)
+        small = smaller(resolved)
+        layout = small.config.parallelism.context_parallel_load_balancer
+        rank = representatives(small.dims, layout)[0]
+        job, trace = trace_job(small, rank, watch, runs_first_step=False)
     events, reduced = _without_fsdp(trace)
     segments = dict(_cut(trace, events, fewer.kept))
     units = _units(job, fewer.kept, partial, reduced)

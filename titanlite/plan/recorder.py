@@ -26,7 +26,14 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.names import canonical_name
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
-from titanlite.plan.operators import COLLECTIVES, axis_of, flops_of, shape_of
+from titanlite.plan.operators import (
+    COLLECTIVES,
+    axis_of,
+    causal_of,
+    flops_of,
+    has_gaps,
+    shape_of,
+)
 from titanlite.plan.scratch import CPU, Scratch, num_bytes
 from titanlite.plan.streams import Streams
 
@@ -293,6 +300,8 @@ class Recorder(TorchDispatchMode):
                 else "",
                 shape_of(name, args, kwargs),
                 self.streams.is_beside,
+                causal_of(name, args, kwargs),
+                any(map(has_gaps, inputs)),
             )
         )
 

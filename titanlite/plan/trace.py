@@ -58,7 +58,7 @@ def trace_job(
         # What torch warns of, a run of the job says too.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
         world = stack.enter_context(fake_world(rank, size, planned))
-        stack.enter_context(stand_ins())
+        stack.enter_context(stand_ins(planned))
         stack.enter_context(frozen_objects())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         job = build_job(resolved, world, lambda parts: materialize(list(parts), mode, world.device))

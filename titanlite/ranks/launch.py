@@ -61,6 +61,11 @@ class Place:
     def is_one_node(self) -> bool:
         return self.local_world_size == self.world_size
 
+    @property
+    def folder(self) -> Path:
+        """The folder that the ranks of `Ranks` share with the launcher."""
+        return Path(self.rendezvous.removeprefix("file://")).parent
+
 
 # The place of the only process of a world, which needs no rendezvous.
 ALONE = Place(0, 1, 0, 1, rendezvous="")
@@ -80,9 +85,9 @@ def run_ranks(
     creates one. If a rank raises or dies, or after `timeout_seconds`, the other ranks are ended and
     RankError is raised with the rank and its traceback. A rank's TitanliteError is re-raised
     unchanged. No process outlives the call or the caller: if the caller is killed, so are the
-    ranks. If the StopRequest `stop` is asked to stop, each rank receives the request in
+    ranks. If the caller requests a stop through `stop`, each rank receives the request in
     `place.orders`. Raises ConfigError if `num_ranks` exceeds `max_ranks` or, if that is None, the
-    machine's limit.
+    number that the cores and the memory of this machine allow.
     """
 
     def send_result(place: Place, connection: Connection) -> None:
@@ -163,6 +168,11 @@ class Ranks:
 
     def __len__(self) -> int:
         return len(self._ranks)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the ranks share, in which they meet; it is removed with them."""
+        return self._folder
 
     def terminate(self) -> None:
         """Kill the processes now; `close` waits until they have ended."""
@@ -287,7 +297,7 @@ def _run_rank(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.path[:] = path
     _set_environment(own)
-    _end_with(lifeline, Path(place.rendezvous.removeprefix("file://")).parent)
+    _end_with(lifeline, place.folder)
     try:
         cloudpickle.loads(call)(place, connection)
     except BaseException as error:

@@ -58,7 +58,7 @@ class World:
     def allowing(self, seconds: float, key: str) -> AbstractContextManager[None]:
         """A context in which the watchdog has the timeout `seconds`, called `key` in a report.
 
-        The caller must give the process groups that are used inside this timeout, too.
+        The caller must also set this timeout on the process groups used in the context.
         """
         if self.watch is None:
             return contextlib.nullcontext()
@@ -93,7 +93,9 @@ def open_world(
     traces: Traces | None = None,
     describe_place: Callable[[int], str] = lambda rank: "",
 ) -> Iterator[World]:
-    """Join the process group of `place` (gloo on CPU, NCCL on CUDA) and leave it at the end.
+    """A context manager: joins the process group of `place`, and leaves it when the context ends.
+
+    Its backend is gloo on CPU and NCCL on CUDA.
 
     Divides the machine's cores among its ranks and sets the C allocator's thresholds. If all ranks
     are on one node, gloo and NCCL use the loopback interface.
@@ -102,8 +104,7 @@ def open_world(
     LostWorldError is raised here. For local ranks the report is the launcher's RankError; otherwise
     it is printed on stderr. The flight recorders keep `trace_buf_size` collectives, and are written
     to `traces`. `describe_place` returns the mesh coordinates of a rank. `World.name_places` can
-    set it later, but a report has the coordinates of ranks that never joined only if it is given
-    here.
+    set it later, but then a report lacks the coordinates of ranks that never joined.
     """
     if place.is_one_node:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -6,12 +6,14 @@ therefore do not depend on the order in which threads run (a Kahn process networ
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from titanlite.schedule.timeline import Span, Timeline
+from titanlite.schedule.timeline import REDUCE, Span, Timeline
+from titanlite.simulate.exact import Exact, Number
 from titanlite.simulate.gpu import ETHERNET, GPU
 from titanlite.simulate.network import Network
 from titanlite.simulate.work import SimulationError
@@ -30,7 +32,7 @@ class Cluster:
         num_ranks: int,
         network: Network = ETHERNET,
         *,
-        memory_units: float = float("inf"),
+        memory_units: Number = math.inf,
         sleep: bool = False,
     ) -> None:
         if num_ranks < 1:
@@ -41,7 +43,7 @@ class Cluster:
         ]
         self._lock = threading.Lock()
         self._arrived = [threading.Condition(self._lock) for _ in self.gpus]
-        self._mail: dict[tuple[int, int], deque[tuple[float, Any]]] = {}
+        self._mail: dict[tuple[int, int], deque[tuple[Exact, Any]]] = {}
         self._waiting: dict[int, tuple[int, str]] = {}
         self._running: set[int] = set()
         self._failure: BaseException | None = None
@@ -49,7 +51,12 @@ class Cluster:
     @property
     def seconds(self) -> float:
         """The time at which the last GPU finished."""
-        return max(gpu.seconds for gpu in self.gpus)
+        return float(self.clock)
+
+    @property
+    def clock(self) -> Exact:
+        """The same time, exactly."""
+        return max(gpu.clock for gpu in self.gpus)
 
     def run(self, program: Callable[[GPU], Result]) -> list[Result]:
         """Run `program(gpu)` on every rank and return the results, by rank.
@@ -80,7 +87,7 @@ class Cluster:
             raise self._failure
         return results
 
-    def put(self, source: int, target: int, arrival_seconds: float, value: Any) -> None:
+    def put(self, source: int, target: int, arrival_seconds: Exact, value: Any) -> None:
         """Send `value` to `target`, where it arrives at `arrival_seconds`."""
         if not 0 <= target < len(self.gpus):
             raise SimulationError(
@@ -92,7 +99,7 @@ class Cluster:
                 del self._waiting[target]
                 self._arrived[target].notify()
 
-    def take(self, source: int, target: int, description: str) -> tuple[float, Any]:
+    def take(self, source: int, target: int, description: str) -> tuple[Exact, Any]:
         """Block until the next message from `source` is sent; return its arrival time and value."""
         if not 0 <= source < len(self.gpus):
             raise SimulationError(
@@ -110,7 +117,10 @@ class Cluster:
             return mail.popleft()
 
     def timeline(self, title: str) -> Timeline:
-        """The timeline of all GPUs: passes by layer and item, messages in grey."""
+        """The timeline of all GPUs: passes by layer and item, messages in grey.
+
+        Messages that are sent beside the computation have a lane of their own.
+        """
         spans = []
         for gpu in self.gpus:
             for event in gpu.events:
@@ -118,7 +128,8 @@ class Cluster:
                     kind, layer, item = event.work
                     spans.append(Span(gpu.global_rank, event.start, event.end, kind, layer, item))
                 elif event.kind in ("send", "receive"):
-                    spans.append(Span(gpu.global_rank, event.start, event.end, "SEND"))
+                    kind = REDUCE if event.is_overlapped else "SEND"
+                    spans.append(Span(gpu.global_rank, event.start, event.end, kind))
         rows = [f"GPU {gpu.global_rank}" for gpu in self.gpus]
         return Timeline(title, rows, spans, unit="s", batches_are="item")
 

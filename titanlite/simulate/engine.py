@@ -1,5 +1,6 @@
 """Greedy list scheduling in virtual time, event by event.
 
+Time is a whole number of ticks (exact.py), so work that is ready at the same time is seen to be.
 Time jumps from one event to the next: a work item ends, its data arrives, or a worker becomes free.
 At each event, every free worker starts the ready work item with the smallest priority key, or the
 next one of its fixed order. A heap holds the distinct times, a bucket holds the events of each
@@ -9,163 +10,33 @@ strategy.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from titanlite.simulate.costs import Costs
-from titanlite.simulate.work import SimulationError
+from titanlite.simulate.plan import Plan
+from titanlite.simulate.ready import ByPriority, Capped, InOrder
 
 
 class Extra(NamedTuple):
-    """Time a worker spent moving data for a work item; `kind` is "FETCH" or "SEND"."""
+    """Ticks a worker spent moving data for a work item; `kind` is "FETCH" or "SEND"."""
 
     worker: int
-    start: float
-    end: float
+    start: int
+    end: int
     kind: str
     work: int
 
 
-@dataclass
-class Plan:
-    """The input of the engine. Work items are numbered as in placement.py.
-
-    The weight gradient of a split backward has number `num_chained + batch * num_stages + stage`.
-    `is_split[number - num_chained]` says whether that backward is split. A worker picks the ready
-    work item with the smallest `priority_key(number)`, or follows its list in `orders`.
-    `max_in_flight` (by worker) limits the forwards whose backward has not ended.
-    """
-
-    num_workers: int
-    num_stages: int
-    num_batches: int
-    compute: list[int]
-    weight: list[int]
-    costs: Costs
-    is_split: bytearray
-    priority_key: Callable[[int], int] | None = None
-    orders: Sequence[Sequence[int]] | None = None
-    max_in_flight: Sequence[float] | None = None
-    num_chained: int = field(init=False)
-    durations: list[float] = field(init=False)
-    weight_durations: list[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_chained = 2 * self.num_stages * self.num_batches
-        per_stage = self.costs.per_stage
-        forward = per_stage("forward", self.num_stages)
-        self.weight_durations = per_stage("weight_gradient", self.num_stages)
-        backward = per_stage("backward", self.num_stages)
-        self.durations = forward + backward[::-1]
-        for stage, (part, whole) in enumerate(zip(self.weight_durations, backward, strict=True)):
-            if part > whole:
-                raise SimulationError(
-                    f"costs: weight_gradient of stage {stage} is {part}; it must not exceed the "
-                    f"backward time, {whole}"
-                )
-
-    def weight_gradient(self, backward: int) -> int:
-        """The number of the weight gradient that belongs to `backward`."""
-        batch, k = divmod(backward, 2 * self.num_stages)
-        return self.num_chained + batch * self.num_stages + 2 * self.num_stages - 1 - k
-
-    def backward_of(self, number: int) -> int:
-        """The number of the backward that matches a weight gradient or a forward."""
-        if number >= self.num_chained:
-            batch, stage = divmod(number - self.num_chained, self.num_stages)
-        else:
-            batch, stage = divmod(number, 2 * self.num_stages)
-        return (batch * 2 + 2) * self.num_stages - 1 - stage
-
-    def worker(self, number: int) -> int:
-        return self.compute[number if number < self.num_chained else self.backward_of(number)]
-
-    def duration(self, number: int) -> float:
-        """The compute time of a work item; a split backward excludes its weight gradient."""
-        if number >= self.num_chained:
-            return self.weight_durations[(number - self.num_chained) % self.num_stages]
-        k = number % (2 * self.num_stages)
-        if k >= self.num_stages and self.is_split[self.weight_gradient(number) - self.num_chained]:
-            return self.durations[k] - self.weight_durations[2 * self.num_stages - 1 - k]
-        return self.durations[k]
-
-
-def run(plan: Plan) -> tuple[list[float | None], list[Extra]]:
-    """The start of every work item by number (None if it never starts), and all transfers.
+def run(plan: Plan) -> tuple[list[int | None], list[Extra]]:
+    """The start tick of every work item by number (None if it never starts), and all transfers.
 
     The starts of weight gradients come after all others, if any backward is split.
     """
     engine = _Engine(plan)
     engine.run()
     return engine.starts, engine.extras
-
-
-class _Ordered:
-    """The ready work when each worker has a fixed order: it takes the next item, or waits."""
-
-    def __init__(self, orders: Sequence[Sequence[int]], total: int) -> None:
-        self.orders = orders
-        self.position = [0] * len(orders)
-        self.is_ready = bytearray(total)
-
-    def put(self, number: int, worker: int) -> None:
-        self.is_ready[number] = 1
-
-    def take(self, worker: int) -> int | None:
-        order, at = self.orders[worker], self.position[worker]
-        if at == len(order) or not self.is_ready[order[at]]:
-            return None
-        self.position[worker] = at + 1
-        return order[at]
-
-
-class _ByPriority:
-    """The ready work in one heap per worker, which takes the item with the smallest key."""
-
-    def __init__(self, plan: Plan, total: int) -> None:
-        assert plan.priority_key is not None
-        self.key_of = plan.priority_key
-        self.num_chained, self.total = plan.num_chained, total
-        # Weight gradients have the lowest priority: they fill the bubbles.
-        self.last_key = (1 << 62) * total
-        self.heaps: list[list[int]] = [[] for _ in range(plan.num_workers)]
-
-    def put(self, number: int, worker: int) -> None:
-        if number < self.num_chained:
-            heappush(self.heaps[worker], self.key_of(number) * self.total + number)
-        else:
-            heappush(self.heaps[worker], self.last_key + number)
-
-    def take(self, worker: int) -> int | None:
-        heap = self.heaps[worker]
-        return heappop(heap) % self.total if heap else None
-
-
-class _Capped(_ByPriority):
-    """Like _ByPriority, but forwards have their own heap; a worker needs `room` to take one."""
-
-    def __init__(self, plan: Plan, room: list[float], total: int) -> None:
-        super().__init__(plan, total)
-        self.stages, self.chain = plan.num_stages, 2 * plan.num_stages
-        self.room = room
-        self.forwards: list[list[int]] = [[] for _ in range(plan.num_workers)]
-
-    def put(self, number: int, worker: int) -> None:
-        if number >= self.num_chained:
-            heappush(self.heaps[worker], self.last_key + number)
-        else:
-            heaps = self.forwards if number % self.chain < self.stages else self.heaps
-            heappush(heaps[worker], self.key_of(number) * self.total + number)
-
-    def take(self, worker: int) -> int | None:
-        heap, forwards = self.heaps[worker], self.forwards[worker]
-        if forwards and self.room[worker] > 0 and not (heap and heap[0] < forwards[0]):
-            self.room[worker] -= 1
-            heap = forwards
-        return heappop(heap) % self.total if heap else None
 
 
 class _Engine:
@@ -181,22 +52,30 @@ class _Engine:
         self.num_chained = plan.num_chained
         self.splits = any(plan.is_split)
         self.total = plan.num_chained + (len(plan.is_split) if self.splits else 0)
-        self.starts: list[float | None] = [None] * self.total
+        self.starts: list[int | None] = [None] * self.total
         self.extras: list[Extra] = []
 
         # How many more forwards each worker may start; None if unlimited.
         self.room = None if plan.max_in_flight is None else list(plan.max_in_flight)
-        self.ready: _Ordered | _ByPriority
+        self.ready: InOrder | ByPriority
         if plan.orders is not None:
-            self.ready = _Ordered(plan.orders, self.total)
+            self.ready = InOrder(plan.orders, self.total)
         elif self.room is not None:
-            self.ready = _Capped(plan, self.room, self.total)
+            self.ready = Capped(self.room, plan.num_stages, plan.keys, plan.modulus)
         else:
-            self.ready = _ByPriority(plan, self.total)
+            self.ready = ByPriority(plan.num_workers, plan.keys, plan.modulus)
+        self.put = self._put_if_complete if plan.needs else self.ready.put
 
-        self.now: float = 0
-        self.times: list[float] = [0]
-        self.events: dict[float, list[int]] = {
+        # The inputs that a work item with needs still waits for, and the work that needs an output.
+        self.missing = {number: len(needed) + 1 for number, needed in plan.needs.items()}
+        self.followers: dict[int, list[int]] = {}
+        for number, needed in plan.needs.items():
+            for before in needed:
+                self.followers.setdefault(before, []).append(number)
+
+        self.now = 0
+        self.times = [0]
+        self.events: dict[int, list[int]] = {
             0: [~first for first in range(0, plan.num_chained, self.chain)]
         }
         self.idle = bytearray(b"\1" * plan.num_workers)
@@ -204,59 +83,114 @@ class _Engine:
 
         costs = self.costs = plan.costs
         self.network = costs.network
-        self.port_free: list[float] = [0] * plan.num_workers
-        self.weight_units = costs.per_stage("weight_units", plan.num_stages)
+        self.port_free = [0] * plan.num_workers
+        self.weight_units = plan.tick_costs.weight_units
         self.fetches = costs.network is not None and any(self.weight_units)
-        self.fetch_free: list[float] = [0] * plan.num_workers
-        self.recent_starts: list[deque[float]] = [deque(maxlen=costs.prefetch) for _ in self.idle]
+        self.fetch_free = [0] * plan.num_workers
+        # When each keeper serves fetches, by its links between and inside nodes.
+        self.serving: dict[tuple[int, bool], list[list[int]]] = {}
+        self.recent_starts: list[deque[int]] = [deque(maxlen=costs.prefetch) for _ in self.idle]
 
     def run(self) -> None:
         """Process all events. The common path is inline for speed; rare cases are in methods."""
         times, events, compute, starts = self.times, self.events, self.compute, self.starts
-        put, take, post = self.ready.put, self.ready.take, self._post
         idle, touched, durations = self.idle, self.touched, self.plan.durations
+        busy_until = [0] * self.plan.num_workers
         num_chained, total, stages, chain = self.num_chained, self.total, self.stages, self.chain
+        put, take, modulus = self.put, self.ready.take, self.plan.modulus
+        heaps, keys = None, self.plan.keys
+        if type(self.ready) is ByPriority and not self.plan.needs:
+            heaps = self.ready.heaps
         splits, network, fetches = self.splits, self.network, self.fetches
+        overlap, port_free = self.costs.overlap_transfers, self.port_free
+        nodes, inside, between = self.plan.nodes, *self.plan.tick_costs.messages
         backward_ends_more = splits or self.room is not None
+        followers = self.followers
         while times:
             self.now = now = heappop(times)
             for event in events.pop(now):
                 if event < 0:
-                    put(~event, compute[~event])
-                    touched.append(compute[~event])
+                    # The input of a work item arrives.
+                    number = ~event
+                    target = compute[number]
                 elif event < num_chained:
-                    # A work item ends: its worker is free, and its successors can start.
+                    # A work item ends: its worker is free, and its successor can start.
                     worker = compute[event]
                     idle[worker] = 1
                     touched.append(worker)
                     k = event % chain
                     if k >= stages and backward_ends_more:
                         self._end_backward(event, k, worker)
-                    if k + 1 < chain:
-                        target = compute[event + 1]
-                        if target == worker or network is None:
-                            put(event + 1, target)
-                            touched.append(target)
+                    if followers and event in followers:
+                        self._deliver(event, k, worker)
+                        continue
+                    if k + 1 == chain:
+                        continue
+                    number = event + 1
+                    target = compute[number]
+                    if target != worker and network is not None:
+                        if overlap:
+                            latency, transfer = (
+                                inside if nodes[worker] == nodes[target] else between
+                            )
+                            sent = port_free[worker]
+                            sent = port_free[worker] = transfer + (sent if sent > now else now)
+                            time = sent + latency
                         else:
-                            self._send(event, worker, target)
+                            time = self._send(event, worker, target)
+                        # A worker that is still busy then can have its work on its heap now.
+                        if time > now and (idle[target] or time > busy_until[target]):
+                            bucket = events.get(time)
+                            if bucket is None:
+                                events[time] = [~number]
+                                heappush(times, time)
+                            else:
+                                bucket.append(~number)
+                            continue
                 elif event < total:
                     self._end_weight_gradient(event)
+                    continue
                 else:
-                    idle[event - total] = 1
-                    touched.append(event - total)
+                    if port_free[event - total] <= now:
+                        idle[event - total] = 1
+                        touched.append(event - total)
+                    continue
+                # `number` is ready on `target`. A busy worker is touched when it ends its work.
+                if heaps is not None:
+                    heappush(heaps[target], keys[number])
+                else:
+                    put(number, target)
+                if idle[target]:
+                    touched.append(target)
             for worker in touched:
-                if not idle[worker] or (number := take(worker)) is None:
+                if not idle[worker]:
+                    continue
+                if heaps is not None:
+                    heap = heaps[worker]
+                    if not heap:
+                        continue
+                    number = heappop(heap) % modulus
+                elif (taken := take(worker)) is not None:
+                    number = taken
+                else:
                     continue
                 idle[worker] = 0
                 starts[number] = start = self._fetch(number, worker) if fetches else now
                 k = number % chain
                 if splits and (number >= num_chained or k >= stages):
-                    post(start + self.plan.duration(number), number)
+                    time = start + self.plan.duration(number)
                 else:
-                    post(start + durations[k], number)
+                    time = start + durations[k]
+                busy_until[worker] = time
+                bucket = events.get(time)
+                if bucket is None:
+                    events[time] = [number]
+                    heappush(times, time)
+                else:
+                    bucket.append(number)
             touched.clear()
 
-    def _post(self, time: float, event: int) -> None:
+    def _post(self, time: int, event: int) -> None:
         bucket = self.events.get(time)
         if bucket is None:
             self.events[time] = [event]
@@ -285,45 +219,88 @@ class _Engine:
             self.room[opener] += 1
         self.touched.append(opener)
 
-    def _send(self, number: int, worker: int, target: int) -> None:
-        """Send the output of `number`. The next work item is ready when it arrives.
+    def _put_if_complete(self, number: int, worker: int) -> None:
+        """An input of `number` is there; it is ready if that was the last one."""
+        missing = self.missing.get(number, 1) - 1
+        self.missing[number] = missing
+        if not missing:
+            self.ready.put(number, worker)
+
+    def _deliver(self, number: int, k: int, worker: int) -> None:
+        """Give the output of `number` to its successor and its followers: one message a worker.
+
+        The next worker is served first, as in a ring, so that not all send to worker 0 first.
+        """
+        receivers: dict[int, list[int]] = {}
+        for follower in (*([number + 1] if k + 1 < self.chain else []), *self.followers[number]):
+            receivers.setdefault(self.compute[follower], []).append(follower)
+        for target in sorted(receivers, key=lambda other: (other - worker) % len(self.idle)):
+            arrival = self.now
+            if target != worker and self.network is not None:
+                arrival = self._send(number, worker, target)
+            for follower in receivers[target]:
+                if arrival > self.now:
+                    self._post(arrival, ~follower)
+                else:
+                    self.put(follower, target)
+                    self.touched.append(target)
+
+    def _send(self, number: int, worker: int, target: int) -> int:
+        """Send the output of `number` to `target`; the time at which it arrives.
 
         Without overlap, the sender is blocked until then.
         """
-        assert self.network is not None
-        costs, link = self.costs, self.network.link(worker, target)
-        if costs.overlap_transfers:
-            leaves = max(self.now, self.port_free[worker])
-            sent = leaves + costs.activation_units * link.seconds_per_unit
-            self.port_free[worker] = sent
-            arrival = sent + link.latency_seconds
-        else:
-            arrival = self.now + link.seconds(costs.activation_units)
-            if arrival > self.now:
-                self.idle[worker] = 0
-                self.extras.append(Extra(worker, self.now, arrival, "SEND", number))
-                self._post(arrival, self.total + worker)
-        if arrival > self.now:
-            self._post(arrival, ~(number + 1))
-        else:
-            self.ready.put(number + 1, target)
-            self.touched.append(target)
+        link = self.plan.link(worker, target)
+        leaves = max(self.now, self.port_free[worker])
+        if self.costs.overlap_transfers:
+            sent = self.port_free[worker] = leaves + link.transfer
+            return sent + link.latency
+        arrival = self.port_free[worker] = leaves + link.latency + link.transfer
+        if arrival > leaves:
+            self.idle[worker] = 0
+            self.extras.append(Extra(worker, leaves, arrival, "SEND", number))
+            self._post(arrival, self.total + worker)
+        return arrival
 
-    def _fetch(self, number: int, worker: int) -> float:
+    def _fetch(self, number: int, worker: int) -> int:
         """The time at which `number` can compute; if its weights are remote, fetch them first."""
         before = self.recent_starts[worker]
         k = number % self.chain
-        units = self.weight_units[min(k, self.chain - 1 - k)]
+        stage = min(k, self.chain - 1 - k)
         start = self.now
-        if number < self.num_chained and units and self.plan.weight[number] != worker:
-            begin = start
-            if self.costs.prefetch:
-                is_full = len(before) == self.costs.prefetch
-                begin = max(before[0] if is_full else 0, self.fetch_free[worker])
-            assert self.network is not None
-            link = self.network.link(self.plan.weight[number], worker)
-            end = self.fetch_free[worker] = begin + link.seconds(units)
-            self.extras.append(Extra(worker, begin, end, "FETCH", number))
-            start = max(start, end)
+        if number < self.num_chained and self.weight_units[stage]:
+            keeper = self.plan.weight[number]
+            if keeper != worker:
+                begin = start
+                if self.costs.prefetch:
+                    is_full = len(before) == self.costs.prefetch
+                    begin = max(before[0] if is_full else 0, self.fetch_free[worker])
+                link = self.plan.link(keeper, worker)
+                if self.costs.fetch_contention:
+                    place = keeper, link is self.plan.tick_costs.inside
+                    busy = self.serving.setdefault(place, [])
+                    begin = _book(busy, begin, link.fetches[stage] - link.latency)
+                end = begin + link.fetches[stage]
+                self.fetch_free[worker] = end
+                self.extras.append(Extra(worker, begin, end, "FETCH", number))
+                start = max(start, end)
         before.append(start)
         return start
+
+
+def _book(busy: list[list[int]], begin: int, length: int) -> int:
+    """The first time from `begin` at which `length` ticks are free, which are then busy.
+
+    `busy` has the [start, end] that are not free, in order. Those that touch become one.
+    """
+    at = bisect_right(busy, begin, key=lambda taken: taken[1])
+    while at < len(busy) and busy[at][0] < begin + length:
+        begin = busy[at][1]
+        at += 1
+    if length:
+        busy.insert(at, [begin, begin + length])
+        if at + 1 < len(busy) and busy[at + 1][0] == busy[at][1]:
+            busy[at][1] = busy.pop(at + 1)[1]
+        if at and busy[at - 1][1] == busy[at][0]:
+            busy[at - 1][1] = busy.pop(at)[1]
+    return begin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 
 from titanlite.simulate.work import SimulationError
@@ -42,9 +43,8 @@ class Grid:
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that equal `rank` on every axis except `axes`, in order."""
         here = self.coordinates(rank)
-        kept = {axis: at for axis, at in here.items() if axis not in axes}
-        return [
-            other
-            for other in range(self.num_ranks)
-            if kept.items() <= self.coordinates(other).items()
+        along = [
+            range(degree) if axis in axes else (here[axis],)
+            for axis, degree in self.degrees.items()
         ]
+        return [self.rank(**dict(zip(self.degrees, at, strict=True))) for at in product(*along)]

@@ -7,11 +7,24 @@ The weight gradient of a split backward runs on the worker of that backward and 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
+from titanlite.simulate.work import (
+    ComputeAndWeightWorkers,
+    Direction,
+    SimulationError,
+    Work,
+    one_line,
+)
 
 Strategy = Callable[[Work], ComputeAndWeightWorkers]
+
+AT_ONCE = 128
+ASKED_TWICE = 64
+"""The work items for which a strategy or a priority is called again, to see if it is a function."""
 
 
 def place(
@@ -20,32 +33,48 @@ def place(
     """The compute worker and the weight worker of every work item, by its number.
 
     Raises SimulationError, which names the work item and the strategy (`name`), if the strategy
-    raises, does not return two integers, or returns a worker that does not exist.
+    raises, does not return two integers, returns a worker that does not exist, or returns another
+    worker when it is called again.
     """
     chain = way_of_a_batch(num_stages)
     compute: list[int] = []
     weight: list[int] = []
     make = tuple.__new__  # three times as fast as Work(...), which matters for millions of calls
-    work = Work(0, 0, Direction.FORWARD)
-    try:
-        for batch in range(num_batches):
-            for stage, direction in chain:
-                work = make(Work, (stage, batch, direction))
-                compute_worker, weight_worker = strategy(work)
-                if not (0 <= compute_worker < num_workers and 0 <= weight_worker < num_workers):
-                    raise SimulationError(_out_of_range(work, strategy, num_workers, name))
-                compute.append(compute_worker)
-                weight.append(weight_worker)
-    except SimulationError:
-        raise
-    except Exception as error:
-        raise SimulationError(_what_went_wrong(work, strategy, name)) from error
-    for workers in (compute, weight):
-        if set(map(type, workers)) - {int}:
-            number = next(i for i, worker in enumerate(workers) if type(worker) is not int)
-            stage, direction = chain[number % len(chain)]
-            work = Work(stage, number // len(chain), direction)
-            raise SimulationError(_what_went_wrong(work, strategy, name))
+    workers = frozenset(range(num_workers))
+    # Some at a time, as few as fit into a processor's cache.
+    pieces = [chain[at : at + AT_ONCE] for at in range(0, len(chain), AT_ONCE)]
+    for batch in range(num_batches):
+        for piece in pieces:
+            try:
+                answers = [
+                    strategy(make(Work, (stage, batch, direction))) for stage, direction in piece
+                ]
+            except Exception:
+                works = [Work(stage, batch, direction) for stage, direction in piece]
+                for work in works:
+                    _ask(strategy, work, name)  # which one it is
+                raise _changed(name, works[0]) from None
+            try:
+                computing, storing = zip(*answers, strict=True)
+                is_right = (
+                    {int}.issuperset(map(type, computing + storing))
+                    and workers.issuperset(computing)
+                    and workers.issuperset(storing)
+                )
+            except Exception:
+                is_right = False
+            if not is_right:
+                works = [Work(stage, batch, direction) for stage, direction in piece]
+                pairs = map(partial(_pair, num_workers, name), works, answers)
+                computing, storing = zip(*pairs, strict=True)
+            compute += computing
+            weight += storing
+    for number in range(0, len(compute), max(1, len(compute) // ASKED_TWICE)):
+        batch, k = divmod(number, len(chain))
+        work = Work(chain[k][0], batch, chain[k][1])
+        again = _pair(num_workers, name, work, _ask(strategy, work, name))
+        if again != (compute[number], weight[number]):
+            raise _changed(name, work)
     return compute, weight
 
 
@@ -55,18 +84,37 @@ def way_of_a_batch(num_stages: int) -> list[tuple[int, Direction]]:
     return forward + [(stage, Direction.BACKWARD) for stage in reversed(range(num_stages))]
 
 
-def _out_of_range(work: Work, strategy: Strategy, num_workers: int, name: str) -> str:
-    compute, weight = strategy(work)
-    role, worker = ("compute", compute) if not 0 <= compute < num_workers else ("weight", weight)
-    return f"{name} puts {work} on {role} worker {worker}; workers are 0 to {num_workers - 1}"
-
-
-def _what_went_wrong(work: Work, strategy: Strategy, name: str) -> str:
+def _ask(strategy: Strategy, work: Work, name: str) -> Any:
     try:
-        answer = strategy(work)
+        return strategy(work)
     except Exception as error:
-        return f"{name} raises {type(error).__name__} for {work}: {error}"
-    return (
-        f"{name} returns {answer!r} for {work}; "
-        "it must return ComputeAndWeightWorkers(compute, weight), two integers"
+        raise SimulationError(
+            f"{name} raises {type(error).__name__} for {work}: {one_line(error)}"
+        ) from error
+
+
+def _pair(num_workers: int, name: str, work: Work, answer: Any) -> tuple[int, int]:
+    """The two workers that the strategy has returned for `work`, as Python integers."""
+    try:
+        compute, weight = answer
+        if isinstance(compute, bool) or isinstance(weight, bool):
+            raise TypeError
+        pair = operator.index(compute), operator.index(weight)
+    except Exception:
+        raise SimulationError(
+            f"{name} returns {one_line(repr(answer))} for {work}; "
+            "it must return ComputeAndWeightWorkers(compute, weight), two integers"
+        ) from None
+    for role, worker in zip(("compute", "weight"), pair, strict=True):
+        if not 0 <= worker < num_workers:
+            raise SimulationError(
+                f"{name} puts {work} on {role} worker {worker}; workers are 0 to {num_workers - 1}"
+            )
+    return pair
+
+
+def _changed(name: str, work: Work) -> SimulationError:
+    return SimulationError(
+        f"{name} changes its answer when it is called again for {work}; it must return the same "
+        "workers for the same work item"
     )

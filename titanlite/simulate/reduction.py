@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from titanlite.simulate.engine import Plan
+from titanlite.simulate.exact import Exact, Time
 from titanlite.simulate.network import ring_all_reduce_seconds, ring_reduce_seconds
+from titanlite.simulate.plan import Plan
+from titanlite.simulate.work import Direction
 
 
 class Reduction(NamedTuple):
@@ -13,50 +15,49 @@ class Reduction(NamedTuple):
 
     stage: int
     workers: list[int]
-    start: float
-    end: float
+    start: Time
+    end: Time
 
 
-def reduce_gradients(plan: Plan, starts: list[float | None]) -> list[Reduction]:
+ReductionTicks: TypeAlias = "tuple[int, list[int], Exact, Exact]"
+
+
+def reduce_gradients(plan: Plan, starts: list[int]) -> list[ReductionTicks]:
     """Schedule the reduction of each stage's gradient, in the order in which gradients complete.
 
-    A worker takes part in one reduction at a time. A reduction that overlaps compute starts once
-    the stage's gradient is complete; without overlap, once its workers have finished all work.
+    Returns (stage, workers, start, end) of each; times are ticks, or Fractions of ticks where a
+    ring divides the data. A worker takes part in one reduction at a time. A reduction that overlaps
+    compute starts once the stage's gradient is complete; without overlap, once its workers have
+    finished all work.
     """
-    network = plan.costs.network
+    network, tick_costs = plan.costs.network, plan.tick_costs
     assert network is not None
-    sizes = plan.costs.per_stage("weight_units", plan.num_stages)
-    complete: list[float] = [0] * plan.num_stages
+    sizes = tick_costs.weight_units
+    complete: list[Exact] = [0] * plan.num_stages
     members: list[set[int]] = [set() for _ in range(plan.num_stages)]
     keepers: list[set[int]] = [set() for _ in range(plan.num_stages)]
-    free: list[float] = [0] * plan.num_workers
-    for number, start in enumerate(starts):
-        if start is None:
-            continue
-        end, worker = start + plan.duration(number), plan.worker(number)
+    free: list[Exact] = [0] * plan.num_workers
+    for stage, direction, _, ran_on, _, ends in plan.columns(starts):
+        if direction != Direction.FORWARD:
+            complete[stage] = max(complete[stage], *ends)
+            members[stage].update(ran_on)
         if not plan.costs.overlap_transfers:
-            free[worker] = max(free[worker], end)
-        if number >= plan.num_chained:
-            stage = (number - plan.num_chained) % plan.num_stages
-        else:
-            k = number % (2 * plan.num_stages)
-            if k < plan.num_stages:
-                continue
-            stage = 2 * plan.num_stages - 1 - k
-            keepers[stage].add(plan.weight[number])
-        complete[stage] = max(complete[stage], end)
-        members[stage].add(worker)
+            for worker, ended in zip(ran_on, ends, strict=True):
+                free[worker] = max(free[worker], ended)
+    chain = 2 * plan.num_stages
+    for stage in range(plan.num_stages):
+        keepers[stage].update(plan.weight[chain - 1 - stage :: chain])
 
-    reductions = []
+    reductions: list[ReductionTicks] = []
     for stage in sorted(range(plan.num_stages), key=lambda stage: (complete[stage], -stage)):
         workers = sorted(members[stage] | keepers[stage])
         if len(workers) == 1 or not sizes[stage]:
             continue
         link = network.slowest_link(workers)
         seconds = ring_all_reduce_seconds if len(keepers[stage]) > 1 else ring_reduce_seconds
-        start = max(complete[stage], *(free[worker] for worker in workers))
-        end = start + seconds(link, len(workers), sizes[stage])
+        start: Exact = max(complete[stage], *(free[worker] for worker in workers))
+        end = start + tick_costs.ticks.per_unit * seconds(link, len(workers), sizes[stage])
         for worker in workers:
             free[worker] = end
-        reductions.append(Reduction(stage, workers, start, end))
+        reductions.append((stage, workers, start, end))
     return reductions

@@ -8,9 +8,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from titanlite.schedule.timeline import Span, Timeline, activation_curves
-from titanlite.simulate.engine import Extra, Plan
+from titanlite.simulate.engine import Extra
+from titanlite.simulate.exact import Exact, Time
+from titanlite.simulate.memory import Memory, held_inputs
+from titanlite.simulate.needs import messages_needed
 from titanlite.simulate.placement import way_of_a_batch
-from titanlite.simulate.reduction import Reduction
+from titanlite.simulate.plan import Plan
+from titanlite.simulate.quantity import show_size, show_time, size_scale, time_scale
+from titanlite.simulate.reduction import Reduction, ReductionTicks
+from titanlite.simulate.size import check_drawing
 from titanlite.simulate.work import Direction
 
 LETTERS = {"F": "f", "B": "b", "I": "b", "W": "w"}
@@ -20,8 +26,8 @@ class Cell(NamedTuple):
     """One work item with its times: a cell of the diagram."""
 
     worker: int
-    start: float
-    end: float
+    start: Time
+    end: Time
     stage: int
     batch: int
     direction: Direction
@@ -30,91 +36,100 @@ class Cell(NamedTuple):
 class Simulation:
     """The result of `simulate`. Lists have one value per worker, worker 0 first.
 
-    Times are in the unit of the costs (by default 1 step per forward and 2 per backward). All
-    figures are computed on first access.
+    Times are in the unit of the costs (by default 1 step per forward and 2 per backward), and
+    exact: integers where they are whole, else Fractions or floats (see Costs). All figures are
+    computed on first access.
     """
 
     def __init__(
         self,
         plan: Plan,
-        starts: list[float],
+        starts: list[int],
         extras: list[Extra],
-        reductions: list[Reduction],
+        reductions: list[ReductionTicks],
         title: str,
     ) -> None:
+        """`starts`, `extras` and `reductions` are in the ticks of `plan`."""
         self.num_workers = plan.num_workers
         self.num_stages = plan.num_stages
         self.num_batches = plan.num_batches
         self.title = title
-        self.reductions = reductions
+        self.costs = plan.costs
         self._plan = plan
         self._starts = starts
         self._extras = extras
+        self._reductions = reductions
+        self._time = plan.tick_costs.ticks.time
+
+    @property
+    def makespan(self) -> Time:
+        """The time at which all work and all gradient reductions have ended."""
+        return self._time(self._makespan)
 
     @cached_property
-    def makespan(self) -> float:
-        """The time at which all work and all gradient reductions have ended."""
-        return max(
-            *(cell_end for _, cell_end in self.span),
-            *(reduction.end for reduction in self.reductions),
-            0,
-        )
+    def _makespan(self) -> Exact:
+        _, _, last = self._totals
+        return max(*last, *(end for _, _, _, end in self._reductions), 0)
 
     @cached_property
     def cells(self) -> list[Cell]:
         """All work items as (worker, start, end, stage, batch, direction), by worker and time."""
-        plan = self._plan
-        way = way_of_a_batch(plan.num_stages)
         cells = []
-        number = 0
-        for batch in range(plan.num_batches):
-            for stage, direction in way:
-                start = self._starts[number]
-                end = start + plan.duration(number)
-                cells.append(Cell(plan.compute[number], start, end, stage, batch, direction))
-                number += 1
-        for number in range(plan.num_chained, len(self._starts)):
-            start = self._starts[number]
-            if start is not None:
-                batch, stage = divmod(number - plan.num_chained, plan.num_stages)
-                end = start + plan.duration(number)
-                cells.append(Cell(plan.worker(number), start, end, stage, batch, Direction.WEIGHT))
-        cells.sort()
-        return cells
+        for stage, direction, batches, workers, starts, ends in self._plan.columns(self._starts):
+            for batch, worker, start, end in zip(batches, workers, starts, ends, strict=True):
+                cells.append((worker, start, end, stage, batch, direction))
+        time = self._time
+        return [Cell(cell[0], time(cell[1]), time(cell[2]), *cell[3:]) for cell in sorted(cells)]
 
     @cached_property
-    def busy(self) -> list[float]:
+    def reductions(self) -> list[Reduction]:
+        """The gradient reductions, in the order in which they run."""
+        time = self._time
+        return [
+            Reduction(stage, workers, time(start), time(end))
+            for stage, workers, start, end in self._reductions
+        ]
+
+    @cached_property
+    def busy(self) -> list[Time]:
         """The compute time of each worker."""
-        return self._totals[0]
+        return [self._time(ticks) for ticks in self._totals[0]]
 
     @property
-    def span(self) -> list[tuple[float, float]]:
+    def span(self) -> list[tuple[Time, Time]]:
         """The start of each worker's first work item and the end of its last, (0, 0) if none."""
-        return self._totals[1]
+        _, first, last = self._totals
+        return [
+            (self._time(start), self._time(end)) for start, end in zip(first, last, strict=True)
+        ]
 
     @property
-    def longest_span(self) -> float:
+    def longest_span(self) -> Time:
         """The longest of the workers' spans, from first start to last end."""
-        return max(end - start for start, end in self.span)
+        return self._time(self._longest_span)
+
+    @property
+    def _longest_span(self) -> int:
+        _, first, last = self._totals
+        return max(end - start for start, end in zip(first, last, strict=True))
 
     @property
     def span_bubble_fraction(self) -> float:
         """1 - max(busy) / longest_span: the bubble rate of the zero-bubble papers."""
-        return 1 - max(self.busy) / self.longest_span
+        return 1 - max(self._totals[0]) / self._longest_span
 
     @cached_property
     def bubble_fraction(self) -> float:
         """The fraction of all workers' time, up to the makespan, in which they do not compute."""
-        whole = self.num_workers * self.makespan
-        return 1 - sum(self.busy) / whole if whole else 0.0
+        return 1 - float(sum(self._totals[0]) / (self.num_workers * self._makespan))
 
     @property
     def throughput(self) -> float:
         """The number of batches per unit of time."""
-        return self.num_batches / self.makespan if self.makespan else float("inf")
+        return float(self.num_batches * self._plan.tick_costs.ticks.per_unit / self._makespan)
 
     @cached_property
-    def lower_bound(self) -> float:
+    def lower_bound(self) -> Time:
         """A lower bound on the makespan of any order of the same work on the same workers.
 
         The maximum over workers of: the least time before any of its work items can start, plus
@@ -122,75 +137,65 @@ class Simulation:
         """
         plan = self._plan
         stages, network = plan.num_stages, plan.costs.network
-        head = [float("inf")] * plan.num_workers
-        tail = [float("inf")] * plan.num_workers
+        head: dict[int, int] = {}
+        tail: dict[int, int] = {}
         for route, split in self._routes:
             lengths = list(plan.durations)
             for stage in range(stages):
                 if split[stage]:
                     lengths[2 * stages - 1 - stage] -= plan.weight_durations[stage]
-            gaps: list[float] = [0] * (2 * stages)
+            gaps = [0] * (2 * stages)
             if network is not None:
                 for k, (source, target) in enumerate(pairwise(route), 1):
                     if source != target:
-                        gaps[k] = network.link(source, target).seconds(plan.costs.activation_units)
-            before: float = 0
+                        link = plan.link(source, target)
+                        gaps[k] = link.latency + link.transfer
+            before = 0
             for worker, length, gap in zip(route, lengths, gaps, strict=True):
                 before += gap
-                head[worker] = min(head[worker], before)
+                head[worker] = min(head.get(worker, before), before)
                 before += length
-            after: float = 0
+            after = 0
             for k in reversed(range(2 * stages)):
                 stage = 2 * stages - 1 - k
                 if stage < stages and split[stage]:
                     tail[route[k]] = 0
                     after = max(after, plan.weight_durations[stage])
-                tail[route[k]] = min(tail[route[k]], after)
+                tail[route[k]] = min(tail.get(route[k], after), after)
                 after += lengths[k] + gaps[k]
-        return max(
-            head[worker] + busy + tail[worker]
-            for worker, busy in enumerate(self.busy)
-            if tail[worker] < float("inf")
-        )
+        busy = self._totals[0]
+        return self._time(max(head[worker] + busy[worker] + tail[worker] for worker in head))
 
     @cached_property
     def peak_activations(self) -> list[int]:
-        """The most stage inputs that each worker holds at once.
-
-        The worker that runs the backward holds the input, from the start of the forward to the end
-        of the backward (to the end of the weight gradient if the backward is split).
-        """
-        plan, starts = self._plan, self._starts
-        chain, any_split = 2 * plan.num_stages, any(plan.is_split)
-        started: list[list[float]] = [[] for _ in range(plan.num_workers)]
-        released: list[list[float]] = [[] for _ in range(plan.num_workers)]
-        for stage in range(plan.num_stages):
-            k = chain - 1 - stage
-            length = plan.durations[k]
-            for batch, (worker, start, end) in enumerate(
-                zip(
-                    plan.compute[k::chain],
-                    starts[stage : plan.num_chained : chain],
-                    starts[k : plan.num_chained : chain],
-                    strict=True,
-                )
-            ):
+        """The most stage inputs that each worker holds at once (see `held_inputs`)."""
+        started: list[list[int]] = [[] for _ in range(self.num_workers)]
+        released: list[list[int]] = [[] for _ in range(self.num_workers)]
+        for held in held_inputs(self._plan, self._starts):
+            for worker, start, end in zip(held.workers, held.starts, held.ends, strict=True):
                 started[worker].append(start)
-                if any_split and plan.is_split[batch * plan.num_stages + stage]:
-                    end = starts[plan.num_chained + batch * plan.num_stages + stage]
-                    released[worker].append(end + plan.weight_durations[stage])
-                else:
-                    released[worker].append(end + length)
+                released[worker].append(end)
         return [_most_at_once(*times) for times in zip(started, released, strict=True)]
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory of each worker over time, by what fills it."""
+        return Memory(self._plan, self._starts, self._extras, self._reductions, self._makespan)
+
+    @cached_property
+    def peak_memory(self) -> list[Time]:
+        """The most memory that each worker uses at once, in the unit of the sizes in Costs."""
+        return [self.memory.peak(worker) for worker in range(self.num_workers)]
 
     @cached_property
     def activation_transmissions(self) -> list[int]:
         """The number of stage inputs sent to each worker or stored for another worker.
 
         Counts work items whose predecessor ran on another worker, forwards whose backward runs on
-        another worker, and the first forwards of batches that use more than one worker.
+        another worker, the first forwards of batches that use more than one worker, and outputs
+        that are sent to a worker because of `needs`.
         """
-        count = [0] * self.num_workers
+        count = messages_needed(self._plan)
         for (route, _), batches in self._routes.items():
             for before, worker in pairwise(route):
                 if before != worker:
@@ -210,6 +215,11 @@ class Simulation:
             if compute != weight:
                 count[compute] += 1
         return count
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any backward runs its weight gradient separately."""
+        return any(self._plan.is_split)
 
     @cached_property
     def weight_storage(self) -> list[int]:
@@ -239,74 +249,86 @@ class Simulation:
         )
 
     @cached_property
-    def _totals(self) -> tuple[list[float], list[tuple[float, float]]]:
-        plan = self._plan
-        busy: list[float] = [0] * plan.num_workers
-        first: list[float | None] = [None] * plan.num_workers
-        last: list[float] = [0] * plan.num_workers
-        chain = 2 * plan.num_stages
-        any_split = any(plan.is_split)
-        for k in range(chain):
-            length = plan.durations[k]
-            starts = self._starts[k : plan.num_chained : chain]
-            for batch, (worker, start) in enumerate(
-                zip(plan.compute[k::chain], starts, strict=True)
-            ):
-                if any_split and k >= plan.num_stages:
-                    length = plan.duration(batch * chain + k)
-                busy[worker] += length
-                if start + length > last[worker]:
-                    last[worker] = start + length
-                earliest = first[worker]
-                if earliest is None or start < earliest:
+    def _totals(self) -> tuple[list[int], list[int], list[int]]:
+        """By worker, in ticks: its compute time, its first start and its last end."""
+        busy, last = [0] * self.num_workers, [0] * self.num_workers
+        first: dict[int, int] = {}
+        for column in self._plan.columns(self._starts):
+            worker = column.only_worker
+            if worker is not None:
+                busy[worker] += sum(column.ends) - sum(column.starts)
+                last[worker] = max(last[worker], *column.ends)
+                first[worker] = min(first.get(worker, column.starts[0]), *column.starts)
+                continue
+            for worker, start, end in zip(column.workers, column.starts, column.ends, strict=True):
+                busy[worker] += end - start
+                if end > last[worker]:
+                    last[worker] = end
+                if start < first.get(worker, end):
                     first[worker] = start
-        for number in range(plan.num_chained, len(self._starts)):
-            start = self._starts[number]
-            if start is not None:
-                worker, length = plan.worker(number), plan.duration(number)
-                busy[worker] += length
-                last[worker] = max(last[worker], start + length)
-        return busy, [(begin or 0, end) for begin, end in zip(first, last, strict=True)]
+        return busy, [first.get(worker, 0) for worker in range(self.num_workers)], last
 
-    def timeline(self) -> Timeline:
-        """The diagram: one row per worker with work, transfers and reductions; memory below."""
-        plan = self._plan
+    def timeline(self, until: Time = 0) -> Timeline:
+        """The diagram: one row per worker with work, transfers and reductions; memory below.
+
+        Its axis extends to `until`, for a comparison with longer ones. Raises SimulationError if
+        there are too many cells to draw.
+        """
+        plan, costs = self._plan, self.costs
+        check_drawing(len(self._starts) + len(self._extras))
+        longest = float(max(self.makespan, until))
+        unit, scale = time_scale(longest, costs.time_unit)
+
+        def drawn(time: Time) -> float:
+            return float(time) * scale
+
         rows = [f"worker {worker}" for worker in range(self.num_workers)]
-        split = plan.is_split
         spans = []
         for worker, start, end, stage, batch, direction in self.cells:
             kind = "FBW"[direction]
-            if kind == "B" and split[batch * plan.num_stages + stage]:
+            if kind == "B" and plan.is_split[batch * plan.num_stages + stage]:
                 kind = "I"
-            # Convert to float for formatting, since costs may be Fractions.
-            spans.append(Span(worker, float(start), float(end), kind, stage, batch))
-        curves = activation_curves(rows, spans)
-        spans += [Span(e.worker, float(e.start), float(e.end), e.kind) for e in self._extras]
+            spans.append(Span(worker, drawn(start), drawn(end), kind, stage, batch))
+        curves, curves_label = activation_curves(rows, spans), "stage inputs held, by worker"
+        if costs.has_sizes:
+            size_unit, of_one = size_scale(max(self.peak_memory), costs.size_unit)
+            for worker, name in enumerate(rows):
+                curve = self.memory.curve(worker)
+                curves[name] = [(drawn(at), float(sum(sizes)) * of_one) for at, sizes in curve]
+            curves_label = f"memory, by worker{size_unit and f', {size_unit}'}"
         spans += [
-            Span(
-                worker, float(reduction.start), float(reduction.end), "REDUCE_GRAD", reduction.stage
-            )
-            for reduction in self.reductions
-            for worker in reduction.workers
+            Span(worker, drawn(self._time(start)), drawn(self._time(end)), kind)
+            for worker, start, end, kind, _ in self._extras
+        ]
+        spans += [
+            Span(worker, drawn(one.start), drawn(one.end), "REDUCE_GRAD", one.stage)
+            for one in self.reductions
+            for worker in one.workers
         ]
         return Timeline(
             self.title,
             rows,
             spans,
+            unit=unit,
             caption=self.summary(),
             batches_are="batch",
             letters=LETTERS,
             curves=curves,
-            curves_label="stage inputs held, by worker",
+            curves_label=curves_label,
+            until=longest * scale if until else 0,
         )
 
     def summary(self) -> str:
         """The main figures, in one line."""
+        costs = self.costs
+        peak = f"peak activations {max(self.peak_activations)}"
+        if costs.has_sizes:
+            peak = f"peak memory {show_size(max(self.peak_memory), costs.size_unit)}"
         return (
             f"{self.num_workers} workers, {self.num_stages} stages, {self.num_batches} batches; "
-            f"makespan {float(self.makespan):g} (lower bound {float(self.lower_bound):g}), "
-            f"bubble {float(self.bubble_fraction):.1%}, "
-            f"peak activations {max(self.peak_activations)}"
+            f"makespan {show_time(self.makespan, costs.time_unit)} "
+            f"(lower bound {show_time(self.lower_bound, costs.time_unit)}), "
+            f"bubble {float(self.bubble_fraction):.1%}, {peak}"
         )
 
     def __repr__(self) -> str:
@@ -323,7 +345,7 @@ class Simulation:
         return draw_svg(self.timeline())
 
 
-def _most_at_once(starts: list[float], ends: list[float]) -> int:
+def _most_at_once(starts: list[int], ends: list[int]) -> int:
     """The most intervals open at once; an interval that ends when another starts is closed."""
     starts.sort()
     ends.sort()

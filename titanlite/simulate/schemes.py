@@ -8,38 +8,48 @@ function `strategy(work)` (or `file.py:another_name`).
 from __future__ import annotations
 
 import difflib
-import runpy
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from typing import Any, Literal
 
 from titanlite.schedule import SCHEDULES, Schedule, ScheduleError, make_schedule, read_csv
 from titanlite.schedule import check as check_schedule
 from titanlite.schedule.generators import schedule_name
 from titanlite.simulate.costs import Costs
+from titanlite.simulate.exact import exact, simplest
+from titanlite.simulate.experiment import Job, open_experiment
+from titanlite.simulate.needs import Needs
+from titanlite.simulate.network import Link, Network
 from titanlite.simulate.placement import Strategy
 from titanlite.simulate.priority import PRIORITIES
 from titanlite.simulate.result import Simulation
-from titanlite.simulate.simulation import MaxInFlight, simulate, simulate_schedule
+from titanlite.simulate.simulation import MaxInFlight, Order, Priority, simulate, simulate_schedule
+from titanlite.simulate.size import check_size
 from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
+
+FREE = Network(Link())  # transfers take no time, but can be reductions
 
 
 @dataclass(frozen=True)
 class Workload:
     """The workload of a scheme. The default for `stages` is the fewest that the scheme allows.
 
-    All schemes get the same model: if a scheme has several stages per worker by default, `costs`
-    is divided among them. `group_size` is the number of workers per group of a looped pipeline.
+    With `costs_per="stage"`, all schemes get the same model: if a scheme has several stages per
+    worker by default, `costs` is divided among them. With "model", `costs` are of the whole model,
+    so that any number of workers or stages trains the same one. `group_size` is the number of
+    workers per group of a looped pipeline.
     """
 
     workers: int = 4
     batches: int = 8
     stages: int | None = None
     group_size: int | None = None
-    priority: str | None = None
+    priority: str | Priority | None = None
     max_in_flight: MaxInFlight | None = None
     split_backward: bool = False
     costs: Costs = field(default_factory=Costs)
+    costs_per: Literal["stage", "model"] = "stage"
 
 
 def run_scheme(scheme: str, workload: Workload) -> Simulation:
@@ -50,7 +60,9 @@ def run_scheme(scheme: str, workload: Workload) -> Simulation:
         return _run_schedule(schedule, workload)
     path, _, function = scheme.partition(":")
     if path.endswith(".py"):
-        return _run_strategy(_load_strategy(path, function or "strategy"), workload, title=scheme)
+        sizes = Job(workload.workers, stages_of(workload), workload.batches)
+        with open_experiment(path, function or "strategy", sizes) as parts:
+            return _run_parts(parts, workload, title=scheme)
     for name, make in STRATEGIES.items():
         if scheme.lower() in (name.lower(), make.__name__.lower()):
             return _run_strategy(make(workload), workload, title=name)
@@ -134,26 +146,78 @@ def _group_size(workload: Workload) -> int:
     return group
 
 
-def _run_strategy(strategy: Strategy, workload: Workload, title: str) -> Simulation:
-    stages = workload.workers if workload.stages is None else workload.stages
-    priority = None
-    if workload.priority is not None:
-        if workload.priority not in PRIORITIES:
+def stages_of(workload: Workload) -> int:
+    """The number of stages of a strategy: as many as workers, unless given."""
+    return workload.workers if workload.stages is None else workload.stages
+
+
+def _run_strategy(
+    strategy: Strategy,
+    workload: Workload,
+    title: str,
+    order: Order | None = None,
+    needs: Needs | None = None,
+) -> Simulation:
+    stages = stages_of(workload)
+    priority = workload.priority
+    if isinstance(priority, str):
+        if priority not in PRIORITIES:
             raise SimulationError(
-                f"there is no priority {workload.priority!r}; choose from {', '.join(PRIORITIES)}"
+                f"there is no priority {priority!r}; choose from {', '.join(PRIORITIES)}"
             )
-        priority = PRIORITIES[workload.priority](stages, workload.batches)
+        priority = PRIORITIES[priority](stages, workload.batches)
+    pieces = stages if workload.costs_per == "model" else 1
     return simulate(
         workload.workers,
         stages,
         workload.batches,
         strategy,
         priority,
+        order=order,
         max_in_flight=workload.max_in_flight,
         split_backward=workload.split_backward,
-        costs=workload.costs,
+        needs=needs,
+        costs=_cut_finer(workload.costs, pieces),
         title=title,
     )
+
+
+def _run_parts(parts: Mapping[str, Any], workload: Workload, title: str) -> Simulation:
+    """Run what a strategy file defines. What the file and the workload both give is refused."""
+    costs, network = workload.costs, parts.get("network")
+    plain = replace(costs, network=None, reduce_gradients=False)
+    changed = [f.name for f in fields(Costs) if getattr(plain, f.name) != f.default]
+    ordered = {
+        "priority": workload.priority is not None,
+        "max_in_flight": workload.max_in_flight is not None,
+        "split_backward": workload.split_backward,
+    }
+    twice = {
+        "order": [name for name, is_given in ordered.items() if is_given],
+        "priority": ["priority"] * ordered["priority"],
+        "max_in_flight": ["max_in_flight"] * ordered["max_in_flight"],
+        "costs": changed
+        + ["reduce_gradients"] * costs.reduce_gradients
+        + ["costs_per"] * (workload.costs_per != "stage"),
+        "network": ["network"] * (costs.network not in (None, FREE)),
+    }
+    for name, options in twice.items():
+        if name in parts and options:
+            raise SimulationError(f"{title} defines {name}; leave out {', '.join(options)}")
+    if "costs" in parts:
+        own: Costs = parts["costs"]
+        if own.network is not None and (network or costs.network) is not None:
+            raise SimulationError(f"{title}: costs has a network; leave out the other one")
+        costs = replace(own, network=network or costs.network or own.network)
+    elif network is not None:
+        costs = replace(costs, network=network)
+    workload = replace(
+        workload,
+        costs=costs,
+        priority=parts.get("priority", workload.priority),
+        max_in_flight=parts.get("max_in_flight", workload.max_in_flight),
+    )
+    return _run_strategy(parts["strategy"], workload, title, parts.get("order"), parts.get("needs"))
 
 
 def _run_schedule(schedule: Schedule, workload: Workload) -> Simulation:
@@ -162,9 +226,11 @@ def _run_schedule(schedule: Schedule, workload: Workload) -> Simulation:
             f"{schedule.name} has a fixed order; leave out priority, max_in_flight and "
             f"split_backward, which apply only to strategies ({', '.join(STRATEGIES)})"
         )
-    chunks = schedule.num_stages // schedule.num_ranks
-    costs = workload.costs if workload.stages is not None else _cut_finer(workload.costs, chunks)
-    return simulate_schedule(schedule, costs)
+    if workload.costs_per == "model":
+        pieces = schedule.num_stages
+    else:
+        pieces = 1 if workload.stages is not None else schedule.num_stages // schedule.num_ranks
+    return simulate_schedule(schedule, _cut_finer(workload.costs, pieces))
 
 
 def _make_schedule(scheme: str, workload: Workload) -> Schedule:
@@ -178,6 +244,8 @@ def _make_schedule(scheme: str, workload: Workload) -> Schedule:
             f"there is no scheme {scheme!r}; {hint}choose from {', '.join(known.values())}, "
             "or give a .py or .csv file"
         ) from None
+    stages = workload.workers if workload.stages is None else workload.stages
+    check_size(workload.workers, stages, workload.batches, is_listed=True)
     if workload.stages is None:
         return make_schedule(name, workload.workers, workload.batches)
     if workload.stages % workload.workers:
@@ -194,25 +262,19 @@ def _cut_finer(costs: Costs, pieces: int) -> Costs:
     """The costs of each stage after every stage is split into `pieces` equal stages."""
     if pieces == 1:
         return costs
-    names = ("forward", "backward", "weight_gradient", "weight_units")
+    names = (
+        *("forward", "backward", "weight_gradient"),
+        *("weight_units", "gradient_units", "optimizer_units", "kept_units"),
+    )
     values = {name: getattr(costs, name) for name in names}
-    if not all(value is None or isinstance(value, int | float) for value in values.values()):
-        raise SimulationError("costs that differ by stage need the number of stages; set stages")
-    finer = {name: value and value / pieces for name, value in values.items()}
-    return replace(costs, **finer)
-
-
-def _load_strategy(path: str, function: str) -> Strategy:
-    if not Path(path).is_file():
-        raise SimulationError(f"{path}: there is no such file")
-    try:
-        names = runpy.run_path(path)
-    except Exception as error:
-        raise SimulationError(f"{path}: raises {type(error).__name__}: {error}") from error
-    strategy = names.get(function)
-    if not callable(strategy):
+    if any(callable(value) or isinstance(value, Iterable) for value in values.values()):
         raise SimulationError(
-            f"{path}: there is no function {function!r}; define {function}(work) -> "
-            "ComputeAndWeightWorkers, or name another function as file.py:name"
+            "costs that differ by stage need the number of stages; set stages (costs of the whole "
+            "model are one value each)"
         )
-    return strategy
+    finer: dict[str, Any] = {
+        name: simplest(Fraction(exact(value, f"costs: {name}")) / pieces)
+        for name, value in values.items()
+        if value is not None
+    }
+    return replace(costs, **finer)

@@ -7,17 +7,29 @@ parallelism, FSDP, pipelines, looped pipelines and new schemes differ only in th
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from numbers import Integral
+from typing import Any, TypeAlias, cast
 
 from titanlite.schedule.actions import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from titanlite.simulate.costs import Costs
-from titanlite.simulate.engine import Plan, run
-from titanlite.simulate.placement import Strategy, place, way_of_a_batch
+from titanlite.simulate.engine import run
+from titanlite.simulate.needs import Needs, read_needs
+from titanlite.simulate.placement import ASKED_TWICE, Strategy, place, way_of_a_batch
+from titanlite.simulate.plan import Plan
 from titanlite.simulate.priority import Lexicographic, OldestBatchFirst
 from titanlite.simulate.reduction import reduce_gradients
 from titanlite.simulate.result import Simulation
-from titanlite.simulate.work import ComputeAndWeightWorkers, Direction, SimulationError, Work
+from titanlite.simulate.size import check_size
+from titanlite.simulate.work import (
+    ComputeAndWeightWorkers,
+    Direction,
+    SimulationError,
+    Work,
+    one_line,
+)
 
 Priority: TypeAlias = Callable[[Work], Any]
 Order: TypeAlias = Callable[[int], "Iterable[Work | Action]"]
@@ -34,6 +46,7 @@ def simulate(
     order: Order | None = None,
     max_in_flight: MaxInFlight | None = None,
     split_backward: bool = False,
+    needs: Needs | None = None,
     costs: Costs | None = None,
     title: str | None = None,
 ) -> Simulation:
@@ -50,22 +63,26 @@ def simulate(
     `order(worker)` replaces these three: it lists the work items of that worker, as Work or as
     schedule `Action`, in execution order. A backward is split if its weight gradient is listed.
 
-    Raises SimulationError for counts below one, for an invalid result of a strategy, order or
-    priority, and for an order or limit that deadlocks.
+    `needs(work)` lists further work items whose output `work` needs, besides that of its
+    predecessor: it starts once they have ended and their messages have arrived. An output is sent
+    once to each worker that needs it. Context and expert parallelism are strategies with needs.
+
+    Raises SimulationError for counts below one, for a size that would take over ten minutes or
+    more memory than there is, for an invalid result of a strategy, order or priority, and for an
+    order or limit that deadlocks.
     After "Unifying Distributed Training Strategies Under one Scheme" (parallelsim notebook).
     """
-    for name, count in (
-        ("num_workers", num_workers),
-        ("num_stages", num_stages),
-        ("num_batches", num_batches),
-    ):
-        if not isinstance(count, int) or count < 1:
-            raise SimulationError(f"{name} is {count!r}; it must be an integer of at least 1")
+    num_workers = _count("num_workers", num_workers)
+    num_stages = _count("num_stages", num_stages)
+    num_batches = _count("num_batches", num_batches)
+    if costs is not None and not isinstance(costs, Costs):
+        raise SimulationError(f"costs is {costs!r}; it must be a Costs")
     if order is not None and (priority_order or max_in_flight is not None or split_backward):
         raise SimulationError(
             "order fixes the whole schedule; leave out priority_order, max_in_flight and "
             "split_backward"
         )
+    check_size(num_workers, num_stages, num_batches, is_listed=order is not None)
     title = title or str(getattr(strategy, "__name__", type(strategy).__name__))
     compute, weight = place(num_workers, num_stages, num_batches, strategy, title)
     plan = Plan(
@@ -77,17 +94,20 @@ def simulate(
         costs or Costs(),
         bytearray([split_backward]) * (num_stages * num_batches),
     )
+    if needs is not None:
+        plan.needs = read_needs(plan, needs)
     if order is not None:
         plan.orders = _read_orders(plan, order)
     else:
-        plan.priority_key = _priority_key(plan, priority_order)
+        plan.keys = _keys(plan, priority_order)
         plan.max_in_flight = _read_caps(num_workers, max_in_flight)
-    starts, extras = run(plan)
-    _check_all_ran(plan, starts)
+    may_be_stuck, extras = run(plan)
+    _check_all_ran(plan, may_be_stuck)
+    starts = cast("list[int]", may_be_stuck)  # None only where there is no separate weight gradient
     reductions = reduce_gradients(plan, starts) if plan.costs.reduce_gradients else []
     return Simulation(
         plan,
-        starts,  # type: ignore[arg-type]
+        starts,
         extras,
         reductions,
         title,
@@ -115,7 +135,14 @@ def simulate_schedule(schedule: Schedule, costs: Costs | None = None) -> Simulat
     )
 
 
-def _check_all_ran(plan: Plan, starts: list[float | None]) -> None:
+def _count(name: str, count: Any) -> int:
+    """A count as a Python integer."""
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+        raise SimulationError(f"{name} is {count!r}; it must be an integer of at least 1")
+    return int(count)
+
+
+def _check_all_ran(plan: Plan, starts: list[int | None]) -> None:
     if None not in starts[: plan.num_chained]:
         return
     blocked: dict[int, int] = {}
@@ -130,6 +157,9 @@ def _check_all_ran(plan: Plan, starts: list[float | None]) -> None:
             if starts[number] is None:
                 blocked.setdefault(plan.worker(number), number)
         why = "max_in_flight is too low for this strategy, which deadlocks"
+    if plan.needs:
+        is_free = plan.orders is None and plan.max_in_flight is None
+        why = "the needs go in a circle" if is_free else f"{why}, or its needs go in a circle"
     told = "; ".join(
         f"worker {worker} is blocked at {work_at(plan, number)}"
         for worker, number in sorted(blocked.items())
@@ -137,45 +167,79 @@ def _check_all_ran(plan: Plan, starts: list[float | None]) -> None:
     raise SimulationError(f"{why}: {told}")
 
 
-def _priority_key(plan: Plan, priority: Priority | None) -> Callable[[int], int]:
-    """A function from the number of a work item to the priority of its frontier, an integer."""
-    stages, chain = plan.num_stages, 2 * plan.num_stages
+def _keys(plan: Plan, priority: Priority | None) -> Sequence[int]:
+    """The key of every work item but weight gradients: the rank of the priority of its frontier."""
+    stages, chain, modulus = plan.num_stages, 2 * plan.num_stages, plan.modulus
     way = way_of_a_batch(stages)
     if priority is None:
         priority = OldestBatchFirst(stages, plan.num_batches)
     if isinstance(priority, Lexicographic):
+        if (priority.stages, priority.batches) != (stages + 1, plan.num_batches):
+            raise SimulationError(
+                f"the priority is made for {priority.stages - 1} stages and {priority.batches} "
+                f"batches; make it for {stages} and {plan.num_batches}"
+            )
         frontiers = [(-1, Direction.FORWARD), *way[:-1]]
         base = [priority.key_at_batch_zero(*frontier) for frontier in frontiers]
-        per_batch = priority.per_batch
-        return lambda number: base[number % chain] + per_batch * (number // chain)
-
-    keys = []
+        first = [key * modulus + k for k, key in enumerate(base)]
+        step = priority.per_batch * modulus + chain
+        in_batch = ([key + step * batch for key in first] for batch in range(plan.num_batches))
+        packed = array("q")
+        try:
+            for keys_of_batch in in_batch:
+                packed.fromlist(keys_of_batch)
+        except OverflowError:
+            return [key + step * batch for batch in range(plan.num_batches) for key in first]
+        return packed
+    frontier_of = [Work(way[max(k - 1, 0)][0], 0, way[max(k - 1, 0)][1]) for k in range(chain)]
+    priorities = []
     for batch in range(plan.num_batches):
-        for k in range(chain):
-            stage, direction = way[max(k - 1, 0)]
-            frontier = Work(stage, batch, direction)
-            try:
-                keys.append((priority(frontier), k > 0))
-            except Exception as error:
-                raise SimulationError(
-                    f"the priority raises {type(error).__name__} for {frontier}: {error}"
-                ) from error
+        for k, frontier in enumerate(frontier_of):
+            priorities.append((_ask(priority, frontier._replace(batch=batch)), k > 0))
+    for number in range(0, len(priorities), max(1, len(priorities) // ASKED_TWICE)):
+        frontier = frontier_of[number % chain]._replace(batch=number // chain)
+        if repr(_ask(priority, frontier)) != repr(priorities[number][0]):
+            raise SimulationError(
+                f"the priority changes its answer when it is called again for {frontier}; it must "
+                "return the same key for the same work item"
+            )
     try:
-        in_order = sorted(range(len(keys)), key=keys.__getitem__)
-    except TypeError as error:
-        raise SimulationError(f"the keys of the priority cannot be compared: {error}") from error
-    ranks = [0] * len(keys)
+        in_order = sorted(range(len(priorities)), key=priorities.__getitem__)
+    except Exception as error:
+        raise SimulationError(
+            f"the keys of the priority cannot be compared: {one_line(error)}"
+        ) from error
+    keys = [0] * len(priorities)
     for rank, number in enumerate(in_order):
-        ranks[number] = rank
-    return ranks.__getitem__
+        keys[number] = rank * modulus + number
+    return keys
+
+
+def _ask(priority: Priority, frontier: Work) -> Any:
+    try:
+        key = priority(frontier)
+    except Exception as error:
+        raise SimulationError(
+            f"the priority raises {type(error).__name__} for {frontier}: {one_line(error)}"
+        ) from error
+    if isinstance(key, float) and math.isnan(key):
+        raise SimulationError(f"the priority is nan for {frontier}, which cannot be compared")
+    return key
 
 
 def _read_caps(num_workers: int, cap: MaxInFlight | None) -> list[int] | None:
     if cap is None:
         return None
     if callable(cap):
-        caps = [cap(worker) for worker in range(num_workers)]
-    elif isinstance(cap, Sequence):
+        try:
+            caps, again = ([cap(worker) for worker in range(num_workers)] for _ in range(2))
+        except Exception as error:
+            raise SimulationError(
+                f"max_in_flight raises {type(error).__name__}: {one_line(error)}"
+            ) from error
+        if caps != again:
+            raise SimulationError("max_in_flight changes its answer when it is called again")
+    elif isinstance(cap, Iterable) and not isinstance(cap, str):
         caps = list(cap)
     else:
         caps = [cap] * num_workers
@@ -185,9 +249,11 @@ def _read_caps(num_workers: int, cap: MaxInFlight | None) -> list[int] | None:
             "one per worker"
         )
     for worker, value in enumerate(caps):
-        if not value >= 1:
+        is_count = isinstance(value, Integral) and not isinstance(value, bool)
+        if not (is_count or value == math.inf) or value < 1:
             raise SimulationError(
-                f"max_in_flight of worker {worker} is {value}; it must be at least 1"
+                f"max_in_flight of worker {worker} is {value!r}; it must be an integer of at "
+                "least 1"
             )
     return caps
 
@@ -199,10 +265,15 @@ def _read_orders(plan: Plan, order: Order) -> list[list[int]]:
     for worker in range(plan.num_workers):
         try:
             listed = list(order(worker))
+            is_same = worker > 0 or listed == list(order(worker))
         except Exception as error:
             raise SimulationError(
-                f"the order raises {type(error).__name__} for worker {worker}: {error}"
+                f"the order raises {type(error).__name__} for worker {worker}: {one_line(error)}"
             ) from error
+        if not is_same:
+            raise SimulationError(
+                "the order changes its answer when it is called again for worker 0"
+            )
         numbers = []
         for item in listed:
             work = _as_work(item, worker)
@@ -244,15 +315,17 @@ def _as_work(item: Work | Action, worker: int) -> Work:
 
 def _number(plan: Plan, work: Work, worker: int) -> int:
     stage, batch, direction = work
+    if not all(isinstance(part, Integral) for part in work) or direction not in tuple(Direction):
+        raise SimulationError(
+            f"the order of worker {worker} lists {work!r}; a Work has a stage, a batch and a "
+            "Direction"
+        )
     if not (0 <= stage < plan.num_stages and 0 <= batch < plan.num_batches):
         raise SimulationError(
             f"the order of worker {worker} lists {work}; stages are 0 to {plan.num_stages - 1}, "
             f"batches 0 to {plan.num_batches - 1}"
         )
-    if direction == Direction.WEIGHT:
-        return plan.num_chained + batch * plan.num_stages + stage
-    forward = batch * 2 * plan.num_stages + stage
-    return forward if direction == Direction.FORWARD else plan.backward_of(forward)
+    return plan.number_of(stage, batch, direction)
 
 
 def work_at(plan: Plan, number: int) -> Work:

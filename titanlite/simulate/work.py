@@ -28,6 +28,8 @@ class Work(NamedTuple):
     direction: Direction
 
     def __str__(self) -> str:
+        if self.direction not in tuple(Direction):
+            return repr(self)
         return f"{'fbw'[self.direction]}{self.stage}.{self.batch}"
 
 
@@ -36,3 +38,8 @@ class ComputeAndWeightWorkers(NamedTuple):
 
     compute: int
     weight: int
+
+
+def one_line(error: object) -> str:
+    """The text of an exception without line breaks."""
+    return " ".join(str(error).split())

@@ -84,7 +84,7 @@ class Trainer:
 
     `parts` is the whole model, or this rank's stages of a split model, which `stages` then runs.
     `is_counted` says whether this rank's loss and targets enter the sums over the world: of the
-    ranks with the same tokens, only the one that computes the loss is counted.
+    ranks with the same tokens, one is counted; in a pipeline it is on the last stage.
     `logits_are_sharded` is true under loss parallelism. `non_finite` decides about a step with a
     non-finite loss or gradient norm: "stop" raises NonFiniteError, "skip" skips the update,
     "ignore" applies it.

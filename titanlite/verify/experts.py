@@ -106,8 +106,8 @@ def _elsewhere(
         f"{name_ranks(moved, e.runs, seen)}. The first is token {first.position} of sequence "
         f"{first.sequence}: it goes to experts {listed(first.experts)}, not "
         f"{listed(first.expected)}, although on one process the lowest chosen score, bias "
-        f"included, exceeds the next one by {first.margin:.1e}. Its input agrees, so the scores, "
-        "the balancing bias or the choice is wrong"
+        f"included, is {first.margin:.1e} above the highest score that is not chosen. Its input "
+        "agrees, so the scores, the balancing bias or the choice is wrong"
         + (
             ". The first microbatch agrees: the balancing bias changes within the step. Update it "
             "once, before the optimizer's step, from the counts of all microbatches"
@@ -145,7 +145,10 @@ def explain_loads(e: JobEvidence) -> Iterator[str]:
         own = {run.rank: run.steps[e.step].loads.get(layer, ()) for run in e.runs}
         counts = next(iter(own.values()))
         ratios = {a / b for a, b in zip(counts, known, strict=True) if b} or {1.0}
-        where = f"the tokens by expert of {layer}, from which its balancing bias is updated, are"
+        where = (
+            f"the numbers of tokens of each expert of {layer}, from which its balancing bias is "
+            "updated, are"
+        )
         if len(set(own.values())) > 1:
             yield (
                 f"{where} {list(counts)} on rank 0 and {list(known)} on one process, and ranks "

@@ -63,31 +63,34 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
             f"only the gradients on pp {stage} are counted, without a sum over pp",
             math.sqrt(sum(once[name] for name in held)),
         )
+    one_axis = []
     for axis in axes:
         replicated = [name for name in placed if placed[name][axis] == "replicated"]
         extra = (degrees[axis] - 1) * sum(once[name] for name in replicated)
-        yield (
-            f"gradients replicated over {axis} are counted {degrees[axis]} times, once on each "
-            f"rank of {axis}",
-            math.sqrt(total + extra),
-        )
+        one_axis.append(math.sqrt(total + extra))
+        yield f"gradients replicated over {axis} are counted {degrees[axis]} times", one_axis[-1]
     tied = {name: n for name, n in _num_stages(runs).items() if n > 1}
     if tied:
+        extra = sum((n - 1) * once[name] for name, n in tied.items())
+        one_axis.append(math.sqrt(total + extra))
         yield (
             f"the tied weight {listed(tied)} is counted once on each stage that has a copy of it",
-            math.sqrt(total + sum((n - 1) * once[name] for name, n in tied.items())),
+            one_axis[-1],
         )
     copies = {name: len(next(iter(ranks.values()))) for name, ranks in holders.items()}
-    yield (
-        "gradients replicated over any axis are counted once on each rank that holds them",
-        math.sqrt(sum(copies[name] * once[name] for name in once)),
-    )
+    every_copy = math.sqrt(sum(copies[name] * once[name] for name in once))
+    # If gradients are replicated over one axis only, this is that axis's norm again.
+    if not any(is_near(every_copy, norm, 1e-9) for norm in one_axis):
+        yield (
+            "gradients replicated over several axes are counted once on each rank that holds them",
+            every_copy,
+        )
     for axis in axes:
         for kinds in (("strided",), ("sharded",), ("sharded", "strided")):
             names = [name for name in placed if placed[name][axis] in kinds]
             if not names:
                 continue
-            words = " or ".join(map(how_in_words, kinds))
+            words = " or ".join(how_in_words(kind, axis) for kind in kinds)
             missing = sum(
                 _local(runs, step, ranks[0], name)
                 for name in names
@@ -95,12 +98,12 @@ def _ways_of_counting(runs: Sequence[RankRun], step: int) -> Iterator[tuple[str,
                 if runs[ranks[0]].coordinates[axis] > 0
             )
             yield (
-                f"gradients {words} over {axis} are counted as if they were replicated: only the "
+                f"gradients {words} are counted as if they were replicated: only the "
                 f"shard of the first rank of {axis} is counted",
                 math.sqrt(max(0.0, total - missing)),
             )
             yield (
-                f"gradients {words} over {axis} are counted {degrees[axis]} times",
+                f"gradients {words} are counted {degrees[axis]} times",
                 math.sqrt(total + (degrees[axis] - 1) * sum(once[name] for name in names)),
             )
     experts = [name for name in placed if ".experts." in name]

@@ -125,7 +125,7 @@ def name_parameters(names: Collection[str], runs: Sequence[RankRun], what: str) 
         for how in ("replicated", "strided", "sharded"):
             same = {name for name, axes_of in placed.items() if axes_of.get(axis) == how}
             if chosen == same:
-                return f"{shown}; exactly those {how_in_words(how)} over {axis})"
+                return f"{shown}; exactly those {how_in_words(how, axis)})"
     for axis in axes:
         replicated = {name for name, axes_of in placed.items() if axes_of[axis] == "replicated"}
         if chosen <= replicated and replicated != set(placed):
@@ -151,6 +151,8 @@ def agree(who: str, verb: str) -> str:
     return {"do": "does", "are": "is"}.get(verb, f"{verb}s") if is_one else verb
 
 
-def how_in_words(how: str) -> str:
-    """A placement as an adjective; the caller adds "over" and the axis."""
-    return "sharded along an already sharded dimension" if how == "strided" else how
+def how_in_words(how: str, axis: str) -> str:
+    """A placement over an axis, as words after a noun: "sharded over tp"."""
+    if how == "strided":
+        return f"that {axis} shards along an already sharded dimension"
+    return f"{how} over {axis}"

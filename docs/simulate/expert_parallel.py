@@ -1,0 +1,33 @@
+"""Expert parallelism: each worker has the attention of all layers and one expert of each layer.
+
+Worker w has a quarter of the tokens of every global batch. Those that a layer sends to the same
+expert are a batch of their own, so a global batch is workers x workers batches. Odd stages are
+experts; even stages are attention, which needs all tokens of its worker back.
+"""
+
+from titanlite.simulate import ComputeAndWeightWorkers, Costs, Direction, Link, Network, Work
+
+EXPERT_OF_GROUP = [0, 0, 1, 2]  # the router prefers expert 0, and never chooses expert 3
+
+
+def strategy(work, job):
+    source, group = divmod(work.batch % job.workers**2, job.workers)
+    worker = source if work.stage % 2 == 0 else EXPERT_OF_GROUP[group] % job.workers
+    return ComputeAndWeightWorkers(compute=worker, weight=worker)
+
+
+def needs(work, job):
+    if work.stage % 2 == 1:
+        return []
+    step, before = (-1, work.stage > 0) if work.direction == Direction.FORWARD else (1, True)
+    first = work.batch - work.batch % job.workers
+    groups = range(first, first + job.workers)
+    return [Work(work.stage + step, group, work.direction) for group in groups] if before else []
+
+
+def costs(job):
+    layers = job.stages // 2
+    return Costs(forward=[1, 1] * layers, backward=[2, 2] * layers, activation_units=1)
+
+
+network = Network(Link(latency_seconds=0.1, seconds_per_unit=0.2))

@@ -1,0 +1,252 @@
+"""Llama 3 on H100 and H200: published runs, and the planner's prediction of each.
+
+TorchTitan's Llama 3 8B in bfloat16 gives the two fitted figures of its H100. All other rows are
+predicted: titanlite.plan traces the job in eager mode, as for a GPU, and fuses elementwise
+operators where the run was compiled.
+
+TorchTitan, by its documentation and its defaults of that time: the local batch is split into as
+many microbatches as there are pipeline stages of one rank each, an interleaved pipeline has two
+stages a rank, and a ring of context parallelism gathers K and V and is balanced (head-tail).
+titanlite has no asynchronous tensor parallelism in float8, so such a row is the float8 row without
+what the rings save in bfloat16.
+
+The Llama 3 paper does not give the stages of a rank. The rows have the number that is predicted to
+be the fastest of those that the schedule allows, as for the microbatch of Narayanan et al.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from titanlite.config import ResolvedJob, make_config, resolve_job
+from titanlite.plan.hardware import Hardware, load_hardware
+from titanlite.plan.planning import PIECES, JobPlan, plan_job
+
+TITAN = "h100_96gb"
+STAGES = (1, 2, 4, 8)
+"""Of a rank, where a paper does not give them."""
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A published run of Llama 3: tokens/s of a GPU, or TFLOP/s if `is_tflops`.
+
+    `num_blocks` is what a pipeline splits evenly if the number of stages is not known: the layers,
+    embeddings and output.
+    """
+
+    name: str
+    hardware: str
+    flavor: str
+    parallelism: dict[str, Any]
+    local_batch: int
+    recomputes: str
+    is_compiled: bool
+    published: float
+    seq_len: int = 8192
+    is_tflops: bool = False
+    is_float8: bool = False
+    is_async: bool = False
+    num_blocks: int = 0
+
+    def resolve(self, **parallelism: Any) -> ResolvedJob:
+        degrees = {**self.parallelism, **parallelism}
+        if self.is_async:
+            degrees |= {
+                "enable_async_tensor_parallel": True,
+                "async_tensor_parallel_backend": "ring",
+            }
+        dp = degrees["data_parallel_shard_degree"]
+        section = {
+            "mode": self.recomputes,
+            **({"selective_ac_option": "op"} if self.recomputes == "selective" else {}),
+        }
+        values: dict[str, Any] = {
+            "job": {"device": "cuda"},
+            "model": {"name": "llama3", "flavor": self.flavor},
+            "training": {
+                "dataset": "synthetic",
+                "seq_len": self.seq_len,
+                "local_batch_size": self.local_batch,
+                "global_batch_size": self.local_batch * dp,
+                "mixed_precision_param": "bfloat16",
+                "mixed_precision_reduce": "float32",
+            },
+            "parallelism": degrees,
+            "activation_checkpoint": section,
+        }
+        if self.is_float8:
+            values["model"]["converters"] = ["quantize.linear.float8"]
+        return resolve_job(make_config(values), None)
+
+
+def _fsdp(shards: int, tp: int = 1, cp: int = 1) -> dict[str, Any]:
+    return {
+        "data_parallel_shard_degree": shards,
+        "tensor_parallel_degree": tp,
+        "context_parallel_degree": cp,
+        "context_parallel_rotate_method": "allgather",
+    }
+
+
+def _titan(
+    name: str,
+    flavor: str,
+    degrees: dict[str, Any],
+    local_batch: int,
+    recomputes: str,
+    published: float,
+    **others: Any,
+) -> Llama:
+    known = {"is_compiled": True, "is_float8": True, **others}
+    return Llama(
+        name, TITAN, flavor, degrees, local_batch, recomputes, published=published, **known
+    )
+
+
+def _titan_405b(cp: int, schedule: str, microbatch: int) -> dict[str, Any]:
+    return {
+        **_fsdp(8 // cp, 8, cp),
+        "pipeline_parallel_degree": 8,
+        "pipeline_parallel_schedule": schedule,
+        "pipeline_parallel_microbatch_size": microbatch,
+    }
+
+
+def _llama_405b(
+    gpus: str, shards: int, batch: int, published: float, cp: int = 1, seq_len: int = 8192
+) -> Llama:
+    degrees = {**_fsdp(shards, 8, cp), "pipeline_parallel_degree": 16}
+    return Llama(
+        *(f"405B, {gpus} GPUs{', CP 16' if cp > 1 else ''}", "h100", "405B", degrees, batch),
+        *("none", True, published, seq_len, True),
+        num_blocks=128,
+    )
+
+
+# TorchTitan's benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3.
+FITTED = [
+    _titan(
+        name, "8B", _fsdp(gpus), 2, "selective", published, is_float8=False, is_compiled=is_compiled
+    )
+    for name, gpus, is_compiled, published in (
+        ("8B, 8 GPUs, eager", 8, False, 5762),
+        ("8B, 8 GPUs", 8, True, 6667),
+        ("8B, 128 GPUs, eager", 128, False, 5605),
+        ("8B, 128 GPUs", 128, True, 6514),
+    )
+]
+SHARDED_70B: Any = ("70B", _fsdp(32, 8), 16, "full")
+# The same file, and benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md for 70B in bfloat16.
+TITAN_PREDICTED = [
+    _titan("8B, 8 GPUs, float8", "8B", _fsdp(8), 2, "selective", 8532),
+    _titan("8B, 128 GPUs, float8", "8B", _fsdp(128), 2, "selective", 8380),
+    _titan("70B, 256 GPUs", *SHARDED_70B, 597.3, is_float8=False),
+    _titan("70B, 256 GPUs, async TP", *SHARDED_70B, 652.4, is_float8=False, is_async=True),
+    _titan("70B, 256 GPUs, float8", *SHARDED_70B, 829),
+    _titan("70B, 256 GPUs, float8, async TP", *SHARDED_70B, 876, is_async=True),
+    *(
+        _titan(name, "405B", degrees, batch, "full", published, seq_len=seq_len, is_async=True)
+        for name, degrees, batch, published, seq_len in (
+            ("405B, 512 GPUs, 1F1B", _titan_405b(1, "1F1B", 4), 32, 100, 8192),
+            ("405B, 512 GPUs, interleaved", _titan_405b(1, "Interleaved1F1B", 4), 32, 128, 8192),
+            ("405B, 512 GPUs, 32k tokens", _titan_405b(1, "1F1B", 1), 8, 76, 32768),
+        )
+    ),
+    _titan("8B, 8 GPUs, 32k tokens", "8B", _fsdp(8), 1, "full", 3890, seq_len=32768),
+]
+# The same file, tables 2 and 6: context parallelism.
+RINGS = [
+    *(
+        _titan(f"8B, CP {cp}", "8B", _fsdp(8 // cp, 1, cp), 1, "full", tokens, seq_len=32768 * cp)
+        for cp, tokens in ((2, 2540), (4, 1071), (8, 548))
+    ),
+    *(
+        _titan(
+            *(f"405B, CP {cp}", "405B", _titan_405b(cp, "1F1B", 1), 8, "full", tokens),
+            seq_len=32768 * cp,
+            is_async=True,
+        )
+        for cp, tokens in ((2, 47), (4, 31), (8, 16))
+    ),
+]
+# arXiv 2407.21783, table 4.
+PAPER = [
+    _llama_405b("8,192", 64, 32, 430),
+    _llama_405b("16,384", 128, 16, 400),
+    _llama_405b("16,384", 8, 16, 380, 16, 131072),
+]
+# TorchTitan's benchmarks/llama3_8b_h200_2025-06_torchtitan.md. No figure of the H200 is fitted.
+H200 = [
+    replace(
+        TITAN_PREDICTED[0], name=name, hardware="h200", parallelism=_fsdp(gpus), published=tokens
+    )
+    for name, gpus, tokens in (
+        ("8B, 32 H200, float8", 32, 10938),
+        ("8B, 64 H200, float8", 64, 10753),
+    )
+]
+PREDICTED = [*TITAN_PREDICTED, *PAPER, *H200]
+
+
+@cache
+def _hardware(name: str) -> Hardware:
+    return load_hardware(name)
+
+
+def plan(row: Llama, hardware: Hardware | None = None, **parallelism: Any) -> JobPlan:
+    """The plan of a row; `parallelism` replaces keys of that section."""
+    return plan_job(
+        row.resolve(**parallelism),
+        hardware or _hardware(row.hardware),
+        is_compiled=row.is_compiled,
+        method=PIECES,
+    )
+
+
+def best_stages(row: Llama) -> int:
+    """The stages of a rank that are predicted to be the fastest."""
+    return min(STAGES, key=lambda stages: _seconds(row, None, **stages_of(row, stages)))
+
+
+def stages_of(row: Llama, stages: int) -> dict[str, Any]:
+    """The keys of an interleaved pipeline with `stages` of equal size on each rank."""
+    ranks = row.parallelism["pipeline_parallel_degree"]
+    return {
+        "pipeline_parallel_schedule": "Interleaved1F1B" if stages > 1 else "1F1B",
+        "pipeline_parallel_layers_per_stage": row.num_blocks // ranks // stages,
+    }
+
+
+def unbalanced(row: Llama) -> Llama:
+    """The row with a contiguous part of the sequence on each rank; the last has the most work."""
+    layout = {"context_parallel_load_balancer": "none"}
+    return replace(row, parallelism={**row.parallelism, **layout})
+
+
+def predict(row: Llama, hardware: Hardware | None = None, **parallelism: Any) -> float:
+    """Tokens/s or TFLOP/s of a GPU, as the row gives."""
+    if row.num_blocks and not parallelism:
+        parallelism = stages_of(row, best_stages(row))
+    if row.is_tflops:
+        found = plan(row, hardware, **parallelism).prediction
+        assert found is not None
+        assert found.step.mfu is not None
+        return found.step.mfu * (hardware or _hardware(row.hardware)).peak("bfloat16") / 1e12
+    resolved = replace(row, is_async=False).resolve(**parallelism)
+    tokens = resolved.global_batch_size * resolved.seq_len / resolved.dims.world_size
+    return tokens / _seconds(row, hardware, **parallelism)
+
+
+def _seconds(row: Llama, hardware: Hardware | None, **parallelism: Any) -> float:
+    """The seconds of a step."""
+    if row.is_float8 and row.is_async:
+        plain = replace(row, is_float8=False)
+        saved = _seconds(replace(plain, is_async=False), hardware, **parallelism)
+        saved -= _seconds(plain, hardware, **parallelism)
+        return _seconds(replace(row, is_async=False), hardware, **parallelism) - saved
+    prediction = plan(row, hardware, **parallelism).prediction
+    assert prediction is not None
+    return prediction.step.seconds

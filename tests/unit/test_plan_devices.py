@@ -1,0 +1,76 @@
+"""What a trace for a GPU has that one for the CPU has not, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from titanlite.config import ResolvedJob, make_config, resolve_job
+from titanlite.plan.cache import key_of
+from titanlite.plan.events import Operator, Trace
+from titanlite.plan.pieces import trace_pieces
+from titanlite.plan.trace import trace_rank
+
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+PRODUCT8 = "aten::_scaled_mm"
+
+
+def job(device: str, model: dict[str, Any] | None = None, **plan: Any) -> ResolvedJob:
+    config = make_config(
+        {
+            "job": {"device": device},
+            "model": {"name": "llama3", "flavor": "tiny", **(model or {})},
+            "training": {
+                "dataset": "synthetic",
+                "seq_len": 2048,
+                "global_batch_size": 2,
+                "local_batch_size": 2,
+                "mixed_precision_param": "bfloat16",
+            },
+            "parallelism": {"data_parallel_shard_degree": 1, **plan},
+            "activation_checkpoint": {"mode": "none"},
+        }
+    )
+    return resolve_job(config, None)
+
+
+def named(trace: Trace, name: str) -> list[Operator]:
+    return [one for one in trace.operators if one.name == name]
+
+
+def test_a_gpu_multiplies_in_float8_and_the_cpu_emulates_it() -> None:
+    float8 = {"converters": ["quantize.linear.float8"]}
+    on_gpu, on_cpu = (trace_rank(job(device, float8), 0) for device in ("cuda", "cpu"))
+    products = named(on_gpu, PRODUCT8)
+    assert products
+    assert not named(on_cpu, PRODUCT8)
+    # The same operations, though the CPU joins products whose scales differ.
+    plain = {name: sum(one.flops for one in named(on_gpu, name)) for name in (PRODUCT8, "aten::mm")}
+    assert sum(plain.values()) == sum(one.flops for one in named(on_cpu, "aten::mm"))
+
+
+def test_a_gpu_skips_the_masked_half_by_itself() -> None:
+    plan = {"context_parallel_degree": 2}
+    on_gpu, on_cpu = (trace_rank(job(device, **plan), 0) for device in ("cuda", "cpu"))
+    of_gpu, of_cpu = named(on_gpu, ATTENTION), named(on_cpu, ATTENTION)
+    # Of a rank's two blocks one is causal, and it is not split.
+    assert [one.causal for one in of_gpu[:2]] == [(1024, 1024), ()]
+    assert len(of_cpu) > len(of_gpu)
+    assert all(one.causal in ((), (256, 256)) for one in of_cpu)
+    assert key_of(job("cuda", **plan)) != key_of(job("cpu", **plan))
+
+
+def test_pieces_of_contiguous_shards_are_those_of_the_last_rank() -> None:
+    plan = {"context_parallel_degree": 2, "context_parallel_load_balancer": "none"}
+    (block,) = trace_pieces(job("cuda", **plan)).blocks
+    attention = [one for one in block.forward.events if getattr(one, "name", "") == ATTENTION]
+    # The first rank attends to its own keys alone.
+    assert [getattr(one, "causal", None) for one in attention] == [(1024, 1024), ()]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_causal_attention_has_its_lengths(device: str) -> None:
+    found = [one for one in trace_rank(job(device), 0).operators if ATTENTION in one.name]
+    assert {one.causal for one in found} == {(2048, 2048)}
+    assert {one.name for one in found} == {ATTENTION, f"{ATTENTION}_backward"}

@@ -1,0 +1,153 @@
+"""The scripts of the rungs: their results and times are those of the table, and they are short."""
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import titanlite.simulate.ladder as ladder
+from titanlite.simulate import Link, Network, SimulationError
+from titanlite.simulate.ladder import RUNGS, run_rung
+from titanlite.simulate.ladder.__main__ import SCRIPTS, main
+from titanlite.simulate.ladder.rungs import run_program
+from titanlite.simulate.train_step import Workload
+
+RUNG = {rung.name: rung for rung in RUNGS}
+NODES = Network(Link(0.03, 0.02), Link(0.004, 0.001), workers_per_node=2)
+
+
+def train_of(name):
+    return import_module(f"titanlite.simulate.ladder.{SCRIPTS[name][0]}").train
+
+
+def test_there_is_a_script_for_each_rung():
+    assert [rung for _, rung in SCRIPTS.values()] == [rung.name for rung in RUNGS]
+
+
+@pytest.mark.parametrize(
+    ("workload", "network", "factor"),
+    [
+        (Workload(), Network(Link(0.05, 0.01)), 1),
+        # So little compute that reading the weights takes longer, and twice the last degree.
+        (Workload(compute_units_per_item=1), NODES, 2),
+    ],
+    ids=["default", "other"],
+)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_takes_the_time_of_its_rung(name, workload, network, factor):
+    rung = RUNG[SCRIPTS[name][1]]
+    degrees = dict(rung.degrees)
+    for axis in list(degrees)[-1:]:
+        degrees[axis] *= factor
+    rung = replace(rung, degrees=degrees)
+    train = train_of(name)
+    script, cluster = run_program(
+        lambda gpu: train(gpu, rung.grid, workload), rung, workload, network
+    )
+    table, expected = run_rung(rung, workload, network)
+    assert script.seconds == pytest.approx(table.seconds, rel=1e-12)
+    assert script.memory_units == pytest.approx(table.memory_units, rel=1e-12)
+    assert script.communication_seconds == pytest.approx(table.communication_seconds, rel=1e-9)
+    spans = [
+        [(s.row, round(s.start, 9), s.kind) for s in each.timeline("").spans]
+        for each in (cluster, expected)
+    ]
+    assert spans[0] == spans[1]
+
+
+def code_lines(path):
+    """The lines of code: without blank lines, comments and docstrings."""
+    text = path.read_text()
+    docstrings = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = set()
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in layout and token.type != tokenize.ENDMARKER:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_is_short_and_says_what_it_shows(name):
+    path = Path(ladder.__file__).with_name(f"{SCRIPTS[name][0]}.py")
+    assert 40 <= code_lines(path) <= 80
+    doc = ast.get_docstring(ast.parse(path.read_text()))
+    for word in ("Concept", "Workflow", "Pros", "Cons"):
+        assert f"\n{word} " in doc
+    command = next(line for line in doc.splitlines() if line.startswith("Run it: "))
+    assert command.split()[5] == name
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_a_script_advises_to_run_runs(name, capsys):
+    doc = import_module(f"titanlite.simulate.ladder.{SCRIPTS[name][0]}").__doc__
+    command = next(line for line in doc.splitlines() if line.startswith("Run it: "))
+    assert main([*command.split()[5:], "--columns", "100"]) == 0
+    assert SCRIPTS[name][1] in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_script_draws_every_rank_and_prints_its_cost(capsys, tmp_path):
+    svg = tmp_path / "ladder.svg"
+    assert main(["2d", "--columns", "100", "--items", "8", "--svg", str(svg)]) == 0
+    printed = capsys.readouterr().out
+    pipeline, tensor = printed.split("2D DP x TP", maxsplit=1)
+    for text, rung in ((pipeline, "2D DP x PP"), (tensor, "2D DP x TP")):
+        assert all(f"GPU {rank} " in text for rank in range(4))
+        last = [line for line in text.splitlines() if line.startswith(rung)][-1]
+        assert f"{run_rung(RUNG[rung], Workload(items=8))[0].seconds:.1f}" in last
+    assert "of 8 items equal a single process's" in printed
+    assert svg.read_text().startswith("<svg")
+
+
+def test_a_wrong_script_is_refused():
+    def train(gpu, grid, workload):
+        outcome = train_of("1d")(gpu, grid, workload)
+        if gpu.global_rank == 2:
+            outcome.gradients["layers.0.attention.query"][0][0] += 1
+        return outcome
+
+    rung = RUNG["1D DP, ring"]
+    with pytest.raises(SimulationError, match=r"rank 2 has gradients of layers\.0\.attention"):
+        run_program(lambda gpu: train(gpu, rung.grid, Workload()), rung, Workload())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["5d"], "ladder: no rung '5d'; choose from 0d, 1d-relay"),
+        (["2d-pp", "--tp", "2"], "ladder: unrecognized arguments: --tp 2"),
+        (["1d", "--dp", "3"], "ladder: 16 items do not divide evenly over dp x ep = 3"),
+        (["1d", "--dp", "0"], "ladder: --dp: 0 is less than 1"),
+        (["0d", "--compute-units-per-item", "inf"], "inf is not a number up to"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, said, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_script_and_module_run_as_programs():
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False
+        )
+
+    one = run("titanlite.simulate.ladder.rung_0d", "--items", "2", "--columns", "80")
+    other = run("titanlite.simulate.ladder", "0d", "--items", "2", "--columns", "80")
+    assert one.returncode == other.returncode == 0
+    assert one.stdout == other.stdout
+    wrong = run("titanlite.simulate.ladder.rung_0d", "--items", "0")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("ladder: --items: 0 is less than 1")

@@ -1,0 +1,28 @@
+"""Write the files that the command line asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from titanlite.simulate.work import SimulationError
+
+
+def write(path: str | Path, text: str) -> None:
+    """Write `text` to `path` and say so. Raises SimulationError if the file cannot be written."""
+    write_with(Path(path), partial(_write_text, text))
+
+
+def write_with(path: Path, draw: Callable[[Path], None]) -> None:
+    """Write a file by `draw(path)`, as `write` does."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw(path)
+    except OSError as error:
+        raise SimulationError(f"{path}: cannot be written ({error.strerror})") from error
+    print(f"wrote {path}")
+
+
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8")
