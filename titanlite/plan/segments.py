@@ -347,20 +347,13 @@ def _half(part: Part, kind: str, has_gradients: bool) -> Segment:
     both halves; the recomputation is counted once.
     """
     whole = part.backward
-    # Those of experts are stacked.
-    shapes = {weight.shape[-2:] for weight in part.weights if len(weight.shape) > 1}
-    shapes |= {shape[::-1] for shape in shapes}
     events: list[Event] = []
     read = 0
-    for event in whole.events:
-        is_later = (
-            isinstance(event, Operator)
-            and event.shape[1:3] in shapes
-            and event.place.phase == BACKWARD_PHASE
-        )
-        if is_later == (kind == BACKWARD_WEIGHT):
+    is_later = _weight_products(part)
+    for index, event in enumerate(whole.events):
+        if (index in is_later) == (kind == BACKWARD_WEIGHT):
             events.append(event)
-        if is_later and isinstance(event, Operator):
+        if index in is_later and isinstance(event, Operator):
             _, outputs, inputs, _ = event.shape
             read += event.bytes_read * outputs // (outputs + inputs)
     kept = whole.net.get("activations", 0)
@@ -373,3 +366,29 @@ def _half(part: Part, kind: str, has_gradients: bool) -> Segment:
     peak = {name: num_bytes for name, num_bytes in whole.peak.items() if name not in without}
     net["activations"] = read
     return replace(whole, events=tuple(events), net=net, peak=peak)
+
+
+def _weight_products(part: Part) -> set[int]:
+    """The positions of the products that give weight gradients, among the backward pass' events.
+
+    They have a weight's shape. If the number of tokens is that of a weight's rows, the product of
+    an input gradient can have one, too: in each module it follows that of the weight gradient.
+    """
+    # The weights of experts are stacked.
+    shapes = {weight.shape[-2:] for weight in part.weights if len(weight.shape) > 1}
+    shapes |= {shape[::-1] for shape in shapes}
+    found: set[int] = set()
+    has_weight_gradient: dict[str, bool] = {}
+    for index, event in enumerate(part.backward.events):
+        if not isinstance(event, Operator) or not event.shape:
+            continue
+        _, m, n, k = event.shape
+        if (m, n) not in shapes or event.place.phase != BACKWARD_PHASE:
+            continue
+        module = event.place.module
+        if (k, n) in shapes and has_weight_gradient.get(module):
+            has_weight_gradient[module] = False
+        else:
+            has_weight_gradient[module] = True
+            found.add(index)
+    return found
