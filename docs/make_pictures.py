@@ -2,9 +2,9 @@
 
 python docs/make_pictures.py [--runs] [PAGE.md ...]
 
-`titanlite simulate` gives the same picture each time. With --runs, the `titanlite train` commands
-that are followed by a `cp` of a picture, or by a `titanlite plan` that draws one, are run too:
-those pictures are of a real run, and take minutes.
+`titanlite simulate` and `titanlite learn` give the same picture each time. With --runs, the
+`titanlite train` commands that are followed by a `cp` of a picture, or by a `titanlite plan` that
+draws one, are run too: those pictures are of a real run, and take minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 
 def picture_commands(page: Path) -> list[list[str]]:
     """The commands in the code blocks of `page` that write an SVG, continued lines joined."""
-    lines = re.findall(r"^titanlite (simulate .*--svg .*)$", _joined(page), flags=re.MULTILINE)
+    found = r"^titanlite ((?:simulate|learn) .*--svg .*)$"
+    lines = re.findall(found, _joined(page), flags=re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))
     for page in pages:
         for command in picture_commands(page):
-            status = titanlite([*command, "--quiet"])
+            status = titanlite([*command, *(["--quiet"] if command[0] == "simulate" else [])])
             if status:
                 return status
         for command, then in run_commands(page) if "--runs" in arguments else ():
