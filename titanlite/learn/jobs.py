@@ -127,7 +127,7 @@ def measured(names: Sequence[str]) -> dict[str, list[Figures]]:
 def _run_jobs(place: Place, names: list[str]) -> list[Figures]:
     from titanlite.job import build_job
     from titanlite.plan.recorder import Recorder
-    from titanlite.plan.trace import axes_of_ranks
+    from titanlite.plan.trace import axes_of_groups
     from titanlite.ranks.world import open_world
     from titanlite.training.shards import local_part
 
@@ -145,7 +145,7 @@ def _run_jobs(place: Place, names: list[str]) -> list[Figures]:
                 gradients = [p.grad for p in job.parameters.values() if p.grad is not None]
                 held["gradients"] = num_bytes(gradients)
 
-            with Recorder(axes_of_ranks(job), is_fake=False) as recorder:
+            with Recorder(axes_of_groups(job), is_fake=False) as recorder:
                 job.trainer.step(job.draw(), on_gradients=note_gradients)
             states = job.trainer.optimizer.state.values()
             buffers = [buffer for part in job.parts for buffer in part.buffers()]
