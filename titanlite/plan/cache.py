@@ -85,8 +85,13 @@ def key_of(small: ResolvedJob) -> str:
     # The kernels of a GPU allocate other memory than those of the CPU.
     is_on_gpu = small.config.job.device == "cuda"
     what = [config, repr(small.model), small.dims.degrees, small.seq_len, is_on_gpu]
-    text = json.dumps([*what, importlib.metadata.version("torch"), code], sort_keys=True)
+    text = json.dumps([*what, _torch_version(), code], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _torch_version() -> str:
+    return importlib.metadata.version("torch")
 
 
 @functools.cache
@@ -139,7 +144,7 @@ def unpack(values: dict[str, Any]) -> Pieces:
         values[name] = _unpack_segment(values[name])
     for name in ("end_weights", "tied"):
         values[name] = _unpack_weights(values[name])
-    for name in ("kinds", "names", "before_names", "after_names"):
+    for name in ("kinds", "names", "before_names", "after_names", "balance_bytes"):
         values[name] = tuple(values[name])
     return Pieces(**values)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from titanlite.schedule.actions import Schedule
 from titanlite.simulate.costs import Costs
-from titanlite.simulate.engine import Plan
 from titanlite.simulate.exact import simplest
 from titanlite.simulate.network import Link
+from titanlite.simulate.plan import Plan
 from titanlite.simulate.priority import PRIORITIES
 from titanlite.simulate.quantity import show_size, show_time
 
