@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def picture_commands(page: Path) -> list[list[str]]:
-    """The commands in the code blocks of `page` that write an SVG, continued lines joined."""
-    lines = re.findall(r"^titanlite (simulate .*--svg .*)$", _joined(page), flags=re.MULTILINE)
+    """The simulations in the code blocks of `page` that end with the name of their picture."""
+    ending = r"--(?:svg|png|memory) docs/images/\S+"
+    lines = re.findall(rf"^titanlite (simulate .*{ending})$", _joined(page), flags=re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))
     for page in pages:
         for command in picture_commands(page):
-            status = titanlite([*command, "--quiet"])
+            status = titanlite([*command, *["--quiet"] * ("--quiet" not in command)])
             if status:
                 return status
         for command, then in run_commands(page) if "--runs" in arguments else ():

@@ -128,7 +128,7 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
             if simulation.costs.has_sizes:
                 from titanlite.simulate.memory_report import show_memory
 
-                print(show_memory(simulation), end="\n\n")
+                print(show_memory(simulation, options.width), end="\n\n")
     print(format_table(header, cells, left=("scheme",)))
     if options.csv:
         _write(options.csv, write_csv([row.values for row in rows]))
