@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -275,10 +276,11 @@ def test_links_inside_a_node_are_others():
 
 def test_weights_fetched_ahead_cost_nothing_but_the_first():
     network = Network(Link(0.25, 0.5))
-    hidden = simulate(3, 3, 3, fully_sharded, costs=Costs(weight_units=1, network=network))
+    costs = Costs(weight_units=1, network=network, fetch_contention=False)
+    hidden = simulate(3, 3, 3, fully_sharded, costs=costs)
     assert [span[0] for span in hidden.span] == [0, 0.75, 0.75]
     assert hidden.makespan == 9.75
-    waiting = Costs(weight_units=1, network=network, prefetch=0)
+    waiting = replace(costs, prefetch=0)
     stalled = simulate(3, 3, 3, fully_sharded, costs=waiting)
     assert stalled.makespan == 9 + 0.75 * 4
     fetches = [span for span in stalled.timeline().spans if span.kind == "FETCH"]

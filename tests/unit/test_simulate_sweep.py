@@ -8,11 +8,14 @@ import pytest
 
 from titanlite.cli import main
 from titanlite.drawing.sweep import SweptPoint, save_sweep
-from titanlite.simulate.options import number, whole
+from titanlite.simulate import Costs
+from titanlite.simulate.figures import Row
+from titanlite.simulate.options import whole
+from titanlite.simulate.quantity import number, read_size
 from titanlite.simulate.sweep import mark_fronts, pareto_front, read_axes, run_sweep
 from titanlite.simulate.work import SimulationError
 
-READERS = {"workers": whole, "batches": whole, "forward": number}
+READERS = {"workers": whole, "batches": whole, "forward": number, "weight_units": read_size}
 
 
 def test_axes_are_values_and_ranges_with_their_end():
@@ -96,6 +99,19 @@ def test_grid_by_the_command(tmp_path, capsys):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_sizes_with_units_are_swept(capsys):
+    arguments = "simulate FSDP --forward 1ms --backward 2ms --latency 1us --bandwidth 10GB/s"
+    assert main([*arguments.split(), "--sweep", "weight-units=1MB,20MB", "workers=2,4"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert "peak memory" in header
+    found = {tuple(row.split()[i] for i in (3, 1)): row for row in rows[:4]}
+    assert list(found) == [("1MB", "2"), ("1MB", "4"), ("20MB", "2"), ("20MB", "4")]
+    # Each worker stores one stage and keeps the gradients of all four, while it has one or two
+    # stages fetched.
+    assert " 6.68 MiB " in found["1MB", "4"]
+    assert "with as little memory (peak memory)" in rows[4]
+
+
 def test_points_that_cannot_run_are_told(capsys):
     assert main(["simulate", "LoopedPipeline", "--sweep", "group-size=1:4"]) == 0
     printed = capsys.readouterr().out
@@ -127,7 +143,7 @@ def test_progress_is_told_after_each_point():
     def run(scheme, point):
         if point["workers"] == 2:
             raise SimulationError("not two")
-        return {"scheme": scheme, **point}
+        return Row({"scheme": scheme, **point}, Costs())
 
     axes = {"workers": [1, 2, 3]}
     swept = run_sweep(["a", "b"], axes, run, lambda swept: done.append(swept.num_done))

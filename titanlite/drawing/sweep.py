@@ -1,7 +1,4 @@
-"""The points of a sweep as a PNG or SVG: bubble against memory, makespan against workers.
-
-It uses matplotlib's objects without pyplot, as loss.py does.
-"""
+"""The points of a sweep as a PNG or SVG: bubble against memory, makespan against workers."""
 
 from __future__ import annotations
 
@@ -9,12 +6,11 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from titanlite.drawing.figure import make_figure, save_figure
 
 # Okabe and Ito's colours, which differ for colour-blind readers too.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1c1c1c")
@@ -55,8 +51,8 @@ def save_sweep(
     points: Sequence[SweptPoint],
     *,
     title: str = "",
-    memory_label: str = "stage inputs held",
-    time_label: str = "makespan (steps)",
+    memory_label: str = "peak stage inputs held of a worker",
+    time_label: str = "makespan, steps",
 ) -> None:
     """Draw the points as two plots, in the format of the suffix of `path`, .png or .svg.
 
@@ -64,8 +60,7 @@ def save_sweep(
     """
     if not points:
         raise ValueError("there are no points to draw")
-    figure = Figure(figsize=(11, 5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(11, 5)
     left, right = figure.subplots(1, 2)
     names = list(dict.fromkeys(point.series for point in points))
     # Later series are smaller, so that points in one place are all seen.
@@ -93,10 +88,7 @@ def save_sweep(
     )
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
-    # Equal sweeps give equal files: no date, no random identifiers.
-    with matplotlib.rc_context({"svg.hashsalt": "sweep", "svg.fonttype": "none"}):
-        metadata = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
-        figure.savefig(path, facecolor="white", metadata=metadata)
+    save_figure(figure, path)
 
 
 def _draw_memory(axes: Axes, points: Sequence[SweptPoint], style: dict[str, Style]) -> None:

@@ -30,6 +30,9 @@ class Segment:
     peak_place: Place = NOWHERE
     parts: tuple[tuple[int, int, str], ...] = ()
     """(index of the first event, of the one after the last, name) of each named part."""
+    fewer: tuple[Segment, Segment, int] | None = None
+    """If there are no events: two segments, the second with one block more, and how many more
+    blocks than that this one has. Its time follows from theirs."""
 
     @property
     def peak_bytes(self) -> int:
@@ -42,8 +45,9 @@ NOTHING = Segment((), {}, {})
 class Builder:
     """Puts segments together, and adds communication and memory between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_events: bool = True) -> None:
         self.events: list[Event] = []
+        self._keeps_events = keeps_events
         self._parts: list[tuple[int, int, str]] = []
         self._now: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
@@ -62,13 +66,15 @@ class Builder:
             for name, num_bytes in segment.peak.items():
                 self._peak[name] = self._now[name] + num_bytes
             self._peak_place = named(segment.peak_place, part)
-        if part:
+        if part and self._keeps_events:
             start = len(self.events)
             self._parts.append((start, start + len(segment.events), part))
         for name, num_bytes in segment.net.items():
             if not (adds_to_gradients and name == "gradients"):
                 self._now[name] += num_bytes
                 self._total += num_bytes
+        if not self._keeps_events:
+            return
         shift = self._number
         for event in segment.events:
             if isinstance(event, Communication):
@@ -116,7 +122,8 @@ class Builder:
     def segment(self) -> Segment:
         net = {name: num_bytes for name, num_bytes in self._now.items() if num_bytes}
         peak = {name: num_bytes for name, num_bytes in self._peak.items() if num_bytes}
-        return Segment(tuple(self.events), net, peak, self._peak_place, tuple(self._parts))
+        events = tuple(self.events) if self._keeps_events else ()
+        return Segment(events, net, peak, self._peak_place, tuple(self._parts))
 
 
 def named(place: Place, part: str) -> Place:

@@ -34,6 +34,12 @@ class Replication:
         self._always = policy == "always"
         self._reshards = self._always or (policy == "default" and not dims.pp_enabled)
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Jobs with the same pieces have the same units, gathers and reductions if it is equal."""
+        replicas = self.dims.dp_replicate
+        return self.is_fsdp, self.num_shards, replicas, self._always, self._reshards
+
     def frees(self, *, is_needed_first: bool) -> bool:
         """Whether a unit is freed after the forward pass; the backward needs some of them first."""
         return self._always if is_needed_first else self._reshards

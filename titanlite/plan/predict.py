@@ -9,16 +9,18 @@ rank is free and its input has arrived.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
-from titanlite.plan.compose import BATCH, END, START, Composition, Done
+from titanlite.plan.compose import END, START, Composition, Done
 from titanlite.plan.composition import Pieces, Segment
 from titanlite.plan.cost import Cost
+from titanlite.plan.events import Communication
+from titanlite.plan.segments import BATCH, P2P, Shared
 from titanlite.plan.timing import SegmentTime, StepTime, Traffic, step_time, time_events
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import (
@@ -34,6 +36,8 @@ from titanlite.schedule.actions import (
 )
 
 BACKWARDS = (FULL_BACKWARD, BACKWARD_INPUT)
+Timing = tuple[float, bool, int | None, int | None]
+"""An action's seconds, whether it is a send, what it waits for and what it gives (`_code`)."""
 SPAN_KINDS = {UNSHARD: "FETCH", REDUCE_GRAD: "REDUCE_GRAD"}
 
 
@@ -62,10 +66,19 @@ class Prediction:
 
 
 def predict(
-    resolved: ResolvedJob, compositions: Sequence[Composition], cost: Cost, pieces: Pieces
+    resolved: ResolvedJob,
+    compositions: Sequence[Composition],
+    cost: Cost,
+    pieces: Pieces,
+    shared: Shared | None = None,
+    *,
+    keeps_actions: bool = True,
 ) -> Prediction:
-    """The time of a step; `compositions` has one rank of every stage of the pipeline, in order."""
-    clock = _Clock(compositions, cost)
+    """The time of a step; `compositions` has one rank of every stage of the pipeline, in order.
+
+    `shared` is what they were composed with. Unless `keeps_actions`, the timeline is empty.
+    """
+    clock = _Clock(compositions, cost, shared or Shared(), keeps_actions=keeps_actions)
     seconds = clock.run()
     segments = {one.rank: clock.rank_time(place, seconds) for place, one in enumerate(compositions)}
     tokens = resolved.global_batch_size * resolved.seq_len
@@ -85,9 +98,17 @@ def predict(
 class _Clock:
     """Runs the actions of all ranks of a pipeline in virtual time."""
 
-    def __init__(self, compositions: Sequence[Composition], cost: Cost) -> None:
+    def __init__(
+        self,
+        compositions: Sequence[Composition],
+        cost: Cost,
+        shared: Shared,
+        *,
+        keeps_actions: bool,
+    ) -> None:
         self._compositions, self._cost = compositions, cost
         self._known: dict[int, SegmentTime] = {}
+        self._times, self._keeps_actions = shared.times, keeps_actions
         self._place_of = {
             done.stage: place
             for place, one in enumerate(compositions)
@@ -99,99 +120,125 @@ class _Clock:
         # Seconds in which a rank waits for a transfer that is under way, by rank, kind and phase.
         self._exposed: dict[tuple[int, str, str], float] = defaultdict(float)
 
-    def time(self, segment: Segment, rank: int) -> SegmentTime:
-        """The time of a segment; equal for all ranks of a stage."""
-        if id(segment) not in self._known:
-            self._known[id(segment)] = time_events(segment.events, self._cost, rank)
-        return self._known[id(segment)]
+    def time(self, done: Done, rank: int) -> SegmentTime:
+        """The time of an action; equal for all ranks of a stage."""
+        segment = done.segment
+        if done.kind in P2P:
+            return self._known.get(id(segment)) or self._time_message(segment, rank)
+        found = self._times.get(id(segment))
+        if found is None:
+            if segment.fewer is None:
+                found = time_events(segment.events, self._cost, rank)
+            else:
+                one, two, count = segment.fewer
+                shorter, longer = (time_events(s.events, self._cost, rank) for s in (one, two))
+                found = _add(_add(longer, longer, count), shorter, -count)
+            self._times[id(segment)] = found
+        return found
+
+    def _time_message(self, segment: Segment, rank: int) -> SegmentTime:
+        """The time of a message; equal for all that take as long and count as the same."""
+        (event,) = segment.events
+        assert isinstance(event, Communication)
+        key = event.kind, event.place, self._cost.communication(event, rank)
+        if key not in self._times:
+            self._times[key] = time_events(segment.events, self._cost, rank)
+        found = self._known[id(segment)] = self._times[key]
+        return found
 
     def run(self) -> float:
         """The seconds of the step."""
-        lists = [one.actions for one in self._compositions]
-        at = [0] * len(lists)
-        clock = [0.0] * len(lists)
-        arrived: dict[tuple[str, int, int], tuple[float, float]] = {}
+        rows = [self._row(place) for place in range(len(self._compositions))]
+        at = [0] * len(rows)
+        clock = [0.0] * len(rows)
+        arrived: dict[tuple[int, int], tuple[float, float]] = {}
         free: dict[tuple[int, str], float] = defaultdict(float)
-        waiting: dict[tuple[str, int, int], int] = {}
-        runnable = list(range(len(lists)))[::-1]
+        waiting: dict[tuple[int, int], int] = {}
+        runnable = list(range(len(rows)))[::-1]
         while runnable:
             place = runnable.pop()
-            actions = lists[place]
-            rank = self._compositions[place].rank
-            while at[place] < len(actions) and actions[at[place]].kind != END:
-                done = actions[at[place]]
-                need = self._need(done, place)
-                if need is not None and need not in arrived:
-                    waiting[need] = place
-                    break
-                at[place] += 1
-                if done.kind in (RECV_F, RECV_B):
-                    continue
-                of = self.time(done.segment, rank)
-                if done.kind in (SEND_F, SEND_B):
+            row, now = rows[place], clock[place]
+            for index in range(at[place], len(row)):
+                done, (seconds, is_send, need, gives) = row[index]
+                if need is not None:
+                    awaited = need, done.microbatch
+                    if awaited not in arrived:
+                        waiting[awaited] = place
+                        at[place] = index
+                        break
+                    begins, ends = arrived[awaited]
+                    if ends > now:
+                        self._wait(place, done, now, begins, ends)
+                        now = ends
+                start = now
+                if is_send:
                     # A send runs beside the work; the next one on its link waits for it.
-                    begins = max(clock[place], free[place, done.kind])
-                    ends = begins + sum(one.busy_seconds for one in of.traffic)
-                    free[place, done.kind] = ends
-                    self.actions.append(Ran(place, begins, ends, done))
-                    key = (
-                        (FORWARD if done.kind == SEND_F else BACKWARD_INPUT),
-                        done.stage,
-                        done.microbatch,
-                    )
-                    arrived[key] = begins, ends
+                    start = max(now, free[place, done.kind])
+                    end = free[place, done.kind] = start + seconds
+                else:
+                    end = now = now + seconds
+                if self._keeps_actions:
+                    self._note(place, done, start, end, is_send=is_send)
+                if gives is not None:
+                    key = gives, done.microbatch
+                    # What stays on this rank is there at once.
+                    arrived[key] = (start if is_send else end), end
                     if key in waiting:
                         runnable.append(waiting.pop(key))
-                    continue
-                if need is not None:
-                    begins, ends = arrived[need]
-                    self._wait(place, done, clock[place], begins, ends)
-                    clock[place] = max(clock[place], ends)
-                start = clock[place]
-                clock[place] += of.seconds
-                self._note(place, done, start, clock[place])
-                if done.kind in (FORWARD, *BACKWARDS):
-                    key = (
-                        (FORWARD if done.kind == FORWARD else BACKWARD_INPUT),
-                        done.stage,
-                        done.microbatch,
-                    )
-                    if self._is_local(done, place):
-                        arrived[key] = clock[place], clock[place]
-        if any(at[place] < len(actions) - 1 for place, actions in enumerate(lists)):
+            else:
+                at[place] = len(row)
+            clock[place] = now
+        if any(done < len(row) for done, row in zip(at, rows, strict=True)):
             raise TitanliteError("the composed pipeline deadlocks")
         # The gradient norm is a sum over all ranks.
         start = max(clock)
         ends = start
         for place, one in enumerate(self._compositions):
-            seconds = self.time(one.actions[-1].segment, one.rank).seconds
+            seconds = self.time(one.actions[-1], one.rank).seconds
             ends = max(ends, start + seconds)
             self.actions.append(Ran(place, start, start + seconds, one.actions[-1]))
         return ends
 
-    def _is_local(self, done: Done, place: int) -> bool:
-        """Whether the next stage of a pass is on the same rank."""
-        to = done.stage + (1 if done.kind == FORWARD else -1)
-        return self._place_of.get(to) == place
+    def _row(self, place: int) -> list[tuple[Done, Timing]]:
+        """The actions of a rank that take time, without the update."""
+        one = self._compositions[place]
+        known: dict[tuple[int, str, int], Timing] = {}
+        row = []
+        for done in one.actions:
+            kind = done.kind
+            if kind in (RECV_F, RECV_B, END):
+                continue
+            key = id(done.segment), kind, done.stage
+            if key not in known:
+                known[key] = self._timing(done, place, one.rank)
+            row.append((done, known[key]))
+        return row
 
-    def _need(self, done: Done, place: int) -> tuple[str, int, int] | None:
-        """What an action waits for: the output of another stage's action, sent or local."""
+    def _timing(self, done: Done, place: int, rank: int) -> Timing:
+        of = self.time(done, rank)
         last = max(self._place_of, default=0)
-        if done.kind == FORWARD and done.stage > 0:
-            return FORWARD, done.stage - 1, done.microbatch
-        if done.kind in BACKWARDS and done.stage < last:
-            return BACKWARD_INPUT, done.stage + 1, done.microbatch
-        return None
+        kind, stage = done.kind, done.stage
+        if kind in (SEND_F, SEND_B):
+            busy = sum(one.busy_seconds for one in of.traffic)
+            return busy, True, None, _code(kind == SEND_F, stage)
+        need = gives = None
+        if kind == FORWARD:
+            need = _code(True, stage - 1) if stage > 0 else None
+            is_local = self._place_of.get(stage + 1) == place
+            gives = _code(True, stage) if is_local else None
+        elif kind in BACKWARDS:
+            need = _code(False, stage + 1) if stage < last else None
+            is_local = self._place_of.get(stage - 1) == place
+            gives = _code(False, stage) if is_local else None
+        return of.seconds, False, need, gives
 
     def _wait(self, place: int, done: Done, now: float, begins: float, ends: float) -> None:
-        if ends <= now:
-            return
         phase = "forward" if done.kind == FORWARD else "backward"
         self._exposed[place, "receive", phase] += ends - max(now, begins)
 
-    def _note(self, place: int, done: Done, start: float, end: float) -> None:
+    def _note(self, place: int, done: Done, start: float, end: float, *, is_send: bool) -> None:
         self.actions.append(Ran(place, start, end, done))
-        if end <= start or done.kind in (START, BATCH):
+        if is_send or end <= start or done.kind in (START, BATCH):
             return
         kind = SPAN_KINDS.get(done.kind, done.kind)
         microbatch = None if done.microbatch < 0 else done.microbatch
@@ -201,8 +248,10 @@ class _Clock:
         """The sum of a rank's actions in a step of `seconds`."""
         one = self._compositions[place]
         total = SegmentTime(0.0, {}, (), 0.0, 0.0, 0.0)
-        for segment, times in one.segments():
-            total = _add(total, self.time(segment, one.rank), times)
+        times = Counter(id(done.segment) for done in one.actions)
+        by_id = {id(done.segment): done for done in one.actions}
+        for key, count in times.items():
+            total = _add(total, self.time(by_id[key], one.rank), count)
         traffic = []
         for item in total.traffic:
             if item.axis == "pp":
@@ -219,10 +268,9 @@ class _Clock:
         )
 
 
-def _output(done: Done) -> tuple[str, int, int]:
-    """What an action computes or sends: the pass, the stage and the microbatch."""
-    is_forward = done.kind in (FORWARD, SEND_F)
-    return FORWARD if is_forward else BACKWARD_INPUT, done.stage, done.microbatch
+def _code(is_forward: bool, stage: int) -> int:
+    """A number for the output of a stage in a pass."""
+    return 2 * stage + is_forward
 
 
 def _add(total: SegmentTime, one: SegmentTime, times: int) -> SegmentTime:

@@ -29,6 +29,7 @@ from titanlite.plan.cost import Cost
 from titanlite.plan.hardware import Hardware
 from titanlite.plan.predict import predict
 from titanlite.plan.scale import scaled
+from titanlite.plan.segments import Row, Shared
 from titanlite.schedule import SCHEDULES as SCHEDULE_KINDS
 from titanlite.schedule import schedule_name
 
@@ -202,6 +203,30 @@ class Evaluator:
         self._config, self._hardware, self._use_cache = config, hardware, use_cache
         self._cost = Cost(hardware, is_compiled=is_compiled)
         self._pieces: dict[tuple[str, bool], Pieces] = {}
+        self._shared: dict[int, Shared] = {}
+        self._tables: dict[tuple[Any, ...], list[Row]] = {}
+
+    def forget(self) -> None:
+        """Forget the pieces, and what plans share that have them."""
+        self._pieces.clear()
+        self._shared.clear()
+
+    def evaluate_all(self, plans: Iterable[Changes]) -> list[Found | str]:
+        """What the plans of a group take, in their order: smaller microbatches first.
+
+        If a plan does not fit in memory, neither does it with larger microbatches.
+        """
+        self.forget()
+        too_large: set[frozenset[tuple[str, Any]]] = set()
+        rows: list[Found | str] = []
+        for changes in plans:
+            size = LOCAL_BATCH if changes[PP] == 1 else MICROBATCH
+            others = frozenset(item for item in changes.items() if item[0] != size)
+            row = DOES_NOT_FIT if others in too_large else self.evaluate(changes)
+            if row == DOES_NOT_FIT:
+                too_large.add(others)
+            rows.append(row)
+        return rows
 
     def evaluate(self, changes: Changes, *, exactly: bool = False) -> Found | str:
         """What a plan takes, or why it is dropped.
@@ -256,11 +281,13 @@ class Evaluator:
 
     def _found(self, changes: Changes, resolved: ResolvedJob, *, exactly: bool) -> Found | str:
         pieces = self._load(resolved, exactly=exactly)
-        compositions = compose(resolved, pieces)
+        shared = Shared() if exactly else self._shared_by(pieces)
+        compositions = compose(resolved, pieces, shared=shared, is_quick=not exactly)
         peak = max(one.peak().num_bytes for one in compositions)
         if not self._fits(peak):
             return DOES_NOT_FIT
-        of = predict(resolved, compositions, self._cost.on(resolved.dims), pieces)
+        cost = self._cost.on(resolved.dims)
+        of = predict(resolved, compositions, cost, pieces, shared, keeps_actions=False)
         step = of.step
         return Found(
             dict(changes),
@@ -271,6 +298,9 @@ class Evaluator:
             of.bubble,
             step.bound,
         )
+
+    def _shared_by(self, pieces: Pieces) -> Shared:
+        return self._shared.setdefault(id(pieces), Shared(tables=self._tables))
 
     def _load(self, resolved: ResolvedJob, *, exactly: bool) -> Pieces:
         small = smaller(resolved)
@@ -385,7 +415,7 @@ def _start(config: JobConfig, hardware: Hardware, is_compiled: bool, use_cache: 
 
 def _evaluate(plans: list[dict[str, Any]]) -> list[Found | str]:
     assert _evaluator is not None
-    return [_evaluator.evaluate(plan) for plan in plans]
+    return _evaluator.evaluate_all(plans)
 
 
 def _evaluate_exactly(plan: dict[str, Any]) -> Found | str:

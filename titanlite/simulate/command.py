@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.simulate.costs import Costs
-from titanlite.simulate.figures import figures, table_rows, write_csv
+from titanlite.simulate.figures import Row, figures, table_rows, write_csv
 from titanlite.simulate.network import Link, Network
 from titanlite.simulate.options import (
     Parser,
     characters,
     check_outputs,
     check_used,
-    number,
     used_options,
     whole,
 )
 from titanlite.simulate.output import write as _write
 from titanlite.simulate.output import write_with as _write_with
 from titanlite.simulate.priority import PRIORITIES
+from titanlite.simulate.quantity import read_rate, read_size, read_time, read_units
 from titanlite.simulate.result import Simulation
 from titanlite.simulate.schemes import STRATEGIES, Workload, run_scheme
 from titanlite.simulate.sweep import Point, read_axes
@@ -33,13 +32,23 @@ from titanlite.simulate.work import SimulationError
 if TYPE_CHECKING:
     from titanlite.schedule.timeline import Timeline
 
-FILES = {"svg": ".svg", "html": ".html", "png": ".png", "csv": ".csv", "trace": ".json"}
+FILES = {
+    "svg": (".svg",),
+    "html": (".html",),
+    "png": (".png",),
+    "csv": (".csv",),
+    "trace": (".json",),
+    "memory": (".png", ".svg"),
+}
+COMPUTE_TIMES = ("forward", "backward", "weight_gradient")
+TIMES = (*COMPUTE_TIMES, "latency", "time_per_unit", "inside_latency", "inside_time_per_unit")
+SIZES = ("activation_units", "weight_units", "gradient_units", "optimizer_units", "kept_units")
+RATES = ("bandwidth", "inside_bandwidth")
 # Of these, an option has one value, or one per stage or worker; a sweep gives one.
-LISTED_OPTIONS = ("forward", "backward", "weight_gradient", "max_in_flight")
+LISTED_OPTIONS = (*COMPUTE_TIMES, *SIZES[1:], "max_in_flight")
 SWEPT_OPTIONS = (
-    *("workers", "batches", "stages", "group_size", "priority", *LISTED_OPTIONS),
-    *("activation_units", "weight_units", "prefetch", "latency", "time_per_unit"),
-    *("workers_per_node", "inside_latency", "inside_time_per_unit"),
+    *("workers", "batches", "stages", "group_size", "priority", "max_in_flight", "prefetch"),
+    *("workers_per_node", *TIMES, *SIZES, *RATES),
 )
 
 
@@ -68,6 +77,8 @@ def main(arguments: Sequence[str]) -> int:
         option = given.get("width", given.get("color"))
         raise SimulationError(f"{option}: --quiet draws no picture in the terminal")
     simulations = [run_scheme(scheme, _workload(options)) for scheme in schemes]
+    if options.memory and not all(simulation.costs.has_sizes for simulation in simulations):
+        raise SimulationError("--memory: nothing has a size; give --weight-units or others, too")
     check_used(given, set().union(*map(used_options, simulations)), schemes)
     for scheme, simulation in zip(schemes, simulations, strict=True):
         _check_file_sizes(scheme, simulation, options, given)
@@ -93,29 +104,35 @@ def _check_file_sizes(
             )
 
 
-def _row(scheme: str, simulation: Simulation) -> dict[str, Any]:
+def _row(scheme: str, simulation: Simulation) -> Row:
     """The scheme, the sizes and the figures of a simulation."""
     sizes = {"workers": simulation.num_workers, "batches": simulation.num_batches}
-    return {"scheme": scheme, **sizes, **figures(simulation)}
+    return Row({"scheme": scheme, **sizes, **figures(simulation)}, simulation.costs)
 
 
 def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> None:
     rows = [_row(simulation.title, simulation) for simulation in simulations]
-    header, cells = table_rows(
-        [{k: v for k, v in row.items() if k not in ("workers", "batches")} for row in rows]
-    )
+    shown = [
+        Row({k: v for k, v in values.items() if k not in ("workers", "batches")}, costs)
+        for values, costs in rows
+    ]
+    header, cells = table_rows(shown)
     timelines: list[Timeline] = []
     if not options.quiet or options.svg or options.html or options.png or options.trace:
-        longest = float(max(simulation.makespan for simulation in simulations))
-        timelines = [replace(simulation.timeline(), until=longest) for simulation in simulations]
+        longest = max(simulation.makespan for simulation in simulations)
+        timelines = [simulation.timeline(longest) for simulation in simulations]
     if not options.quiet:
         from titanlite.drawing.schedule_text import draw_text
 
-        for timeline in timelines:
+        for simulation, timeline in zip(simulations, timelines, strict=True):
             print(draw_text(timeline, options.width, options.color), end="\n\n")
+            if simulation.costs.has_sizes:
+                from titanlite.simulate.memory_report import show_memory
+
+                print(show_memory(simulation), end="\n\n")
     print(format_table(header, cells, left=("scheme",)))
     if options.csv:
-        _write(options.csv, write_csv(rows))
+        _write(options.csv, write_csv([row.values for row in rows]))
     if options.svg:
         from titanlite.drawing.schedule_svg import draw_svg
 
@@ -124,20 +141,28 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
         from titanlite.drawing.schedule_html import draw_html
 
         _write(options.html, draw_html(timelines, html_table(header, cells)))
-    for path in (options.png, options.trace):
-        for timeline in timelines if path else ():
-            # One picture per file; with several schemes, the name of each goes into its file name.
-            name = "".join(c if c.isalnum() else "_" for c in timeline.title)
-            stem = f"{Path(path).stem}_{name}" if len(timelines) > 1 else Path(path).stem
-            target = Path(path).with_name(stem + Path(path).suffix)
-            if path == options.png:
-                from titanlite.drawing.schedule_png import draw_png
+    # One picture per file; with several schemes, the name of each goes into its file name.
+    for simulation in simulations if options.memory else ():
+        from titanlite.simulate.memory_report import draw_memory
 
-                _write_with(target, partial(draw_png, timeline))
-            else:
-                from titanlite.schedule.trace import make_trace
+        target = _one_of(options.memory, simulation.title, len(simulations))
+        _write_with(target, partial(draw_memory, simulation))
+    for timeline in timelines if options.png else ():
+        from titanlite.drawing.schedule_png import draw_png
 
-                _write(target, make_trace(timeline))
+        target = _one_of(options.png, timeline.title, len(timelines))
+        _write_with(target, partial(draw_png, timeline))
+    for timeline in timelines if options.trace else ():
+        from titanlite.schedule.trace import make_trace
+
+        _write(_one_of(options.trace, timeline.title, len(timelines)), make_trace(timeline))
+
+
+def _one_of(path: str, title: str, num_files: int) -> Path:
+    """The name of one of several files: with its title."""
+    name = "".join(c if c.isalnum() else "_" for c in title)
+    stem = f"{Path(path).stem}_{name}" if num_files > 1 else Path(path).stem
+    return Path(path).with_name(stem + Path(path).suffix)
 
 
 def _sweep(
@@ -154,7 +179,7 @@ def _sweep(
         show_sweep,
     )
 
-    for name in ("html", "trace", "width", "color"):
+    for name in ("html", "trace", "memory", "width", "color"):
         if name in given:
             raise SimulationError(
                 f"{given[name]}: a sweep draws no timelines; leave it out (--svg or --png draws "
@@ -167,13 +192,14 @@ def _sweep(
             raise SimulationError(f"{given[name]}: --sweep gives its values; leave it out")
     used: set[str] = set()
 
-    def run(scheme: str, point: Point) -> dict[str, Any]:
+    def run(scheme: str, point: Point) -> Row:
         values = {name: [v] if name in LISTED_OPTIONS else v for name, v in point.items()}
         workload = _workload(argparse.Namespace(**{**vars(options), **values}))
         simulation = run_scheme(scheme, workload)
         used.update(used_options(simulation))
-        row = _row(scheme, simulation)
-        return {**{name: row[name] for name in ("scheme", "workers", "batches")}, **point, **row}
+        values, costs = _row(scheme, simulation)
+        first = {name: values[name] for name in ("scheme", "workers", "batches")}
+        return Row({**first, **point, **{k: v for k, v in values.items() if k not in point}}, costs)
 
     swept = run_with_progress(schemes, axes, run)
     if swept.is_complete:
@@ -194,25 +220,26 @@ def _sweep(
 
 
 def _workload(options: argparse.Namespace) -> Workload:
+    values, time_unit, size_unit = read_units(options, TIMES, SIZES, RATES)
     network = None
-    between = options.latency, options.time_per_unit
-    inside = options.inside_latency, options.inside_time_per_unit
+    between = values["latency"], values["time_per_unit"]
+    inside = values["inside_latency"], values["inside_time_per_unit"]
     if options.reduce_gradients or (*between, *inside) != (None,) * 4:
         network = Network(
             Link(*(time or 0 for time in between)),
             None if inside == (None, None) else Link(*(time or 0 for time in inside)),
             options.workers_per_node,
         )
+    given = {name: _one_or_all(values[name]) for name in (*COMPUTE_TIMES, *SIZES)}
     costs = Costs(
-        forward=_one_or_all(options.forward),
-        backward=_one_or_all(options.backward),
-        weight_gradient=_one_or_all(options.weight_gradient),
-        activation_units=options.activation_units,
-        weight_units=options.weight_units,
+        **{name: value for name, value in given.items() if value is not None},
         network=network,
         overlap_transfers=options.overlap,
         prefetch=options.prefetch,
         reduce_gradients=options.reduce_gradients,
+        fetch_contention=options.fetch_contention,
+        time_unit=time_unit,
+        size_unit=size_unit,
     )
     return Workload(
         workers=options.workers,
@@ -227,8 +254,8 @@ def _workload(options: argparse.Namespace) -> Workload:
     )
 
 
-def _one_or_all(values: list[Any] | None) -> Any:
-    return values[0] if values is not None and len(values) == 1 else values
+def _one_or_all(values: Any) -> Any:
+    return values[0] if isinstance(values, list) and len(values) == 1 else values
 
 
 def _parser() -> Parser:
@@ -240,7 +267,8 @@ def _parser() -> Parser:
         "       titanlite simulate SCHEME --sweep workers=4,8,16 batches=8:64:8 [options]\n"
         "       titanlite simulate ladder [options]",
         description="Simulate a training scheme in virtual time, draw it, and report its cost.",
-        epilog=f"strategies: {', '.join(STRATEGIES)}. schedules: {', '.join(SCHEDULES)}. "
+        epilog="A TIME may have the unit s, ms, us or ns, a SIZE B, KB, KiB, MB, MiB and so on, if "
+        f"all have one. strategies: {', '.join(STRATEGIES)}. schedules: {', '.join(SCHEDULES)}. "
         "Your own: FILE.py with strategy(work) -> ComputeAndWeightWorkers(compute, weight), "
         "FILE.py:FUNCTION, or a schedule as FILE.csv. `ladder` runs one workload with 0 to 4 "
         "dimensions of parallelism on simulated GPUs, and has options of its own "
@@ -279,31 +307,41 @@ def _parser() -> Parser:
         help="schedule weight gradients separately from input gradients",
     )
 
-    costs = parser.add_argument_group("costs (one value, or one per stage)")
+    costs = parser.add_argument_group("costs (a SIZE or TIME is one value, or one per stage)")
     costs.add_argument(
         "--costs-per",
         choices=["stage", "model"],
         default="stage",
         help="model: times and weights are of the whole model, divided among its stages",
     )
-    costs.add_argument("--forward", type=number, nargs="+", default=[1], metavar="TIME")
-    costs.add_argument("--backward", type=number, nargs="+", default=[2], metavar="TIME")
+    costs.add_argument("--forward", type=read_time, nargs="+", metavar="TIME", help="default: 1")
+    costs.add_argument("--backward", type=read_time, nargs="+", metavar="TIME", help="default: 2")
     costs.add_argument(
         "--weight-gradient",
-        type=number,
+        type=read_time,
         nargs="+",
         metavar="TIME",
         help="part of the backward time (default: half)",
     )
-    costs.add_argument("--activation-units", type=number, default=0, metavar="SIZE")
-    costs.add_argument("--weight-units", type=number, default=0, metavar="SIZE", help="per stage")
+    costs.add_argument("--activation-units", type=read_size, metavar="SIZE", help="of a message")
+    for name, purpose in (
+        ("--weight-units", "weights of a stage"),
+        ("--gradient-units", "gradients of a stage (default: as weights)"),
+        ("--optimizer-units", "optimizer state of a stage"),
+        ("--kept-units", "kept by a forward for its backward (default: a message)"),
+    ):
+        costs.add_argument(name, type=read_size, nargs="+", metavar="SIZE", help=purpose)
 
     network = parser.add_argument_group("network")
-    network.add_argument("--latency", type=number, metavar="TIME")
-    network.add_argument("--time-per-unit", type=number, metavar="TIME")
+    network.add_argument("--latency", type=read_time, metavar="TIME")
+    network.add_argument("--time-per-unit", type=read_time, metavar="TIME")
+    network.add_argument(
+        "--bandwidth", type=read_rate, metavar="RATE", help="instead of --time-per-unit: 50GB/s"
+    )
     network.add_argument("--workers-per-node", type=whole, default=1, metavar="N")
-    network.add_argument("--inside-latency", type=number, metavar="TIME", help="inside a node")
-    network.add_argument("--inside-time-per-unit", type=number, metavar="TIME")
+    network.add_argument("--inside-latency", type=read_time, metavar="TIME", help="inside a node")
+    network.add_argument("--inside-time-per-unit", type=read_time, metavar="TIME")
+    network.add_argument("--inside-bandwidth", type=read_rate, metavar="RATE")
     network.add_argument(
         "--no-overlap",
         dest="overlap",
@@ -313,12 +351,19 @@ def _parser() -> Parser:
     network.add_argument(
         "--prefetch", type=whole, default=1, metavar="N", help="fetch weights N work items ahead"
     )
+    network.add_argument(
+        "--no-fetch-contention",
+        dest="fetch_contention",
+        action="store_false",
+        help="a worker sends weights to any number of workers at once",
+    )
     network.add_argument("--reduce-gradients", action="store_true")
 
     output = parser.add_argument_group("output")
     output.add_argument("--svg", metavar="FILE")
     output.add_argument("--html", metavar="FILE", help="a page with tooltips and zoom")
     output.add_argument("--png", metavar="FILE", help="needs matplotlib")
+    output.add_argument("--memory", metavar="FILE", help="memory of the workers, .png or .svg")
     output.add_argument("--csv", metavar="FILE", help="the table, numbers not rounded")
     output.add_argument("--trace", metavar="FILE", help="for https://ui.perfetto.dev")
     output.add_argument("--width", type=characters, metavar="CHARACTERS")

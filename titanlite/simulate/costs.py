@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from titanlite.simulate.exact import Exact, Number, Ticks, exact, is_fraction, simplest
 from titanlite.simulate.network import Network
@@ -32,9 +32,18 @@ class Costs:
 
     A work item whose weights are stored on another worker first fetches `weight_units`. The fetch
     may start together with the `prefetch`-th work item before it; with `prefetch=0`, the worker
-    must be idle first. `reduce_gradients` reduces each stage's gradient over the workers that hold
-    it, with a ring all-reduce, or to one owner if only one worker stores the weights. The reduction
-    overlaps compute, or runs after it if transfers do not overlap.
+    must be idle first. A keeper, the worker that stores weights, sends those of one fetch at a time
+    over each of its links (between and inside nodes); without `fetch_contention`, all at once.
+
+    `reduce_gradients` reduces each stage's gradient over the workers that hold it, with a ring
+    all-reduce, or to one owner if only one worker stores the weights. The reduction overlaps
+    compute, or runs after it if transfers do not overlap.
+
+    `gradient_units` (default: as the weights) and `optimizer_units` are sizes of a stage's
+    gradients and optimizer state, `kept_units` (default: `activation_units`) the size of what a
+    forward keeps for its backward. They give the memory of a simulation, and take no time. If times
+    are in seconds and sizes in bytes, `time_unit="s"` and `size_unit="B"` say so where they are
+    shown.
     """
 
     forward: PerStage = 1
@@ -46,8 +55,19 @@ class Costs:
     overlap_transfers: bool = True
     prefetch: int = 1
     reduce_gradients: bool = False
+    fetch_contention: bool = True
+    gradient_units: PerStage | None = None
+    optimizer_units: PerStage = 0
+    kept_units: PerStage | None = None
+    time_unit: Literal["", "s"] = ""
+    size_unit: Literal["", "B"] = ""
 
     def __post_init__(self) -> None:
+        if self.time_unit not in ("", "s") or self.size_unit not in ("", "B"):
+            raise SimulationError(
+                f"costs: time_unit is {self.time_unit!r} and size_unit {self.size_unit!r}; they "
+                "must be '' or 's', and '' or 'B'"
+            )
         exact(self.activation_units, "costs: activation_units")
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise SimulationError(
@@ -57,6 +77,12 @@ class Costs:
             raise SimulationError(f"costs: network is {self.network!r}; it must be a Network")
         if self.reduce_gradients and self.network is None:
             raise SimulationError("costs: reduce_gradients needs a network; give one")
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether anything has a size, so that a simulation has memory to show."""
+        names = ("activation_units", "weight_units", "gradient_units", "optimizer_units")
+        return any(getattr(self, name) not in (0, None) for name in (*names, "kept_units"))
 
     def per_stage(self, name: str, num_stages: int) -> tuple[list[Exact], bool]:
         """The values of field `name`, one per stage, and whether one is a Fraction or a Decimal.

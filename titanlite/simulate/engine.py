@@ -10,6 +10,7 @@ strategy.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -208,6 +209,8 @@ class _Engine:
         self.weight_units = plan.tick_costs.weight_units
         self.fetches = costs.network is not None and any(self.weight_units)
         self.fetch_free = [0] * plan.num_workers
+        # When each keeper serves fetches, by its links between and inside nodes.
+        self.serving: dict[tuple[int, bool], list[list[int]]] = {}
         self.recent_starts: list[deque[int]] = [deque(maxlen=costs.prefetch) for _ in self.idle]
 
     def run(self) -> None:
@@ -217,7 +220,7 @@ class _Engine:
         busy_until = [0] * self.plan.num_workers
         num_chained, total, stages, chain = self.num_chained, self.total, self.stages, self.chain
         put, take, modulus = self.put, self.ready.take, self.plan.modulus
-        heaps, keys = None, self.plan.keys
+        heaps, keys = None, self.plan.keys or ()
         if type(self.ready) is ByPriority and not self.plan.needs:
             heaps = self.ready.heaps
         splits, network, fetches = self.splits, self.network, self.fetches
@@ -248,15 +251,13 @@ class _Engine:
                     number = event + 1
                     target = compute[number]
                     if target != worker and network is not None:
-                        if overlap:
-                            latency, transfer = (
-                                inside if nodes[worker] == nodes[target] else between
-                            )
-                            sent = port_free[worker]
-                            sent = port_free[worker] = transfer + (sent if sent > now else now)
-                            time = sent + latency
-                        else:
-                            time = self._send(event, worker, target)
+                        if not overlap:
+                            self._arrive(self._send(event, worker, target), target, (number,))
+                            continue
+                        latency, transfer = inside if nodes[worker] == nodes[target] else between
+                        sent = port_free[worker]
+                        sent = port_free[worker] = transfer + (sent if sent > now else now)
+                        time = sent + latency
                         # A worker that is still busy then can have its work on its heap now.
                         if time > now and (idle[target] or time > busy_until[target]):
                             bucket = events.get(time)
@@ -269,10 +270,11 @@ class _Engine:
                 elif event < total:
                     self._end_weight_gradient(event)
                     continue
+                elif port_free[event - total] > now:
+                    continue
                 else:
-                    if port_free[event - total] <= now:
-                        idle[event - total] = 1
-                        touched.append(event - total)
+                    idle[event - total] = 1
+                    touched.append(event - total)
                     continue
                 # `number` is ready on `target`. A busy worker is touched when it ends its work.
                 if heaps is not None:
@@ -357,12 +359,16 @@ class _Engine:
             arrival = self.now
             if target != worker and self.network is not None:
                 arrival = self._send(number, worker, target)
-            for follower in receivers[target]:
-                if arrival > self.now:
-                    self._post(arrival, ~follower)
-                else:
-                    self.put(follower, target)
-                    self.touched.append(target)
+            self._arrive(arrival, target, receivers[target])
+
+    def _arrive(self, arrival: int, target: int, followers: Sequence[int]) -> None:
+        """An input of `followers`, on `target`, arrives now or later."""
+        for follower in followers:
+            if arrival > self.now:
+                self._post(arrival, ~follower)
+            else:
+                self.put(follower, target)
+                self.touched.append(target)
 
     def _send(self, number: int, worker: int, target: int) -> int:
         """Send the output of `number` to `target`; the time at which it arrives.
@@ -394,9 +400,32 @@ class _Engine:
                 if self.costs.prefetch:
                     is_full = len(before) == self.costs.prefetch
                     begin = max(before[0] if is_full else 0, self.fetch_free[worker])
-                end = begin + self.plan.link(keeper, worker).fetches[stage]
+                link = self.plan.link(keeper, worker)
+                if self.costs.fetch_contention:
+                    place = keeper, link is self.plan.tick_costs.inside
+                    busy = self.serving.setdefault(place, [])
+                    begin = _book(busy, begin, link.fetches[stage] - link.latency)
+                end = begin + link.fetches[stage]
                 self.fetch_free[worker] = end
                 self.extras.append(Extra(worker, begin, end, "FETCH", number))
                 start = max(start, end)
         before.append(start)
         return start
+
+
+def _book(busy: list[list[int]], begin: int, length: int) -> int:
+    """The first time from `begin` at which `length` ticks are free, which are then busy.
+
+    `busy` has the [start, end] that are not free, in order. Those that touch become one.
+    """
+    at = bisect_right(busy, begin, key=lambda taken: taken[1])
+    while at < len(busy) and busy[at][0] < begin + length:
+        begin = busy[at][1]
+        at += 1
+    if length:
+        busy.insert(at, [begin, begin + length])
+        if at + 1 < len(busy) and busy[at + 1][0] == busy[at][1]:
+            busy[at][1] = busy.pop(at + 1)[1]
+        if at and busy[at - 1][1] == busy[at][0]:
+            busy[at - 1][1] = busy.pop(at)[1]
+    return begin

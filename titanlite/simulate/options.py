@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import NoReturn
 
 from titanlite.simulate.result import Simulation
 from titanlite.simulate.work import SimulationError
 
-LARGEST = 1e100
 LEAST_WIDTH = 30
 
 
@@ -57,27 +55,6 @@ def characters(text: str) -> int:
     return whole(text)
 
 
-def number(text: str) -> float | Fraction:
-    """A number of ordinary size, for an option's type: an int if it is whole, "1/3" a Fraction."""
-    try:
-        value: float | Fraction = Fraction(text) if "/" in text else float(text)
-    except (ValueError, ZeroDivisionError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not -LARGEST <= value <= LARGEST:  # NaN is not either
-        raise argparse.ArgumentTypeError(f"{text} is not a number up to {LARGEST:.0e}")
-    if isinstance(value, float) and value == int(value):
-        return int(Fraction(text)) if value else 0
-    return value
-
-
-def factor(text: str) -> float | Fraction:
-    """A number above 0, for an option's type."""
-    value = number(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
-
-
 def _chosen_from(choices: Collection[str]) -> Callable[[str], str]:
     def choose(text: str) -> str:
         if text not in choices:
@@ -87,15 +64,15 @@ def _chosen_from(choices: Collection[str]) -> Callable[[str], str]:
     return choose
 
 
-def check_outputs(options: argparse.Namespace, extensions: Mapping[str, str]) -> None:
+def check_outputs(options: argparse.Namespace, extensions: Mapping[str, Sequence[str]]) -> None:
     """Raise SimulationError unless the files of the options in `extensions` can be written."""
-    for name, extension in extensions.items():
+    for name, known in extensions.items():
         file = getattr(options, name)
         if file is None:
             continue
         path = Path(file)
-        if path.suffix.lower() != extension:
-            raise SimulationError(f"--{name}: the name {file!r} must end in {extension}")
+        if path.suffix.lower() not in known:
+            raise SimulationError(f"--{name}: the name {file!r} must end in {' or '.join(known)}")
         if path.is_dir():
             raise SimulationError(f"--{name}: {file} is a folder; give a file")
         folder = path.parent
@@ -111,10 +88,6 @@ def check_outputs(options: argparse.Namespace, extensions: Mapping[str, str]) ->
 UNUSED = {
     "group_size": "only LoopedPipeline and FSDPLoopedPipeline have groups",
     "weight_gradient": "no backward pass is split; --split-backward splits those of a strategy",
-    "activation_units": "no activations are sent that take time; --latency or --time-per-unit "
-    "make a network",
-    "weight_units": "no weights are fetched and no gradients reduced that take time; --latency or "
-    "--time-per-unit make a network",
     "latency": "nothing is sent",
     "time_per_unit": "nothing is sent that has a size; --activation-units and --weight-units give "
     "sizes",
@@ -123,7 +96,11 @@ UNUSED = {
     "inside_latency": "no two workers are in one node; --workers-per-node gives their number",
     "inside_time_per_unit": "no two workers are in one node, or nothing sent has a size",
     "overlap": "nothing is sent that takes time",
+    "bandwidth": "nothing is sent that has a size; --activation-units and --weight-units give "
+    "sizes",
+    "inside_bandwidth": "no two workers are in one node, or nothing sent has a size",
     "prefetch": "no weights are fetched that take time",
+    "fetch_contention": "no weights are fetched that take time",
     "reduce_gradients": "no stage has several workers and a size; --weight-units gives it one",
 }
 
@@ -148,16 +125,16 @@ def used_options(simulation: Simulation) -> set[str]:
     sends, fetches = any(simulation.activation_transmissions), any(simulation.weight_transmissions)
     sized = any(costs.per_stage("weight_units", simulation.num_stages)[0])
     if sends:
-        used |= {"activation_units", "latency", "overlap"}
+        used |= {"latency", "overlap"}
     if (sends and costs.activation_units) or (sized and (fetches or simulation.reductions)):
-        used.add("time_per_unit")
+        used |= {"time_per_unit", "bandwidth"}
     if sized and fetches:
-        used |= {"weight_units", "latency", "prefetch"}
+        used |= {"latency", "prefetch", "fetch_contention"}
     if simulation.reductions:
-        used |= {"weight_units", "latency", "overlap", "reduce_gradients"}
+        used |= {"latency", "overlap", "reduce_gradients"}
     if network.workers_per_node > 1 and network.inside is not None:
-        inside = {"latency": "inside_latency", "time_per_unit": "inside_time_per_unit"}
-        used |= {"workers_per_node"} | {inside[name] for name in inside if name in used}
+        inside = {"latency", "time_per_unit", "bandwidth"} & used
+        used |= {"workers_per_node", *(f"inside_{name}" for name in inside)}
     return used
 
 

@@ -10,8 +10,10 @@ from typing import NamedTuple
 from titanlite.schedule.timeline import Span, Timeline, activation_curves
 from titanlite.simulate.engine import Extra, Plan
 from titanlite.simulate.exact import Exact, Time
+from titanlite.simulate.memory import Memory, held_inputs
 from titanlite.simulate.needs import messages_needed
 from titanlite.simulate.placement import way_of_a_batch
+from titanlite.simulate.quantity import show_size, show_time, size_scale, time_scale
 from titanlite.simulate.reduction import Reduction, ReductionTicks
 from titanlite.simulate.size import check_drawing
 from titanlite.simulate.work import Direction
@@ -165,33 +167,24 @@ class Simulation:
 
     @cached_property
     def peak_activations(self) -> list[int]:
-        """The most stage inputs that each worker holds at once.
-
-        The worker that runs the backward holds the input, from the start of the forward to the end
-        of the backward (to the end of the weight gradient if the backward is split).
-        """
-        plan, starts = self._plan, self._starts
-        chain, any_split = 2 * plan.num_stages, any(plan.is_split)
-        started: list[list[int]] = [[] for _ in range(plan.num_workers)]
-        released: list[list[int]] = [[] for _ in range(plan.num_workers)]
-        for stage in range(plan.num_stages):
-            k = chain - 1 - stage
-            length = plan.durations[k]
-            for batch, (worker, start, end) in enumerate(
-                zip(
-                    plan.compute[k::chain],
-                    starts[stage : plan.num_chained : chain],
-                    starts[k : plan.num_chained : chain],
-                    strict=True,
-                )
-            ):
+        """The most stage inputs that each worker holds at once (see `held_inputs`)."""
+        started: list[list[int]] = [[] for _ in range(self.num_workers)]
+        released: list[list[int]] = [[] for _ in range(self.num_workers)]
+        for held in held_inputs(self._plan, self._starts):
+            for worker, start, end in zip(held.workers, held.starts, held.ends, strict=True):
                 started[worker].append(start)
-                if any_split and plan.is_split[batch * plan.num_stages + stage]:
-                    end = starts[plan.num_chained + batch * plan.num_stages + stage]
-                    released[worker].append(end + plan.weight_durations[stage])
-                else:
-                    released[worker].append(end + length)
+                released[worker].append(end)
         return [_most_at_once(*times) for times in zip(started, released, strict=True)]
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory of each worker over time, by what fills it."""
+        return Memory(self._plan, self._starts, self._extras, self._reductions, self._makespan)
+
+    @cached_property
+    def peak_memory(self) -> list[Time]:
+        """The most memory that each worker uses at once, in the unit of the sizes in Costs."""
+        return [self.memory.peak(worker) for worker in range(self.num_workers)]
 
     @cached_property
     def activation_transmissions(self) -> list[int]:
@@ -274,51 +267,67 @@ class Simulation:
                     first[worker] = start
         return busy, [first.get(worker, 0) for worker in range(self.num_workers)], last
 
-    def timeline(self) -> Timeline:
+    def timeline(self, until: Time = 0) -> Timeline:
         """The diagram: one row per worker with work, transfers and reductions; memory below.
 
-        Raises SimulationError if there are too many cells to draw.
+        Its axis extends to `until`, for a comparison with longer ones. Raises SimulationError if
+        there are too many cells to draw.
         """
-        plan = self._plan
+        plan, costs = self._plan, self.costs
         check_drawing(len(self._starts) + len(self._extras))
+        longest = float(max(self.makespan, until))
+        unit, scale = time_scale(longest, costs.time_unit)
+
+        def drawn(time: Time) -> float:
+            return float(time) * scale
+
         rows = [f"worker {worker}" for worker in range(self.num_workers)]
-        split = plan.is_split
         spans = []
         for worker, start, end, stage, batch, direction in self.cells:
             kind = "FBW"[direction]
-            if kind == "B" and split[batch * plan.num_stages + stage]:
+            if kind == "B" and plan.is_split[batch * plan.num_stages + stage]:
                 kind = "I"
-            spans.append(Span(worker, float(start), float(end), kind, stage, batch))
-        curves = activation_curves(rows, spans)
+            spans.append(Span(worker, drawn(start), drawn(end), kind, stage, batch))
+        curves, curves_label = activation_curves(rows, spans), "stage inputs held, by worker"
+        if costs.has_sizes:
+            size_unit, of_one = size_scale(max(self.peak_memory), costs.size_unit)
+            for worker, name in enumerate(rows):
+                curve = self.memory.curve(worker)
+                curves[name] = [(drawn(at), float(sum(sizes)) * of_one) for at, sizes in curve]
+            curves_label = f"memory, by worker{size_unit and f', {size_unit}'}"
         spans += [
-            Span(worker, float(self._time(start)), float(self._time(end)), kind)
+            Span(worker, drawn(self._time(start)), drawn(self._time(end)), kind)
             for worker, start, end, kind, _ in self._extras
         ]
         spans += [
-            Span(
-                worker, float(reduction.start), float(reduction.end), "REDUCE_GRAD", reduction.stage
-            )
-            for reduction in self.reductions
-            for worker in reduction.workers
+            Span(worker, drawn(one.start), drawn(one.end), "REDUCE_GRAD", one.stage)
+            for one in self.reductions
+            for worker in one.workers
         ]
         return Timeline(
             self.title,
             rows,
             spans,
+            unit=unit,
             caption=self.summary(),
             batches_are="batch",
             letters=LETTERS,
             curves=curves,
-            curves_label="stage inputs held, by worker",
+            curves_label=curves_label,
+            until=longest * scale if until else 0,
         )
 
     def summary(self) -> str:
         """The main figures, in one line."""
+        costs = self.costs
+        peak = f"peak activations {max(self.peak_activations)}"
+        if costs.has_sizes:
+            peak = f"peak memory {show_size(max(self.peak_memory), costs.size_unit)}"
         return (
             f"{self.num_workers} workers, {self.num_stages} stages, {self.num_batches} batches; "
-            f"makespan {float(self.makespan):g} (lower bound {float(self.lower_bound):g}), "
-            f"bubble {float(self.bubble_fraction):.1%}, "
-            f"peak activations {max(self.peak_activations)}"
+            f"makespan {show_time(self.makespan, costs.time_unit)} "
+            f"(lower bound {show_time(self.lower_bound, costs.time_unit)}), "
+            f"bubble {float(self.bubble_fraction):.1%}, {peak}"
         )
 
     def __repr__(self) -> str:

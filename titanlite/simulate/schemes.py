@@ -262,7 +262,10 @@ def _cut_finer(costs: Costs, pieces: int) -> Costs:
     """The costs of each stage after every stage is split into `pieces` equal stages."""
     if pieces == 1:
         return costs
-    names = ("forward", "backward", "weight_gradient", "weight_units")
+    names = (
+        *("forward", "backward", "weight_gradient"),
+        *("weight_units", "gradient_units", "optimizer_units", "kept_units"),
+    )
     values = {name: getattr(costs, name) for name in names}
     if any(callable(value) or isinstance(value, Iterable) for value in values.values()):
         raise SimulationError(

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from titanlite.errors import TitanliteError
+from titanlite.simulate.figures import Row
 from titanlite.simulate.work import SimulationError
 
 MOST_POINTS = 100_000
@@ -29,12 +30,12 @@ Point = Mapping[str, Any]
 class Swept:
     """The rows of the points that ran, and how many points were asked for.
 
-    A row has the scheme, the point's values, and the figures, by name. `failed` counts the points
-    that cannot run, by reason; `first_failed` has the first of them.
+    The values of a row are the scheme, the point's values, and the figures, by name. `failed`
+    counts the points that cannot run, by reason; `first_failed` has the first of them.
     """
 
     num_points: int
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
     first_failed: dict[str, str] = field(default_factory=dict)
     is_complete: bool = False
@@ -111,7 +112,7 @@ def _read_part(text: str, reader: Callable[[str], Any]) -> Iterator[Any]:
 def run_sweep(
     schemes: Sequence[str],
     axes: Mapping[str, Sequence[Any]],
-    run: Callable[[str, Point], dict[str, Any]],
+    run: Callable[[str, Point], Row],
     on_progress: Callable[[Swept], None] = lambda swept: None,
 ) -> Swept:
     """Run each scheme at each point. `run(scheme, point)` gives a row.

@@ -9,18 +9,18 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from titanlite.simulate.figures import table_rows, write_csv
-from titanlite.simulate.sweep import Point, Swept, mark_fronts, run_sweep
+from titanlite.simulate.figures import Row, table_rows, write_csv
+from titanlite.simulate.quantity import size_scale, time_scale
+from titanlite.simulate.sweep import Fronts, Point, Swept, mark_fronts, run_sweep
 from titanlite.simulate.table import format_table
 
-MEMORY = "peak held"
 MOST_REASONS = 5
 
 
 def run_with_progress(
     schemes: Sequence[str],
     axes: Mapping[str, Sequence[Any]],
-    run: Callable[[str, Point], dict[str, Any]],
+    run: Callable[[str, Point], Row],
 ) -> Swept:
     """`run_sweep` with a bar on a terminal; Ctrl-C keeps what has run."""
     columns = (
@@ -41,7 +41,7 @@ def run_with_progress(
 
 def show_sweep(swept: Swept, axes: Sequence[str]) -> str:
     """The table with the fronts marked, and below it what did not run."""
-    fronts = mark_fronts(swept.rows, axes, MEMORY)
+    fronts = _fronts(swept, axes)
     header, cells = table_rows(swept.rows)
     marks = [
         "*" * memory + "+" * workers
@@ -50,7 +50,7 @@ def show_sweep(swept: Swept, axes: Sequence[str]) -> str:
     rows = [[*row, mark] for row, mark in zip(cells, marks, strict=True)]
     lines = [
         format_table([*header, "best"], rows, left=("scheme", "best")),
-        "* no other point has a smaller bubble with as few stage inputs held",
+        f"* no other point has a smaller bubble with as little memory ({_memory_of(swept)})",
         "+ no other point of the same job has a shorter makespan with as few workers",
     ]
     if not swept.is_complete:
@@ -67,36 +67,58 @@ def show_sweep(swept: Swept, axes: Sequence[str]) -> str:
 
 def csv_of_sweep(swept: Swept, axes: Sequence[str]) -> str:
     """The rows as CSV, with 1 or 0 for each front."""
-    fronts = mark_fronts(swept.rows, axes, MEMORY)
+    fronts = _fronts(swept, axes)
     return write_csv(
         [
-            {**row, "on memory front": int(memory), "on workers front": int(workers)}
+            {**row.values, "on memory front": int(memory), "on workers front": int(workers)}
             for row, memory, workers in zip(swept.rows, fronts.memory, fronts.workers, strict=True)
         ]
     )
+
+
+def _memory_of(swept: Swept) -> str:
+    """The column that says how much memory a point takes: of the sizes, if there are any."""
+    has_sizes = all("peak memory" in row.values for row in swept.rows)
+    return "peak memory" if has_sizes else "peak held"
+
+
+def _fronts(swept: Swept, axes: Sequence[str]) -> Fronts:
+    return mark_fronts([row.values for row in swept.rows], axes, _memory_of(swept))
 
 
 def draw_sweep(swept: Swept, axes: Sequence[str], title: str, path: Path) -> None:
     """Write the picture of a sweep."""
     from titanlite.drawing.sweep import SweptPoint, save_sweep
 
-    fronts = mark_fronts(swept.rows, axes, MEMORY)
-    varied = [name for name in axes if len({row[name] for row in swept.rows}) > 1]
+    fronts, memory = _fronts(swept, axes), _memory_of(swept)
+    rows, costs = [row.values for row in swept.rows], swept.rows[0].costs
+    varied = [name for name in axes if len({row[name] for row in rows}) > 1]
+    time_unit, time = time_scale(max(row["makespan"] for row in rows), costs.time_unit)
+    size_unit, size = "", 1.0
+    if memory == "peak memory":
+        size_unit, size = size_scale(max(row[memory] for row in rows), costs.size_unit)
     points = [
         SweptPoint(
             row["scheme"],
             _named(row, [name for name in varied if name != "workers"]),
             _named(row, varied),
             row["workers"],
-            float(row["makespan"]),
-            float(row[MEMORY]),
+            float(row["makespan"]) * time,
+            float(row[memory]) * size,
             float(row["bubble"]),
-            memory,
-            workers,
+            on_memory,
+            on_workers,
         )
-        for row, memory, workers in zip(swept.rows, fronts.memory, fronts.workers, strict=True)
+        for row, on_memory, on_workers in zip(rows, fronts.memory, fronts.workers, strict=True)
     ]
-    save_sweep(path, points, title=title, memory_label="stage inputs held at most by a worker")
+    held = "memory" if memory == "peak memory" else "stage inputs held"
+    save_sweep(
+        path,
+        points,
+        title=title,
+        memory_label=f"peak {held} of a worker{size_unit and f', {size_unit}'}",
+        time_label=f"makespan, {time_unit}",
+    )
 
 
 def _named(row: Mapping[str, Any], axes: Sequence[str]) -> str:

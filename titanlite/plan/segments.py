@@ -1,0 +1,334 @@
+"""The segments of a step: the forward and backward passes of stages and batches, and the update.
+
+compose.py puts them in order. Segments that are alike are made once, and those that all jobs with
+the same pieces share can be kept from one job to the next. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from titanlite.config import ResolvedJob
+from titanlite.plan.composition import Builder, Part, Pieces, Segment, Weight
+from titanlite.plan.data_parallel import ENDS, Replication
+from titanlite.plan.events import Communication, Event, Operator, Place
+from titanlite.schedule.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE_KINDS,
+    FORWARD,
+    FULL_BACKWARD,
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+)
+
+FORWARD_PHASE, BACKWARD_PHASE = "forward", "backward"
+BATCH = "batch"
+P2P = (SEND_F, RECV_F, SEND_B, RECV_B)
+Stage = list[tuple[str, Part]]
+"""The parts of a stage in the order of the forward pass, by name."""
+
+Row = list[tuple[str, int, int | None]]
+"""(kind, stage, microbatch) of each action of a rank of a pipeline."""
+
+# Equal blocks of a batch from which on the time of each further one is the same.
+FEW_BLOCKS = 5
+
+
+@dataclass
+class Shared:
+    """What jobs with the same pieces, number of ranks and hardware share: segments and their times.
+
+    `times` is filled by predict.py, by the `id` of a segment, or by what a message is. `tables` has
+    the actions of generated schedules, by name, number of microbatches and the ranks of the stages;
+    all jobs can share them.
+    """
+
+    segments: dict[tuple[Any, ...], Segment] = field(default_factory=dict)
+    times: dict[Any, Any] = field(default_factory=dict)
+    tables: dict[tuple[Any, ...], list[Row]] = field(default_factory=dict)
+
+
+class Variant(NamedTuple):
+    """What actions of a kind differ in: they are alike if this is equal.
+
+    `is_first` and `is_last`: of the batches that a step accumulates. `has_gradients`: an earlier
+    microbatch has left gradients.
+    """
+
+    stage: int
+    is_first: bool
+    is_last: bool
+    has_gradients: bool = False
+
+
+class Segments:
+    """Makes the segments of a job; those that are alike are made once.
+
+    If `is_quick`, the segment of a batch with many equal blocks has no events: only its memory and,
+    in `fewer`, segments with less blocks from which its time follows.
+    """
+
+    def __init__(
+        self, resolved: ResolvedJob, pieces: Pieces, shared: Shared, *, is_quick: bool = False
+    ) -> None:
+        self._pieces, self._dims, self._pipeline = pieces, resolved.dims, resolved.pipeline
+        self.data = Replication(resolved.config, resolved.dims, pieces)
+        self.stages: dict[int, Stage] = {}
+        self._shared, self._is_quick = shared.segments, is_quick
+        self._known: dict[tuple[Any, ...], Segment] = {}
+        self._stage_keys: dict[int, tuple[int, ...]] = {}
+
+    def of(self, kind: str, variant: Variant) -> Segment:
+        """The segment of an action, or of a BATCH."""
+        if kind in P2P:
+            # Stages send to others.
+            key: tuple[Any, ...] = (kind, variant.stage)
+            if key not in self._known:
+                self._known[key] = self._message(kind, variant.stage)
+            return self._known[key]
+        stage = variant.stage
+        parts = self._stage_keys.get(stage)
+        if parts is None:
+            # Stages of the same parts are alike.
+            parts = self._stage_keys[stage] = tuple(id(part) for _, part in self.stages[stage])
+        reduces = self.data.key if kind in (UNSHARD, REDUCE_GRAD, BATCH) else self.data.is_fsdp
+        key = (kind, parts, variant[1:], reduces, self._is_quick)
+        if key not in self._shared:
+            make = self._batch if kind == BATCH else self._action
+            self._shared[key] = make(kind, variant)
+        return self._shared[key]
+
+    def _batch(self, _: str, variant: Variant) -> Segment:
+        """The forward and backward pass of one batch, without a pipeline."""
+        parts = self.stages[0]
+        short = shortened(parts) if self._is_quick else None
+        if short is None:
+            return self._whole(parts, variant, Builder())
+        fewer, more, times = short
+        whole = self._whole(parts, variant, Builder(keeps_events=False))
+        shorter, longer = (self._whole(one, variant, Builder()) for one in (fewer, more))
+        return replace(whole, fewer=(shorter, longer, times))
+
+    def _whole(self, parts: Stage, variant: Variant, builder: Builder) -> Segment:
+        data = self.data
+        if not data.is_fsdp:
+            buckets = data.buckets(parts) if variant.is_last else {}
+            for name, part in parts:
+                builder.add(part.forward, part=name)
+            for name, part in reversed(parts):
+                builder.add(part.backward, part=name, adds_to_gradients=not variant.is_first)
+                for num_bytes in buckets.get(name, ()):
+                    data.all_reduce_bucket(builder, num_bytes, Place(name, BACKWARD_PHASE))
+            return builder.segment()
+        last_block = next((name for name, _ in reversed(parts) if name not in ENDS), "")
+        here: set[str] = set()
+        for name, part in parts:
+            place = Place(name, FORWARD_PHASE)
+            for unit, weights in data.units(name, part):
+                if unit not in here:
+                    data.finish_gather(
+                        builder, weights, data.start_gather(builder, weights, place), place
+                    )
+                    here.add(unit)
+            builder.add(part.forward, part=name)
+            if data.frees(is_needed_first=name in ("after", last_block)):
+                for unit, weights in data.units(name, part):
+                    if not (name == "before" and data.is_shared(unit)):
+                        data.free(builder, weights)
+                        here.discard(unit)
+        started: dict[str, int] = {}
+        pending = 0, 0
+        for index, (name, part) in reversed(list(enumerate(parts))):
+            place = Place(name, BACKWARD_PHASE)
+            for unit, weights in data.units(name, part):
+                if unit not in here:
+                    number = started.get(unit) or data.start_gather(builder, weights, place)
+                    data.finish_gather(builder, weights, number, place)
+            if index:
+                # The units of the part before are gathered meanwhile.
+                for unit, weights in data.units(*parts[index - 1]):
+                    if unit not in here:
+                        started[unit] = data.start_gather(builder, weights, place)
+            builder.add(part.backward, part=name)
+            for unit, weights in data.units(name, part):
+                if name == "after" and data.is_shared(unit):
+                    here.add(unit)
+                    continue
+                data.free(builder, weights)
+                pending = data.reduce(
+                    builder,
+                    weights,
+                    place,
+                    pending,
+                    is_first=variant.is_first,
+                    is_last=variant.is_last,
+                )
+        data.end_reduce(builder, pending)
+        return builder.segment()
+
+    def _action(self, kind: str, variant: Variant) -> Segment:
+        """An action of a pipeline."""
+        parts, data, builder = self.stages[variant.stage], self.data, Builder()
+        has_gradients = variant.has_gradients
+        if kind == FORWARD:
+            for _, part in parts:
+                builder.add(part.forward)
+        elif kind == FULL_BACKWARD:
+            for _, part in reversed(parts):
+                builder.add(part.backward, adds_to_gradients=has_gradients and not data.is_fsdp)
+                data.keep_gradients(builder, part, has_gradients)
+        elif kind in (BACKWARD_INPUT, BACKWARD_WEIGHT):
+            for _, part in reversed(parts):
+                builder.add(_half(part, kind, has_gradients or data.is_fsdp))
+                if kind == BACKWARD_WEIGHT:
+                    data.keep_gradients(builder, part, has_gradients)
+        elif kind == UNSHARD and data.is_fsdp:
+            for name, part in parts:
+                place = Place(name, FORWARD_PHASE)
+                for _, weights in data.units(name, part):
+                    number = data.start_gather(builder, weights, place)
+                    data.finish_gather(builder, weights, number, place)
+        elif kind == REDUCE_GRAD and data.is_fsdp:
+            self._reduce_stage(builder, parts, variant)
+        if kind in COMPUTE_KINDS:
+            # Tensors of the model's own forward, and the gradient that is sent, end here.
+            builder.free("temporary")
+        return builder.segment()
+
+    def _message(self, kind: str, stage: int) -> Segment:
+        """A message between two stages."""
+        assert self._pipeline is not None
+        name = "send" if kind in (SEND_F, SEND_B) else "receive"
+        place = Place("", FORWARD_PHASE if kind in (SEND_F, RECV_F) else BACKWARD_PHASE)
+        other = stage + (1 if kind in (SEND_F, RECV_B) else -1)
+        peer = self._pipeline.schedule.stage_to_rank[other]
+        builder = Builder()
+        builder.start(name, "pp", self._pieces.boundary_bytes, self._dims.pp, place, peer)
+        return builder.segment()
+
+    def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
+        pending = 0, 0
+        for name, part in reversed(parts):
+            place = Place(name, BACKWARD_PHASE)
+            for _, weights in self.data.units(name, part):
+                self.data.free(builder, weights)
+                pending = self.data.reduce(
+                    builder,
+                    weights,
+                    place,
+                    pending,
+                    is_first=variant.is_first,
+                    is_last=variant.is_last,
+                )
+            builder.allocate("gradients", -self.data.whole_gradient_bytes(part))
+        self.data.end_reduce(builder, pending)
+
+    def end(self, weights: list[Weight], exchanged: int, peer: int) -> Segment:
+        """The gradient norm, clipping and the update, for these weights."""
+        pieces = self._pieces
+        traced = sum(w.shard_numel(pieces.num_shards) for w in pieces.end_weights if w.is_trained)
+        own = sum(w.shard_numel(self.data.num_shards) for w in weights if w.is_trained)
+        partial = sum(w.numel * w.itemsize for w in weights if w.is_partial)
+        key = ("end", own, partial, exchanged, peer, self._dims.pp)
+        if key in self._shared:
+            return self._shared[key]
+        ratio = own / max(1, traced)
+        events: list[Event] = []
+        for event in self.in_world(pieces.end).events:
+            if isinstance(event, Operator) and event.bytes_read > traced:
+                event = replace(
+                    event,
+                    bytes_read=round(event.bytes_read * ratio),
+                    bytes_written=round(event.bytes_written * ratio),
+                )
+            elif isinstance(event, Communication) and event.axis == "tp":
+                event = replace(event, num_bytes=partial)
+            if isinstance(event, Communication) and exchanged:
+                # The gradients of a tied weight are summed over its two stages.
+                for kind in ("send", "receive"):
+                    place = Place("", "optimizer")
+                    size = self._dims.pp
+                    events.append(Communication(kind, "pp", exchanged, size, place, 0, peer))
+                exchanged = 0
+            events.append(event)
+        self._shared[key] = replace(pieces.end, events=tuple(events), net={})
+        return self._shared[key]
+
+    def start(self) -> Segment:
+        """What a step does first."""
+        if ("start",) not in self._shared:
+            self._shared["start",] = self.in_world(self._pieces.start)
+        return self._shared["start",]
+
+    def in_world(self, segment: Segment) -> Segment:
+        """The segment with sums over the ranks of this job."""
+        events = tuple(
+            replace(event, num_ranks=self._dims.world_size)
+            if isinstance(event, Communication) and event.axis == "world"
+            else event
+            for event in segment.events
+        )
+        return replace(segment, events=events)
+
+
+def shortened(parts: Stage) -> tuple[Stage, Stage, int] | None:
+    """The parts with FEW_BLOCKS - 1 and with FEW_BLOCKS of the longest run of equal ones.
+
+    Also how many are left out of the latter. None if no run is that long.
+    """
+    start = best = longest = 0
+    for index, (_, part) in enumerate(parts):
+        if part is not parts[start][1]:
+            start = index
+        if index + 1 - start > longest:
+            best, longest = start, index + 1 - start
+    if longest <= FEW_BLOCKS:
+        return None
+    after = parts[best + longest :]
+    return (
+        [*parts[: best + FEW_BLOCKS - 1], *after],
+        [*parts[: best + FEW_BLOCKS], *after],
+        longest - FEW_BLOCKS,
+    )
+
+
+def _half(part: Part, kind: str, has_gradients: bool) -> Segment:
+    """The backward pass of a part up to its input (BACKWARD_INPUT), or of its weights.
+
+    The products of weight gradients, which have a weight's shape, are left for the second half.
+    Until it has run, PyTorch keeps the graph of the first half: its activations, and the gradients
+    from which those of the weights are computed. Under activation checkpointing it recomputes in
+    both halves; the recomputation is counted once.
+    """
+    whole = part.backward
+    shapes = {weight.shape for weight in part.weights if len(weight.shape) == 2}
+    shapes |= {shape[::-1] for shape in shapes}
+    events: list[Event] = []
+    read = 0
+    for event in whole.events:
+        is_later = (
+            isinstance(event, Operator)
+            and event.shape[1:3] in shapes
+            and event.place.phase == BACKWARD_PHASE
+        )
+        if is_later == (kind == BACKWARD_WEIGHT):
+            events.append(event)
+        if is_later and isinstance(event, Operator):
+            _, outputs, inputs, _ = event.shape
+            read += event.bytes_read * outputs // (outputs + inputs)
+    kept = whole.net.get("activations", 0)
+    if kind == BACKWARD_WEIGHT:
+        gradients = 0 if has_gradients else whole.net.get("gradients", 0)
+        net = {"activations": kept - read, "gradients": gradients}
+        return replace(whole, events=tuple(events), net=net, peak={})
+    without = ("gradients", "activations")
+    net = {name: num_bytes for name, num_bytes in whole.net.items() if name not in without}
+    peak = {name: num_bytes for name, num_bytes in whole.peak.items() if name not in without}
+    net["activations"] = read
+    return replace(whole, events=tuple(events), net=net, peak=peak)

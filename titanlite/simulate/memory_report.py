@@ -1,0 +1,72 @@
+"""The memory of a simulation's workers as a table, and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titanlite.simulate.memory import KINDS
+from titanlite.simulate.quantity import show_size, show_time, size_scale, time_scale
+from titanlite.simulate.result import Simulation
+from titanlite.simulate.table import format_table
+
+MOST_ROWS = 32
+LEVELS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+CURVE_WIDTH = 40
+
+
+def show_memory(simulation: Simulation) -> str:
+    """What fills each worker's memory at its peak, and how full it is over time."""
+    memory, unit = simulation.memory, simulation.costs.size_unit
+    workers = range(min(simulation.num_workers, MOST_ROWS))
+    peaks = [memory.at_peak(worker) for worker in range(simulation.num_workers)]
+    kinds = [kind for kind in KINDS if any(peak[kind] for peak in peaks)]
+    length = show_time(simulation.makespan, simulation.costs.time_unit)
+    header = ["at its peak", *kinds, "in all", f"over time, to {length}"]
+    rows = [
+        [
+            f"worker {worker}",
+            *(show_size(peaks[worker][kind], unit) for kind in kinds),
+            show_size(sum(peaks[worker].values()), unit),
+            _over_time(simulation, worker, float(max(simulation.peak_memory))),
+        ]
+        for worker in workers
+    ]
+    lines = [format_table(header, rows, left=(header[0], header[-1]))]
+    if simulation.num_workers > MOST_ROWS:
+        most = max(range(simulation.num_workers), key=simulation.peak_memory.__getitem__)
+        lines.append(f"and {simulation.num_workers - MOST_ROWS} more; worker {most} holds most")
+    return "\n".join(lines)
+
+
+def _over_time(simulation: Simulation, worker: int, most: float) -> str:
+    """A character per equal share of the time: the most held in it, of `most`."""
+    until = float(simulation.makespan)
+    highest = [0.0] * CURVE_WIDTH
+    corners = [(float(at), float(sum(held))) for at, held in simulation.memory.curve(worker)]
+    for (start, held), (end, _) in zip(corners, [*corners[1:], (until, (0.0))], strict=True):
+        first = int(start / until * CURVE_WIDTH)
+        last = min(CURVE_WIDTH - 1, int(end / until * CURVE_WIDTH - 1e-9))
+        for place in range(first, last + 1):
+            highest[place] = max(highest[place], held)
+    top = len(LEVELS) - 1
+    return "".join(LEVELS[-(-int(held / most * 1000) * top // 1000)] for held in highest).rstrip()
+
+
+def draw_memory(simulation: Simulation, path: Path) -> None:
+    """Write the picture of the memory of all workers."""
+    from titanlite.drawing.memory import MemoryPanel, save_memory
+
+    costs = simulation.costs
+    time_unit, time = time_scale(simulation.makespan, costs.time_unit)
+    size_unit, size = size_scale(max(simulation.peak_memory), costs.size_unit)
+    panels = []
+    for worker in range(simulation.num_workers):
+        corners = [
+            (float(at) * time, [float(one) * size for one in held])
+            for at, held in simulation.memory.curve(worker)
+        ]
+        corners.append((float(simulation.makespan) * time, corners[-1][1]))
+        panels.append(MemoryPanel(f"worker {worker}", corners))
+    save_memory(
+        path, panels, KINDS, title=simulation.title, time_unit=time_unit, size_unit=size_unit
+    )
