@@ -6,10 +6,13 @@ collective whose messages are not visible.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
+from pathlib import Path
+from string import Template
 
 from titanlite.drawing import palette
 from titanlite.drawing.canvas import FAINT, PAPER, RANKS, Drawing
@@ -72,6 +75,26 @@ class MessagePicture:
 def draw_svg(picture: MessagePicture) -> str:
     """One self-contained SVG element; shapes have hover texts."""
     return _Layout(picture).draw()
+
+
+def draw_page(picture: MessagePicture) -> str:
+    """A self-contained HTML page that steps through the picture by the arrow keys.
+
+    At each step it shows what each rank holds and the messages that fly. It loads nothing.
+    """
+    layout = _Layout(picture)
+    data = {**asdict(picture), "left": layout.left, "unit": layout.unit, "colors": RANKS}
+    folder = Path(__file__).with_name("page")
+    written = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return Template((folder / "messages.html").read_text(encoding="utf-8")).substitute(
+        title=escape(picture.title or "Messages between ranks"),
+        length=picture.length,
+        style=(folder / "messages.css").read_text(encoding="utf-8"),
+        overview=layout.draw(),
+        # No "</script>" or "<!--" of a name ends the script.
+        data=written.replace("<", "\\u003c"),
+        script=(folder / "messages.js").read_text(encoding="utf-8"),
+    )
 
 
 class _Layout:

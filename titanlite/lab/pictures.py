@@ -50,8 +50,7 @@ def picture_of(
             each.start,
             texts[id(each)],
             f"rank {each.message.source} to rank {each.message.target}: {texts[id(each)]}"
-            f"{' in ' + each.message.within if each.message.within else ''}, "
-            f"{each.message.tensor}, {size(each.message.tensor.nbytes)}",
+            f"{' in ' + each.message.within if each.message.within else ''}; {each.message.tensor}",
         )
         for each in steps.flights
     ]
