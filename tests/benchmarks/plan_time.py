@@ -11,19 +11,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config import JobConfig, load_config, resolve_job
-from titanlite.plan.calibrate import calibrate
+from titanlite.plan.calibrate import calibrate, median_step
 from titanlite.plan.cost import Cost
 from titanlite.plan.hardware import Hardware, load_hardware
+from titanlite.plan.measure import time_steps
 from titanlite.plan.planning import representatives
 from titanlite.plan.timing import time_events
 from titanlite.plan.trace import trace_rank
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import run_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Shipped jobs of unlike plans.
@@ -71,30 +71,9 @@ def measure(jobs: Iterable[str], steps: int) -> dict[str, float]:
         by_size.setdefault(resolve_job(config, None).dims.world_size, {})[job] = config
     found = {}
     for num_ranks, configs in by_size.items():
-        of_ranks = run_ranks(run_steps, num_ranks, list(configs.values()), steps)
-        for job, *of_job in zip(configs, *of_ranks, strict=True):
-            found[job] = statistics.median(map(sum, zip(*of_job, strict=True)))
-    return found
-
-
-def run_steps(place: Place, configs: list[JobConfig], steps: int) -> list[list[float]]:
-    """The CPU-seconds of each step of each job on this rank, without the first two."""
-    import torch
-
-    from titanlite.job import build_job
-    from titanlite.ranks.world import open_world
-
-    found = []
-    with open_world(place) as world:
-        torch.set_num_threads(1)
-        for config in configs:
-            job = build_job(resolve_job(config, world.size), world)
-            seconds = []
-            for _ in range(steps + 2):
-                start = time.process_time()
-                job.step()
-                seconds.append(time.process_time() - start)
-            found.append(seconds[2:])
+        of_jobs = zip(*run_ranks(time_steps, num_ranks, list(configs.values()), steps), strict=True)
+        for job, of_job in zip(configs, of_jobs, strict=True):
+            found[job] = median_step(of_job)
     return found
 
 

@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.plan.cost import FABRIC, NODE, Cost, computed_flops, fuse, product_efficiency
+from titanlite.plan.cost import FABRIC, NODE, Cost, computed_flops, product_efficiency
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
+from titanlite.plan.fuse import fuse
 from titanlite.plan.hardware import (
     CollectiveCost,
     Curve,

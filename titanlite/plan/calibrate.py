@@ -3,7 +3,8 @@
 All figures are CPU-seconds of one rank with one thread, since wall time on shared cores is noise.
 Operators are timed where they run: in the steps of small models, by a dispatch mode, and each one's
 time is fitted to its bytes and FLOPs. Collectives of gloo are timed on local ranks. What is left of
-the steps of tiny jobs is the host's time for operators, collectives and messages.
+the steps of tiny jobs is the host's time for operators, collectives and messages. measure.py
+measures; here are the jobs, the fits and the file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,23 @@ from titanlite.plan.cost import (
     bytes_sent,
     caller,
     computed_flops,
+    key_of,
 )
 from titanlite.plan.events import FROM_RANK_TO_RANK, Communication, Operator
 from titanlite.plan.hardware import Hardware, parse_hardware
+from titanlite.plan.measure import (
+    COLLECTIVES,
+    Sample,
+    Transfers,
+    time_collectives,
+    time_operators,
+    time_operators_alone,
+    time_steps,
+)
 from titanlite.plan.planning import representatives
-from titanlite.ranks.launch import ALONE, run_ranks
+from titanlite.ranks.launch import run_ranks
 from titanlite.ranks.machine import memory_bytes, most_local_ranks, num_cores
 
-Sample = tuple[Operator, float]
-Transfers = list[tuple[str, int, int, float]]
-"""Kind, bytes of the whole tensor, ranks, and CPU-seconds of a rank."""
 Step = tuple[float, JobConfig]
 """A job, and the CPU-seconds of its step over all ranks."""
 
@@ -55,12 +62,19 @@ MODELS: list[tuple[dict[str, Any], int | None, int, str]] = [
     ({"name": "llama3", "flavor": "small"}, 128, 4, "float32"),
     ({"flavor": "debug", "num_layers": 2}, None, 4, "float32"),
 ]
-NUM_STEPS = 4
+# And of these plans of the first one, on two ranks: copies and sums that one rank has not.
+SHARED: list[dict[str, Any]] = [
+    {"data_parallel_shard_degree": 2},
+    {"data_parallel_shard_degree": 2, "dtype": "bfloat16"},
+    {"context_parallel_degree": 2},
+    {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True},
+]
 # (m, n, k) of products, so that they do not depend on the models alone.
 PRODUCTS = ((512, 512, 512), (1024, 1024, 256), (256, 1024, 1024), (32, 32, 2048), (2048, 32, 32))
 # Steps of these jobs, with different numbers of blocks, give the host's times: ranks -> plans.
-TINY: dict[int, list[dict[str, int]]] = {
-    1: [{}],
+SELECTIVE = {"recomputes": "selective"}
+TINY: dict[int, list[dict[str, Any]]] = {
+    1: [{}, SELECTIVE],
     2: [
         {"tensor_parallel_degree": 2},
         {"data_parallel_shard_degree": 2},
@@ -80,9 +94,9 @@ TINY_STEPS = 8
 LEAST_SHARE = 0.0005
 # What the shortest operators take.
 LEAST_SECONDS = 4e-6
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
-SIZES = (1 << 12, 1 << 18, 1 << 22)
-REPETITIONS = {1 << 12: 20, 1 << 18: 10, 1 << 22: 3}
+# An operator that was seen with few bytes only is taken to move more of them as others do: one
+# sample of so many bytes at the common rate, with this weight.
+COMMON_BYTES, COMMON_WEIGHT = 1 << 20, 0.1
 
 
 def calibrate(path: str, say: Callable[[str], None] = print) -> None:
@@ -98,8 +112,13 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
         ) from error
     started = time.monotonic()
     say("operators: the steps of small models")
+    alone = [_job(model, length, size, dtype) for model, length, size, dtype in MODELS]
     # Two at a time, so that both compete for caches and memory as the ranks of a job do.
-    samples = [sample for one in run_ranks(_time_operators, 2) for sample in one]
+    of_ranks = run_ranks(time_operators_alone, 2, alone, PRODUCTS)
+    model, length, size, dtype = MODELS[0]
+    shared = [_job(model, length, size, **{"dtype": dtype, **plan}) for plan in SHARED]
+    of_ranks += run_ranks(time_operators, 2, shared)
+    samples = [sample for one in of_ranks for sample in one]
     steps: list[Step] = []
     transfers: Transfers = []
     for num_ranks, plans in TINY.items():
@@ -109,149 +128,28 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
             for plan in plans
             for blocks in TINY_BLOCKS
         ]
-        of_ranks = run_ranks(_time_ranks, num_ranks, configs)
-        for config, *seconds in zip(configs, *(of[0] for of in of_ranks), strict=True):
-            steps.append((sum(seconds), config))
-        for same in zip(*(of[1] for of in of_ranks), strict=True):
-            transfers.append((*same[0][:3], statistics.fmean(one[3] for one in same)))
+        of_jobs = zip(*run_ranks(time_steps, num_ranks, configs, TINY_STEPS), strict=True)
+        for config, of_job in zip(configs, of_jobs, strict=True):
+            steps.append((median_step(of_job), config))
+        if num_ranks > 1:
+            for same in zip(*run_ranks(time_collectives, num_ranks), strict=True):
+                transfers.append((*same[0][:3], statistics.fmean(one[3] for one in same)))
     Path(path).write_text(hardware_text(samples, steps, transfers), encoding="utf-8")
     say(f"wrote {path} after {time.monotonic() - started:.0f} s")
 
 
-# Measuring, on ranks
-
-
-def _time_operators(_: Any) -> list[Sample]:
-    """The operators of the steps of MODELS and some products, with their CPU-seconds."""
-    import torch
-
-    from titanlite.job import build_job
-    from titanlite.ranks.world import open_world
-
-    found: list[Sample] = []
-    with open_world(ALONE) as world:
-        torch.set_num_threads(1)
-        for model, seq_len, batch_size, dtype in MODELS:
-            job = build_job(resolve_job(_job(model, seq_len, batch_size, dtype), 1), world)
-            job.step()
-            runs = [_record(job.step) for _ in range(NUM_STEPS)]
-            found += _medians(runs)
-    for kind in (torch.float32, torch.bfloat16):
-        for m, n, k in PRODUCTS:
-            a, b = torch.randn(m, k, dtype=kind), torch.randn(k, n, dtype=kind)
-            found += _medians([_record(partial(torch.mm, a, b)) for _ in range(NUM_STEPS)])
-    return found
-
-
-def _record(function: Callable[[], object]) -> list[Sample]:
-    """Call a function; the operators that it ran, with the CPU-seconds of each."""
-    from titanlite.plan.recorder import Recorder
-
-    class Timed:
-        """An operator that measures its calls."""
-
-        def __init__(self, function: Any) -> None:
-            self.function, self.seconds = function, 0.0
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.function, name)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            start = time.thread_time()
-            result = self.function(*args, **kwargs)
-            self.seconds = time.thread_time() - start
-            return result
-
-    samples: list[Sample] = []
-
-    class Timer(Recorder):
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            timed, before = Timed(function), len(self.events)
-            result = super().__torch_dispatch__(timed, types, args, kwargs)
-            for event in self.events[before:]:
-                if isinstance(event, Operator):
-                    samples.append((event, timed.seconds))
-            return result
-
-    with Timer({}, is_fake=False):
-        function()
-    return samples
-
-
-def _medians(runs: Sequence[list[Sample]]) -> list[Sample]:
-    """The operators of several equal runs, each with its median."""
-    same = zip(*runs, strict=False)
-    return [(of[0][0], statistics.median(seconds for _, seconds in of)) for of in same]
-
-
-def _time_ranks(place: Any, configs: list[JobConfig]) -> tuple[list[float], Transfers]:
-    """The CPU-seconds of a step of each job on this rank, and those of collectives."""
-    import torch
-
-    from titanlite.job import build_job
-    from titanlite.ranks.world import open_world
-
-    found = []
-    with open_world(place) as world:
-        torch.set_num_threads(1)
-        for config in configs:
-            job = build_job(resolve_job(config, world.size), world)
-            seconds = []
-            for _ in range(TINY_STEPS + 2):
-                start = time.process_time()
-                job.step()
-                seconds.append(time.process_time() - start)
-            found.append(statistics.median(seconds[2:]))
-        return found, _time_collectives(world.rank, world.size) if world.size > 1 else []
-
-
-def _time_collectives(rank: int, num_ranks: int) -> Transfers:
-    """The CPU-seconds of this rank for each collective, by bytes."""
-    import torch
-    import torch.distributed as dist
-
-    right, left = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-
-    def exchange(whole: torch.Tensor, other: torch.Tensor) -> None:
-        operations = [
-            dist.P2POp(dist.isend, whole, right),
-            dist.P2POp(dist.irecv, other, left),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-    # torch 2.13 renames both, and warns of the old names.
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    found: Transfers = []
-    for num_bytes in SIZES:
-        whole, other = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
-        part = torch.zeros(num_bytes // 4 // num_ranks)
-        calls: dict[str, Callable[[], Any]] = {
-            "all_gather": partial(gather, whole, part),
-            "reduce_scatter": partial(reduce_scatter, part, whole),
-            "all_reduce": partial(dist.all_reduce, whole),
-            "all_to_all": partial(dist.all_to_all_single, other, whole),
-            "broadcast": partial(dist.broadcast, whole, 0),
-            "send": partial(exchange, whole, other),
-        }
-        for kind in COLLECTIVES:
-            call, seconds = calls[kind], []
-            call()
-            for _ in range(REPETITIONS[num_bytes]):
-                start = time.process_time()
-                call()
-                seconds.append(time.process_time() - start)
-            # Of an exchange, half is the message that is sent.
-            share = 0.5 if kind == "send" else 1.0
-            found.append((kind, num_bytes, num_ranks, share * statistics.median(seconds)))
-    return found
+def median_step(of_ranks: Iterable[Sequence[float]]) -> float:
+    """The median over steps of the CPU-seconds of all ranks; `of_ranks` has those of each rank."""
+    return statistics.median(map(sum, zip(*of_ranks, strict=True)))
 
 
 def _job(
-    model: dict[str, Any], seq_len: int | None, batch_size: int, dtype: str, **plan: int
+    model: dict[str, Any],
+    seq_len: int | None,
+    batch_size: int,
+    dtype: str,
+    recomputes: str = "none",
+    **plan: Any,
 ) -> JobConfig:
     parallelism = {"data_parallel_shard_degree": 1, **plan}
     training: dict[str, Any] = {
@@ -267,7 +165,7 @@ def _job(
             "model": model,
             "training": training,
             "parallelism": parallelism,
-            "activation_checkpoint": {"mode": "none"},
+            "activation_checkpoint": {"mode": recomputes},
         }
     )
 
@@ -294,9 +192,10 @@ def _fit_operators(samples: Sequence[Sample]) -> dict[str, list[float]]:
     """Operator and dtype -> seconds of a call, of a byte, of a FLOP."""
     by_name: dict[str, list[Sample]] = defaultdict(list)
     total = sum(seconds for _, seconds in samples)
+    per_byte = _per_byte(samples)
     for operator, seconds in samples:
         if Cost.kind(operator) != FREE:
-            by_name[f"{operator.name}:{operator.dtype}"].append((operator, seconds))
+            by_name[key_of(operator)].append((operator, seconds))
     found = {}
     for name, of in sorted(by_name.items()):
         if sum(seconds for _, seconds in of) < LEAST_SHARE * total:
@@ -311,13 +210,29 @@ def _fit_operators(samples: Sequence[Sample]) -> dict[str, list[float]]:
         ]
         # Where all samples are of one size, this tells a call's time from that of its bytes.
         rows.append((1.0, 0, 0))
-        found[name] = _fit(rows, [*(seconds for _, seconds in of), LEAST_SECONDS])
+        times = [*(seconds for _, seconds in of), LEAST_SECONDS]
+        whole = list(times)
+        if Cost.kind(of[0][0]) == MEMORY_BOUND:
+            rows.append((0.0, COMMON_BYTES, 0))
+            times.append(COMMON_BYTES * per_byte)
+            whole.append(times[-1] / COMMON_WEIGHT)
+        found[name] = _fit(rows, times, whole)
     # Under a dispatch mode short operators find cold caches. What all have is the host's time,
     # which the tiny jobs give.
     common = statistics.median(factors[0] for factors in found.values())
     for factors in found.values():
         factors[0] = max(0.0, factors[0] - common)
     return found
+
+
+def _per_byte(samples: Sequence[Sample]) -> float:
+    """The seconds of a byte that a memory-bound operator moves."""
+    plain = [
+        (one.bytes_read + one.bytes_written, seconds)
+        for one, seconds in samples
+        if Cost.kind(one) == MEMORY_BOUND and one.bytes_read
+    ]
+    return _fit([(1.0, num_bytes) for num_bytes, _ in plain], [s for _, s in plain])[1]
 
 
 def _fit_collectives(transfers: Transfers) -> dict[str, list[float]]:
@@ -348,10 +263,11 @@ def _fit_host(steps: Sequence[Step], hardware: Hardware) -> dict[str, float]:
         explained += sum(cost.communication(one).seconds for one in sent)
         callers = [sum(caller(one) == name for one in sent) for name in CALLERS]
         peers = sum(one.num_ranks - 2 for one in sent if one.kind not in FROM_RANK_TO_RANK)
-        rows.append((len(ranks), len(operators), peers, *callers))
+        recomputed = sum(one.place.phase == "recomputation" for one in operators)
+        rows.append((len(ranks), len(operators), recomputed, peers, *callers))
         wholes.append(measured * len(ranks) / resolved.dims.world_size)
         seconds.append(wholes[-1] - explained)
-    names = ("step", "launch", "peer", *CALLERS)
+    names = ("step", "launch", "recomputed", "peer", *CALLERS)
     return dict(zip(names, _fit(rows, seconds, wholes), strict=True))
 
 
@@ -368,19 +284,13 @@ def hardware_text(
     `samples` are operators with their seconds, `steps` jobs with the CPU-seconds of a step over
     all ranks, `transfers` collectives with the CPU-seconds of a rank.
     """
-    plain = [
-        (one.bytes_read + one.bytes_written, seconds)
-        for one, seconds in samples
-        if Cost.kind(one) == MEMORY_BOUND and one.bytes_read
-    ]
-    per_byte = _fit([(1.0, num_bytes) for num_bytes, _ in plain], [s for _, s in plain])[1]
     peaks: dict[str, float] = {}
     for one, seconds in samples:
         if one.name == "aten::mm" and seconds:
             peaks[one.dtype] = max(peaks.get(one.dtype, 0.0), one.flops / seconds)
     collectives = _fit_collectives(transfers)
     link_seconds, _, link_byte = collectives["all_gather"]
-    general = _general_text(peaks, 1 / max(per_byte, 1e-15), link_seconds, 1 / link_byte)
+    general = _general_text(peaks, 1 / max(_per_byte(samples), 1e-15), link_seconds, 1 / link_byte)
     operators = "\n".join(
         _inline(f'"{name}"', ("seconds", "bytes_per_second", "flops_per_second"), factors)
         for name, factors in _fit_operators(samples).items()

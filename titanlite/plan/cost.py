@@ -2,25 +2,26 @@
 
 An operator is limited by the FLOP/s of its dtype or by memory (a roofline), with the efficiencies
 of its shape (hardware.py). A communication has a latency and a time on a link. The trace was made
-on the CPU; TRANSLATION says by name what other kernels do on a GPU. `fuse` joins elementwise
-operators as a compiler does.
+on the CPU; TRANSLATION says by name what other kernels do on a GPU.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from titanlite.mesh.parallel_dims import AXES, ParallelDims, axes_of, axes_where
-from titanlite.plan.events import FROM_RANK_TO_RANK, Communication, Event, Memory, Operator
+from titanlite.mesh.parallel_dims import (
+    AXES,
+    EXPERT_SHARDS,
+    ParallelDims,
+    axes_of,
+    axes_where,
+)
+from titanlite.plan.events import FROM_RANK_TO_RANK, Communication, Operator
 from titanlite.plan.hardware import Hardware, Link
 
-FUSED = "fused"
-"""The name of an operator that `fuse` has made."""
 PRODUCT, ATTENTION, MEMORY_BOUND, OPTIMIZER, FREE = (
     "products",
     "attention",
@@ -48,7 +49,10 @@ class Rule(NamedTuple):
 TRANSLATION = {
     **{
         f"aten::{name}": Rule(PRODUCT)
-        for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "linear", "convolution")
+        for name in (
+            *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"),
+            *("linear", "convolution"),
+        )
     },
     # The flash kernel of the CPU; on a GPU, FlashAttention with the same inputs and outputs.
     "aten::_scaled_dot_product_flash_attention_for_cpu": Rule(ATTENTION),
@@ -70,12 +74,9 @@ TRANSLATION = {
         Rule(FREE),
     ),
 }
-FREE_NAMESPACES = ("prim", "profiler")
+FREE_NAMESPACES = ("prim", "profiler", "_c10d_functional")
 OPTIMIZER_PREFIX = "aten::_foreach"
 BACKWARD_SUFFIX = "_backward"
-# What a compiler does not join with its neighbours.
-UNFUSED_WORDS = ("embedding", "index_put", "nll_loss", "sort", "_foreach", "_fused", "copy_in")
-UNFUSED_NAMESPACES = ("fsdp", "prim", "profiler")
 
 
 class Load(NamedTuple):
@@ -107,7 +108,7 @@ class Cost:
     """The times of a job's operators and communications on `hardware`.
 
     `dims` are the job's degrees: ranks are numbered with tp innermost and fill one node after
-    another. `is_compiled` says that elementwise operators are fused; apply `fuse` to the events.
+    another. `is_compiled` says that elementwise operators are fused; apply fuse.py to the events.
     `attention` is "flash", or "unfused" for attention whose scores are stored, computed as products
     and a softmax with heads of `head_dim` (Megatron-LM before FlashAttention); with
     "unfused, recomputed" the backward pass computes the scores again.
@@ -127,7 +128,7 @@ class Cost:
     @staticmethod
     def kind(operator: Operator) -> str:
         """What the operator is: one of PRODUCT, ATTENTION, MEMORY_BOUND, OPTIMIZER, FREE."""
-        return _rule(operator.name).kind
+        return rule_of(operator.name).kind
 
     def price(self, operator: Operator) -> tuple[float, str, float]:
         """Seconds on the device, the kind, and seconds of a GPU's host to launch the operator.
@@ -142,6 +143,8 @@ class Cost:
             operator.dtype,
             operator.shape,
             operator.causal,
+            operator.is_strided,
+            operator.place.phase == "recomputation",
         )
         known: dict[object, tuple[float, str, float]] = self._known  # type: ignore[attr-defined]
         if key not in known:
@@ -181,17 +184,21 @@ class Cost:
         return other
 
     def _operator(self, operator: Operator) -> float:
-        rule, hardware = _rule(operator.name), self.hardware
+        rule, hardware = rule_of(operator.name), self.hardware
         if rule.kind == FREE:
             return 0.0
         fixed = hardware.overhead.kernel_seconds
         if hardware.kind == "cpu":
             fixed = hardware.overhead.launch_seconds
+            if operator.place.phase == "recomputation":
+                fixed += hardware.overhead.recomputed_seconds
         num_bytes = (
             operator.bytes_read * (rule.read_factor + rule.written_per_read)
             + operator.bytes_written * rule.written_factor
         )
-        measured = hardware.operators.get(f"{operator.name}:{operator.dtype}")
+        measured = hardware.operators.get(key_of(operator))
+        if measured is None:
+            measured = hardware.operators.get(f"{operator.name}:{operator.dtype}")
         if measured is not None:
             recorded = operator.bytes_read + operator.bytes_written
             return fixed + measured(recorded, computed_flops(operator, hardware.kind))
@@ -252,8 +259,9 @@ class Cost:
 
     def geometry(self, axis: str, num_ranks: int) -> Geometry:
         """How the group of `axis` lies on nodes. A group without an axis is of adjacent ranks."""
-        stride = 1
-        innermost = axes_of(axis)[-1]
+        # The ranks that hold the same experts are a whole group of ep apart.
+        stride = self.dims.ep if axis == EXPERT_SHARDS else 1
+        innermost = axes_of(axis)[-1] if axis != EXPERT_SHARDS else axis
         if innermost in AXES:
             inner = AXES[AXES.index(innermost) + 1 :]
             stride = self.dims.degree_of(inner)
@@ -331,6 +339,12 @@ def bytes_sent(kind: str, num_bytes: float, num_ranks: int) -> float:
             return num_bytes
 
 
+def key_of(operator: Operator) -> str:
+    """The name of a measured operator: with its dtype, and whether elementwise inputs have gaps."""
+    is_slower = operator.is_strided and rule_of(operator.name).kind == MEMORY_BOUND
+    return f"{operator.name}:{operator.dtype}{':strided' if is_slower else ''}"
+
+
 # The blocks of the CPU's flash kernel: FlashAttentionKernel.cpp, as in scratch.py.
 CPU_KEYS = 512
 CPU_QUERIES = ((768, 256), (192, 64), (0, 32))
@@ -380,7 +394,8 @@ SMALL_TILE = {1: 1.0, 2: 0.9, 4: 0.75}
 
 
 @functools.cache
-def _rule(name: str) -> Rule:
+def rule_of(name: str) -> Rule:
+    """What an operator of this name is."""
     rule = TRANSLATION.get(name)
     if rule is not None:
         return rule
@@ -389,71 +404,3 @@ def _rule(name: str) -> Rule:
     if name.startswith(OPTIMIZER_PREFIX):
         return Rule(OPTIMIZER)
     return Rule(MEMORY_BOUND)
-
-
-def fuse(events: Sequence[Event]) -> list[Event]:
-    """The events with each chain of elementwise operators as one operator.
-
-    A chain is of one phase and one block, without a product, attention or communication between.
-    What an operator writes and the next one reads stays on the chip, so it counts neither as
-    written nor as read. Values that the backward pass needs are computed again there.
-    """
-    found: list[Event] = []
-    chain: list[Operator] = []
-    held: list[Event] = []
-
-    def close() -> None:
-        if len(chain) > 1:
-            found.append(_join(chain))
-        else:
-            found.extend(chain)
-        found.extend(held)
-        chain.clear()
-        held.clear()
-
-    for event in events:
-        if isinstance(event, Memory):
-            (held if chain else found).append(event)
-            continue
-        if isinstance(event, Operator):
-            if _rule(event.name).kind == FREE:
-                continue
-            if _is_fusible(event):
-                if chain and _block(chain[-1]) != _block(event):
-                    close()
-                chain.append(event)
-                continue
-        close()
-        found.append(event)
-    close()
-    return found
-
-
-def _is_fusible(operator: Operator) -> bool:
-    if _rule(operator.name).kind != MEMORY_BOUND:
-        return False
-    namespace, _, name = operator.name.partition("::")
-    return namespace not in UNFUSED_NAMESPACES and not any(word in name for word in UNFUSED_WORDS)
-
-
-def _block(operator: Operator) -> tuple[str, str]:
-    """The phase and the first two parts of the module's name: layers.0."""
-    return operator.place.phase, ".".join(operator.place.module.split(".")[:2])
-
-
-def _join(chain: Sequence[Operator]) -> Operator:
-    read = chain[0].bytes_read
-    written = 0
-    for before, after in itertools.pairwise(chain):
-        if after.bytes_read >= before.bytes_written:
-            read += after.bytes_read - before.bytes_written
-        else:
-            read += after.bytes_read
-            written += before.bytes_written
-    largest = max(chain, key=lambda one: one.bytes_written)
-    return replace(
-        largest,
-        name=FUSED,
-        bytes_read=read,
-        bytes_written=written + chain[-1].bytes_written,
-    )

@@ -55,6 +55,8 @@ class Operator:
     """Whether it runs on another stream than the main one: FSDP2's copies, on a GPU."""
     causal: tuple[int, ...] = ()
     """(queries, keys) of causal attention, whose masked half a kernel can skip; () for others."""
+    is_strided: bool = False
+    """Whether an input has gaps between its elements, such as a part of each row of a matrix."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,9 @@ class Overhead:
     operator on a GPU. `collective_seconds` is the host's for a communication. On a CPU it is
     measured by caller: `unshard_seconds` for FSDP's, `message_seconds` for a P2P message of a
     pipeline and `exchange_seconds` for one of a ring. Each rank beyond two adds `peer_seconds` to a
-    collective. `step_seconds` is what a step costs a CPU, however small it is.
+    collective. `recomputed_seconds` is what activation checkpointing costs a CPU for each operator
+    that it recomputes, beside the operator. `step_seconds` is what a step costs a CPU, however
+    small it is.
     """
 
     launch_seconds: float
@@ -125,6 +127,7 @@ class Overhead:
     message_seconds: float | None = None
     exchange_seconds: float | None = None
     peer_seconds: float = 0.0
+    recomputed_seconds: float = 0.0
     step_seconds: float = 0.0
 
 

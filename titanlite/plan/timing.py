@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.mesh.parallel_dims import AXES, axes_of
-from titanlite.plan.cost import ATTENTION, PRODUCT, Cost, fuse
+from titanlite.plan.cost import ATTENTION, PRODUCT, Cost
 from titanlite.plan.events import (
     FROM_RANK_TO_RANK,
     Communication,
@@ -21,6 +21,7 @@ from titanlite.plan.events import (
     Operator,
     Wait,
 )
+from titanlite.plan.fuse import fuse
 from titanlite.simulate.streams import (
     Compute,
     Item,

@@ -15,18 +15,17 @@ from titanlite.simulate.options import (
     Parser,
     characters,
     check_outputs,
-    check_used,
-    used_options,
     whole,
 )
 from titanlite.simulate.output import write as _write
 from titanlite.simulate.output import write_with as _write_with
 from titanlite.simulate.priority import PRIORITIES
-from titanlite.simulate.quantity import read_rate, read_size, read_time, read_units
 from titanlite.simulate.result import Simulation
 from titanlite.simulate.schemes import STRATEGIES, Workload, run_scheme
 from titanlite.simulate.sweep import Point, read_axes
 from titanlite.simulate.table import format_table, html_table
+from titanlite.simulate.units import read_rate, read_size, read_time, read_units
+from titanlite.simulate.used_options import check_used, used_options
 from titanlite.simulate.work import SimulationError
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from titanlite.simulate.engine import Extra, Plan
+from titanlite.simulate.engine import Extra
 from titanlite.simulate.exact import Exact, Time, simplest
+from titanlite.simulate.plan import Plan
 from titanlite.simulate.reduction import ReductionTicks
 from titanlite.simulate.work import Direction
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from titanlite.simulate.engine import Plan
 from titanlite.simulate.placement import way_of_a_batch
+from titanlite.simulate.plan import Plan
 from titanlite.simulate.work import Direction, SimulationError, Work, one_line
 
 Needs: TypeAlias = Callable[[Work], "Iterable[Work]"]

@@ -8,11 +8,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from titanlite.schedule.timeline import Span, Timeline, activation_curves
-from titanlite.simulate.engine import Extra, Plan
+from titanlite.simulate.engine import Extra
 from titanlite.simulate.exact import Exact, Time
 from titanlite.simulate.memory import Memory, held_inputs
 from titanlite.simulate.needs import messages_needed
 from titanlite.simulate.placement import way_of_a_batch
+from titanlite.simulate.plan import Plan
 from titanlite.simulate.quantity import show_size, show_time, size_scale, time_scale
 from titanlite.simulate.reduction import Reduction, ReductionTicks
 from titanlite.simulate.size import check_drawing

@@ -15,9 +15,10 @@ from typing import Any, TypeAlias, cast
 
 from titanlite.schedule.actions import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from titanlite.simulate.costs import Costs
-from titanlite.simulate.engine import Plan, run
+from titanlite.simulate.engine import run
 from titanlite.simulate.needs import Needs, read_needs
 from titanlite.simulate.placement import ASKED_TWICE, Strategy, place, way_of_a_batch
+from titanlite.simulate.plan import Plan
 from titanlite.simulate.priority import Lexicographic, OldestBatchFirst
 from titanlite.simulate.reduction import reduce_gradients
 from titanlite.simulate.result import Simulation
