@@ -2,6 +2,8 @@
 
 python docs/make_pictures.py [--runs] [PAGE.md ...]
 
+The pictures of the lab's notes are drawn from runs of the lab, if no pages are named.
+
 `titanlite simulate` gives the same picture each time. With --runs, the `titanlite train` commands
 that are followed by a `cp` of a picture, or by a `titanlite plan` that draws one, are run too:
 those pictures are of a real run, and take minutes.
@@ -45,6 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     from titanlite.cli import main as titanlite
 
     names = [argument for argument in arguments if argument != "--runs"]
+    if not names:
+        from titanlite.lab.gallery import main as draw_lab
+
+        draw_lab([str(ROOT / "docs" / "images" / "lab")])
     pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))
     for page in pages:
         for command in picture_commands(page):
