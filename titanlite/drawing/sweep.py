@@ -135,7 +135,7 @@ def _name(axes: Axes, text: str, place: tuple[float, float], above: float) -> No
         fontsize=8,
         color="#444444",
         parse_math=False,
-    ).set_in_layout(False)
+    ).set_in_layout(above < 0)  # the names of lines are outside the points
 
 
 def _share(axes: Axes, place: tuple[float, float]) -> tuple[float, float]:
