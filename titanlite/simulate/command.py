@@ -146,15 +146,16 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
 
         target = _one_of(options.memory, simulation.title, len(simulations))
         _write_with(target, partial(draw_memory, simulation))
-    for timeline in timelines if options.png else ():
+    named = list(zip((simulation.title for simulation in simulations), timelines, strict=False))
+    for title, timeline in named if options.png else ():
         from titanlite.drawing.schedule_png import draw_png
 
-        target = _one_of(options.png, timeline.title, len(timelines))
+        target = _one_of(options.png, title, len(timelines))
         _write_with(target, partial(draw_png, timeline))
-    for timeline in timelines if options.trace else ():
+    for title, timeline in named if options.trace else ():
         from titanlite.schedule.trace import make_trace
 
-        _write(_one_of(options.trace, timeline.title, len(timelines)), make_trace(timeline))
+        _write(_one_of(options.trace, title, len(timelines)), make_trace(timeline))
 
 
 def _one_of(path: str, title: str, num_files: int) -> Path:
