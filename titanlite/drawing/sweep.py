@@ -91,9 +91,8 @@ def save_sweep(
         frameon=False,
     )
     if title:
-        figure.suptitle(
-            textwrap.fill(title, _TITLE_WIDTH), x=0.01, ha="left", fontsize=12, parse_math=False
-        )
+        lines = textwrap.fill(title, _TITLE_WIDTH)
+        figure.suptitle(lines, x=0.01, ha="left", fontsize=12, parse_math=False)
     save_figure(figure, path)
 
 
