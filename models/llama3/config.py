@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.mesh.parallel_dims import ParallelDims, expert_shard_dim
 from titanlite.models.sizes import head_problems, split_problems
 
 
@@ -246,9 +246,9 @@ class Llama3Config:
     def _expert_shard_problems(self, num_shards: int, ep: int) -> list[tuple[str, str]]:
         """Experts that FSDP2 can shard neither by expert nor by rows over `num_shards` ranks."""
         number = self.moe_num_experts // ep
-        each = -(-number // num_shards) if number else 1
         widths = (self.expert_hidden_dim, self.dim)
-        if -(-number // each) == num_shards or not any(width % num_shards for width in widths):
+        is_by_expert = number and expert_shard_dim(number, num_shards) == 0
+        if is_by_expert or not any(width % num_shards for width in widths):
             return []
         message = (
             f"{ep} leaves {number} experts on a rank, which {num_shards} ranks (efsdp) cannot "

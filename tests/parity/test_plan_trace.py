@@ -106,7 +106,7 @@ def run_and_record(place: Place, configs: list[JobConfig]) -> list[tuple[Any, tu
 
     from titanlite.job import build_job
     from titanlite.plan.recorder import Recorder
-    from titanlite.plan.trace import axes_of_ranks
+    from titanlite.plan.trace import axes_of_groups
     from titanlite.ranks.world import open_world
 
     found = []
@@ -116,7 +116,7 @@ def run_and_record(place: Place, configs: list[JobConfig]) -> list[tuple[Any, tu
             torch.compiler.reset()
             job = build_job(resolve_job(config, world.size), world)
             job.step()
-            recorder = Recorder(axes_of_ranks(job), is_fake=False)
+            recorder = Recorder(axes_of_groups(job), is_fake=False)
             with recorder:
                 job.step()
             peak = peak_bounds(job.step)
@@ -175,7 +175,7 @@ def run_and_count(place: Place, configs: list[JobConfig], step: int) -> list[lis
 
     from titanlite.job import build_job
     from titanlite.plan.recorder import Recorder
-    from titanlite.plan.trace import axes_of_ranks
+    from titanlite.plan.trace import axes_of_groups
     from titanlite.ranks.world import open_world
 
     found = []
@@ -185,7 +185,7 @@ def run_and_count(place: Place, configs: list[JobConfig], step: int) -> list[lis
             job = build_job(resolve_job(config, world.size), world)
             for _ in range(step - 1):
                 job.step()
-            with Recorder(axes_of_ranks(job), is_fake=False) as recorder:
+            with Recorder(axes_of_groups(job), is_fake=False) as recorder:
                 job.step()
             found.append([one for one in recorder.events if isinstance(one, Communication)])
     return found

@@ -10,9 +10,9 @@ from titanlite.cli import main
 from titanlite.drawing.sweep import SweptPoint, save_sweep
 from titanlite.simulate import Costs
 from titanlite.simulate.figures import Row
-from titanlite.simulate.options import whole
-from titanlite.simulate.quantity import number, read_size
+from titanlite.simulate.options import number, whole
 from titanlite.simulate.sweep import mark_fronts, pareto_front, read_axes, run_sweep
+from titanlite.simulate.units import read_size
 from titanlite.simulate.work import SimulationError
 
 READERS = {"workers": whole, "batches": whole, "forward": number, "weight_units": read_size}

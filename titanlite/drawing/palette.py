@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import cos, pi, sin
 
 _LIGHTNESS = {"F": 0.84, "B": 0.68, "I": 0.68, "W": 0.54}
@@ -19,6 +20,7 @@ LANES = {
 KINDS_OF_MEMORY = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9")
 
 
+@lru_cache(maxsize=16_384)
 def fill(kind: str, microbatch: int | None, num_microbatches: int) -> str:
     """The colour of a cell as #rrggbb: data movement in greys, work by microbatch."""
     if kind not in _LIGHTNESS or microbatch is None:

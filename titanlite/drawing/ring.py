@@ -12,18 +12,17 @@ import sys
 from pathlib import Path
 
 from titanlite.attention.layout import LAYOUTS, Layout, Tile, make_layout
+from titanlite.drawing.canvas import FAINT, PAPER, RANKS, Drawing
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
-INK, FAINT, PAPER = "#222222", "#c8c8c8", "#ffffff"
-NUM_RANKS = len(COLOURS)
+NUM_RANKS = 4
+COLOURS = RANKS[:NUM_RANKS]
 
 
 def draw_layouts(num_tokens: int = 32) -> str:
     """SVG: the causal score matrix under each layout, coloured by the rank that computes it."""
     cell, gap, top, left = 7, 46, 66, 60
     side = num_tokens * cell
-    drawing = _Drawing(
+    drawing = Drawing(
         left + len(LAYOUTS) * (side + gap), top + side + 62, "Who computes what under each layout"
     )
     drawing.text(left, 18, "Each row is a query, each column a key; a pair has the colour of the")
@@ -56,7 +55,7 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
     computed. The bar above it shows the keys held: the part that was sent this far.
     """
     side, step_width, row_height, left, top = 64, 150, 112, 84, 92
-    drawing = _Drawing(
+    drawing = Drawing(
         left + NUM_RANKS * step_width - 40,
         top + NUM_RANKS * row_height - 6,
         f"Ring attention, {layout.name} layout, {layout.num_ranks} ranks",
@@ -92,7 +91,7 @@ def draw_ring(layout: Layout, n: int = 8) -> str:
 
 
 def _draw_block(
-    drawing: _Drawing,
+    drawing: Drawing,
     x: float,
     y: float,
     side: float,
@@ -124,65 +123,6 @@ def _outline(tile: Tile, x: float, y: float, unit: float) -> list[tuple[float, f
         over = left + (index + 1) * unit
         stairs += [(over, top + index * unit), (over, top + (index + 1) * unit)]
     return [*stairs, (left, bottom)]
-
-
-class _Drawing:
-    """An SVG of a given size, element by element."""
-
-    def __init__(self, width: float, height: float, title: str) -> None:
-        self.width, self.height = width, height
-        self.elements = [f"<title>{title}</title>"]
-        self.rectangle(0, 0, width, height, PAPER)
-
-    def rectangle(
-        self, x: float, y: float, width: float, height: float, fill: str, stroke: str = "none"
-    ) -> None:
-        self.elements.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
-            f'fill="{fill}" stroke="{stroke}"/>'
-        )
-
-    def polygon(self, corners: list[tuple[float, float]], fill: str) -> None:
-        points = " ".join(f"{x:g},{y:g}" for x, y in corners)
-        self.elements.append(f'<polygon points="{points}" fill="{fill}"/>')
-
-    def arrow(
-        self, start: tuple[float, float], end: tuple[float, float], colour: str, width: float
-    ) -> None:
-        """A curve with horizontal ends; nothing is drawn if `width` is 0."""
-        if not width:
-            return
-        (x0, y0), (x1, y1) = start, end
-        middle = (x0 + x1) / 2
-        self.elements.append(
-            f'<path d="M{x0:g},{y0:g} C{middle:g},{y0:g} {middle:g},{y1:g} {x1:g},{y1:g}" '
-            f'fill="none" stroke="{colour}" stroke-width="{width:g}" stroke-opacity="0.55"/>'
-        )
-        tip = [(x1 + 6, y1), (x1 - 2, y1 - 4), (x1 - 2, y1 + 4)]
-        self.polygon(tip, colour)
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        words: str,
-        anchor: str = "start",
-        colour: str = INK,
-        size: int = 12,
-        bold: bool = False,
-    ) -> None:
-        weight = ' font-weight="bold"' if bold else ""
-        self.elements.append(
-            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}" '
-            f'font-size="{size}"{weight}>{words}</text>'
-        )
-
-    def svg(self) -> str:
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
-            f'width="{self.width:g}" height="{self.height:g}" font-family="sans-serif">'
-        )
-        return "\n".join([head, *self.elements, "</svg>", ""])
 
 
 def draw_all() -> dict[str, str]:

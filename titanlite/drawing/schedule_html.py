@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from titanlite.drawing.schedule_svg import Canvas, canvases_of, draw_canvas
+from titanlite.drawing.schedule_layout import Canvas, canvases_of, cells
+from titanlite.drawing.schedule_svg import draw_canvases
 from titanlite.schedule.timeline import Timeline
 
 
@@ -19,7 +20,7 @@ def draw_html(timelines: Sequence[Timeline] | Timeline, table: str = "") -> str:
         timelines = [timelines]
     title = ", ".join(timeline.title for timeline in timelines)
     canvases = canvases_of(timelines)
-    figures = "\n".join(f"<figure>{draw_canvas(canvas)}</figure>" for canvas in canvases)
+    figures = "\n".join(f"<figure>{picture}</figure>" for picture in draw_canvases(canvases))
     data = json.dumps([_hover_data(canvas) for canvas in canvases], separators=(",", ":"))
     return _PAGE.format(
         title=escape(title),
@@ -31,18 +32,13 @@ def draw_html(timelines: Sequence[Timeline] | Timeline, table: str = "") -> str:
 
 
 def _hover_data(canvas: Canvas) -> dict[str, object]:
+    """By row, the box of each cell in pixels and its description, from back to front."""
     timeline = canvas.timeline
     rows: list[list[list[object]]] = [[] for _ in timeline.rows]
-    for span in sorted(timeline.spans, key=lambda span: span.start):
-        rows[span.row].append([span.start, span.end, timeline.describe(span)])
-    return {
-        "left": canvas.left,
-        "top": canvas.top,
-        "rowHeight": canvas.row_height,
-        "scale": canvas.scale,
-        "start": timeline.start,
-        "rows": rows,
-    }
+    for span, box in cells(canvas):
+        edges = box.x, box.y, box.x + box.width, box.y + box.height
+        rows[span.row].append([*(round(edge, 2) for edge in edges), timeline.describe(span)])
+    return {"top": canvas.top, "rowHeight": canvas.row_height, "rows": rows}
 
 
 _PAGE = """<!DOCTYPE html>
@@ -82,11 +78,11 @@ pictures.forEach((svg, i) => {
     const at = new DOMPoint(event.clientX, event.clientY)
       .matrixTransform(svg.getScreenCTM().inverse());
     const row = d.rows[Math.floor((at.y - d.top) / d.rowHeight)];
-    const time = d.start + (at.x - d.left) / d.scale;
-    const cell = row && row.findLast(([start, end]) => start <= time && time < end);
+    const cell = row && row.findLast(([left, top, right, bottom]) =>
+      left <= at.x && at.x < right && top <= at.y && at.y < bottom);
     tip.style.display = cell ? 'block' : 'none';
     if (!cell) return;
-    tip.textContent = cell[2];
+    tip.textContent = cell[4];
     const room = window.innerWidth - tip.offsetWidth - 8;
     tip.style.left = Math.min(event.clientX + 12, room) + 'px';
     tip.style.top = (event.clientY + 14) + 'px';

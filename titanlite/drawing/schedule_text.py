@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from bisect import bisect_right
+from itertools import groupby
 
 from titanlite.drawing import palette
 from titanlite.schedule.timeline import WORK, Span, Timeline
@@ -16,13 +17,16 @@ def draw_text(timeline: Timeline, width: int | None = None, color: bool | None =
 
     If cells start and end on whole steps and the labels fit, a cell shows the kind of work and the
     stage, and without colour also the microbatch, after a dot. Otherwise each character shows what
-    runs in the middle of its share of the time. The end of each row shows its idle fraction.
+    runs in the middle of its share of the time. The end of each row shows its idle fraction. Below
+    a row are its weight fetches and its gradient reductions, if it has any.
     """
     if color is None:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if width is None:
         width = shutil.get_terminal_size().columns
-    margin = max(map(len, timeline.rows), default=0) + 1
+    beside = _beside(timeline)
+    names = [*timeline.rows, *(name for name, _ in _BESIDE.values() if beside)]
+    margin = max(map(len, names), default=0) + 1
     room = max(20, width - margin - len(" 100%"))
     rows: list[list[Span]] = [[] for _ in timeline.rows]
     for span in sorted(timeline.spans, key=lambda span: span.start):
@@ -31,15 +35,53 @@ def draw_text(timeline: Timeline, width: int | None = None, color: bool | None =
     labels, used = _choose_labels(timeline, [span for row in rows for span in row], room, color)
 
     lines = [timeline.title] + ([timeline.caption] if timeline.caption else [])
-    for name, row, bubble in zip(timeline.rows, rows, timeline.bubbles(), strict=True):
+    names_and_rows = zip(timeline.rows, rows, timeline.bubbles(), strict=True)
+    for number, (name, row, bubble) in enumerate(names_and_rows):
         if labels:
             drawn = _labelled(timeline, row, labels, used, color)
         else:
             drawn = _sampled(timeline, row, used, color)
         lines.append(f"{name:>{margin - 1}} {drawn} {bubble:4.0%}")
+        for kind, (what, _) in _BESIDE.items():
+            if moved := beside.get((number, kind)):
+                drawn = _strip(timeline, moved, used, color)
+                lines.append(f"{what:>{margin - 1}} {drawn}".rstrip())
     end = f"{timeline.drawn_end - timeline.start:g} {timeline.unit}"
     lines.append(" " * margin + "0" + end.rjust(used - 1) + " idle")
     return "\n".join(lines)
+
+
+# What runs beside the work of its row: the name of its line, and its character without colour.
+_BESIDE = {"FETCH": ("fetch", "<"), "REDUCE_GRAD": ("reduce", "+")}
+
+
+def _beside(timeline: Timeline) -> dict[tuple[int, str], list[Span]]:
+    """The spans of the kinds in _BESIDE, by row and kind."""
+    found: dict[tuple[int, str], list[Span]] = {}
+    for span in timeline.spans:
+        if span.kind in _BESIDE:
+            found.setdefault((span.row, span.kind), []).append(span)
+    return found
+
+
+def _strip(timeline: Timeline, spans: list[Span], room: int, color: bool) -> str:
+    """A line in which each span covers its share of the time, at least one character."""
+    scale = room / (timeline.drawn_end - timeline.start)
+    covered = [False] * room
+    for span in spans:
+        start = min(round((span.start - timeline.start) * scale), room - 1)
+        end = max(start + 1, round((span.end - timeline.start) * scale))
+        covered[start:end] = [True] * (end - start)
+    text = ""
+    for is_covered, places in groupby(covered):
+        length = len(list(places))
+        if not is_covered:
+            text += " " * length
+        elif color:
+            text += _paint(timeline, spans[0], " " * length)
+        else:
+            text += _BESIDE[spans[0].kind][1] * length
+    return text
 
 
 def _choose_labels(

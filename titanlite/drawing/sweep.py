@@ -16,13 +16,14 @@ from titanlite.drawing.figure import make_figure, save_figure
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1c1c1c")
 _MARKERS = "osD^vPX"
 _GREY = "#6b7280"
-_MOST_LABELS = 6  # as many names of points or lines stay readable
+_MOST_LABELS = 6  # as many names of points stay readable
+_LEAST_DISTANCE = 0.045  # between names, as a share of the height
 
 T = TypeVar("T")
 
 
 class SweptPoint(NamedTuple):
-    """One simulation. Points of one `series` and `line` differ in their workers alone.
+    """One simulation. Points of one `series` and `line` differ in `x` alone, such as their workers.
 
     `label` says in a few characters where the point is in the grid. A point is on the front of
     memory if no other has a smaller bubble and less memory; on that of workers if no other of its
@@ -32,7 +33,7 @@ class SweptPoint(NamedTuple):
     series: str
     line: str
     label: str
-    workers: int
+    x: float
     makespan: float
     memory: float
     bubble: float
@@ -51,7 +52,8 @@ def save_sweep(
     points: Sequence[SweptPoint],
     *,
     title: str = "",
-    memory_label: str = "peak stage inputs held of a worker",
+    x_label: str = "workers",
+    memory_label: str = "stage inputs held at once by a worker",
     time_label: str = "makespan, steps",
 ) -> None:
     """Draw the points as two plots, in the format of the suffix of `path`, .png or .svg.
@@ -69,11 +71,11 @@ def save_sweep(
         for i, name in enumerate(names)
     }
     _draw_memory(left, points, style)
-    _draw_workers(right, points, style)
+    _draw_makespan(right, points, style)
     left.set_xlabel(memory_label)
     left.set_ylabel("bubble")
     left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    right.set_xlabel("workers")
+    right.set_xlabel(x_label)
     right.set_ylabel(time_label)
     for axes in (left, right):
         axes.grid(color="#e5e7eb", linewidth=0.8)
@@ -104,37 +106,58 @@ def _draw_memory(axes: Axes, points: Sequence[SweptPoint], style: dict[str, Styl
                 markersize=look.size,
                 zorder=3 if is_on_front else 2,
             )
-    front = sorted({(p.memory, p.bubble): p for p in points if p.is_on_memory_front}.items())
-    corners = [place for place, _ in front]
-    axes.step(*zip(*corners, strict=True), where="post", color=_GREY, linewidth=1, zorder=1)
-    for (memory, bubble), point in _some(front, _MOST_LABELS):
-        axes.annotate(
-            point.label,
-            (memory, bubble),
-            textcoords="offset points",
-            xytext=(6, 6),
-            fontsize=8,
-            color="#444444",
-            parse_math=False,
-        )
+    places: dict[tuple[float, float], SweptPoint] = {}
+    for point in points:
+        if point.is_on_memory_front:
+            places.setdefault((point.memory, point.bubble), point)
+    front = sorted(places)
+    axes.step(*zip(*front, strict=True), where="post", color=_GREY, linewidth=1, zorder=1)
     _scale(axes, [point.memory for point in points], "x")
     axes.margins(x=0.08, y=0.08)
     axes.yaxis.set_major_locator(MaxNLocator(8))
+    named = (-1.0, -1.0)
+    for place in _some(front, _MOST_LABELS):
+        x, y = _share(axes, place)
+        if abs(x - named[0]) > 0.5 or abs(y - named[1]) > _LEAST_DISTANCE:
+            _name(axes, places[place].label, place, 6)
+            named = x, y
 
 
-def _draw_workers(axes: Axes, points: Sequence[SweptPoint], style: dict[str, Style]) -> None:
+def _name(axes: Axes, text: str, place: tuple[float, float], above: float) -> None:
+    """Write `text` beside a point: to its left if the point is on the right."""
+    is_right = _share(axes, place)[0] > 0.7 and above > 0
+    axes.annotate(
+        text,
+        place,
+        textcoords="offset points",
+        xytext=(-7 if is_right else 7, above),
+        ha="right" if is_right else "left",
+        fontsize=8,
+        color="#444444",
+        parse_math=False,
+    ).set_in_layout(above < 0)  # the names of lines are outside the points
+
+
+def _share(axes: Axes, place: tuple[float, float]) -> tuple[float, float]:
+    """Where a point is in the axes: 0 to 1 in both directions."""
+    axes.autoscale_view()
+    x, y = axes.transAxes.inverted().transform(axes.transData.transform(place))
+    return float(x), float(y)
+
+
+def _draw_makespan(axes: Axes, points: Sequence[SweptPoint], style: dict[str, Style]) -> None:
     lines: dict[Hashable, list[SweptPoint]] = {}
     for point in points:
         lines.setdefault((point.series, point.line), []).append(point)
     ends: dict[str, SweptPoint] = {}
     for shown in lines.values():
-        shown.sort(key=lambda point: point.workers)
+        shown.sort(key=lambda point: point.x)
         last, look = shown[-1], style[shown[0].series]
-        x, y = [point.workers for point in shown], [point.makespan for point in shown]
+        x, y = [point.x for point in shown], [point.makespan for point in shown]
         axes.plot(x, y, color=look.color, linewidth=1, alpha=0.5)
         for point in shown:
             axes.plot(
-                point.workers,
+                point.x,
                 point.makespan,
                 look.marker,
                 color=look.color,
@@ -143,23 +166,19 @@ def _draw_workers(axes: Axes, points: Sequence[SweptPoint], style: dict[str, Sty
             )
         if last.line and (last.line not in ends or ends[last.line].makespan < last.makespan):
             ends[last.line] = last
-    for point in _some(sorted(ends.values(), key=lambda end: end.makespan), _MOST_LABELS):
-        axes.annotate(
-            point.line,
-            (point.workers, point.makespan),
-            textcoords="offset points",
-            xytext=(8, -3),
-            fontsize=8,
-            color="#444444",
-            parse_math=False,
-        )
-    workers = sorted({point.workers for point in points})
-    _scale(axes, workers, "x")
+    values = sorted({point.x for point in points})
+    _scale(axes, values, "x")
     _scale(axes, [point.makespan for point in points], "y")
-    if len(workers) <= 10:
-        axes.set_xticks(workers, [str(count) for count in workers])
+    if len(values) <= 10:
+        axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.xaxis.set_minor_locator(NullLocator())
     axes.margins(x=0.18)
+    height = -1.0
+    for point in sorted(ends.values(), key=lambda end: end.makespan):
+        place = point.x, point.makespan
+        if _share(axes, place)[1] - height > _LEAST_DISTANCE:
+            _name(axes, point.line, place, -3)
+            height = _share(axes, place)[1]
 
 
 def _some(items: Sequence[T], most: int) -> list[T]:

@@ -1,4 +1,4 @@
-"""`titanlite lab` lists the experiments; with names, it runs them.
+"""`titanlite lab` lists the experiments; with names, it runs them. `titanlite lab exercise` judges.
 
 `python -m titanlite.lab` does the same.
 """
@@ -15,13 +15,20 @@ from rich.table import Table as RichTable
 
 from titanlite.errors import TitanliteError
 from titanlite.lab.arguments import add_options, option, refused
+from titanlite.lab.exercises.command import main as exercise
 from titanlite.lab.experiments import EXPERIMENTS
 from titanlite.lab.table import Table
 from titanlite.ranks.signals import ending_with_the_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the named experiments. Returns 0, 1 if one fails, or 2 for an unknown name."""
+    """Run the named experiments. Returns 0, 1 if one fails, or 2 for an unknown name.
+
+    If the first argument is "exercise", the others are for exercises/command.py.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["exercise"]:
+        return exercise(given[1:])
     parser = argparse.ArgumentParser(
         prog="titanlite lab",
         description="Distributed training from scratch, on real processes of this machine.",
@@ -30,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "experiments", nargs="*", metavar="experiment", help="names to run, or all; default: list"
     )
     add_options(parser, EXPERIMENTS)
-    options = vars(parser.parse_args(arguments))
+    options = vars(parser.parse_args(given))
     names = options.pop("experiments")
     names = list(EXPERIMENTS) if names == ["all"] else names
     for name in names:
@@ -51,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:14}{run.__doc__}")
         print("\ntitanlite lab NAME runs one, all runs all; docs/lab/ explains them.")
         print("titanlite lab --help lists their options.")
+        print("titanlite lab exercise lists the exercises, which check your own code.")
     for name in names:
         try:
             show(name, EXPERIMENTS[name](**options))

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from titanlite.lab.device import VirtualDevice
 from titanlite.lab.group import Group, new_like, wait_all
@@ -89,11 +91,13 @@ class RingAttention(torch.autograd.Function):
         out = torch.zeros_like(q)
         lse = q.new_full((*q.shape[:-1], 1), -math.inf)
         for _, owner, keys, values in circulate(device, axes, torch.stack([k, v])):
-            for mine, theirs, on_diagonal in visible(group, owner, layout, causal):
-                block = attend(
-                    _rows(q, mine), _rows(keys, theirs), _rows(values, theirs), on_diagonal
-                )
-                merge(_rows(out, mine), _rows(lse, mine), *block)
+            pairs = visible(group, owner, layout, causal)
+            with work(f"attend to {owner}", pairs):
+                for mine, theirs, on_diagonal in pairs:
+                    block = attend(
+                        _rows(q, mine), _rows(keys, theirs), _rows(values, theirs), on_diagonal
+                    )
+                    merge(_rows(out, mine), _rows(lse, mine), *block)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.device, ctx.axes, ctx.layout, ctx.causal = device, axes, layout, causal
         return out
@@ -114,13 +118,15 @@ class RingAttention(torch.autograd.Function):
         sums: Shift | None = None
         for step, owner, keys, values in circulate(device, axes, torch.stack([k, v])):
             dkv = torch.zeros((2, *k.shape), dtype=k.dtype, device=k.device)
-            for mine, theirs, on_diagonal in visible(group, owner, ctx.layout, ctx.causal):
-                rows = [_rows(tensor, mine) for tensor in (q, dout, lse, delta)]
-                columns = [_rows(tensor, theirs) for tensor in (keys, values)]
-                dq_block, dk_block, dv_block = attend_backward(rows, columns, on_diagonal)
-                _rows(dq, mine).add_(dq_block)
-                _rows(dkv[0], theirs).add_(dk_block)
-                _rows(dkv[1], theirs).add_(dv_block)
+            pairs = visible(group, owner, ctx.layout, ctx.causal)
+            with work(f"gradients of {owner}", pairs):
+                for mine, theirs, on_diagonal in pairs:
+                    rows = [_rows(tensor, mine) for tensor in (q, dout, lse, delta)]
+                    columns = [_rows(tensor, theirs) for tensor in (keys, values)]
+                    dq_block, dk_block, dv_block = attend_backward(rows, columns, on_diagonal)
+                    _rows(dq, mine).add_(dq_block)
+                    _rows(dkv[0], theirs).add_(dk_block)
+                    _rows(dkv[1], theirs).add_(dv_block)
             if step == 0:
                 own = dkv
                 continue
@@ -170,21 +176,25 @@ def circulate(
 Chunk = tuple[int, int]
 
 
-def visible(
-    group: Group, owner: int, layout: str, causal: bool
-) -> Iterator[tuple[Chunk, Chunk, bool]]:
+def visible(group: Group, owner: int, layout: str, causal: bool) -> list[tuple[Chunk, Chunk, bool]]:
     """The pairs of a query chunk here and a key chunk of `owner` that are not masked.
 
     The last value is whether the two are the same chunk under a causal mask, which leaves a
     triangle of it.
     """
-    mine = _chunks(layout, group.rank, group.size)
-    theirs = _chunks(layout, owner, group.size)
-    for i, query_chunk in enumerate(mine):
-        for j, key_chunk in enumerate(theirs):
-            if not causal or key_chunk <= query_chunk:
-                on_diagonal = causal and key_chunk == query_chunk
-                yield (i, len(mine)), (j, len(theirs)), on_diagonal
+    mine = list(enumerate(_chunks(layout, group.rank, group.size)))
+    theirs = list(enumerate(_chunks(layout, owner, group.size)))
+    return [
+        ((i, len(mine)), (j, len(theirs)), causal and key_chunk == query_chunk)
+        for i, query_chunk in mine
+        for j, key_chunk in theirs
+        if not causal or key_chunk <= query_chunk
+    ]
+
+
+def work(name: str, pairs: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Name the work inside for the record of the run; if there is none, it is not recorded."""
+    return record_function(name) if pairs else nullcontext()
 
 
 def attend(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import record_function
 
 from titanlite.lab.device import VirtualDevice
 from titanlite.lab.group import Group, wait_all
@@ -126,9 +127,10 @@ def expert_parallel_layer(
     local = torch.arange(len(experts), device=x.device).repeat(group.size)
     owners = local.repeat_interleave(arriving.flatten())
     outputs = torch.zeros_like(rows)
-    for expert in range(len(experts)):
-        its = (owners == expert).nonzero().squeeze(1)
-        outputs = outputs.index_copy(0, its, experts.compute(expert, rows[its]))
+    with record_function("experts"):
+        for expert in range(len(experts)):
+            its = (owners == expert).nonzero().squeeze(1)
+            outputs = outputs.index_copy(0, its, experts.compute(expert, rows[its]))
     back = exchange(outputs, received, sent)
 
     slots = x.new_zeros(chosen.numel(), x.size(1)).index_copy(0, by_expert, back)

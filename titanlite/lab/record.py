@@ -41,9 +41,10 @@ class Event:
 
     `number` identifies a post or a block on its device; WAIT, RESUME, END and LEAVE have the number
     of what they belong to. `name` is the kind of a collective or the name of a block, `label` the
-    name of its tensor. `peers` is the peer of a message, or the ranks of a collective in group
-    order. `channel` names the process group and the tag of torch.distributed, if they are not the
-    default. `where` is the line of the caller outside titanlite and torch, as "file:line".
+    name of its tensor, by default that of the innermost block. `peers` is the peer of a message, or
+    the ranks of a collective in group order. `channel` names the process group and the tag of
+    torch.distributed, if they are not the default. `where` is the line of the caller outside
+    titanlite and torch, as "file:line".
     `thread` is 0 for the thread that runs the job, and counts the others.
     """
 
@@ -66,7 +67,7 @@ class Message:
 
     `within` is the collective that sent it, such as "all_reduce 3" (collectives of one kind are
     numbered from 0 on each device), or "". `into` is the same on the receiving device. `label` is
-    the label of the collective.
+    the label of the collective, by default the name of the innermost block.
     """
 
     source: int
@@ -197,6 +198,24 @@ class Record:
 
         return make_steps(self)
 
+    def svg(self, title: str = "", caption: str = "") -> str:
+        """The picture of the run: messages as arrows between ranks, over steps."""
+        from titanlite.drawing.messages import draw_svg
+        from titanlite.lab.pictures import picture_of
+
+        return draw_svg(picture_of(self, title, caption))
+
+    def html(self, title: str = "", caption: str = "") -> str:
+        """A self-contained page that steps through the run with the arrow keys."""
+        from titanlite.drawing.messages import draw_page
+        from titanlite.lab.pictures import picture_of
+
+        return draw_page(picture_of(self, title, caption))
+
+    def _repr_svg_(self) -> str:
+        """The picture, which a notebook shows."""
+        return self.svg()
+
     def message_of(self, event: Event) -> Message:
         """The message of a SEND or RECEIVE event."""
         return self._matched[1][event.rank, event.number]
@@ -228,7 +247,7 @@ class Record:
                     (peer,) = event.peers
                     within = self.names[rank, inside[-1].number] if inside else ""
                     if event.kind == SEND:
-                        label = inside[-1].label if inside else ""
+                        label = (inside[-1].label if inside else "") or event.label
                         message = Message(rank, peer, sent=event, within=within, label=label)
                         sent[rank, peer, event.channel].append(message)
                     else:

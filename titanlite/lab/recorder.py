@@ -53,7 +53,7 @@ class Recorder(Listener):
         self._keeps_values = keeps_values
         self._numbers = itertools.count(1)
         # The open blocks of each thread, and its number: the thread that runs the job is 0.
-        self._blocks: dict[int, list[int]] = {threading.get_ident(): []}
+        self._blocks: dict[int, list[tuple[int, str]]] = {threading.get_ident(): []}
         # Keeps the Work objects alive, so that each stays the same Python object until its wait.
         self._works: dict[int, tuple[Any, int]] = {}
 
@@ -106,10 +106,16 @@ class Recorder(Listener):
         if func.namespace == "profiler":
             blocks = self._blocks.setdefault(threading.get_ident(), [])
             if name == "_record_function_enter_new":
-                blocks.append(next(self._numbers))
-                self._write(ENTER, blocks[-1], args[0])
+                # torch names blocks of its own: "Optimizer.step#AdamW.step".
+                is_own = args[0].startswith("Optimizer.")
+                block = args[0].rpartition(".")[2] if is_own else args[0]
+                blocks.append((next(self._numbers), block))
+                if block != "zero_grad":
+                    self._write(ENTER, *blocks[-1])
             elif name == "_record_function_exit" and blocks:
-                self._write(LEAVE, blocks.pop())
+                number, block = blocks.pop()
+                if block != "zero_grad":
+                    self._write(LEAVE, number, block)
             return None
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         if boxed is None:
@@ -154,10 +160,12 @@ class Recorder(Listener):
             None if tensor is None else self._info(tensor, self._keeps_values and kind != RECEIVE)
         )
         where = _caller() if peers else ""
+        blocks = self._blocks.setdefault(threading.get_ident(), [])
+        if peers and not label and blocks:
+            label = blocks[-1][1]
         values = (time.monotonic(), kind, number, name, label, peers, channel, info, where)
-        ident = threading.get_ident()
-        self._blocks.setdefault(ident, [])
-        os.write(self._file, packed(*values, list(self._blocks).index(ident)))
+        thread = list(self._blocks).index(threading.get_ident())
+        os.write(self._file, packed(*values, thread))
 
     def _info(self, tensor: torch.Tensor, with_values: bool) -> tuple[Any, ...]:
         values = None

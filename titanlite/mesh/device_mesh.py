@@ -101,13 +101,13 @@ def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = Fa
         tp=world["tp"] if "tp" in axes else None,
         cp=world["cp"] if "cp" in axes else None,
         dp=dp,
-        experts=_build_expert_mesh(dims, device_type) if has_experts else None,
+        experts=_build_expert_mesh(dims, device_type)
+        if dims.experts_are_apart(has_experts)
+        else None,
     )
 
 
-def _build_expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
-    if not (dims.ep_enabled or dims.tp_enabled):
-        return None
+def _build_expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
     outer = [
         axis
         for kind in ("stages", "replicated")

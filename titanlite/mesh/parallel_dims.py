@@ -160,6 +160,24 @@ class ParallelDims:
         """The number of ranks over which FSDP2 shards each expert."""
         return self.num_expert_ranks // self.ep
 
+    def uses_fsdp(self, *, is_plain: bool, has_experts: bool) -> bool:
+        """Whether FSDP2 wraps the model; if not, DDP does, unless there is one replica.
+
+        FSDP2 is also used with one shard: unless the job `is_plain` (no mixed precision, no CPU
+        offload), for experts that have shards of their own, and for replicas with tensor or
+        pipeline parallelism. With a pipeline, DDP cannot know which backward pass of the schedule
+        is the last.
+        """
+        if not is_plain or self.fsdp_enabled:
+            return True
+        if not (self.tp_enabled or self.pp_enabled):
+            return False
+        return self.dp > 1 or (self.experts_are_apart(has_experts) and self.num_expert_shards > 1)
+
+    def experts_are_apart(self, has_experts: bool) -> bool:
+        """Whether experts have a mesh of their own: TP does not shard them, so FSDP2 does."""
+        return has_experts and (self.ep_enabled or self.tp_enabled)
+
     @property
     def num_weight_shards(self) -> int:
         """The number of ranks over which FSDP2 shards the weights."""
@@ -238,6 +256,15 @@ class ParallelDims:
         """The axes in use and their degrees: "dp_shard 2 x tp 2"; "one rank" if there are none."""
         used = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
         return " x ".join(used) or "one rank"
+
+
+def expert_shard_dim(num_experts: int, num_ranks: int) -> int:
+    """The dimension over which FSDP2 shards the stacked weights of a rank's experts.
+
+    By expert (0), or by rows (1) if some of the ranks had none.
+    """
+    each = -(-num_experts // num_ranks)
+    return 0 if -(-num_experts // each) == num_ranks else 1
 
 
 def divisors(number: int) -> list[int]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.errors import TitanliteError
 from titanlite.experts import expert_layers
+from titanlite.mesh.parallel_dims import expert_shard_dim
 from titanlite.names import canonical_name
 from titanlite.parallelize.arguments import (
     Plan,
@@ -148,8 +149,7 @@ def _placement_of_experts(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | 
 
     def place(parameter: nn.Parameter) -> Shard:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        each = -(-local.size(0) // num_ranks)
-        return Shard(0 if -(-local.size(0) // each) == num_ranks else 1)
+        return Shard(expert_shard_dim(local.size(0), num_ranks))
 
     return place
 

@@ -264,16 +264,13 @@ def data_parallel(part: Part) -> PlanRow:
     is_mixed = training.is_mixed
     asked = dims.degree_of(axes_where(batch="samples", weights="sharded"))
     requested = _data_parallel_name(dims.dp_replicate, asked)
-    plain = not is_mixed and not training.enable_cpu_offload and not dims.fsdp_enabled
-    # With a pipeline, DDP cannot know which backward pass of the schedule is the last.
-    if plain and dims.tp == 1 and dims.pp == 1:
+    is_plain = not is_mixed and not training.enable_cpu_offload
+    if not dims.uses_fsdp(is_plain=is_plain, has_experts=meshes.experts is not None):
         if dims.dp_replicate == 1:
             return PlanRow("data parallel", requested, "off")
         bucket = apply_ddp(model, meshes.dp["dp_replicate"], compiled=config.compile.enable)
         return PlanRow("data parallel", requested, requested, f"buckets of {bucket} MB")
     own_shards = meshes.experts is not None and dims.num_expert_shards > 1
-    if plain and dims.dp == 1 and not own_shards:
-        return PlanRow("data parallel", requested, "off")
     units = apply_fsdp(
         model,
         meshes.dp,

@@ -144,7 +144,7 @@ def unpack(values: dict[str, Any]) -> Pieces:
         values[name] = _unpack_segment(values[name])
     for name in ("end_weights", "tied"):
         values[name] = _unpack_weights(values[name])
-    for name in ("kinds", "names", "before_names", "after_names"):
+    for name in ("kinds", "names", "before_names", "after_names", "balance_bytes"):
         values[name] = tuple(values[name])
     return Pieces(**values)
 

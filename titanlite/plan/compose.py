@@ -196,21 +196,20 @@ class _Composer:
         ends = {name for number in numbers for name, _ in self._stages[number] if name in ENDS}
         if self._pipeline is None or len(ends) != 1:
             return [], 0
-        tied, shards = self._pieces.tied, self._data.num_shards
-        exchanged = sum(w.shard_numel(shards) * w.itemsize for w in tied if w.is_trained)
+        tied = self._pieces.tied
+        exchanged = sum(self._data.shard_numel(w) * w.itemsize for w in tied if w.is_trained)
         return (list(tied) if ends == {"after"} else []), exchanged
 
     def _held(self, weights: list[Weight], numbers: Sequence[int]) -> dict[str, int]:
         """The bytes of each category before a step."""
-        pieces, shards = self._pieces, self._data.num_shards
+        pieces, numel = self._pieces, self._data.shard_numel
         parts = [part for number in numbers for _, part in self._stages[number]]
         buffers = len(numbers) * pieces.buffer_bytes + sum(part.buffer_bytes for part in parts)
         trained = [weight for weight in weights if weight.is_trained]
         held = {
-            "parameters": buffers + sum(w.shard_numel(shards) * w.itemsize for w in weights),
+            "parameters": buffers + sum(numel(w) * w.itemsize for w in weights),
             "optimizer state": sum(
-                pieces.moments * w.shard_numel(shards) * w.itemsize + pieces.state_bytes
-                for w in trained
+                pieces.moments * numel(w) * w.itemsize + pieces.state_bytes for w in trained
             ),
         }
         if not self._data.is_fsdp and self._dims.dp_replicate > 1:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from titanlite.config import JobConfig, ResolvedJob, resolve_job
 from titanlite.config.load import override
-from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.mesh.parallel_dims import expert_shard_dim
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
 
 NOWHERE = Place("", "")
@@ -168,9 +168,13 @@ class Weight(NamedTuple):
     is_trained: bool
     is_partial: bool = False
     """Whether its gradient is summed over the tp axis after the backward pass, not by FSDP2."""
+    is_expert: bool = False
+    """Whether it is of experts that FSDP2 shards over a mesh of their own."""
 
     def shard_numel(self, num_shards: int) -> int:
         """The elements of the first shard, which is the largest."""
+        if self.is_expert and expert_shard_dim(self.shape[0], num_shards):
+            return self.numel // num_shards
         rows, rest = self._rows()
         return -(-rows // num_shards) * rest
 
@@ -226,6 +230,7 @@ class Pieces:
     """Bytes of the buffers that every stage has."""
     end_weights: tuple[Weight, ...]
     num_shards: int
+    num_expert_shards: int
     tied: tuple[Weight, ...]
     """The weights that `before` and `after` share."""
     boundary_bytes: int
@@ -236,6 +241,8 @@ class Pieces:
     """Bytes of the other optimizer state of a parameter."""
     flops_per_token: float | None
     """Forward and backward FLOPs of the model, without recomputation."""
+    balance_bytes: tuple[int, int] = (0, 0)
+    """The bytes of the slots of each expert, which are summed in `end`; and of the whole model."""
 
 
 # Composed steps gather in the compute dtype: compose.py knows no other.
@@ -255,12 +262,16 @@ WITHOUT_A_PIPELINE: dict[str, Any] = {
 }
 
 
-def uses_fsdp(config: JobConfig, dims: ParallelDims) -> bool:
-    """Whether FSDP2 wraps the model: as steps.data_parallel decides."""
-    training = config.training
-    if training.is_mixed or training.enable_cpu_offload or dims.fsdp_enabled:
-        return True
-    return dims.dp > 1 and (dims.tp_enabled or dims.pp_enabled)
+def uses_fsdp(resolved: ResolvedJob) -> bool:
+    """Whether FSDP2 wraps the model."""
+    training = resolved.config.training
+    is_plain = not training.is_mixed and not training.enable_cpu_offload
+    return resolved.dims.uses_fsdp(is_plain=is_plain, has_experts=has_experts(resolved.model))
+
+
+def has_experts(model: Any) -> bool:
+    """Whether a model, given by its own configuration, has mixtures of experts."""
+    return bool(getattr(model, "num_experts", 0))
 
 
 def gathers_in_float8(config: JobConfig) -> bool:
@@ -274,7 +285,12 @@ def smaller(resolved: ResolvedJob) -> ResolvedJob:
     at_once = config.training.local_batch_size
     if resolved.pipeline is not None:
         at_once = resolved.pipeline.microbatch_size
-    shards = 2 if uses_fsdp(config, dims) and not dims.cp_enabled else 1
+    is_fsdp = uses_fsdp(resolved)
+    shards = 2 if is_fsdp and not dims.cp_enabled else 1
+    # Ranks for ep, and two shards of each expert, so that its collectives are seen.
+    least = 2 * dims.ep if is_fsdp and dims.experts_are_apart(has_experts(resolved.model)) else 1
+    while dims.cp * dims.tp * shards % least:
+        shards += 1
     changes = WITHOUT_A_PIPELINE | {
         # Cost fuses operators as a compiler does.
         "compile.enable": False,

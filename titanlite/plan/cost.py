@@ -12,7 +12,13 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from titanlite.mesh.parallel_dims import AXES, ParallelDims, axes_of, axes_where
+from titanlite.mesh.parallel_dims import (
+    AXES,
+    EXPERT_SHARDS,
+    ParallelDims,
+    axes_of,
+    axes_where,
+)
 from titanlite.plan.events import FROM_RANK_TO_RANK, Communication, Operator
 from titanlite.plan.hardware import Hardware, Link
 
@@ -43,7 +49,10 @@ class Rule(NamedTuple):
 TRANSLATION = {
     **{
         f"aten::{name}": Rule(PRODUCT)
-        for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "linear", "convolution")
+        for name in (
+            *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"),
+            *("linear", "convolution"),
+        )
     },
     # The flash kernel of the CPU; on a GPU, FlashAttention with the same inputs and outputs.
     "aten::_scaled_dot_product_flash_attention_for_cpu": Rule(ATTENTION),
@@ -250,8 +259,9 @@ class Cost:
 
     def geometry(self, axis: str, num_ranks: int) -> Geometry:
         """How the group of `axis` lies on nodes. A group without an axis is of adjacent ranks."""
-        stride = 1
-        innermost = axes_of(axis)[-1]
+        # The ranks that hold the same experts are a whole group of ep apart.
+        stride = self.dims.ep if axis == EXPERT_SHARDS else 1
+        innermost = axes_of(axis)[-1] if axis != EXPERT_SHARDS else axis
         if innermost in AXES:
             inner = AXES[AXES.index(innermost) + 1 :]
             stride = self.dims.degree_of(inner)

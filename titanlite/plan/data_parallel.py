@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from titanlite.config import JobConfig
-from titanlite.mesh.parallel_dims import ParallelDims, axes_where, flat_name
+from titanlite.config import ResolvedJob
+from titanlite.mesh.parallel_dims import EXPERT_SHARDS, axes_where, flat_name
 from titanlite.plan.composition import Builder, Part, Pieces, Weight, uses_fsdp
 from titanlite.plan.events import ITEMSIZE, Place
 
@@ -22,13 +22,14 @@ CHUNK = "fsdp::chunk_cat"
 class Replication:
     """How the weights of a job are sharded and replicated over the data-parallel axes."""
 
-    def __init__(self, config: JobConfig, dims: ParallelDims, pieces: Pieces) -> None:
+    def __init__(self, resolved: ResolvedJob, pieces: Pieces) -> None:
+        config, dims = resolved.config, resolved.dims
         training, policy = config.training, config.parallelism.fsdp_reshard_after_forward
         self.dims, self._pieces = dims, pieces
-        self.is_fsdp = uses_fsdp(config, dims)
+        self.is_fsdp = uses_fsdp(resolved)
         self._is_mixed = training.is_mixed
         self._dtype, self._reduce_dtype = training.param_dtype, training.reduce_dtype
-        self.num_shards = dims.num_weight_shards
+        self.num_shards, self._num_expert_shards = dims.num_weight_shards, dims.num_expert_shards
         sharded = [axis for axis in axes_where(weights="sharded") if dims.degrees[axis] > 1]
         self._shard_axis = sharded[0] if len(sharded) == 1 else flat_name(tuple(sharded))
         self._always = policy == "always"
@@ -38,7 +39,18 @@ class Replication:
     def key(self) -> tuple[object, ...]:
         """Jobs with the same pieces have the same units, gathers and reductions if it is equal."""
         replicas = self.dims.dp_replicate
-        return self.is_fsdp, self.num_shards, replicas, self._always, self._reshards
+        shards = self.num_shards, self._num_expert_shards
+        return self.is_fsdp, *shards, replicas, self._always, self._reshards
+
+    def num_shards_of(self, weight: Weight) -> int:
+        return self._num_expert_shards if weight.is_expert else self.num_shards
+
+    def shard_numel(self, weight: Weight) -> int:
+        """The elements of a weight on this rank."""
+        return weight.shard_numel(self.num_shards_of(weight))
+
+    def _axis_of(self, weight: Weight) -> str:
+        return EXPERT_SHARDS if weight.is_expert else self._shard_axis
 
     def frees(self, *, is_needed_first: bool) -> bool:
         """Whether a unit is freed after the forward pass; the backward needs some of them first."""
@@ -51,17 +63,14 @@ class Replication:
         the unit before has been copied out of the buffer that both use. In the backward pass FSDP
         issues it early by itself.
         """
-        if self.num_shards == 1:
+        shards, axis = self.num_shards_of(weights[0]), self._axis_of(weights[0])
+        if shards == 1:
             return 0
         num_bytes = self._gathered_bytes(weights)
         ready = builder.ready if place.phase == "forward" else -1
-        builder.operator(
-            COPY_IN, num_bytes // self.num_shards, self._dtype, place, is_beside=ready >= 0
-        )
+        builder.operator(COPY_IN, num_bytes // shards, self._dtype, place, is_beside=ready >= 0)
         builder.allocate(BUFFERS, num_bytes)
-        return builder.start(
-            "all_gather", self._shard_axis, num_bytes, self.num_shards, place, ready=ready
-        )
+        return builder.start("all_gather", axis, num_bytes, shards, place, ready=ready)
 
     def finish_gather(
         self, builder: Builder, weights: Sequence[Weight], number: int, place: Place
@@ -78,7 +87,7 @@ class Replication:
             builder.allocate(GATHERED, num_bytes)
 
     def free(self, builder: Builder, weights: Sequence[Weight]) -> None:
-        if self.num_shards > 1 or self._is_mixed:
+        if self.num_shards_of(weights[0]) > 1 or self._is_mixed:
             builder.allocate(GATHERED, -self._gathered_bytes(weights))
 
     def reduce(
@@ -100,7 +109,7 @@ class Replication:
         if not trained:
             return pending
         self.end_reduce(builder, pending)
-        shards, replicas = self.num_shards, self.dims.dp_replicate
+        shards, replicas = self.num_shards_of(weights[0]), self.dims.dp_replicate
         num_bytes = sum(
             w.padded_numel(shards) * self._itemsize(w, self._reduce_dtype) for w in trained
         )
@@ -112,7 +121,8 @@ class Replication:
         builder.operator(CHUNK, num_bytes, self._reduce_dtype, place)
         number = 0
         if shards > 1:
-            number = builder.start("reduce_scatter", self._shard_axis, num_bytes, shards, place)
+            axis = self._axis_of(weights[0])
+            number = builder.start("reduce_scatter", axis, num_bytes, shards, place)
         if is_first:
             builder.allocate("gradients", sum(w.shard_numel(shards) * w.itemsize for w in trained))
         if replicas > 1 and is_last:
@@ -132,16 +142,23 @@ class Replication:
 
     def _gathered_bytes(self, weights: Sequence[Weight]) -> int:
         return sum(
-            w.padded_numel(self.num_shards) * self._itemsize(w, self._dtype) for w in weights
+            w.padded_numel(self.num_shards_of(w)) * self._itemsize(w, self._dtype) for w in weights
         )
 
     def _itemsize(self, weight: Weight, dtype: str) -> int:
         return ITEMSIZE[dtype] if self._is_mixed else weight.itemsize
 
     def units(self, name: str, part: Part) -> Iterator[tuple[str, tuple[Weight, ...]]]:
-        """(unit, parameters) of a part; blocks of one kind have the same parameters."""
-        for unit, weights in part.units.items():
-            yield (unit if name in ENDS else name), weights
+        """(unit, parameters) of a part; blocks of one kind have the same parameters.
+
+        The second unit of a block has its experts.
+        """
+        for index, (unit, weights) in enumerate(part.units.items()):
+            yield (unit if name in ENDS else f"{name} {index}"), weights
+
+    def reduced_units(self, name: str, part: Part) -> list[tuple[str, tuple[Weight, ...]]]:
+        """The units in the order in which their gradients are complete."""
+        return list(self.units(name, part))[:: 1 if name in ENDS else -1]
 
     def is_shared(self, unit: str) -> bool:
         """Whether the unit has both embeddings and head, which share a weight."""

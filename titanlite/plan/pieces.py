@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite import job as job_module
 from titanlite.config import ResolvedJob
+from titanlite.experts import expert_layers
 from titanlite.job import Job
 from titanlite.names import canonical_name
 from titanlite.parallelize import DTYPES
@@ -97,11 +98,13 @@ def trace_pieces(resolved: ResolvedJob) -> Pieces:
         end_weights=tuple(dict.fromkeys(weights)),
         buffer_bytes=buffers[""],
         num_shards=job.dims.num_weight_shards,
+        num_expert_shards=job.dims.num_expert_shards,
         tied=_tied(job, units),
         boundary_bytes=sizes[0] if sizes else 0,
         moments=moments,
         state_bytes=state,
         flops_per_token=job.flops_per_token,
+        balance_bytes=(_balance_bytes(job.parts[0]), fewer.balance_bytes),
     )
 
 
@@ -118,9 +121,11 @@ class _FewerBlocks:
         self.kinds: list[int] = []
         self.kept: list[str] = []
         self.kept_kinds: list[int] = []
+        self.balance_bytes = 0
 
     def __call__(self, *args: Any) -> tuple[nn.Module, ParallelPlan]:
         model, plan = self._build(*args)
+        self.balance_bytes = _balance_bytes(model)
         blocks = find_blocks(model, plan)
         self.names = [f"{plan.blocks}.{key}" for key in blocks]
         known: dict[Any, int] = {}
@@ -136,6 +141,11 @@ class _FewerBlocks:
             del container[key if isinstance(container, nn.ModuleDict) else int(key)]
         self.kept = [f"{plan.blocks}.{key}" for key in find_blocks(model, plan)]
         return model, plan
+
+
+def _balance_bytes(model: nn.Module) -> int:
+    """The bytes of the numbers of slots of all experts, which a step sums over all ranks."""
+    return sum(8 * layer.num_experts for layer in expert_layers([model]).values())
 
 
 def _look(module: nn.Module) -> tuple[Any, ...]:
@@ -160,8 +170,8 @@ def _cut(
     keys += [(name, BACKWARD) for name in reversed(order)]
     keys.append(("end", ""))
     runs: dict[tuple[str, str], list[Event]] = {key: [] for key in keys}
-    at = 0
-    for event in events:
+    at, start = 0, _end_of_start(events)
+    for index, event in enumerate(events):
         # FSDP2's memory is that of another unit while a module runs.
         where = None if isinstance(event, Memory) else getattr(event, "place", None)
         if where is not None and 0 < at < len(keys) - 1:
@@ -177,12 +187,22 @@ def _cut(
                     here = keys.index((name, FORWARD if at <= turn else BACKWARD))
                     at = max(at, here)
         runs[keys[at]].append(event)
-        if at == 0 and isinstance(event, Communication):
-            # The number of targets is summed over the world before the model runs.
+        if at == 0 and index >= start:
             at = 1
     sizes = dict(trace.sizes)
     for key, run in runs.items():
         yield key, segment_of(run, trace.category_of, sizes)
+
+
+def _end_of_start(events: Sequence[Event]) -> int:
+    """The last sum over the world before the model runs: of targets, or of sequences."""
+    found = 0
+    for index, event in enumerate(events):
+        if isinstance(event, Communication | Operator) and event.place.module:
+            break
+        if isinstance(event, Communication) and event.axis == "world":
+            found = index
+    return found
 
 
 def _without_fsdp(trace: Trace) -> tuple[list[Event], Counter[int]]:
@@ -266,6 +286,8 @@ def _units(
         # A checkpoint wrapper and what it wraps have one name.
         owners[own] = owners.get(own) or unit
         parts_of_unit.setdefault(unit, set())
+    has_apart = job.meshes.experts is not None
+    experts = {f"{layer}.experts" for layer in expert_layers([model])}
     left, dtype = Counter(reduced), job.config.training.param_dtype
     for name, parameter in job.parameters.items():
         size = math.prod(_shape(parameter))
@@ -283,6 +305,7 @@ def _units(
                 parameter.element_size(),
                 parameter.requires_grad,
                 is_partial,
+                has_apart and parent in experts,
             )
         )
         parts_of_unit[unit].add(_part_of(name, blocks, plan))
@@ -330,7 +353,7 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
         mesh = parameter.device_mesh
         axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
         for axis, degree, placement in axes:
-            if axis == "tp" and placement.is_shard():
+            if axis in ("tp", "ep") and placement.is_shard():
                 dim = placement.dim  # type: ignore[attr-defined]
                 shape[dim] = -(-shape[dim] // degree)
     return tuple(shape)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from titanlite.mesh.parallel_dims import EXPERT_SHARDS
 from titanlite.names import canonical_name
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
 from titanlite.plan.scratch import CPU, Scratch, num_bytes
@@ -53,7 +54,11 @@ FREE = ("aten::detach", "aten::empty", "aten::new_empty", "aten::empty_strided",
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 # Namespaces of operators that only ask a tensor something, or that mark a range for a profiler.
 NO_WORK = ("prim::", "profiler::")
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
+GROUPED = "aten::_grouped_mm"
+PRODUCTS = (
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"),
+    GROUPED,
+)
 # Attention kernels: the number of products, each of 2 B H T T E operations, and the positions of q
 # and of is_causal among the arguments.
 ATTENTION = {
@@ -72,14 +77,14 @@ METHODS = (
 class Recorder(TorchDispatchMode):
     """Records operators, communication and memory of this process, while it is active.
 
-    `axes` maps the ranks of each process group to its axis. With `is_fake` the tensors are fake,
+    `axes` maps the name of each process group to its axes. With `is_fake` the tensors are fake,
     and a scalar that is read has an arbitrary value. `scratch` is the table of what kernels and
     communication allocate inside themselves, on `num_threads` threads.
     """
 
     def __init__(
         self,
-        axes: Mapping[tuple[int, ...], str],
+        axes: Mapping[str, tuple[str, ...]],
         *,
         is_fake: bool = True,
         scratch: Scratch = CPU,
@@ -314,7 +319,7 @@ class Recorder(TorchDispatchMode):
                 str((outputs or inputs)[0].dtype).removeprefix("torch.")
                 if outputs or inputs
                 else "",
-                _shape_of(name, args),
+                _shape_of(name, args, kwargs),
                 self.streams.is_beside,
                 _causal_of(name, args, kwargs),
                 any(map(_has_gaps, inputs)),
@@ -335,7 +340,7 @@ class Recorder(TorchDispatchMode):
         axis = (
             "world"
             if is_world_sum and len(ranks) == dist.get_world_size()
-            else self._axes.get(ranks, "none")
+            else _axis_of(name, kind, self._axes.get(group.group_name, ()))
         )
         self._number += 1
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
@@ -446,6 +451,20 @@ class _Work(dist.Work):
         return self._work.is_completed()
 
 
+def _axis_of(name: str, kind: str, axes: tuple[str, ...]) -> str:
+    """The axis of a collective whose group has these axes.
+
+    If one of them is of the mesh of experts: tokens are exchanged over ep, and FSDP2, which does
+    not use functional collectives, gathers and reduces over efsdp.
+    """
+    if len(axes) > 1:
+        is_of_fsdp = kind in ("all_gather", "reduce_scatter") and name.startswith("c10d::")
+        own = "ep" if kind == "all_to_all" else EXPERT_SHARDS if is_of_fsdp else ""
+        if own in axes:
+            return own
+    return axes[0] if axes else "none"
+
+
 def _some_value(tensor: Tensor) -> Any:
     """A value for a fake scalar: no branch of a step depends on it if all is well."""
     if tensor.dtype == torch.bool:
@@ -475,14 +494,33 @@ def _flops_of(name: str, function: Any, args: Any, kwargs: Any, result: Any) -> 
         num_products, at, _ = ATTENTION[name]
         q, k = args[at], args[at + 1]
         return 2 * num_products * q.numel() * k.size(2)
+    if name == GROUPED:
+        batch, m, n, k = _grouped_shape(args, kwargs)
+        return 2 * batch * m * n * k
     formula = flop_registry.get(function._overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
 
-def _shape_of(name: str, args: Any) -> tuple[int, ...]:
+def _grouped_shape(args: Any, kwargs: Any) -> tuple[int, ...]:
+    """(groups, m, n, k) of a product of each group's rows, as if all had equally many.
+
+    The rows of the groups are along the first dimension of `a`, or in a weight's gradient along the
+    dimension that is summed.
+    """
+    a, b = args[:2]
+    ends = args[2] if len(args) > 2 else kwargs["offs"]
+    groups = ends.numel()
+    if b.ndim == 2:
+        return groups, a.size(0), b.size(1), a.size(1) // groups
+    return groups, a.size(0) // groups, b.size(-1), a.size(1)
+
+
+def _shape_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
     """(batch, m, n, k) of a matrix product."""
     if name not in PRODUCTS:
         return ()
+    if name == GROUPED:
+        return _grouped_shape(args, kwargs)
     a, b = args[-2:] if name in ("aten::mm", "aten::bmm") else args[1:3]
     if name == "aten::_scaled_mm":
         a, b = args[:2]

@@ -78,7 +78,7 @@ class Segments:
         self, resolved: ResolvedJob, pieces: Pieces, shared: Shared, *, is_quick: bool = False
     ) -> None:
         self._pieces, self._dims, self._pipeline = pieces, resolved.dims, resolved.pipeline
-        self.data = Replication(resolved.config, resolved.dims, pieces)
+        self.data = Replication(resolved, pieces)
         self.stages: dict[int, Stage] = {}
         self._shared, self._is_quick = shared.segments, is_quick
         self._known: dict[tuple[Any, ...], Segment] = {}
@@ -156,7 +156,7 @@ class Segments:
                     if unit not in here:
                         started[unit] = data.start_gather(builder, weights, place)
             builder.add(part.backward, part=name)
-            for unit, weights in data.units(name, part):
+            for unit, weights in data.reduced_units(name, part):
                 if name == "after" and data.is_shared(unit):
                     here.add(unit)
                     continue
@@ -216,7 +216,7 @@ class Segments:
         pending = 0, 0
         for name, part in reversed(parts):
             place = Place(name, BACKWARD_PHASE)
-            for _, weights in self.data.units(name, part):
+            for _, weights in self.data.reduced_units(name, part):
                 self.data.free(builder, weights)
                 pending = self.data.reduce(
                     builder,
@@ -232,8 +232,12 @@ class Segments:
     def end(self, weights: list[Weight], exchanged: int, peer: int) -> Segment:
         """The gradient norm, clipping and the update, for these weights."""
         pieces = self._pieces
-        traced = sum(w.shard_numel(pieces.num_shards) for w in pieces.end_weights if w.is_trained)
-        own = sum(w.shard_numel(self.data.num_shards) for w in weights if w.is_trained)
+        traced = sum(
+            w.shard_numel(pieces.num_expert_shards if w.is_expert else pieces.num_shards)
+            for w in pieces.end_weights
+            if w.is_trained
+        )
+        own = sum(self.data.shard_numel(w) for w in weights if w.is_trained)
         partial = sum(w.numel * w.itemsize for w in weights if w.is_partial)
         key = ("end", own, partial, exchanged, peer, self._dims.pp)
         if key in self._shared:
@@ -267,14 +271,15 @@ class Segments:
         return self._shared["start",]
 
     def in_world(self, segment: Segment) -> Segment:
-        """The segment with sums over the ranks of this job."""
-        events = tuple(
-            replace(event, num_ranks=self._dims.world_size)
-            if isinstance(event, Communication) and event.axis == "world"
-            else event
-            for event in segment.events
-        )
-        return replace(segment, events=events)
+        """The segment with sums over the ranks of this job, and of all its experts."""
+        counts, whole_counts = self._pieces.balance_bytes
+        events: list[Event] = []
+        for event in segment.events:
+            if isinstance(event, Communication) and event.axis == "world":
+                size = whole_counts if event.num_bytes == counts else event.num_bytes
+                event = replace(event, num_ranks=self._dims.world_size, num_bytes=size)
+            events.append(event)
+        return replace(segment, events=tuple(events))
 
 
 def shortened(parts: Stage) -> tuple[Stage, Stage, int] | None:
@@ -307,7 +312,8 @@ def _half(part: Part, kind: str, has_gradients: bool) -> Segment:
     both halves; the recomputation is counted once.
     """
     whole = part.backward
-    shapes = {weight.shape for weight in part.weights if len(weight.shape) == 2}
+    # Those of experts are stacked.
+    shapes = {weight.shape[-2:] for weight in part.weights if len(weight.shape) > 1}
     shapes |= {shape[::-1] for shape in shapes}
     events: list[Event] = []
     read = 0

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -63,7 +62,7 @@ def trace_job(
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         job = build_job(resolved, world, lambda parts: materialize(list(parts), mode, world.device))
         recorder = Recorder(
-            axes_of_ranks(job),
+            axes_of_groups(job),
             scratch=BY_DEVICE[planned],
             num_threads=max(1, num_cores() // size),
         )
@@ -175,12 +174,21 @@ def _kept_for_backward(trace: Trace) -> set[int]:
     return kept
 
 
-def axes_of_ranks(job: Job) -> dict[tuple[int, ...], str]:
-    """The ranks of each process group -> its axis."""
-    axes: dict[tuple[int, ...], str] = {}
+def axes_of_groups(job: Job) -> dict[str, tuple[str, ...]]:
+    """The name of each process group -> its axes.
+
+    The group of all ranks can have two: one of the mesh, and one of the mesh of the experts.
+    """
+    axes: dict[str, tuple[str, ...]] = {}
     for mesh in (job.meshes.world, job.meshes.dp):
         for axis in mesh.mesh_dim_names or ():
-            axes.setdefault(tuple(dist.get_process_group_ranks(mesh.get_group(axis))), axis)
+            axes.setdefault(mesh.get_group(axis).group_name, (axis,))
+    experts = job.meshes.experts
+    if experts is not None:
+        for axis in experts.mesh_dim_names or ():
+            name = experts.get_group(axis).group_name
+            if axis not in axes.get(name, ()):
+                axes[name] = (*axes.get(name, ()), axis)
     return axes
 
 

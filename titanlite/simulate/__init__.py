@@ -2,18 +2,21 @@
 
 work.py         Work, and the two workers that a strategy assigns to it
 simulation.py   simulate(): placement plus a priority or an order -> Simulation
-engine.py ready.py   greedy list scheduling, event by event; the ready work of each worker
+plan.py needs.py engine.py ready.py   greedy list scheduling, event by event
 exact.py        exact time: numbers as they are written, ticks inside
 costs.py network.py reduction.py   durations, links, gradient reduction
 size.py         what a simulation takes; sizes that are too large are refused
-result.py       when each work item ran, and what the run cost
+result.py memory.py   when each work item ran, what the run cost, what filled the memory
 schemes.py      the strategies of the notebook and the pipeline schedules, by name
-experiment.py   a strategy file: its strategy, order, priority, costs and network
+experiment.py   a strategy file: its strategy, order, priority, needs, costs and network
+sweep.py        a grid of simulations and its Pareto fronts
 streams.py      ranks with a compute stream and communication streams that share links
 gpu.py cluster.py collectives.py ladder.py   0D to 4D on simulated GPUs that exchange messages
 """
 
 from titanlite.simulate.costs import Costs
+from titanlite.simulate.experiment import Job
+from titanlite.simulate.memory import Memory
 from titanlite.simulate.network import Link, Network
 from titanlite.simulate.priority import BackwardFirst, OldestBatchFirst, OldestStageFirst
 from titanlite.simulate.result import Cell, Simulation
@@ -26,7 +29,9 @@ __all__ = [
     "ComputeAndWeightWorkers",
     "Costs",
     "Direction",
+    "Job",
     "Link",
+    "Memory",
     "Network",
     "OldestBatchFirst",
     "OldestStageFirst",

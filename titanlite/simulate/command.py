@@ -15,18 +15,17 @@ from titanlite.simulate.options import (
     Parser,
     characters,
     check_outputs,
-    check_used,
-    used_options,
     whole,
 )
 from titanlite.simulate.output import write as _write
 from titanlite.simulate.output import write_with as _write_with
 from titanlite.simulate.priority import PRIORITIES
-from titanlite.simulate.quantity import read_rate, read_size, read_time, read_units
 from titanlite.simulate.result import Simulation
 from titanlite.simulate.schemes import STRATEGIES, Workload, run_scheme
 from titanlite.simulate.sweep import Point, read_axes
 from titanlite.simulate.table import format_table, html_table
+from titanlite.simulate.units import read_rate, read_size, read_time, read_units
+from titanlite.simulate.used_options import check_used, used_options
 from titanlite.simulate.work import SimulationError
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
             if simulation.costs.has_sizes:
                 from titanlite.simulate.memory_report import show_memory
 
-                print(show_memory(simulation), end="\n\n")
+                print(show_memory(simulation, options.width), end="\n\n")
     print(format_table(header, cells, left=("scheme",)))
     if options.csv:
         _write(options.csv, write_csv([row.values for row in rows]))
@@ -147,15 +146,16 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
 
         target = _one_of(options.memory, simulation.title, len(simulations))
         _write_with(target, partial(draw_memory, simulation))
-    for timeline in timelines if options.png else ():
+    named = list(zip((simulation.title for simulation in simulations), timelines, strict=False))
+    for title, timeline in named if options.png else ():
         from titanlite.drawing.schedule_png import draw_png
 
-        target = _one_of(options.png, timeline.title, len(timelines))
+        target = _one_of(options.png, title, len(timelines))
         _write_with(target, partial(draw_png, timeline))
-    for timeline in timelines if options.trace else ():
+    for title, timeline in named if options.trace else ():
         from titanlite.schedule.trace import make_trace
 
-        _write(_one_of(options.trace, timeline.title, len(timelines)), make_trace(timeline))
+        _write(_one_of(options.trace, title, len(timelines)), make_trace(timeline))
 
 
 def _one_of(path: str, title: str, num_files: int) -> Path:

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from titanlite.simulate.costs import Costs, LinkTicks, TickCosts
+from titanlite.simulate.plan import Plan
 from titanlite.simulate.ready import ByPriority, Capped, InOrder
-from titanlite.simulate.work import Direction
 
 
 class Extra(NamedTuple):
@@ -30,125 +27,6 @@ class Extra(NamedTuple):
     end: int
     kind: str
     work: int
-
-
-class Column(NamedTuple):
-    """One pass through one stage: the batches, and the worker, start and end tick of each."""
-
-    stage: int
-    direction: Direction
-    batches: Sequence[int]
-    workers: Sequence[int]
-    starts: Sequence[int]
-    ends: Sequence[int]
-
-    @property
-    def only_worker(self) -> int | None:
-        """The worker of all batches, as in a pipeline; None if there are several."""
-        first = self.workers[0]
-        return first if self.workers.count(first) == len(self.workers) else None
-
-
-@dataclass
-class Plan:
-    """The input of the engine. Work items are numbered as in placement.py.
-
-    The weight gradient of a split backward has number `num_chained + batch * num_stages + stage`.
-    `is_split[number - num_chained]` says whether that backward is split. A worker picks the ready
-    work item with the smallest of `keys`, or follows its list in `orders`. A key is unequal to all
-    others and has its number as remainder by `modulus`; weight gradients have none.
-    `max_in_flight` (by worker) limits the forwards whose backward has not ended. `needs[number]`
-    lists further work items whose output a work item needs, besides its predecessor's.
-    """
-
-    num_workers: int
-    num_stages: int
-    num_batches: int
-    compute: list[int]
-    weight: list[int]
-    costs: Costs
-    is_split: bytearray
-    keys: Sequence[int] = ()
-    orders: Sequence[Sequence[int]] | None = None
-    max_in_flight: Sequence[float] | None = None
-    needs: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    num_chained: int = field(init=False)
-    modulus: int = field(init=False)
-    tick_costs: TickCosts = field(init=False)
-    durations: list[int] = field(init=False)
-    weight_durations: list[int] = field(init=False)
-
-    nodes: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_chained = 2 * self.num_stages * self.num_batches
-        self.modulus = 3 * self.num_stages * self.num_batches
-        self.tick_costs = TickCosts(self.costs, self.num_stages)
-        self.durations = self.tick_costs.forward + self.tick_costs.backward[::-1]
-        self.weight_durations = self.tick_costs.weight_gradient
-        network = self.costs.network
-        per_node = network.workers_per_node if network is not None and network.inside else 1
-        self.nodes = [worker // per_node for worker in range(self.num_workers)]
-
-    def weight_gradient(self, backward: int) -> int:
-        """The number of the weight gradient that belongs to `backward`."""
-        batch, k = divmod(backward, 2 * self.num_stages)
-        return self.num_chained + batch * self.num_stages + 2 * self.num_stages - 1 - k
-
-    def backward_of(self, number: int) -> int:
-        """The number of the backward that matches a weight gradient or a forward."""
-        if number >= self.num_chained:
-            batch, stage = divmod(number - self.num_chained, self.num_stages)
-        else:
-            batch, stage = divmod(number, 2 * self.num_stages)
-        return (batch * 2 + 2) * self.num_stages - 1 - stage
-
-    def number_of(self, stage: int, batch: int, direction: Direction) -> int:
-        """The number of a work item."""
-        if direction == Direction.WEIGHT:
-            return self.num_chained + batch * self.num_stages + stage
-        forward = batch * 2 * self.num_stages + stage
-        return forward if direction == Direction.FORWARD else self.backward_of(forward)
-
-    def worker(self, number: int) -> int:
-        return self.compute[number if number < self.num_chained else self.backward_of(number)]
-
-    def link(self, source: int, target: int) -> LinkTicks:
-        is_inside = self.nodes[source] == self.nodes[target]
-        return self.tick_costs.inside if is_inside else self.tick_costs.between
-
-    def duration(self, number: int) -> int:
-        """The compute time of a work item; a split backward excludes its weight gradient."""
-        if number >= self.num_chained:
-            return self.weight_durations[(number - self.num_chained) % self.num_stages]
-        k = number % (2 * self.num_stages)
-        if k >= self.num_stages and self.is_split[self.weight_gradient(number) - self.num_chained]:
-            return self.durations[k] - self.weight_durations[2 * self.num_stages - 1 - k]
-        return self.durations[k]
-
-    def columns(self, starts: Sequence[int]) -> Iterator[Column]:
-        """All work that ran: each stage's forwards, backwards, and separate weight gradients."""
-        chain, splits = 2 * self.num_stages, any(self.is_split)
-        batches = range(self.num_batches)
-        for k in range(chain):
-            stage = min(k, chain - 1 - k)
-            workers, begun = self.compute[k::chain], starts[k : self.num_chained : chain]
-            length, part = self.durations[k], self.weight_durations[stage]
-            direction = Direction.FORWARD if k < self.num_stages else Direction.BACKWARD
-            if not splits or k < self.num_stages:
-                ends = [start + length for start in begun]
-                yield Column(stage, direction, batches, workers, begun, ends)
-                continue
-            is_split = self.is_split[stage :: self.num_stages]
-            ends = [start + length - part * cut for start, cut in zip(begun, is_split, strict=True)]
-            yield Column(stage, direction, batches, workers, begun, ends)
-            if any(is_split):
-                cut = [batch for batch in batches if is_split[batch]]
-                place = self.num_chained + stage
-                begun = [starts[place + batch * self.num_stages] for batch in cut]
-                ends = [start + part for start in begun]
-                workers = [workers[batch] for batch in cut]
-                yield Column(stage, Direction.WEIGHT, cut, workers, begun, ends)
 
 
 def run(plan: Plan) -> tuple[list[int | None], list[Extra]]:
@@ -220,7 +98,7 @@ class _Engine:
         busy_until = [0] * self.plan.num_workers
         num_chained, total, stages, chain = self.num_chained, self.total, self.stages, self.chain
         put, take, modulus = self.put, self.ready.take, self.plan.modulus
-        heaps, keys = None, self.plan.keys or ()
+        heaps, keys = None, self.plan.keys
         if type(self.ready) is ByPriority and not self.plan.needs:
             heaps = self.ready.heaps
         splits, network, fetches = self.splits, self.network, self.fetches
@@ -251,13 +129,15 @@ class _Engine:
                     number = event + 1
                     target = compute[number]
                     if target != worker and network is not None:
-                        if not overlap:
-                            self._arrive(self._send(event, worker, target), target, (number,))
-                            continue
-                        latency, transfer = inside if nodes[worker] == nodes[target] else between
-                        sent = port_free[worker]
-                        sent = port_free[worker] = transfer + (sent if sent > now else now)
-                        time = sent + latency
+                        if overlap:
+                            latency, transfer = (
+                                inside if nodes[worker] == nodes[target] else between
+                            )
+                            sent = port_free[worker]
+                            sent = port_free[worker] = transfer + (sent if sent > now else now)
+                            time = sent + latency
+                        else:
+                            time = self._send(event, worker, target)
                         # A worker that is still busy then can have its work on its heap now.
                         if time > now and (idle[target] or time > busy_until[target]):
                             bucket = events.get(time)
@@ -270,11 +150,10 @@ class _Engine:
                 elif event < total:
                     self._end_weight_gradient(event)
                     continue
-                elif port_free[event - total] > now:
-                    continue
                 else:
-                    idle[event - total] = 1
-                    touched.append(event - total)
+                    if port_free[event - total] <= now:
+                        idle[event - total] = 1
+                        touched.append(event - total)
                     continue
                 # `number` is ready on `target`. A busy worker is touched when it ends its work.
                 if heaps is not None:
@@ -359,16 +238,12 @@ class _Engine:
             arrival = self.now
             if target != worker and self.network is not None:
                 arrival = self._send(number, worker, target)
-            self._arrive(arrival, target, receivers[target])
-
-    def _arrive(self, arrival: int, target: int, followers: Sequence[int]) -> None:
-        """An input of `followers`, on `target`, arrives now or later."""
-        for follower in followers:
-            if arrival > self.now:
-                self._post(arrival, ~follower)
-            else:
-                self.put(follower, target)
-                self.touched.append(target)
+            for follower in receivers[target]:
+                if arrival > self.now:
+                    self._post(arrival, ~follower)
+                else:
+                    self.put(follower, target)
+                    self.touched.append(target)
 
     def _send(self, number: int, worker: int, target: int) -> int:
         """Send the output of `number` to `target`; the time at which it arrives.

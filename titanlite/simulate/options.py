@@ -1,16 +1,17 @@
-"""Read and check options of a command: which were given, numbers, names of output files."""
+"""Options of a command: which were given, plain numbers, names of output files."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import NoReturn
 
-from titanlite.simulate.result import Simulation
 from titanlite.simulate.work import SimulationError
 
+LARGEST = 1e100
 LEAST_WIDTH = 30
 
 
@@ -55,6 +56,27 @@ def characters(text: str) -> int:
     return whole(text)
 
 
+def number(text: str) -> float | Fraction:
+    """A number of ordinary size, for an option's type: an int if it is whole, "1/3" a Fraction."""
+    try:
+        value: float | Fraction = Fraction(text) if "/" in text else float(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not -LARGEST <= value <= LARGEST:  # NaN is not either
+        raise argparse.ArgumentTypeError(f"{text} is not a number up to {LARGEST:.0e}")
+    if isinstance(value, float) and value == int(value):
+        return int(Fraction(text)) if value else 0
+    return value
+
+
+def factor(text: str) -> float | Fraction:
+    """A number above 0, for an option's type."""
+    value = number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
 def _chosen_from(choices: Collection[str]) -> Callable[[str], str]:
     def choose(text: str) -> str:
         if text not in choices:
@@ -82,60 +104,3 @@ def check_outputs(options: argparse.Namespace, extensions: Mapping[str, Sequence
             raise SimulationError(f"--{name}: {file} cannot be written: {folder} is no folder")
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise SimulationError(f"--{name}: {file} cannot be written (no permission)")
-
-
-# Why an option of one run has no effect, if no simulation uses it.
-UNUSED = {
-    "group_size": "only LoopedPipeline and FSDPLoopedPipeline have groups",
-    "weight_gradient": "no backward pass is split; --split-backward splits those of a strategy",
-    "latency": "nothing is sent",
-    "time_per_unit": "nothing is sent that has a size; --activation-units and --weight-units give "
-    "sizes",
-    "workers_per_node": "links inside a node are as all others; --inside-latency and "
-    "--inside-time-per-unit change them",
-    "inside_latency": "no two workers are in one node; --workers-per-node gives their number",
-    "inside_time_per_unit": "no two workers are in one node, or nothing sent has a size",
-    "overlap": "nothing is sent that takes time",
-    "bandwidth": "nothing is sent that has a size; --activation-units and --weight-units give "
-    "sizes",
-    "inside_bandwidth": "no two workers are in one node, or nothing sent has a size",
-    "prefetch": "no weights are fetched that take time",
-    "fetch_contention": "no weights are fetched that take time",
-    "reduce_gradients": "no stage has several workers and a size; --weight-units gives it one",
-}
-
-
-def check_used(given: Mapping[str, str], used: Collection[str], schemes: Collection[str]) -> None:
-    """Raise SimulationError for an option that was given, but that no simulation has used."""
-    for name, option in given.items():
-        if name in UNUSED and name not in used:
-            names = ", ".join(dict.fromkeys(schemes))
-            raise SimulationError(f"{option}: has no effect on {names}: {UNUSED[name]}")
-
-
-def used_options(simulation: Simulation) -> set[str]:
-    """Those of UNUSED that a simulation depends on."""
-    costs = simulation.costs
-    used = {"group_size"} if simulation.title in GROUPED else set()
-    if simulation.is_split:
-        used.add("weight_gradient")
-    network = costs.network
-    if network is None:
-        return used
-    sends, fetches = any(simulation.activation_transmissions), any(simulation.weight_transmissions)
-    sized = any(costs.per_stage("weight_units", simulation.num_stages)[0])
-    if sends:
-        used |= {"latency", "overlap"}
-    if (sends and costs.activation_units) or (sized and (fetches or simulation.reductions)):
-        used |= {"time_per_unit", "bandwidth"}
-    if sized and fetches:
-        used |= {"latency", "prefetch", "fetch_contention"}
-    if simulation.reductions:
-        used |= {"latency", "overlap", "reduce_gradients"}
-    if network.workers_per_node > 1 and network.inside is not None:
-        inside = {"latency", "time_per_unit", "bandwidth"} & used
-        used |= {"workers_per_node", *(f"inside_{name}" for name in inside)}
-    return used
-
-
-GROUPED = ("LoopedPipeline", "FSDPLoopedPipeline")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from titanlite.simulate.engine import Plan
 from titanlite.simulate.exact import Exact, Time
 from titanlite.simulate.network import ring_all_reduce_seconds, ring_reduce_seconds
+from titanlite.simulate.plan import Plan
 from titanlite.simulate.work import Direction
 
 

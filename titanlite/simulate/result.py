@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from titanlite.schedule.timeline import Span, Timeline, activation_curves
-from titanlite.simulate.engine import Extra, Plan
+from titanlite.simulate.engine import Extra
 from titanlite.simulate.exact import Exact, Time
 from titanlite.simulate.memory import Memory, held_inputs
 from titanlite.simulate.needs import messages_needed
 from titanlite.simulate.placement import way_of_a_batch
+from titanlite.simulate.plan import Plan
 from titanlite.simulate.quantity import show_size, show_time, size_scale, time_scale
 from titanlite.simulate.reduction import Reduction, ReductionTicks
 from titanlite.simulate.size import check_drawing
@@ -47,12 +49,17 @@ class Simulation:
         extras: list[Extra],
         reductions: list[ReductionTicks],
         title: str,
+        details: Sequence[str] = (),
     ) -> None:
-        """`starts`, `extras` and `reductions` are in the ticks of `plan`."""
+        """`starts`, `extras` and `reductions` are in the ticks of `plan`.
+
+        `details` are what makes it differ from the default, a few words each.
+        """
         self.num_workers = plan.num_workers
         self.num_stages = plan.num_stages
         self.num_batches = plan.num_batches
         self.title = title
+        self.details = list(details)
         self.costs = plan.costs
         self._plan = plan
         self._starts = starts
@@ -305,7 +312,7 @@ class Simulation:
             for worker in one.workers
         ]
         return Timeline(
-            self.title,
+            ": ".join(filter(None, (self.title, ", ".join(self.details)))),
             rows,
             spans,
             unit=unit,

@@ -65,7 +65,10 @@ def run_scheme(scheme: str, workload: Workload) -> Simulation:
             return _run_parts(parts, workload, title=scheme)
     for name, make in STRATEGIES.items():
         if scheme.lower() in (name.lower(), make.__name__.lower()):
-            return _run_strategy(make(workload), workload, title=name)
+            simulation = _run_strategy(make(workload), workload, title=name)
+            if workload.group_size is not None:
+                simulation.details.insert(0, f"groups of {workload.group_size}")
+            return simulation
     return _run_schedule(_make_schedule(scheme, workload), workload)
 
 

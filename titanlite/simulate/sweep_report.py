@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from titanlite.simulate.figures import Row, table_rows, write_csv
-from titanlite.simulate.quantity import size_scale, time_scale
+from titanlite.simulate.quantity import Quantity, size_scale, time_scale
 from titanlite.simulate.sweep import Fronts, Point, Swept, mark_fronts, run_sweep
 from titanlite.simulate.table import format_table
 
@@ -93,6 +93,9 @@ def draw_sweep(swept: Swept, axes: Sequence[str], title: str, path: Path) -> Non
     fronts, memory = _fronts(swept, axes), _memory_of(swept)
     rows, costs = [row.values for row in swept.rows], swept.rows[0].costs
     varied = [name for name in axes if len({row[name] for row in rows}) > 1]
+    # If all points have as many workers, their makespan is drawn against another number.
+    numbers = [name for name in varied if isinstance(rows[0][name], int | float | Quantity)]
+    along = "workers" if "workers" in varied or not numbers else numbers[0]
     time_unit, time = time_scale(max(row["makespan"] for row in rows), costs.time_unit)
     size_unit, size = "", 1.0
     if memory == "peak memory":
@@ -100,9 +103,9 @@ def draw_sweep(swept: Swept, axes: Sequence[str], title: str, path: Path) -> Non
     points = [
         SweptPoint(
             row["scheme"],
-            _named(row, [name for name in varied if name != "workers"]),
+            _named(row, [name for name in varied if name != along]),
             _named(row, varied),
-            row["workers"],
+            float(row[along]),
             float(row["makespan"]) * time,
             float(row[memory]) * size,
             float(row["bubble"]),
@@ -111,12 +114,15 @@ def draw_sweep(swept: Swept, axes: Sequence[str], title: str, path: Path) -> Non
         )
         for row, on_memory, on_workers in zip(rows, fronts.memory, fronts.workers, strict=True)
     ]
-    held = "memory" if memory == "peak memory" else "stage inputs held"
+    of_a_worker = "stage inputs held at once by a worker"
+    if memory == "peak memory":
+        of_a_worker = f"peak memory of a worker{size_unit and f', {size_unit}'}"
     save_sweep(
         path,
         points,
         title=title,
-        memory_label=f"peak {held} of a worker{size_unit and f', {size_unit}'}",
+        x_label=along.replace("_", " "),
+        memory_label=of_a_worker,
         time_label=f"makespan, {time_unit}",
     )
 

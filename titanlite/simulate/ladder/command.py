@@ -13,9 +13,8 @@ from titanlite.simulate.exact import exact
 from titanlite.simulate.gpu import ETHERNET
 from titanlite.simulate.ladder.rungs import CLIMB, RUNGS, Rung, ladder_table, make_rungs, run_rung
 from titanlite.simulate.network import Link, Network
-from titanlite.simulate.options import Parser, check_outputs, whole
+from titanlite.simulate.options import Parser, check_outputs, factor, number, whole
 from titanlite.simulate.output import write
-from titanlite.simulate.quantity import factor, number
 from titanlite.simulate.train_step import Workload
 from titanlite.simulate.work import SimulationError
 

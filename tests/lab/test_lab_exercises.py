@@ -1,0 +1,344 @@
+"""Every exercise: its skeleton is not written yet, its solution is right, wrong answers are named.
+
+A wrong answer is the worked solution with one typical mistake, given as the text that it replaces.
+"""
+
+import linecache
+import re
+import subprocess
+import sys
+
+import pytest
+
+from titanlite.lab import Mesh, VirtualCluster
+from titanlite.lab.__main__ import main
+from titanlite.lab.exercises import EXERCISES
+from titanlite.lab.exercises.exercise import load_exercise
+from titanlite.lab.exercises.judge import judge
+
+# Exercise: (text of the solution, text of the mistake, kind of the verdict, what its text has).
+WRONG = {
+    "shift": [
+        (
+            ".isend(tensor)\n",
+            ".send(tensor)\n",
+            "deadlock",
+            "0 -> 1 -> 2 -> 3 -> 0: .* send with isend",
+        ),
+        (
+            "(device.rank - 1)",
+            "(device.rank + 1)",
+            "deadlock",
+            r"rank \d waits at answer.py:\d+ for 32 bytes from rank",
+        ),
+        (
+            "torch.empty_like(tensor)",
+            "torch.empty(5, dtype=tensor.dtype)",
+            "size",
+            "for 40 bytes .* which sent 32",
+        ),
+    ],
+    "prefix_sum": [
+        ("total = tensor.clone()", "total = tensor", "changed", "rank 1 changes its arg"),
+        (
+            ".send(total)",
+            ".send(tensor)",
+            "value",
+            r"rank 2 returns .* is in step 1: rank 1 sends b to rank 2; in the worked solution, it "
+            r"sends a\+b to rank 2",
+        ),
+        (
+            "device.mesh.size - 1:",
+            "device.mesh.size - 2:",
+            "deadlock",
+            "rank 3: waits .* from rank 2, which has ended",
+        ),
+    ],
+    "tree_broadcast": [
+        (
+            "    have = 1\n",
+            """    if device.rank > 0:
+        return device.channel(0).recv(torch.empty_like(tensor))
+    have = device.mesh.size
+    for peer in range(1, have):
+        device.channel(peer).send(tensor)
+""",
+            "steps",
+            "takes 7 steps; 3 are enough",
+        ),
+        ("device.rank < 2 * have", "device.rank == have", "deadlock", "rank 7, which has ended"),
+        ("have = 1\n", "return device.broadcast(tensor)\n", "forbidden", "calls broadcast"),
+    ],
+    "ring_all_gather": [
+        ("- step)", "+ step)", "value", "rank 0 returns, as value 1, "),
+        ("tensor = group.shift(tensor)", "tensor = group.shift(gathered[group.rank])", "value", ""),
+        (
+            "range(1, group.size)",
+            "range(1, group.size + 1)",
+            "messages",
+            "16 messages; 12 are enough",
+        ),
+    ],
+    "ring_all_reduce": [
+        (
+            "parts[mine] = parts[mine] + received",
+            "parts[mine] = received",
+            "value",
+            r"first difference is in step 1: rank 0 sends d3 to rank 1; .* sends a3\+d3",
+        ),
+        (
+            "(group.rank + 1 - step)",
+            "(group.rank - step)",
+            "value",
+            "first difference is in step 3",
+        ),
+        (
+            "parts = list(tensor.chunk(group.size))",
+            "return sum([tensor] + [group.shift(tensor)])",
+            "value",
+            "rank 0 returns",
+        ),
+    ],
+    "bus_bandwidth": [
+        ("2 if kind", "1 if kind", "value", "rank 0 returns 1572864.0, not 3145728.0"),
+        ("(world_size - 1) / world_size * ", "", "value", "rank 0 returns 4194304.0"),
+        ("kind ==", "kynd ==", "error", r"NameError: .*kynd.* \(at answer.py:\d+\)"),
+    ],
+    "average_gradients": [
+        (" / device.mesh.size", "", "value", "rank 0 returns, as value 0, "),
+        (".view(gradient.shape)", "", "value", r"shape \(6,\), not \(2, 3\)"),
+        (
+            "bucket = torch.cat([gradient.flatten() for gradient in gradients])",
+            "return [device.all_reduce(g) / device.mesh.size for g in gradients]",
+            "messages",
+            "sends 72 messages; 24 are enough",
+        ),
+    ],
+    "uneven_batches": [
+        ("gradient * num_rows", "gradient", "value", "rank 0 returns"),
+        ("total[:-1] / total[-1]", "total[:-1] / device.mesh.size", "value", "rank 0 returns"),
+        (
+            "torch.cat([gradient * num_rows, torch.tensor([float(num_rows)])])",
+            "torch.cat([gradient.repeat(num_rows), torch.tensor([float(num_rows)])])",
+            "collectives",
+            "the shape must be the same",
+        ),
+    ],
+    "row_parallel": [
+        ("device.all_reduce(x @ weight)", "x @ weight", "value", "rank 0 sends nothing"),
+        (
+            "device.all_reduce(x @ weight)",
+            "device.all_gather(x, dim=1) @ device.all_gather(weight)",
+            "bytes",
+            "sends 2112 bytes; 1440 are enough",
+        ),
+        ("x @ weight", "x.T @ weight", "error", "RuntimeError"),
+    ],
+    "column_backward": [
+        ("device.all_reduce(dy @ weight.T)", "dy @ weight.T", "value", "as value 0, "),
+        ("x.T @ dy]", "device.all_reduce(x.T @ dy)]", "value", "as value 1, "),
+        ("[device.all_reduce(dy @ weight.T), x.T @ dy]", "dy @ weight.T", "value", "not 2 values"),
+    ],
+    "pipeline_forward": [
+        (
+            "device.channel(device.rank - 1).recv(",
+            "(",
+            "deadlock",
+            "rank 0: waits .* until its 16 bytes .* are received by rank 1, which waits",
+        ),
+        ("outputs.append(y)", "outputs = [y]", "value", "rank 3 returns 1 values, not 3"),
+        (
+            "for micro_batch in micro_batches:\n",
+            "device.barrier()\n    for micro_batch in micro_batches:\n",
+            "messages",
+            "9 are enough",
+        ),
+    ],
+    "one_f_one_b": [
+        ("min(device.mesh.size - 1 - device.rank, num_micro_batches)", "0", "value", "rank 0"),
+        (
+            "device.mesh.size - 1 - device.rank",
+            "device.rank",
+            "value",
+            "value 1, 'B0', not 'F1'",
+        ),
+        ('f"B{m}"]\n', 'f"B{m + ahead}"]\n', "value", "rank 0 returns"),
+    ],
+    "zero_step": [
+        (" / device.mesh.size", "", "value", "rank 0 returns"),
+        (
+            "device.reduce_scatter(gradient) / device.mesh.size",
+            "device.all_reduce(gradient).chunk(4)[device.rank] / 4",
+            "forbidden",
+            "calls all_reduce",
+        ),
+        ("shard - lr * mean)", "mean)", "value", "first difference is in step 3"),
+    ],
+    "gradient_norm": [
+        (', ["tp"])', ")", "value", "rank 0 returns 13.9"),
+        (
+            'sharded.square().sum(), ["tp"]) + replicated.square().sum()',
+            'sharded.square().sum() + replicated.square().sum(), ["tp"])',
+            "value",
+            "rank 0 returns 17.6",
+        ),
+        (".sqrt().item()", ".sqrt()", "value", r"rank 0 returns 13.0, not 13.0|tensor"),
+    ],
+    "rows_to_columns": [
+        ("torch.cat(received)", "torch.cat(received, 1)", "value", r"\(1, 8\), not \(4, 2\)"),
+        (
+            "group = device.group()",
+            "return device.all_gather(rows).chunk(4, 1)[device.rank]",
+            "bytes",
+            "384 bytes; 96 are enough",
+        ),
+        (".isend(parts[peer], peer)", ".isend(parts[group.rank], peer)", "value", ""),
+    ],
+    "backward_cycle": [
+        ("last_forward + 1 +", "last_forward +", "value", "rank 0 returns 9, not 10"),
+        ("(device.mesh.size - 1 - device.rank)", "device.rank", "value", "rank 0 returns 7"),
+        ("+ run\n", "- run\n", "value", "rank 0 returns 8, not 10"),
+    ],
+    "buckets_in_order": [
+        (
+            "while len(sums) in full:\n            sums.append(device.all_reduce(full[len(sums)]))",
+            "sums.append(device.all_reduce(bucket))",
+            "value",
+            "rank 0 returns, as value 0, ",
+        ),
+        (
+            "while len(sums) in full",
+            "if len(sums) in full",
+            "deadlock",
+            r"waits in all_reduce 3 .* from rank \d, which has ended",
+        ),
+        ("all_reduce(full[len(sums)])", "all_reduce(bucket)", "value", "as value "),
+    ],
+    "ring_attention": [
+        ("torch.logaddexp(lse, block)", "torch.maximum(lse, block)", "value", "rank 0 returns"),
+        ("out * (lse - total).exp()", "out", "value", "rank 0 returns"),
+        ("if step > 0:", "if True:", "messages", "16 messages; 12 are enough"),
+    ],
+    "zigzag_positions": [
+        ("2 * world_size - 1 - rank", "2 * rank + 1", "value", "rank 0 returns"),
+        ("2 * world_size - 1 - rank", "world_size + rank", "value", "rank 0 returns"),
+        ("2 * world_size - 1 - rank", "2 * world_size - rank", "value", "rank 0 returns"),
+    ],
+    "uneven_all_to_all": [
+        ("= device.all_to_all(counts)", "= counts", "size", "for .* bytes .* which sent"),
+        ("= outgoing[group.rank]", "= rows[:0]", "value", "rank 0 returns"),
+        (
+            "irecv(incoming[peer], peer) for",
+            "recv(incoming[peer], peer) for",
+            "deadlock",
+            "one of them must send before it receives",
+        ),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with VirtualCluster(Mesh(rank=8), algorithm="ring") as cluster:
+        yield cluster
+
+
+def answer(name, text):
+    # With its lines known, as those of a file.
+    linecache.cache["answer.py"] = (len(text), None, text.splitlines(True), "answer.py")
+    namespace = {"__name__": "answer"}
+    exec(compile(text, "answer.py", "exec"), namespace)
+    return namespace[name]
+
+
+def test_there_are_fifteen_on_all_notes_with_three_wrong_answers_each():
+    assert len(EXERCISES) >= 15
+    assert {note for note, _ in EXERCISES.values()} >= set(range(1, 11))
+    assert all(len(WRONG[name]) == 3 for name in EXERCISES)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_skeleton_fails_helpfully_and_the_solution_passes(pool, name):
+    exercise = load_exercise(name)
+    assert exercise.name == name
+    assert exercise.hint
+    verdict = judge(pool, exercise, answer(name, exercise.skeleton))
+    assert verdict.kind == "unwritten"
+    assert f"{name} is not written yet; `titanlite lab exercise {name} --hint`" in verdict.lines[0]
+    verdict = judge(pool, exercise, answer(name, exercise.solution_text))
+    assert verdict.is_passed, verdict.lines
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, number) for name in EXERCISES for number in range(3)]
+)
+def test_a_typical_mistake_is_named(pool, name, number):
+    right, wrong, kind, pattern = WRONG[name][number]
+    exercise = load_exercise(name)
+    assert right in exercise.solution_text
+    text = exercise.solution_text.replace(right, wrong, 1)
+    verdict = judge(pool, exercise, answer(name, text))
+    found = " ".join(verdict.lines)
+    assert verdict.kind == kind, found
+    assert re.search(pattern, found), found
+
+
+class TestCommand:
+    def test_the_list_has_all_and_loads_no_torch(self):
+        code = (
+            "import sys; from titanlite.lab.__main__ import main; "
+            "main(['exercise']); print('torch' in sys.modules)"
+        )
+        run = [sys.executable, "-c", code]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
+        for name, (note, summary) in EXERCISES.items():
+            assert f"note {note:<3} {name:18} {summary}\n" in done.stdout
+        assert done.stdout.endswith("False\n")
+
+    def test_from_the_skeleton_to_a_judged_answer_with_its_picture(self, tmp_path, capsys):
+        path, picture = tmp_path / "mine.py", tmp_path / "mine.svg"
+        command = ["exercise", "shift", str(path)]
+        assert main([*command, "--start"]) == 0
+        assert main([*command, "--start"]) == 2
+        assert "exists already" in capsys.readouterr().err
+        assert path.read_text() == load_exercise("shift").skeleton
+        text = load_exercise("shift").solution_text
+        path.write_text(text.replace("(device.rank + 1)", "(device.rank + 2)"))
+        assert main([*command, "--picture", str(picture)]) == 1
+        out = capsys.readouterr().out
+        assert re.search(
+            r"shift: not yet: deadlock\n  rank \d: .*waits at mine.py:\d+ for 32 ", out
+        )
+        assert "the first difference is in step 0: rank 0 sends a to rank 2; in the worked" in out
+        assert picture.read_text().count("<circle") == 4
+        path.write_text(text)
+        assert main(command) == 0
+        assert "right on all 4 ranks: 4 messages, 128 bytes, 1 steps" in capsys.readouterr().out
+
+    def test_hint_and_solution_are_shown(self, capsys):
+        assert main(["exercise", "shift", "--hint"]) == 0
+        assert main(["exercise", "shift", "--solution"]) == 0
+        exercise = load_exercise("shift")
+        assert capsys.readouterr().out == f"{exercise.hint}\n{exercise.solution_text}"
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["hop"], "exercise: there is no 'hop'"),
+            (["shift"], "exercise: name the file of your function"),
+            (["--hint"], "exercise: name one"),
+            (["shift", "none.py"], "none.py: there is no such file; .* --start"),
+            (["shift", "broken.py"], r"broken.py:2: SyntaxError"),
+            (["shift", "raises.py"], r"raises.py:1: ZeroDivisionError"),
+            (["shift", "empty.py"], r"empty.py: has no function shift; define shift\(device"),
+            (["shift", "empty.py", "--picture", "a.png"], r"--picture: a.png must end in .svg"),
+            (["shift", "no/a.py", "--start"], "no/a.py: cannot be written: No such file"),
+        ],
+    )
+    def test_misuse_is_one_line(self, arguments, message, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        for name, text in {"broken": "\n(", "raises": "1 / 0", "empty": ""}.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        assert main(["exercise", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert re.fullmatch(f"{message}.*\n", err), err
