@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -24,11 +23,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS
 from titanlite.names import canonical_name
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
+from titanlite.plan.operators import causal_of, flops_of, has_gaps, shape_of
 from titanlite.plan.scratch import CPU, Scratch, num_bytes
 from titanlite.plan.streams import Streams
 
@@ -54,17 +53,6 @@ FREE = ("aten::detach", "aten::empty", "aten::new_empty", "aten::empty_strided",
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 # Namespaces of operators that only ask a tensor something, or that mark a range for a profiler.
 NO_WORK = ("prim::", "profiler::")
-GROUPED = "aten::_grouped_mm"
-PRODUCTS = (
-    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"),
-    GROUPED,
-)
-# Attention kernels: the number of products, each of 2 B H T T E operations, and the positions of q
-# and of is_causal among the arguments.
-ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7),
-}
 OWN_NAMESPACE = "titanlite"
 # The methods of a process group that return a Work, by the names of all torch versions.
 METHODS = (
@@ -308,7 +296,7 @@ class Recorder(TorchDispatchMode):
         function: Any,
     ) -> None:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        flops = _flops_of(name, function, args, kwargs, result)
+        flops = flops_of(name, function, args, kwargs, result)
         self.events.append(
             Operator(
                 name,
@@ -319,10 +307,10 @@ class Recorder(TorchDispatchMode):
                 str((outputs or inputs)[0].dtype).removeprefix("torch.")
                 if outputs or inputs
                 else "",
-                _shape_of(name, args, kwargs),
+                shape_of(name, args, kwargs),
                 self.streams.is_beside,
-                _causal_of(name, args, kwargs),
-                any(map(_has_gaps, inputs)),
+                causal_of(name, args, kwargs),
+                any(map(has_gaps, inputs)),
             )
         )
 
@@ -479,66 +467,7 @@ def _body_of(function: Any) -> Callable[..., Any]:
     return OPDEFS[function._schema.name]._init_fn
 
 
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _bytes_of_mutated(args: Any) -> int:
     """Operators without a result write their first list of tensors."""
     first = args[0] if args else []
     return sum(num_bytes(leaf) for leaf in tree_leaves(first) if isinstance(leaf, Tensor))
-
-
-def _flops_of(name: str, function: Any, args: Any, kwargs: Any, result: Any) -> int:
-    if name in ATTENTION:
-        num_products, at, _ = ATTENTION[name]
-        q, k = args[at], args[at + 1]
-        return 2 * num_products * q.numel() * k.size(2)
-    if name == GROUPED:
-        batch, m, n, k = _grouped_shape(args, kwargs)
-        return 2 * batch * m * n * k
-    formula = flop_registry.get(function._overloadpacket)
-    return formula(*args, **kwargs, out_val=result) if formula else 0
-
-
-def _grouped_shape(args: Any, kwargs: Any) -> tuple[int, ...]:
-    """(groups, m, n, k) of a product of each group's rows, as if all had equally many.
-
-    The rows of the groups are along the first dimension of `a`, or in a weight's gradient along the
-    dimension that is summed.
-    """
-    a, b = args[:2]
-    ends = args[2] if len(args) > 2 else kwargs["offs"]
-    groups = ends.numel()
-    if b.ndim == 2:
-        return groups, a.size(0), b.size(1), a.size(1) // groups
-    return groups, a.size(0) // groups, b.size(-1), a.size(1)
-
-
-def _shape_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """(batch, m, n, k) of a matrix product."""
-    if name not in PRODUCTS:
-        return ()
-    if name == GROUPED:
-        return _grouped_shape(args, kwargs)
-    a, b = args[-2:] if name in ("aten::mm", "aten::bmm") else args[1:3]
-    if name == "aten::_scaled_mm":
-        a, b = args[:2]
-    batch = a.size(0) if a.ndim == 3 else 1
-    return batch, a.size(-2), b.size(-1), a.size(-1)
-
-
-def _causal_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """(queries, keys) of causal attention."""
-    if name not in ATTENTION:
-        return ()
-    _, at, causal_at = ATTENTION[name]
-    given = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
-    return (args[at].size(2), args[at + 1].size(2)) if given else ()
-
-
-def _has_gaps(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor, each counted once, do not fill a range of memory."""
-    sizes = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
-    span = 1 + sum((size - 1) * step for size, step in sizes)
-    return span > math.prod(size for size, _ in sizes) > 0
