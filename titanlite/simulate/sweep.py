@@ -105,8 +105,8 @@ def _read_part(text: str, reader: Callable[[str], Any]) -> Iterator[Any]:
         raise argparse.ArgumentTypeError(f"{text!r} is no range FIRST:LAST:STEP") from None
     if len(ends) > 3 or len(units) > 1 or step <= 0 or last < first:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no range; give FIRST:LAST or FIRST:LAST:STEP, with a STEP above 0, all in "
-            "one unit"
+            f"{text!r} is no range; give FIRST:LAST or FIRST:LAST:STEP, with a STEP above 0 and "
+            "all in one unit"
         )
     if (last - first) / step > MOST_POINTS:
         raise argparse.ArgumentTypeError(f"{text!r} has more than {MOST_POINTS:,} values")
