@@ -100,7 +100,7 @@ def check_deadlock(record: Record) -> None:
     `record` must be of one moment: no device wrote anything while it was read.
     """
     waits: dict[int, tuple[Event, tuple[int, ...]]] = {}
-    ended = set()
+    ended: set[int] = set()
     for rank, of_rank in enumerate(record.events):
         if of_rank and of_rank[-1].kind == RETURN:
             ended.add(rank)
@@ -116,6 +116,8 @@ def check_deadlock(record: Record) -> None:
             missing = _missing(record, awaited)
             if missing:
                 waits[rank] = awaited, missing
+                # Ranks of a process group that is larger than the mesh of this run.
+                ended.update(one for one in missing if one >= record.num_ranks)
     # The largest set of waiting ranks that wait only for ranks that have ended or are in it.
     while free := [
         rank for rank, (_, missing) in waits.items() if not ended.union(waits) & set(missing)
@@ -148,8 +150,9 @@ def _deadlock(
     links = [_wait(record, *waits[rank]) for rank in chain]
     if gone:
         text = ", which ".join(links[:4]) + ", and so on" * (len(links) > 4)
+        end = "has ended" if gone[0] < record.num_ranks else "is not on the mesh of this run"
         is_only_one = len(waits[chain[-1]][1]) == 1
-        return f"{text}, which has ended" if is_only_one else f"{text}; rank {gone[0]} has ended"
+        return f"{text}, which {end}" if is_only_one else f"{text}; rank {gone[0]} {end}"
     cycle = " -> ".join(map(str, [*chain, chain[0]]))
     told = "; ".join(f"rank {rank} {link}" for rank, link in zip(chain[:2], links[:2], strict=True))
     advice = ""

@@ -1,10 +1,8 @@
-"""Pictures of a recorded run, and of the lab's notes.
+"""Pictures of a recorded run; gallery.py draws those of the notes.
 
-    python -m titanlite.lab.pictures docs/images/lab
-
-draws the pictures of the notes, each from a run. In those of collectives, every value is tagged:
-element i of rank r is (i + 1) * 10^r, so the digits of any sum tell which ranks' parts it is made
-of. The letter is the rank and the number is the part: a0+b0 is the sum of part 0 of ranks 0 and 1.
+In pictures of collectives, every value is tagged: element i of rank r is (i + 1) * 10^r, so the
+digits of any sum tell which ranks' parts it is made of. The letter is the rank and the number is
+the part: a0+b0 is the sum of part 0 of ranks 0 and 1.
 """
 
 from __future__ import annotations
@@ -49,9 +47,7 @@ def picture_of(
             each.message.target,
             each.start,
             texts[id(each)],
-            f"rank {each.message.source} to rank {each.message.target}: {texts[id(each)]}"
-            f"{' in ' + each.message.within if each.message.within else ''}, "
-            f"{each.message.tensor}, {size(each.message.tensor.nbytes)}",
+            _hover(each.message, texts[id(each)]),
         )
         for each in steps.flights
     ]
@@ -62,7 +58,7 @@ def picture_of(
         steps.length,
         arrows,
         [Box(each.rank, each.start, each.end, each.name) for each in steps.blocks if each.is_work],
-        [_bar(each) for each in steps.calls if each.call.events[each.call.ranks[0]].tensor],
+        [_bar(each) for each in steps.calls],
         before,
         after,
         _received(steps.length, record.num_ranks, arrows) if held is None else held,
@@ -72,6 +68,15 @@ def picture_of(
 def name_of(message: Message) -> str:
     """The text of a message: what it is, and its bytes."""
     return f"{message.label or describe(message.tensor)}, {size(message.tensor.nbytes)}"
+
+
+def _hover(message: Message, text: str) -> str:
+    nbytes = size(message.tensor.nbytes)
+    within = f" in {message.within}" if message.within else ""
+    return (
+        f"rank {message.source} to rank {message.target}: {text.removesuffix(f', {nbytes}')}"
+        f"{within}; {message.tensor}, {nbytes}"
+    )
 
 
 def describe(tensor: TensorInfo) -> str:
@@ -92,9 +97,11 @@ def size(nbytes: int) -> str:
 def _bar(each: TorchCall) -> Bar:
     call = each.call
     event = call.events[call.ranks[0]]
-    assert event.tensor is not None
+    name = call.names[call.ranks[0]]
+    if event.tensor is None:
+        return Bar(call.ranks, each.start, event.name, name)
     what = f" {event.label}" if event.label else ""
-    hover = f"{call.names[call.ranks[0]]}{what}: {event.tensor} on each rank"
+    hover = f"{name}{what}: {event.tensor} on each rank"
     return Bar(call.ranks, each.start, f"{event.name}{what}, {size(event.tensor.nbytes)}", hover)
 
 

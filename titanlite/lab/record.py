@@ -205,6 +205,13 @@ class Record:
 
         return draw_svg(picture_of(self, title, caption))
 
+    def html(self, title: str = "", caption: str = "") -> str:
+        """A self-contained page that steps through the run with the arrow keys."""
+        from titanlite.drawing.messages import draw_page
+        from titanlite.lab.pictures import picture_of
+
+        return draw_page(picture_of(self, title, caption))
+
     def _repr_svg_(self) -> str:
         """The picture, which a notebook shows."""
         return self.svg()
