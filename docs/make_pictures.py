@@ -4,9 +4,9 @@ python docs/make_pictures.py [--runs] [PAGE.md ...]
 
 The pictures of the lab's notes are drawn from runs of the lab, if no pages are named.
 
-`titanlite simulate` gives the same picture each time. With --runs, the `titanlite train` commands
-that are followed by a `cp` of a picture, or by a `titanlite plan` that draws one, are run too:
-those pictures are of a real run, and take minutes.
+`titanlite simulate` and `titanlite learn` give the same picture each time. With --runs, the
+`titanlite train` commands that are followed by a `cp` of a picture, or by a `titanlite plan` that
+draws one, are run too: those pictures are of a real run, and take minutes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def picture_commands(page: Path) -> list[list[str]]:
-    """The commands in the code blocks of `page` that write an SVG, continued lines joined."""
-    lines = re.findall(r"^titanlite (simulate .*--svg .*)$", _joined(page), flags=re.MULTILINE)
+    """The commands in the code blocks of `page` that end with a picture's name, lines joined."""
+    ending = r"--(?:svg|png|memory) docs/images/\S+"
+    command = rf"^titanlite ((?:simulate|learn) .*{ending})$"
+    lines = re.findall(command, _joined(page), flags=re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
 
@@ -54,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))
     for page in pages:
         for command in picture_commands(page):
-            status = titanlite([*command, "--quiet"])
+            is_quiet = command[0] != "simulate" or "--quiet" in command
+            status = titanlite([*command, *([] if is_quiet else ["--quiet"])])
             if status:
                 return status
         for command, then in run_commands(page) if "--runs" in arguments else ():

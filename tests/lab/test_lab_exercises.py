@@ -200,6 +200,41 @@ WRONG = {
         ("(device.mesh.size - 1 - device.rank)", "device.rank", "value", "rank 0 returns 7"),
         ("+ run\n", "- run\n", "value", "rank 0 returns 8, not 10"),
     ],
+    "buckets_in_order": [
+        (
+            "while len(sums) in full:\n            sums.append(device.all_reduce(full[len(sums)]))",
+            "sums.append(device.all_reduce(bucket))",
+            "value",
+            "rank 0 returns, as value 0, ",
+        ),
+        (
+            "while len(sums) in full",
+            "if len(sums) in full",
+            "deadlock",
+            r"waits in all_reduce 3 .* from rank \d, which has ended",
+        ),
+        ("all_reduce(full[len(sums)])", "all_reduce(bucket)", "value", "as value "),
+    ],
+    "ring_attention": [
+        ("torch.logaddexp(lse, block)", "torch.maximum(lse, block)", "value", "rank 0 returns"),
+        ("out * (lse - total).exp()", "out", "value", "rank 0 returns"),
+        ("if step > 0:", "if True:", "messages", "16 messages; 12 are enough"),
+    ],
+    "zigzag_positions": [
+        ("2 * world_size - 1 - rank", "2 * rank + 1", "value", "rank 0 returns"),
+        ("2 * world_size - 1 - rank", "world_size + rank", "value", "rank 0 returns"),
+        ("2 * world_size - 1 - rank", "2 * world_size - rank", "value", "rank 0 returns"),
+    ],
+    "uneven_all_to_all": [
+        ("= device.all_to_all(counts)", "= counts", "size", "for .* bytes .* which sent"),
+        ("= outgoing[group.rank]", "= rows[:0]", "value", "rank 0 returns"),
+        (
+            "irecv(incoming[peer], peer) for",
+            "recv(incoming[peer], peer) for",
+            "deadlock",
+            "one of them must send before it receives",
+        ),
+    ],
 }
 
 

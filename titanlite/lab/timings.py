@@ -83,14 +83,15 @@ def overlap(
 
     num_layers, dim, batch = 4, 128, 128
     inputs = torch.randn(batch, dim)
-    bucket = {"bucket_bytes": 2 * dim * dim * 4}
+    bucket, num_steps = {"bucket_bytes": 2 * dim * dim * 4}, {"num_steps": NUM_STEPS}
     runs: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
         ("data parallel", data_parallelism_main, (NUM_STEPS,), {}),
         ("... 2 layers a bucket", data_parallelism_main, (NUM_STEPS,), bucket),
         ("ZeRO 2", zero_parallelism_main, (NUM_STEPS,), {"stage": 2}),
         ("ZeRO 3", zero_parallelism_main, (NUM_STEPS,), {"stage": 3}),
-        ("tensor parallel", tensor_parallelism_main, (), {"num_steps": NUM_STEPS}),
-        ("pipeline 1f1b", pipeline_parallelism_main, (8,), {"num_steps": NUM_STEPS}),
+        ("tensor parallel", tensor_parallelism_main, (), num_steps),
+        ("pipeline gpipe", pipeline_parallelism_main, (8,), {**num_steps, "schedule": "gpipe"}),
+        ("pipeline 1f1b", pipeline_parallelism_main, (8,), num_steps),
     ]
     link = _link(latency_seconds, bytes_per_second)
     speed = flops_per_second or math.inf

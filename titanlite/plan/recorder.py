@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -24,29 +23,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from titanlite.mesh.parallel_dims import EXPERT_SHARDS
 from titanlite.names import canonical_name
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
+from titanlite.plan.operators import (
+    COLLECTIVES,
+    axis_of,
+    causal_of,
+    flops_of,
+    has_gaps,
+    shape_of,
+)
 from titanlite.plan.scratch import CPU, Scratch, num_bytes
 from titanlite.plan.streams import Streams
 
-# Operator -> kind, and the positions of the whole tensor (-1: the result), of the group and, for
-# P2P messages, of the peer among its arguments.
-COLLECTIVES: dict[str, tuple[str, int, int]] = {
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", -1, 2),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, 3),
-    "_c10d_functional::all_reduce": ("all_reduce", 0, 2),
-    "_c10d_functional::all_to_all_single": ("all_to_all", 0, 3),
-    "c10d::_allgather_base_": ("all_gather", 0, 2),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
-    "c10d::allreduce_": ("all_reduce", 0, 1),
-    "c10d::alltoall_base_": ("all_to_all", 1, 2),
-    "c10d::broadcast_": ("broadcast", 0, 1),
-    "c10d::send": ("send", 0, 1),
-    "c10d::recv_": ("receive", 0, 1),
-}
 PEER_AT = 2
 WAIT = "_c10d_functional::wait_tensor"
 # Operators that touch no data.
@@ -54,17 +44,6 @@ FREE = ("aten::detach", "aten::empty", "aten::new_empty", "aten::empty_strided",
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 # Namespaces of operators that only ask a tensor something, or that mark a range for a profiler.
 NO_WORK = ("prim::", "profiler::")
-GROUPED = "aten::_grouped_mm"
-PRODUCTS = (
-    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"),
-    GROUPED,
-)
-# Attention kernels: the number of products, each of 2 B H T T E operations, and the positions of q
-# and of is_causal among the arguments.
-ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7),
-}
 OWN_NAMESPACE = "titanlite"
 # The methods of a process group that return a Work, by the names of all torch versions.
 METHODS = (
@@ -77,14 +56,14 @@ METHODS = (
 class Recorder(TorchDispatchMode):
     """Records operators, communication and memory of this process, while it is active.
 
-    `axes` maps the name of each process group to its axes. With `is_fake` the tensors are fake,
-    and a scalar that is read has an arbitrary value. `scratch` is the table of what kernels and
-    communication allocate inside themselves, on `num_threads` threads.
+    `axes` maps the name of each process group, or else its ranks, to its axes. With `is_fake` the
+    tensors are fake, and a scalar that is read has an arbitrary value. `scratch` is the table of
+    what kernels and communication allocate inside themselves, on `num_threads` threads.
     """
 
     def __init__(
         self,
-        axes: Mapping[str, tuple[str, ...]],
+        axes: Mapping[str | tuple[int, ...], tuple[str, ...]],
         *,
         is_fake: bool = True,
         scratch: Scratch = CPU,
@@ -308,7 +287,7 @@ class Recorder(TorchDispatchMode):
         function: Any,
     ) -> None:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        flops = _flops_of(name, function, args, kwargs, result)
+        flops = flops_of(name, function, args, kwargs, result)
         self.events.append(
             Operator(
                 name,
@@ -319,10 +298,10 @@ class Recorder(TorchDispatchMode):
                 str((outputs or inputs)[0].dtype).removeprefix("torch.")
                 if outputs or inputs
                 else "",
-                _shape_of(name, args, kwargs),
+                shape_of(name, args, kwargs),
                 self.streams.is_beside,
-                _causal_of(name, args, kwargs),
-                any(map(_has_gaps, inputs)),
+                causal_of(name, args, kwargs),
+                any(map(has_gaps, inputs)),
             )
         )
 
@@ -340,7 +319,7 @@ class Recorder(TorchDispatchMode):
         axis = (
             "world"
             if is_world_sum and len(ranks) == dist.get_world_size()
-            else _axis_of(name, kind, self._axes.get(group.group_name, ()))
+            else axis_of(name, kind, self._axes.get(group.group_name) or self._axes.get(ranks, ()))
         )
         self._number += 1
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
@@ -451,20 +430,6 @@ class _Work(dist.Work):
         return self._work.is_completed()
 
 
-def _axis_of(name: str, kind: str, axes: tuple[str, ...]) -> str:
-    """The axis of a collective whose group has these axes.
-
-    If one of them is of the mesh of experts: tokens are exchanged over ep, and FSDP2, which does
-    not use functional collectives, gathers and reduces over efsdp.
-    """
-    if len(axes) > 1:
-        is_of_fsdp = kind in ("all_gather", "reduce_scatter") and name.startswith("c10d::")
-        own = "ep" if kind == "all_to_all" else EXPERT_SHARDS if is_of_fsdp else ""
-        if own in axes:
-            return own
-    return axes[0] if axes else "none"
-
-
 def _some_value(tensor: Tensor) -> Any:
     """A value for a fake scalar: no branch of a step depends on it if all is well."""
     if tensor.dtype == torch.bool:
@@ -479,66 +444,7 @@ def _body_of(function: Any) -> Callable[..., Any]:
     return OPDEFS[function._schema.name]._init_fn
 
 
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _bytes_of_mutated(args: Any) -> int:
     """Operators without a result write their first list of tensors."""
     first = args[0] if args else []
     return sum(num_bytes(leaf) for leaf in tree_leaves(first) if isinstance(leaf, Tensor))
-
-
-def _flops_of(name: str, function: Any, args: Any, kwargs: Any, result: Any) -> int:
-    if name in ATTENTION:
-        num_products, at, _ = ATTENTION[name]
-        q, k = args[at], args[at + 1]
-        return 2 * num_products * q.numel() * k.size(2)
-    if name == GROUPED:
-        batch, m, n, k = _grouped_shape(args, kwargs)
-        return 2 * batch * m * n * k
-    formula = flop_registry.get(function._overloadpacket)
-    return formula(*args, **kwargs, out_val=result) if formula else 0
-
-
-def _grouped_shape(args: Any, kwargs: Any) -> tuple[int, ...]:
-    """(groups, m, n, k) of a product of each group's rows, as if all had equally many.
-
-    The rows of the groups are along the first dimension of `a`, or in a weight's gradient along the
-    dimension that is summed.
-    """
-    a, b = args[:2]
-    ends = args[2] if len(args) > 2 else kwargs["offs"]
-    groups = ends.numel()
-    if b.ndim == 2:
-        return groups, a.size(0), b.size(1), a.size(1) // groups
-    return groups, a.size(0) // groups, b.size(-1), a.size(1)
-
-
-def _shape_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """(batch, m, n, k) of a matrix product."""
-    if name not in PRODUCTS:
-        return ()
-    if name == GROUPED:
-        return _grouped_shape(args, kwargs)
-    a, b = args[-2:] if name in ("aten::mm", "aten::bmm") else args[1:3]
-    if name == "aten::_scaled_mm":
-        a, b = args[:2]
-    batch = a.size(0) if a.ndim == 3 else 1
-    return batch, a.size(-2), b.size(-1), a.size(-1)
-
-
-def _causal_of(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """(queries, keys) of causal attention."""
-    if name not in ATTENTION:
-        return ()
-    _, at, causal_at = ATTENTION[name]
-    given = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
-    return (args[at].size(2), args[at + 1].size(2)) if given else ()
-
-
-def _has_gaps(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor, each counted once, do not fill a range of memory."""
-    sizes = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
-    span = 1 + sum((size - 1) * step for size, step in sizes)
-    return span > math.prod(size for size, _ in sizes) > 0
