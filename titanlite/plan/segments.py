@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from titanlite.config import ResolvedJob
 from titanlite.plan.composition import Builder, Part, Pieces, Segment, Weight
-from titanlite.plan.data_parallel import ENDS, Replication
+from titanlite.plan.data_parallel import BUFFERS, ENDS, Replication
 from titanlite.plan.events import Communication, Event, Operator, Place
 from titanlite.schedule.actions import (
     BACKWARD_INPUT,
@@ -81,6 +81,11 @@ class Segments:
         self.data = Replication(resolved, pieces)
         self.stages: dict[int, Stage] = {}
         self._shared, self._is_quick = shared.segments, is_quick
+        of = resolved.pipeline
+        # PyTorch's runtime of schedules with several stages a rank waits for all sends at the end.
+        self.keeps_sent = of is not None and (
+            of.is_from_file or of.schedule.num_stages > of.schedule.num_ranks
+        )
         self._known: dict[tuple[Any, ...], Segment] = {}
         self._stage_keys: dict[int, tuple[int, ...]] = {}
 
@@ -97,8 +102,9 @@ class Segments:
         if parts is None:
             # Stages of the same parts are alike.
             parts = self._stage_keys[stage] = tuple(id(part) for _, part in self.stages[stage])
+        boundaries = self._boundaries(kind, stage)
         reduces = self.data.key if kind in (UNSHARD, REDUCE_GRAD, BATCH) else self.data.is_fsdp
-        key = (kind, parts, variant[1:], reduces, self._is_quick)
+        key = (kind, parts, variant[1:], reduces, boundaries, self._is_quick)
         if key not in self._shared:
             make = self._batch if kind == BATCH else self._action
             self._shared[key] = make(kind, variant)
@@ -199,6 +205,8 @@ class Segments:
         if kind in COMPUTE_KINDS:
             # Tensors of the model's own forward, and the gradient that is sent, end here.
             builder.free("temporary")
+        if boundaries := self._boundaries(kind, variant.stage):
+            builder.allocate("activations", boundaries * self._pieces.boundary_bytes)
         return builder.segment()
 
     def _message(self, kind: str, stage: int) -> Segment:
@@ -210,7 +218,34 @@ class Segments:
         peer = self._pipeline.schedule.stage_to_rank[other]
         builder = Builder()
         builder.start(name, "pp", self._pieces.boundary_bytes, self._dims.pp, place, peer)
+        if kind == SEND_B and self.keeps_sent:
+            builder.allocate(BUFFERS, self._pieces.boundary_bytes)
         return builder.segment()
+
+    def release(self, num_sent: int) -> Segment:
+        """The end of a batch in a pipeline: what was sent is freed."""
+        builder = Builder()
+        builder.allocate(BUFFERS, -num_sent * self._pieces.boundary_bytes)
+        return builder.segment()
+
+    def _boundaries(self, kind: str, stage: int) -> int:
+        """How many activations between stages an action leaves beside those of its parts.
+
+        The parts of a model free their input after their backward pass. A stage keeps its input,
+        which is in a buffer, and frees its output: then, or what was sent at the end of the batch.
+        An output that stays on the rank takes the place of the next stage's buffer.
+        """
+        if self._pipeline is None:
+            return 0
+        ranks = self._pipeline.schedule.stage_to_rank
+        is_last = stage + 1 == len(ranks)
+        is_local = not is_last and ranks[stage] == ranks[stage + 1]
+        if kind == FORWARD:
+            return -is_local
+        if kind not in (FULL_BACKWARD, BACKWARD_WEIGHT):
+            return 0
+        frees_output = not (is_last or is_local or self.keeps_sent)
+        return (stage > 0) - frees_output
 
     def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
         pending = 0, 0
