@@ -35,7 +35,7 @@ def test_there_is_a_script_for_each_rung():
     [
         (Workload(), Network(Link(0.05, 0.01)), 1),
         # So little compute that reading the weights takes longer, and twice the last degree.
-        (Workload(items=8, layers=2, compute_units_per_item=1), NODES, 2),
+        (Workload(items=8, compute_units_per_item=1), NODES, 2),
     ],
     ids=["default", "other"],
 )
