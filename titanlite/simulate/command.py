@@ -362,7 +362,7 @@ def _parser() -> Parser:
     output = parser.add_argument_group("output")
     output.add_argument("--svg", metavar="FILE")
     output.add_argument("--html", metavar="FILE", help="a page with tooltips and zoom")
-    output.add_argument("--png", metavar="FILE", help="needs matplotlib")
+    output.add_argument("--png", metavar="FILE")
     output.add_argument("--memory", metavar="FILE", help="memory of the workers, .png or .svg")
     output.add_argument("--csv", metavar="FILE", help="the table, numbers not rounded")
     output.add_argument("--trace", metavar="FILE", help="for https://ui.perfetto.dev")
