@@ -2,9 +2,11 @@
 
 python docs/make_pictures.py [--runs] [PAGE.md ...]
 
-`titanlite simulate` gives the same picture each time. With --runs, the `titanlite train` commands
-that are followed by a `cp` of a picture, or by a `titanlite plan` that draws one, are run too:
-those pictures are of a real run, and take minutes.
+The pictures of the lab's notes are drawn from runs of the lab, if no pages are named.
+
+`titanlite simulate` and `titanlite learn` give the same picture each time. With --runs, the
+`titanlite train` commands that are followed by a `cp` of a picture, or by a `titanlite plan` that
+draws one, are run too: those pictures are of a real run, and take minutes.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def picture_commands(page: Path) -> list[list[str]]:
-    """The commands in the code blocks of `page` that write an SVG, continued lines joined."""
-    lines = re.findall(r"^titanlite (simulate .*--svg .*)$", _joined(page), flags=re.MULTILINE)
+    """The commands in the code blocks of `page` that end with a picture's name, lines joined."""
+    ending = r"--(?:svg|png|memory) docs/images/\S+"
+    command = rf"^titanlite ((?:simulate|learn) .*{ending})$"
+    lines = re.findall(command, _joined(page), flags=re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
 
@@ -45,10 +49,15 @@ def main(arguments: Sequence[str]) -> int:
     from titanlite.cli import main as titanlite
 
     names = [argument for argument in arguments if argument != "--runs"]
+    if not names:
+        from titanlite.lab.gallery import main as draw_lab
+
+        draw_lab([str(ROOT / "docs" / "images" / "lab")])
     pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))
     for page in pages:
         for command in picture_commands(page):
-            status = titanlite([*command, "--quiet"])
+            is_quiet = command[0] != "simulate" or "--quiet" in command
+            status = titanlite([*command, *([] if is_quiet else ["--quiet"])])
             if status:
                 return status
         for command, then in run_commands(page) if "--runs" in arguments else ():

@@ -62,6 +62,11 @@ COMMANDS = {
         "draw and compare training schemes in virtual time",
         "titanlite simulate 1F1B --workers 4 --batches 8",
     ),
+    "learn": Command(
+        "titanlite.learn.command",
+        "answer a question on each parallelism: formula, simulated, measured",
+        "titanlite learn dp",
+    ),
     "lab": Command(
         "titanlite.lab.__main__",
         "build every parallelism from send and receive, on real ranks",

@@ -8,10 +8,13 @@ objects without the rest of the constructor, and the lowering passes of its runt
 """
 
 import gc
+import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,7 +22,15 @@ from unittest.mock import Mock
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from titanlite.schedule import Schedule, add_communication, make_schedule
-from titanlite.simulate import ComputeAndWeightWorkers, OldestStageFirst, Work, simulate
+from titanlite.simulate import (
+    ComputeAndWeightWorkers,
+    Costs,
+    Link,
+    Network,
+    OldestStageFirst,
+    Work,
+    simulate,
+)
 
 RANKS, MICROBATCHES, CHUNKS = 128, 512, 2
 
@@ -81,11 +92,43 @@ def measure_simulator() -> list[tuple[str, float, float]]:
         assert max(simulation.peak_activations) == 3070
         return simulation.bubble_fraction
 
+    def large_with_network() -> float:
+        third, per_unit = Fraction(1, 3), Fraction(1, 7)
+        network = Network(Link(Fraction(1, 10), per_unit))
+        costs = Costs(third, 2 * third, activation_units=1, network=network)
+        simulation = simulate(1024, 1024, 4096, gpipe, costs=costs)
+        assert simulation.makespan > 4096 + 1023
+        assert max(simulation.peak_activations) <= 4096
+        return simulation.bubble_fraction
+
     large, _ = cpu_seconds(large_with_figures)
+    with_network, _ = cpu_seconds(large_with_network)
     return [
         ("GPipe, 64 workers, 128 batches", small, 0.05),
         ("GPipe, 1,024 workers, 4,096 batches, with all its figures", large, 20),
+        ("the same with costs of 1/3 and 2/3 and a network", with_network, 20),
+        ("by `titanlite simulate GPipe --quiet`", by_command(1024, 4096, "--quiet"), 20),
+        ("PNG of GPipe, 64 workers, 128 batches, by the command", png_by_command(), 3),
     ]
+
+
+def by_command(workers: int, batches: int, *options: str) -> float:
+    """The CPU-seconds of `titanlite simulate GPipe` in a process of its own."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    size = ["--workers", str(workers), "--batches", str(batches)]
+    subprocess.run(
+        [sys.executable, "-m", "titanlite", "simulate", "GPipe", *size, *options],
+        capture_output=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def png_by_command() -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        return by_command(64, 128, "--png", f"{folder}/gpipe.png")
 
 
 def measure_tables() -> list[tuple[str, float, float]]:

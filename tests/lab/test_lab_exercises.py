@@ -7,6 +7,7 @@ import linecache
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -199,6 +200,41 @@ WRONG = {
         ("(device.mesh.size - 1 - device.rank)", "device.rank", "value", "rank 0 returns 7"),
         ("+ run\n", "- run\n", "value", "rank 0 returns 8, not 10"),
     ],
+    "buckets_in_order": [
+        (
+            "while len(sums) in full:\n            sums.append(device.all_reduce(full[len(sums)]))",
+            "sums.append(device.all_reduce(bucket))",
+            "value",
+            "rank 0 returns, as value 0, ",
+        ),
+        (
+            "while len(sums) in full",
+            "if len(sums) in full",
+            "deadlock",
+            r"waits in all_reduce 3 .* from rank \d, which has ended",
+        ),
+        ("all_reduce(full[len(sums)])", "all_reduce(bucket)", "value", "as value "),
+    ],
+    "ring_attention": [
+        ("torch.logaddexp(lse, block)", "torch.maximum(lse, block)", "value", "rank 0 returns"),
+        ("out * (lse - total).exp()", "out", "value", "rank 0 returns"),
+        ("if step > 0:", "if True:", "messages", "16 messages; 12 are enough"),
+    ],
+    "zigzag_positions": [
+        ("2 * world_size - 1 - rank", "2 * rank + 1", "value", "rank 0 returns"),
+        ("2 * world_size - 1 - rank", "world_size + rank", "value", "rank 0 returns"),
+        ("2 * world_size - 1 - rank", "2 * world_size - rank", "value", "rank 0 returns"),
+    ],
+    "uneven_all_to_all": [
+        ("= device.all_to_all(counts)", "= counts", "size", "for .* bytes .* which sent"),
+        ("= outgoing[group.rank]", "= rows[:0]", "value", "rank 0 returns"),
+        (
+            "irecv(incoming[peer], peer) for",
+            "recv(incoming[peer], peer) for",
+            "deadlock",
+            "one of them must send before it receives",
+        ),
+    ],
 }
 
 
@@ -220,6 +256,13 @@ def test_there_are_fifteen_on_all_notes_with_three_wrong_answers_each():
     assert len(EXERCISES) >= 15
     assert {note for note, _ in EXERCISES.values()} >= set(range(1, 11))
     assert all(len(WRONG[name]) == 3 for name in EXERCISES)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_its_note_names_it(name):
+    number, summary = EXERCISES[name]
+    (note,) = (Path(__file__).parents[2] / "docs" / "lab").glob(f"{number}-*.md")
+    assert f"- `titanlite lab exercise {name}`: {summary}.\n" in note.read_text()
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -277,7 +320,9 @@ class TestCommand:
         assert "the first difference is in step 0: rank 0 sends a to rank 2; in the worked" in out
         assert picture.read_text().count("<circle") == 4
         path.write_text(text)
-        assert main(command) == 0
+        page = tmp_path / "mine.html"
+        assert main([*command, "--picture", str(page)]) == 0
+        assert "rank 0 to rank 1: " in page.read_text()
         assert "right on all 4 ranks: 4 messages, 128 bytes, 1 steps" in capsys.readouterr().out
 
     def test_hint_and_solution_are_shown(self, capsys):
@@ -296,7 +341,10 @@ class TestCommand:
             (["shift", "broken.py"], r"broken.py:2: SyntaxError"),
             (["shift", "raises.py"], r"raises.py:1: ZeroDivisionError"),
             (["shift", "empty.py"], r"empty.py: has no function shift; define shift\(device"),
-            (["shift", "empty.py", "--picture", "a.png"], r"--picture: a.png must end in .svg"),
+            (
+                ["shift", "empty.py", "--picture", "a.png"],
+                "--picture: a.png must end in .svg or .html",
+            ),
             (["shift", "no/a.py", "--start"], "no/a.py: cannot be written: No such file"),
         ],
     )

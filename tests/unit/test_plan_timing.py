@@ -20,7 +20,7 @@ from titanlite.plan.hardware import (
     load_hardware,
 )
 from titanlite.plan.timing import (
-    prefetched,
+    started_ahead,
     step_time,
     time_events,
     time_ranks,
@@ -251,23 +251,35 @@ def test_fused_chains_keep_what_only_they_use_on_the_chip() -> None:
     assert time_events(chain((8, 8), (8, 8)), replace(TP2, is_compiled=True)).seconds < unfused
 
 
-def test_a_gpu_gathers_the_next_unit_ahead() -> None:
+def test_a_gpu_starts_communication_when_it_is_ready() -> None:
     def unit(number: int) -> list[Event]:
-        copy_in = elementwise(0, 0, "fsdp::all_gather_copy_in")
+        # Five events; the all-gather can start when the unit before has been copied out.
+        ready = 5 * (number - 1) - 1 if number > 1 else -1
+        copy_in = elementwise(0, 0, "fsdp::all_gather_copy_in", is_beside=ready >= 0)
         copy_out = elementwise(0, 0, "fsdp::split_with_sizes_copy")
-        one = gather(number, 2, "dp_shard")
+        one = replace(gather(number, 2, "dp_shard"), ready=ready)
         return [copy_in, one, Wait(number), copy_out, product(10)]
 
     events = [*unit(1), *unit(2), *unit(3)]
-    moved = prefetched(events)
+    moved = started_ahead(events)
     assert sorted(map(repr, moved)) == sorted(map(repr, events))
-    assert moved.index(events[6]) < moved.index(events[4])
+    # The copy out, the next unit's copy in and gather, and only then the product.
+    assert moved[3:7] == [events[3], events[5], events[6], events[4]]
     cost = Cost(ROUND, ParallelDims(dp_shard=2))
     found = time_events(events, cost)
     # The first is exposed; each other one takes as long as the products before it.
     assert found.seconds == pytest.approx(4 * 0.01)
     cpu = Cost(replace(ROUND, kind="cpu"), cost.dims)
     assert time_events(events, cpu).seconds == pytest.approx(6 * 0.01)
+    # Positions count memory, which takes no time.
+    with_memory = [Memory(1, 8, FORWARD), *(replace_ready(event, 1) for event in events)]
+    assert started_ahead(with_memory) == [replace_ready(event, 1) for event in moved]
+
+
+def replace_ready(event: Event, by: int) -> Event:
+    if isinstance(event, Communication) and event.ready >= 0:
+        return replace(event, ready=event.ready + by)
+    return event
 
 
 def test_measured_costs_replace_formulas() -> None:

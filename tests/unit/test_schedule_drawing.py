@@ -3,15 +3,22 @@
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from fractions import Fraction
 
+import browser
 import pytest
+from PIL import Image, ImageColor
 
 from titanlite.drawing.schedule_html import draw_html
+from titanlite.drawing.schedule_layout import Canvas, Cell, cells
 from titanlite.drawing.schedule_png import draw_png
 from titanlite.drawing.schedule_svg import draw_svg
 from titanlite.drawing.schedule_text import draw_text
 from titanlite.schedule import Span, Timeline, make_schedule, walk
 from titanlite.schedule.trace import make_trace, read_trace
+from titanlite.simulate import Costs, Link, Network
+from titanlite.simulate.schemes import Workload, run_scheme
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -86,7 +93,68 @@ def test_html_page_needs_nothing_else(measured):
     assert not re.search(r"(src|href)=", page)
     data = json.loads(re.search(r"const DATA = (.*);\n", page)[1])
     assert [len(row) for row in data[0]["rows"]] == [2, 2]
-    assert data[0]["rows"][1][1][2].startswith("rank 1: backward, stage 1, microbatch 0")
+    assert data[0]["rows"][1][1][4].startswith("rank 1: backward, stage 1, microbatch 0")
+
+
+def fully_sharded(**costs) -> Timeline:
+    """FSDP with a network: workers compute, fetch weights and reduce gradients at once."""
+    between = Link(Fraction(1, 10), Fraction(1, 2))
+    costs = {"network": Network(between), "weight_units": 1, "reduce_gradients": True, **costs}
+    return run_scheme("FSDP", Workload(6, 6, costs=Costs(**costs))).timeline()
+
+
+def cell_at(cells: list[Cell], x: float, y: float) -> Span | None:
+    """The foremost cell at a point."""
+    for span, box in reversed(cells):
+        if box.x <= x < box.x + box.width and box.y <= y < box.y + box.height:
+            return span
+    return None
+
+
+def visible_points(timeline: Timeline) -> list[tuple[Span, float, float]]:
+    """A point of each span of a picture that no other one covers, as near its middle as can be."""
+    found = list(cells(Canvas.of(timeline)))
+    points = []
+    shares = [(i / 20, j / 20) for j in range(1, 20) for i in range(1, 20)]
+    shares.sort(key=lambda share: max(abs(part - 0.5) for part in share))
+    for span, box in found:
+        inside = ((box.x + i * box.width, box.y + j * box.height) for i, j in shares)
+        points.append((span, *next(at for at in inside if cell_at(found, *at) is span)))
+    return points
+
+
+def test_work_fetches_and_reductions_can_all_be_seen_and_hovered():
+    timeline = fully_sharded()
+    assert {span.kind for span, _, _ in visible_points(timeline)} == {
+        "F",
+        "B",
+        "FETCH",
+        "REDUCE_GRAD",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="there is no chromium")
+@pytest.mark.parametrize("costs", [{}, {"overlap_transfers": False, "activation_units": 1}])
+def test_the_page_names_the_cell_under_the_pointer(tmp_path, costs):
+    timeline = fully_sharded(**costs)
+    path = tmp_path / "page.html"
+    path.write_text(draw_html(timeline))
+    points = visible_points(timeline)
+    with browser.open_page(path) as page:
+        for _ in range(2):
+            told = page.run(
+                f"""{[point[1:] for point in map(list, points)]}.map(([x, y]) => {{
+                    const svg = document.querySelector('figure > svg');
+                    const at = new DOMPoint(x, y).matrixTransform(svg.getScreenCTM());
+                    svg.dispatchEvent(
+                        new MouseEvent('mousemove', {{clientX: at.x, clientY: at.y}}));
+                    return document.getElementById('tip').textContent;
+                }})"""
+            )
+            assert told == [timeline.describe(span) for span, _, _ in points]
+            page.click("#in")
+        assert not page.errors
 
 
 def test_trace_has_threads_spans_and_counters():
@@ -129,12 +197,54 @@ def test_coloured_text_paints_each_cell(measured):
     assert re.sub(r"\033\[[\d;]*m", "", text).splitlines()[1].startswith("rank 0 F")
 
 
-def test_png_is_a_picture(measured, tmp_path):
-    pytest.importorskip("matplotlib")
-    for name, timeline in {"a": measured, "b": walk(make_schedule("DualPipeV", 2, 6))}.items():
-        path = tmp_path / f"{name}.png"
-        draw_png(timeline, path)
-        assert path.read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("name", ["measured", "DualPipeV"])
+def test_png_is_the_picture_of_the_svg(measured, tmp_path, name):
+    timeline = measured if name == "measured" else walk(make_schedule(name, 2, 6))
+    path = tmp_path / "a.png"
+    draw_png(timeline, path)
+    image = Image.open(path)
+    canvas = Canvas.of(timeline)
+    assert image.size == (round(2 * canvas.width), round(2 * canvas.height))
+    for _, box in cells(canvas):
+        corner = image.getpixel((round(2 * box.x) + 2, round(2 * box.y) + 2))
+        assert corner == ImageColor.getrgb(box.fill)
+
+
+def test_png_labels_every_cell_of_twelve_pixels(tmp_path):
+    """Cells of one and two steps of 12.5 pixels: all have their labels; narrower ones do not."""
+    timeline = walk(make_schedule("GPipe", 16, 104))
+    scale = 2 * Canvas.of(timeline).scale
+    assert 4 < scale < 9
+    wide = replace(timeline, spans=[s for s in timeline.spans if s.end <= 24], until=120)
+    canvas = Canvas.of(wide)
+    path = tmp_path / "a.png"
+    for factor in (12.5 / canvas.scale, 3 / canvas.scale):
+        draw_png(wide, path, factor)
+        image = Image.open(path).convert("L")
+        labelled = 0
+        for span, box in cells(canvas):
+            edges = (box.x, box.y, box.x + box.width, box.y + box.height)
+            darkest, lightest = image.crop([round(factor * edge) for edge in edges]).getextrema()
+            labelled += lightest - darkest > 60 and span.kind in "FB"
+        assert labelled == (len(wide.spans) if factor * canvas.scale > 12 else 0)
+
+
+def test_text_shows_fetches_and_reductions_below_their_row():
+    for color in (False, True):
+        lines = draw_text(fully_sharded(), width=120, color=color).splitlines()
+        names = [line.split()[0] for line in lines[2:-1]]
+        assert names == ["worker", "fetch", "reduce"] * 6
+        plain = [re.sub(r"\033\[[\d;]*m", "", line) for line in lines]
+        assert max(map(len, plain[2:])) <= 120
+    scale = (120 - len("worker 0 ") - len(" 100%")) / 19.6
+    fetch = draw_text(fully_sharded(), width=120, color=False).splitlines()[3][9:]
+    assert set(fetch) == {" ", "<"}
+    # Worker 0 fetches stages 1 to 5 while it computes, from the start of the one before on.
+    assert fetch[: round(0.6 * scale)] == "<" * round(0.6 * scale)
+    assert fetch[round(0.7 * scale)] == " "
+    assert fetch[round(1.1 * scale)] == "<"
+    many = fully_sharded(prefetch=0, network=Network(Link(Fraction(1, 1000))))
+    assert max(map(len, draw_text(many, 60, False).splitlines()[2:])) <= 60
 
 
 def test_communication_has_lanes_below_the_work_and_tracks_of_its_own() -> None:

@@ -230,6 +230,63 @@ def test_ties_of_decimals_are_ties(forward, backward, makespan):
     assert f"makespan {float(makespan):g} " in repr(simulation)
 
 
+TITLES = {
+    "Pipeline": {},
+    "Pipeline: priority oldest-stage": {"priority": "oldest-stage"},
+    "Pipeline: priority backward, 4 3 2 1 in flight": {
+        "priority": "backward",
+        "max_in_flight": [4, 3, 2, 1],
+    },
+    "Pipeline: 2 in flight, split backward": {"max_in_flight": 2, "split_backward": True},
+    "Pipeline: forward 0.5, backward 1 2 3 4": {"costs": Costs(0.5, lambda stage: stage + 1)},
+    "Pipeline: activations 2, latency 0.1, nodes of 2, inside 0.5 per unit, no overlap": {
+        "costs": Costs(
+            activation_units=2,
+            network=Network(Link(0.1), Link(0, 0.5), 2),
+            overlap_transfers=False,
+        )
+    },
+    "Pipeline: weights 1 to 8, latency 1, prefetch 2, gradients reduced": {
+        "stages": 8,
+        "workers": 8,
+        "costs": Costs(
+            weight_units=list(range(1, 9)),
+            network=Network(Link(1)),
+            prefetch=2,
+            reduce_gradients=True,
+        ),
+    },
+    "Pipeline: forward 1 ms, backward 2 ms, weights 2 GiB, 4 GiB/s": {
+        "costs": Costs(
+            Fraction(1, 1000),
+            Fraction(2, 1000),
+            weight_units=2**31,
+            network=Network(Link(0, Fraction(1, 2**32))),
+            time_unit="s",
+            size_unit="B",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_titles_tell_pictures_apart(title):
+    simulation = run_scheme("Pipeline", Workload(**TITLES[title]))
+    assert simulation.title == "Pipeline"
+    assert simulation.timeline().title == title
+
+
+def test_title_tells_the_group_size_and_what_is_of_your_own():
+    looped = run_scheme("LoopedPipeline", Workload(workers=6, group_size=2))
+    assert looped.timeline().title == "LoopedPipeline: groups of 2"
+
+    def latest_first(work):
+        return -work.batch
+
+    own = simulate(2, 2, 2, pipeline, latest_first)
+    assert own.timeline().title == "pipeline: priority latest_first"
+
+
 def test_stages_cut_finer_take_exactly_a_part():
     whole = Workload(workers=4, batches=8, costs=Costs(0.3, 0.6))
     assert run_scheme("Interleaved1F1B", whole).makespan == 8.55

@@ -136,6 +136,25 @@ BAD = {
         "leave out priority_order",
         None,
     ),
+    "another worker each time": (
+        "from itertools import cycle\nworkers = cycle([0, 1, 1])\n"
+        "def strategy(work):\n    return next(workers), 0\n",
+        "changes its answer when it is called again for f0.0",
+        None,
+    ),
+    "other needs each time": (
+        "def strategy(work):\n    return work.stage, 0\nasked = []\n"
+        "def needs(work):\n    asked.append(work)\n"
+        "    return [asked[0]] if len(asked) == 5 else []\n",
+        "needs changes its answer when it is called again for",
+        None,
+    ),
+    "other costs each time": (
+        PIPELINE + "asked = []\n"
+        "def costs():\n    asked.append(0)\n    return Costs(len(asked), lambda stage: 2)\n",
+        "costs changes its answer when it is called again",
+        None,
+    ),
     "two networks": (
         PIPELINE + "network = Network(Link(1))\ncosts = Costs(network=network)\n",
         "costs has a network; leave out the other one",
@@ -170,6 +189,11 @@ def test_an_error_in_a_neighbour_names_the_neighbour(tmp_path):
         ("priority = 'backward'", {"priority": "oldest-stage"}, "priority; leave out priority"),
         ("max_in_flight = 2", {"max_in_flight": 3}, "max_in_flight; leave out max_in_flight"),
         ("costs = Costs()", {"costs": Costs(forward=2)}, "costs; leave out forward"),
+        (
+            "costs = Costs()",
+            {"costs": Costs(forward=2, weight_units=1, time_unit="s", size_unit="B")},
+            "costs; leave out forward, weight_units",
+        ),
         ("costs = Costs()", {"costs_per": "model"}, "costs; leave out costs_per"),
         (
             "network = Network(Link(1))",

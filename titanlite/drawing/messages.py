@@ -6,10 +6,13 @@ collective whose messages are not visible.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
+from pathlib import Path
+from string import Template
 
 from titanlite.drawing import palette
 from titanlite.drawing.canvas import FAINT, PAPER, RANKS, Drawing
@@ -74,6 +77,26 @@ def draw_svg(picture: MessagePicture) -> str:
     return _Layout(picture).draw()
 
 
+def draw_page(picture: MessagePicture) -> str:
+    """A self-contained HTML page that steps through the picture by the arrow keys.
+
+    At each step it shows what each rank holds and the messages that fly. It loads nothing.
+    """
+    layout = _Layout(picture)
+    data = {**asdict(picture), "left": layout.left, "unit": layout.unit, "colors": RANKS}
+    folder = Path(__file__).with_name("page")
+    written = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return Template((folder / "messages.html").read_text(encoding="utf-8")).substitute(
+        title=escape(picture.title or "Messages between ranks"),
+        length=picture.length,
+        style=(folder / "messages.css").read_text(encoding="utf-8"),
+        overview=layout.draw(),
+        # No "</script>" or "<!--" of a name ends the script.
+        data=written.replace("<", "\\u003c"),
+        script=(folder / "messages.js").read_text(encoding="utf-8"),
+    )
+
+
 class _Layout:
     """The scale of a picture and the places on it."""
 
@@ -116,13 +139,13 @@ class _Layout:
             if picture.after:
                 drawing.text(self.right + 8, y + 4, escape(picture.after[row]))
         for bar in picture.bars:
-            self.bar(drawing, bar)
-        for arrow in picture.arrows:
-            self.arrow(drawing, arrow)
+            self.bar(drawing, bar, *_lane(bar, picture.bars))
         for box in picture.boxes:
             self.box(drawing, box)
         for arrow in picture.arrows:
-            x, y = self.x(arrow.start) + 8, self.y(arrow.source) - 6
+            self.arrow(drawing, arrow)
+        for arrow in picture.arrows:
+            x, y = self.x(arrow.start) + 8, self.y(arrow.source) - (16 if picture.boxes else 6)
             drawing.text(x, y, escape(arrow.text), size=11, more=HALO)
         return drawing.svg()
 
@@ -140,16 +163,34 @@ class _Layout:
             y = self.y(box.row) + 4
             drawing.text(x + width / 2, y, escape(box.text), "middle", size=11)
 
-    def bar(self, drawing: Drawing, bar: Bar) -> None:
-        x, width = self.x(bar.start) + 5, self.unit - 10
+    def bar(self, drawing: Drawing, bar: Bar, lane: int, num_lanes: int) -> None:
+        width = (self.unit - 10) / num_lanes
+        x = self.x(bar.start) + 5 + lane * width
         top, bottom = self.y(min(bar.rows)) - 16, self.y(max(bar.rows)) + 16
         with drawing.titled(escape(bar.hover or bar.text)):
             drawing.rectangle(x, top, width, bottom - top, "#f3ead7", "#c9a95c")
             for row in bar.rows:
                 drawing.circle(x, self.y(row), 3, RANKS[row % len(RANKS)])
-            middle_x, middle_y = x + width / 2 + 4, (top + bottom) / 2
-            turned = f' transform="rotate(-90 {middle_x:g} {middle_y:g})"'
-            drawing.text(middle_x, middle_y, escape(bar.text), "middle", size=11, more=turned)
+            # Upright, in two lines if it is too long for one.
+            is_long = LETTER * len(bar.text) > bottom - top
+            lines = bar.text.split(", ") if is_long else [bar.text]
+            for number, line in enumerate(lines):
+                middle_x = x + width / 2 + 4 + 13 * (number - (len(lines) - 1) / 2)
+                middle_y = (top + bottom) / 2
+                turned = f' transform="rotate(-90 {middle_x:g} {middle_y:g})"'
+                drawing.text(middle_x, middle_y, escape(line), "middle", size=11, more=turned)
+
+
+def _lane(bar: Bar, bars: Sequence[Bar]) -> tuple[int, int]:
+    """The place of a bar among those that would overlap it, and their number."""
+    beside = [
+        other
+        for other in bars
+        if other.start == bar.start
+        and min(other.rows) <= max(bar.rows)
+        and min(bar.rows) <= max(other.rows)
+    ]
+    return beside.index(bar), len(beside)
 
 
 def _ink(row: int) -> str:

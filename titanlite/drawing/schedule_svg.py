@@ -97,10 +97,8 @@ def _element(mark: Any) -> str:
 
 
 def _rect(box: Box) -> str:
-    return (
-        f"<rect x='{box.x:.2f}' y='{box.y:.2f}' width='{box.width:.2f}' height='{box.height:.2f}' "
-        f"fill='{box.fill}'"
-    )
+    x, y, width, height = (f"{round(length, 2):.7g}" for length in box[:4])
+    return f"<rect x='{x}' y='{y}' width='{width}' height='{height}' fill='{box.fill}'"
 
 
 def _opening(width: float, height: float) -> str:

@@ -44,7 +44,8 @@ def draw_text(timeline: Timeline, width: int | None = None, color: bool | None =
         lines.append(f"{name:>{margin - 1}} {drawn} {bubble:4.0%}")
         for kind, (what, _) in _BESIDE.items():
             if moved := beside.get((number, kind)):
-                lines.append(f"{what:>{margin - 1}} {_strip(timeline, moved, used, color)}")
+                drawn = _strip(timeline, moved, used, color)
+                lines.append(f"{what:>{margin - 1}} {drawn}".rstrip())
     end = f"{timeline.drawn_end - timeline.start:g} {timeline.unit}"
     lines.append(" " * margin + "0" + end.rjust(used - 1) + " idle")
     return "\n".join(lines)

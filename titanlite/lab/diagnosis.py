@@ -51,12 +51,16 @@ class CommunicationError(RankError):
         return type(self), (self.rank, self.message, self.kind, self.record)
 
 
-def check_agreement(record: Record) -> None:
-    """Raise CommunicationError if both sides of a collective or a message differ."""
+def check_agreement(record: Record, *, is_running: bool = False) -> None:
+    """Raise CommunicationError if both sides of a collective or a message differ.
+
+    While the run goes on, only collectives are compared that all of their ranks have called, so
+    that the rank that differs from the others is named.
+    """
     unequal = _unequal_messages(record)
     message = min(unequal, key=lambda one: (one.target, one.source), default=None)
     for call in record.calls:
-        difference = _difference(call)
+        difference = _difference(call) if call.is_complete or not is_running else None
         if difference is not None:
             rank, text = difference
             if message is not None:
@@ -100,7 +104,7 @@ def check_deadlock(record: Record) -> None:
     `record` must be of one moment: no device wrote anything while it was read.
     """
     waits: dict[int, tuple[Event, tuple[int, ...]]] = {}
-    ended = set()
+    ended: set[int] = set()
     for rank, of_rank in enumerate(record.events):
         if of_rank and of_rank[-1].kind == RETURN:
             ended.add(rank)
@@ -116,6 +120,8 @@ def check_deadlock(record: Record) -> None:
             missing = _missing(record, awaited)
             if missing:
                 waits[rank] = awaited, missing
+                # Ranks of a process group that is larger than the mesh of this run.
+                ended.update(one for one in missing if one >= record.num_ranks)
     # The largest set of waiting ranks that wait only for ranks that have ended or are in it.
     while free := [
         rank for rank, (_, missing) in waits.items() if not ended.union(waits) & set(missing)
@@ -148,8 +154,9 @@ def _deadlock(
     links = [_wait(record, *waits[rank]) for rank in chain]
     if gone:
         text = ", which ".join(links[:4]) + ", and so on" * (len(links) > 4)
+        end = "has ended" if gone[0] < record.num_ranks else "is not on the mesh of this run"
         is_only_one = len(waits[chain[-1]][1]) == 1
-        return f"{text}, which has ended" if is_only_one else f"{text}; rank {gone[0]} has ended"
+        return f"{text}, which {end}" if is_only_one else f"{text}; rank {gone[0]} {end}"
     cycle = " -> ".join(map(str, [*chain, chain[0]]))
     told = "; ".join(f"rank {rank} {link}" for rank, link in zip(chain[:2], links[:2], strict=True))
     advice = ""

@@ -1,10 +1,8 @@
-"""Pictures of a recorded run, and of the lab's notes.
+"""Pictures of a recorded run; gallery.py draws those of the notes.
 
-    python -m titanlite.lab.pictures docs/images/lab
-
-draws the pictures of the notes, each from a run. In those of collectives, every value is tagged:
-element i of rank r is (i + 1) * 10^r, so the digits of any sum tell which ranks' parts it is made
-of. The letter is the rank and the number is the part: a0+b0 is the sum of part 0 of ranks 0 and 1.
+In pictures of collectives, every value is tagged: element i of rank r is (i + 1) * 10^r, so the
+digits of any sum tell which ranks' parts it is made of. The letter is the rank and the number is
+the part: a0+b0 is the sum of part 0 of ranks 0 and 1.
 """
 
 from __future__ import annotations
@@ -49,12 +47,11 @@ def picture_of(
             each.message.target,
             each.start,
             texts[id(each)],
-            f"rank {each.message.source} to rank {each.message.target}: {texts[id(each)]}"
-            f"{' in ' + each.message.within if each.message.within else ''}, "
-            f"{each.message.tensor}, {size(each.message.tensor.nbytes)}",
+            _hover(each.message, texts[id(each)]),
         )
         for each in steps.flights
     ]
+    bars = [_bar(each) for each in steps.calls]
     return MessagePicture(
         title,
         caption,
@@ -62,16 +59,25 @@ def picture_of(
         steps.length,
         arrows,
         [Box(each.rank, each.start, each.end, each.name) for each in steps.blocks if each.is_work],
-        [_bar(each) for each in steps.calls if each.call.events[each.call.ranks[0]].tensor],
+        bars,
         before,
         after,
-        _received(steps.length, record.num_ranks, arrows) if held is None else held,
+        _received(steps.length, record.num_ranks, arrows, bars) if held is None else held,
     )
 
 
 def name_of(message: Message) -> str:
     """The text of a message: what it is, and its bytes."""
     return f"{message.label or describe(message.tensor)}, {size(message.tensor.nbytes)}"
+
+
+def _hover(message: Message, text: str) -> str:
+    nbytes = size(message.tensor.nbytes)
+    within = f" in {message.within}" if message.within else ""
+    return (
+        f"rank {message.source} to rank {message.target}: {text.removesuffix(f', {nbytes}')}"
+        f"{within}; {message.tensor}, {nbytes}"
+    )
 
 
 def describe(tensor: TensorInfo) -> str:
@@ -92,20 +98,29 @@ def size(nbytes: int) -> str:
 def _bar(each: TorchCall) -> Bar:
     call = each.call
     event = call.events[call.ranks[0]]
-    assert event.tensor is not None
+    name = call.names[call.ranks[0]]
+    if event.tensor is None:
+        return Bar(call.ranks, each.start, event.name, name)
     what = f" {event.label}" if event.label else ""
-    hover = f"{call.names[call.ranks[0]]}{what}: {event.tensor} on each rank"
+    hover = f"{name}{what}: {event.tensor} on each rank"
     return Bar(call.ranks, each.start, f"{event.name}{what}, {size(event.tensor.nbytes)}", hover)
 
 
-def _received(length: int, num_ranks: int, arrows: Sequence[Arrow]) -> list[list[list[str]]]:
-    return [
-        [
-            list(dict.fromkeys(a.text for a in arrows if a.target == rank and a.start < step))
-            for rank in range(num_ranks)
-        ]
-        for step in range(length + 1)
-    ]
+def _received(
+    length: int, num_ranks: int, arrows: Sequence[Arrow], bars: Sequence[Bar]
+) -> list[list[list[str]]]:
+    """What each rank has received by each step, in messages and in collectives of torch."""
+    arrivals = [(arrow.start, arrow.target, arrow.text) for arrow in arrows]
+    arrivals += [(bar.start, rank, bar.text) for bar in bars for rank in bar.rows]
+    arrivals.sort()
+    held = []
+    for step in range(length + 1):
+        by_rank: list[dict[str, None]] = [{} for _ in range(num_ranks)]
+        for start, rank, text in arrivals:
+            if start < step:
+                by_rank[rank][text] = None
+        held.append([list(texts) for texts in by_rank])
+    return held
 
 
 def tagged(rank: int, num_parts: int) -> torch.Tensor:

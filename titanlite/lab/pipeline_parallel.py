@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import record_function
 
 from titanlite.lab.communicator import Communicator, Pending, TorchCommunicator
 from titanlite.lab.lecture import (
@@ -158,22 +159,28 @@ def run_stage(
                 post_receive(needed)
         if kind == FORWARD:
             x = micro_batches[m] if previous_rank is None else received(action).requires_grad_()
-            y = forward(x)
+            with record_function(f"F{m}"):
+                y = forward(x)
             live[m] = (x, y)
             record.peak_micro_batches = max(record.peak_micro_batches, len(live))
             if next_rank is not None:
-                send(y, next_rank)
+                with record_function(f"y{m}"):
+                    send(y, next_rank)
         else:
             x, y = live.pop(m)
             if next_rank is None:
-                loss = y.square().mean() / len(micro_batches)
-                total_loss += loss.item()
-                loss.backward()
+                with record_function(f"B{m}"):
+                    loss = y.square().mean() / len(micro_batches)
+                    total_loss += loss.item()
+                    loss.backward()
             else:
-                y.backward(received(action))
+                dy = received(action)
+                with record_function(f"B{m}"):
+                    y.backward(dy)
             if previous_rank is not None:
                 assert x.grad is not None
-                send(x.grad, previous_rank)
+                with record_function(f"dy{m}"):
+                    send(x.grad, previous_rank)
     with record.waiting():
         for work, _ in sending:
             work.wait()

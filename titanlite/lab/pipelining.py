@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from titanlite.errors import TitanliteError
 from titanlite.lab.device import VirtualDevice
@@ -289,7 +290,8 @@ class _Cycles:
                     else:
                         shape = (self.batch_size, self.operation.num_features(index, parameters))
                         x = self._take(index, run, "y", index - 1, parameters[0].new_empty(shape))
-                    y, saved = self.operation.forward(index, parameters, x)
+                    with record_function(f"F{run}"):
+                        y, saved = self.operation.forward(index, parameters, x)
                     if self.pipeline.is_training:
                         self._saved[index, run] = (saved, y)
                     if stage.is_last:
@@ -305,7 +307,8 @@ class _Cycles:
                         dy = dy / self.pipeline.num_runs
                     else:
                         dy = self._take(index, run, "dy", index + 1, torch.empty_like(y))
-                    dx, gradients = self.operation.backward(index, parameters, saved, dy)
+                    with record_function(f"B{run}"):
+                        dx, gradients = self.operation.backward(index, parameters, saved, dy)
                     for total, gradient in zip(self.gradients[index], gradients, strict=True):
                         total += gradient
                     if not stage.is_first:
@@ -319,7 +322,8 @@ class _Cycles:
         if rank == self.device.rank:
             self._here[to_stage, run, what] = tensor
         else:
-            self._sending.append(self.device.channel(rank).isend(tensor))
+            with record_function(f"{what}{run}"):
+                self._sending.append(self.device.channel(rank).isend(tensor))
 
     def _take(
         self, stage: int, run: int, what: str, from_stage: int, into: torch.Tensor

@@ -9,7 +9,6 @@ messages are not visible, takes one step once all its ranks have called it.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -21,8 +20,10 @@ from titanlite.lab.record import (
     SEND,
     WAIT,
     Block,
+    Call,
     Event,
     Flight,
+    Message,
     Record,
     Steps,
     TorchCall,
@@ -55,32 +56,60 @@ class _Clock:
                 self.programs[event.rank, event.thread].events.append(event)
                 if event.kind in (SEND, RECEIVE, COLLECTIVE):
                     self.posts[event.rank, event.number] = event
-        self.sender_free: defaultdict[int, int] = defaultdict(int)
-        self.receiver_free: defaultdict[int, int] = defaultdict(int)
-        # By id of a Message or a Call: when it ends, and when ranks have reached it.
+        # Messages that wait for their sender or receiver to be free, by sender.
+        self.queues: list[list[Message]] = [[] for _ in record.events]
+        # Torch collectives that have begun on some ranks: how many are missing.
+        self.calls: dict[int, tuple[Call, int]] = {}
+        # By id of a Message or a Call: when it ends.
         self.ends: dict[int, int] = {}
-        self.reached: defaultdict[int, list[int]] = defaultdict(list)
         self.steps = Steps()
 
     def run(self) -> Steps:
-        """Always advance the program whose clock is the earliest of those that can go on."""
-        ready = [(0, key) for key in sorted(self.programs)]
-        blocked: list[tuple[int, int]] = []
-        while ready:
-            _, key = heapq.heappop(ready)
-            program = self.programs[key]
-            if program.place == len(program.events):
-                continue
-            if not self.advance(program, program.events[program.place]):
-                blocked.append(key)
-                continue
-            program.place += 1
-            for freed in [key, *blocked]:
-                heapq.heappush(ready, (self.programs[freed].now, freed))
-            blocked.clear()
+        time = 0
+        while self.run_programs(time) | self.start(time) | self.is_later(time):
+            time += 1
         ends = [program.now for program in self.programs.values()]
         self.steps.length = max([*ends, *self.ends.values()], default=0)
         return self.steps
+
+    def run_programs(self, time: int) -> bool:
+        """Run the programs as far as they come at this time; False if none came further."""
+        has_run = False
+        for _, program in sorted(self.programs.items()):
+            while program.now <= time and program.place < len(program.events):
+                program.now = time
+                if not self.advance(program, program.events[program.place]):
+                    break
+                program.place += 1
+                has_run = True
+        return has_run
+
+    def is_later(self, time: int) -> bool:
+        """Whether a program goes on at a later time."""
+        return any(
+            program.now > time and program.place < len(program.events)
+            for program in self.programs.values()
+        )
+
+    def start(self, time: int) -> bool:
+        """Start what can: one message from and to each rank, and complete collectives."""
+        receivers: set[int] = set()
+        senders: set[int] = set()
+        for key, (call, num_missing) in list(self.calls.items()):
+            if not num_missing and not senders.intersection(call.ranks):
+                senders.update(call.ranks)
+                del self.calls[key]
+                self.ends[key] = time + 1
+                self.steps.calls.append(TorchCall(call, time))
+        for sender, queue in enumerate(self.queues):
+            free = [message for message in queue if message.target not in receivers]
+            if free and sender not in senders:
+                message = free[0]
+                queue.remove(message)
+                receivers.add(message.target)
+                self.ends[id(message)] = time + 1
+                self.steps.flights.append(Flight(message, time))
+        return bool(senders or receivers)
 
     def advance(self, program: _Program, event: Event) -> bool:
         """Run one event; False if an event of another program must come first."""
@@ -92,9 +121,11 @@ class _Clock:
                 return False
             program.now = max(program.now, self.ends[id(what)])
         elif event.kind == SEND:
-            self.send(program.now, event)
+            self.queues[event.rank].append(self.record.message_of(event))
         elif event.kind == COLLECTIVE:
-            self.call(program.now, event)
+            call = self.record.call_of(event)
+            _, num_missing = self.calls.get(id(call), (call, len(call.ranks)))
+            self.calls[id(call)] = (call, num_missing - 1)
         elif event.kind == ENTER:
             program.open.append((event, program.now, [True]))
         elif event.kind == LEAVE:
@@ -103,24 +134,6 @@ class _Clock:
             for _, _, is_work in program.open:
                 is_work[0] = False
         return True
-
-    def send(self, now: int, event: Event) -> None:
-        message = self.record.message_of(event)
-        start = max(now, self.sender_free[message.source], self.receiver_free[message.target])
-        self.sender_free[message.source] = self.receiver_free[message.target] = start + 1
-        self.ends[id(message)] = start + 1
-        self.steps.flights.append(Flight(message, start))
-
-    def call(self, now: int, event: Event) -> None:
-        call = self.record.call_of(event)
-        reached = self.reached[id(call)]
-        reached.append(now)
-        if len(reached) == len(call.ranks):
-            start = max([*reached, *(self.sender_free[rank] for rank in call.ranks)])
-            self.ends[id(call)] = start + 1
-            for rank in call.ranks:
-                self.sender_free[rank] = start + 1
-            self.steps.calls.append(TorchCall(call, start))
 
     def leave(self, program: _Program) -> None:
         event, start, is_work = program.open.pop()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import record_function
 
 from titanlite.lab.communicator import Communicator, TorchCommunicator
 from titanlite.lab.lecture import (
@@ -107,7 +108,8 @@ class ColumnParallel(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, param)
         ctx.communicator, ctx.record, ctx.overlap = communicator, record, overlap
-        return x @ param
+        with record_function("x A"):
+            return x @ param
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -115,12 +117,14 @@ class ColumnParallel(torch.autograd.Function):
         (dy,) = gradients
         work, dx = None, None
         if ctx.needs_input_grad[0]:
-            dx = dy @ param.T
+            with record_function("dy A^T"):
+                dx = dy @ param.T
             work = ctx.communicator.all_reduce(dx)
             if not ctx.overlap:
                 with ctx.record.waiting():
                     work.wait()
-        dparam = x.T @ dy
+        with record_function("x^T dy"):
+            dparam = x.T @ dy
         if work is not None and ctx.overlap:
             with ctx.record.waiting():
                 work.wait()

@@ -31,6 +31,8 @@ def bandwidth(
     """bandwidth of collectives, torch's and by hand: bytes * 2 (W-1) / (W t)"""
     from titanlite.lab import Mesh, VirtualCluster, measure_bandwidth
 
+    if world < 2:
+        raise TitanliteError("world: a single rank sends nothing; use at least 2")
     if num_bytes % (4 * world):
         raise TitanliteError(
             f"bytes: {num_bytes} bytes of float32 are not {world} equal parts; "
@@ -81,16 +83,22 @@ def overlap(
         zero_parallelism_main,
     )
 
-    num_layers, dim, batch = 4, 128, 128
+    num_layers, dim, batch = max(4, world), 128, 128
+    if world < 2 or num_layers % world or dim % world:
+        raise TitanliteError(
+            f"world: {num_layers} layers of {dim} x {dim} do not divide among {world} ranks; "
+            "use a power of two from 2 to 128"
+        )
     inputs = torch.randn(batch, dim)
-    bucket = {"bucket_bytes": 2 * dim * dim * 4}
+    bucket, num_steps = {"bucket_bytes": 2 * dim * dim * 4}, {"num_steps": NUM_STEPS}
     runs: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
         ("data parallel", data_parallelism_main, (NUM_STEPS,), {}),
         ("... 2 layers a bucket", data_parallelism_main, (NUM_STEPS,), bucket),
         ("ZeRO 2", zero_parallelism_main, (NUM_STEPS,), {"stage": 2}),
         ("ZeRO 3", zero_parallelism_main, (NUM_STEPS,), {"stage": 3}),
-        ("tensor parallel", tensor_parallelism_main, (), {"num_steps": NUM_STEPS}),
-        ("pipeline 1f1b", pipeline_parallelism_main, (8,), {"num_steps": NUM_STEPS}),
+        ("tensor parallel", tensor_parallelism_main, (), num_steps),
+        ("pipeline gpipe", pipeline_parallelism_main, (8,), {**num_steps, "schedule": "gpipe"}),
+        ("pipeline 1f1b", pipeline_parallelism_main, (8,), num_steps),
     ]
     link = _link(latency_seconds, bytes_per_second)
     speed = flops_per_second or math.inf

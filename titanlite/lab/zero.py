@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import record_function
 
 from titanlite.lab.communicator import Communicator, Pending, TorchCommunicator
 from titanlite.lab.lecture import (
@@ -70,23 +71,31 @@ def zero_parallelism_main(
             inputs, products = [], []
             x = data
             for i, layer in enumerate(layers):
-                weight = layer.gather()
+                with record_function(f"W{i}"):
+                    weight = layer.gather()
                 if overlap and i + 1 < num_layers:
-                    layers[i + 1].start_gather()
-                inputs.append(x)
-                products.append(x @ weight)
-                x = F.gelu(products[-1])
+                    with record_function(f"W{i + 1}"):
+                        layers[i + 1].start_gather()
+                with record_function(f"F{i}"):
+                    inputs.append(x)
+                    products.append(x @ weight)
+                    x = F.gelu(products[-1])
                 layer.free()
             loss = x.square().sum() / num_global
 
             # d loss / d x of the global mean, so gradients are summed over ranks, not averaged.
             dx = 2 * x / num_global
             for i in reversed(range(num_layers)):
-                weight = layers[i].gather()
+                with record_function(f"W{i}"):
+                    weight = layers[i].gather()
                 if overlap and i > 0:
-                    layers[i - 1].start_gather()
-                dproduct = torch.ops.aten.gelu_backward(dx, products.pop())
-                layers[i].reduce_gradient(inputs.pop().T @ dproduct)
+                    with record_function(f"W{i - 1}"):
+                        layers[i - 1].start_gather()
+                with record_function(f"B{i}"):
+                    dproduct = torch.ops.aten.gelu_backward(dx, products.pop())
+                    gradient = inputs.pop().T @ dproduct
+                with record_function(f"dW{i}"):
+                    layers[i].reduce_gradient(gradient)
                 if i > 0:
                     dx = dproduct @ weight.T
                 layers[i].free()

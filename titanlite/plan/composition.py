@@ -48,6 +48,8 @@ class Builder:
     def __init__(self, *, keeps_events: bool = True) -> None:
         self.events: list[Event] = []
         self._keeps_events = keeps_events
+        self.ready = -1
+        """How many events precede the earliest start of FSDP's next all-gather; -1: all."""
         self._parts: list[tuple[int, int, str]] = []
         self._now: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
@@ -84,9 +86,13 @@ class Builder:
                 event = Wait(event.number + shift)
             self.events.append(event)
 
-    def operator(self, name: str, num_bytes: int, dtype: str, place: Place) -> None:
+    def operator(
+        self, name: str, num_bytes: int, dtype: str, place: Place, *, is_beside: bool = False
+    ) -> None:
         """Append an operator that reads and writes `num_bytes`."""
-        self.events.append(Operator(name, 0, num_bytes, num_bytes, place, dtype))
+        self.events.append(
+            Operator(name, 0, num_bytes, num_bytes, place, dtype, is_beside=is_beside)
+        )
 
     def start(
         self,
@@ -96,11 +102,12 @@ class Builder:
         num_ranks: int,
         place: Place,
         peer: int = -1,
+        ready: int = -1,
     ) -> int:
         """Append a communication; returns its number, for `wait`."""
         self._number += 1
         self.events.append(
-            Communication(kind, axis, num_bytes, num_ranks, place, self._number, peer)
+            Communication(kind, axis, num_bytes, num_ranks, place, self._number, peer, ready)
         )
         return self._number
 

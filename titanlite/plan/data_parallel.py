@@ -57,14 +57,20 @@ class Replication:
         return self._always if is_needed_first else self._reshards
 
     def start_gather(self, builder: Builder, weights: Sequence[Weight], place: Place) -> int:
-        """Start to gather a unit; returns the number of the all-gather, or 0 without one."""
+        """Start to gather a unit; returns the number of the all-gather, or 0 without one.
+
+        It depends on the rank's own shards alone. In the forward pass of a GPU, it can start when
+        the unit before has been copied out of the buffer that both use. In the backward pass FSDP
+        issues it early by itself.
+        """
         shards, axis = self.num_shards_of(weights[0]), self._axis_of(weights[0])
         if shards == 1:
             return 0
         num_bytes = self._gathered_bytes(weights)
-        builder.operator(COPY_IN, num_bytes // shards, self._dtype, place)
+        ready = builder.ready if place.phase == "forward" else -1
+        builder.operator(COPY_IN, num_bytes // shards, self._dtype, place, is_beside=ready >= 0)
         builder.allocate(BUFFERS, num_bytes)
-        return builder.start("all_gather", axis, num_bytes, shards, place)
+        return builder.start("all_gather", axis, num_bytes, shards, place, ready=ready)
 
     def finish_gather(
         self, builder: Builder, weights: Sequence[Weight], number: int, place: Place
@@ -75,6 +81,7 @@ class Replication:
             builder.wait(number)
             builder.allocate(GATHERED, num_bytes)
             builder.operator(COPY_OUT, num_bytes, self._dtype, place)
+            builder.ready = len(builder.events)
             builder.allocate(BUFFERS, -num_bytes)
         elif self._is_mixed:
             builder.allocate(GATHERED, num_bytes)

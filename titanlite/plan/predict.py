@@ -38,6 +38,10 @@ from titanlite.schedule.actions import (
 BACKWARDS = (FULL_BACKWARD, BACKWARD_INPUT)
 Timing = tuple[float, bool, int | None, int | None]
 """An action's seconds, whether it is a send, what it waits for and what it gives (`_code`)."""
+WAIT_FOR_SENDS = ("1F1B",)
+"""Schedules whose ranks wait for what they have sent: PyTorch's Schedule1F1B posts a send together
+with the receive of the other direction and waits for both, and a send of the same direction only
+after the one before has ended."""
 SPAN_KINDS = {UNSHARD: "FETCH", REDUCE_GRAD: "REDUCE_GRAD"}
 
 
@@ -78,7 +82,14 @@ def predict(
 
     `shared` is what they were composed with. Unless `keeps_actions`, the timeline is empty.
     """
-    clock = _Clock(compositions, cost, shared or Shared(), keeps_actions=keeps_actions)
+    pipeline = resolved.pipeline
+    clock = _Clock(
+        compositions,
+        cost,
+        shared or Shared(),
+        keeps_actions=keeps_actions,
+        waits_for_sends=pipeline is not None and pipeline.schedule.name in WAIT_FOR_SENDS,
+    )
     seconds = clock.run()
     segments = {one.rank: clock.rank_time(place, seconds) for place, one in enumerate(compositions)}
     tokens = resolved.global_batch_size * resolved.seq_len
@@ -105,8 +116,10 @@ class _Clock:
         shared: Shared,
         *,
         keeps_actions: bool,
+        waits_for_sends: bool,
     ) -> None:
         self._compositions, self._cost = compositions, cost
+        self._waits_for_sends = waits_for_sends
         self._known: dict[int, SegmentTime] = {}
         self._times, self._keeps_actions = shared.times, keeps_actions
         self._place_of = {
@@ -154,6 +167,8 @@ class _Clock:
         arrived: dict[tuple[int, int], tuple[float, float]] = {}
         free: dict[tuple[int, str], float] = defaultdict(float)
         waiting: dict[tuple[int, int], int] = {}
+        # Each rank's last send: whether it goes forward, its start and its end.
+        sent = [(True, 0.0, 0.0)] * len(rows)
         runnable = list(range(len(rows)))[::-1]
         while runnable:
             place = runnable.pop()
@@ -170,11 +185,21 @@ class _Clock:
                     if ends > now:
                         self._wait(place, done, now, begins, ends)
                         now = ends
+                if self._waits_for_sends and not is_send:
+                    is_forward, begins, ends = sent[place]
+                    if ends > now and is_forward != (done.kind == FORWARD):
+                        self._wait(place, done, now, begins, ends, "send")
+                        now = ends
                 start = now
                 if is_send:
                     # A send runs beside the work; the next one on its link waits for it.
                     start = max(now, free[place, done.kind])
+                    if self._waits_for_sends and start > now:
+                        phase = "forward" if done.kind == SEND_F else "backward"
+                        self._exposed[place, "send", phase] += start - now
+                        now = start
                     end = free[place, done.kind] = start + seconds
+                    sent[place] = done.kind == SEND_F, start, end
                 else:
                     end = now = now + seconds
                 if self._keeps_actions:
@@ -232,9 +257,17 @@ class _Clock:
             gives = _code(False, stage) if is_local else None
         return of.seconds, False, need, gives
 
-    def _wait(self, place: int, done: Done, now: float, begins: float, ends: float) -> None:
-        phase = "forward" if done.kind == FORWARD else "backward"
-        self._exposed[place, "receive", phase] += ends - max(now, begins)
+    def _wait(
+        self,
+        place: int,
+        done: Done,
+        now: float,
+        begins: float,
+        ends: float,
+        kind: str = "receive",
+    ) -> None:
+        phase = "forward" if (done.kind == FORWARD) == (kind == "receive") else "backward"
+        self._exposed[place, kind, phase] += ends - max(now, begins)
 
     def _note(self, place: int, done: Done, start: float, end: float, *, is_send: bool) -> None:
         self.actions.append(Ran(place, start, end, done))

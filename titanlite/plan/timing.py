@@ -7,7 +7,7 @@ a part of one, such as the forward pass of a stage.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +34,6 @@ from titanlite.simulate.streams import (
 
 HOST = "host"
 """Compute seconds of a CPU that no operator explains: the step's own Python."""
-COPY_IN, COPY_OUT = "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy"
 
 
 @dataclass(frozen=True)
@@ -178,39 +177,45 @@ def step_time(
 
 
 def prepare(events: Iterable[Event], cost: Cost) -> list[Event]:
-    """The events that the device would run: fused if compiled; on a GPU, with FSDP's prefetch."""
-    found: list[Event] = [event for event in events if not isinstance(event, Memory)]
-    if cost.is_compiled:
-        found = fuse(found)
-    return found if cost.hardware.kind == "cpu" else prefetched(found)
-
-
-def prefetched(events: Sequence[Event]) -> list[Event]:
-    """The events with FSDP's all-gathers of the forward pass where a GPU starts them.
-
-    There, an all-gather depends on its own rank's shards alone, and runs on a stream of its own: it
-    starts as soon as the host, which runs ahead, has issued it and the unit before has been copied
-    out of the buffer that both use. In the backward pass FSDP issues them early by itself.
-    """
+    """The events as the device would start them: fused if compiled; on a GPU, some ahead."""
     found: list[Event] = []
-    slot: int | None = None
-    for event in events:
-        if isinstance(event, Operator) and event.name == COPY_OUT:
-            found.append(event)
-            slot = len(found)
+    if cost.hardware.kind == "cpu":
+        found = [event for event in events if not isinstance(event, Memory)]
+    else:
+        found = started_ahead(events)
+    return fuse(found) if cost.is_compiled else found
+
+
+def started_ahead(events: Iterable[Event]) -> list[Event]:
+    """The events without memory, each communication where the main stream lets it start.
+
+    That is `ready` events after the start: the host runs ahead of a GPU, so FSDP2's all-gathers of
+    the forward pass, on a stream of their own, start before the program comes there. The copies
+    that fill their buffers, beside the main stream too, move with them.
+    """
+    kept: list[tuple[int, Event]] = []
+    ahead: dict[int, list[Event]] = defaultdict(list)
+    for at, event in enumerate(events):
+        if isinstance(event, Memory):
             continue
+        if not (isinstance(event, Communication) and 0 <= event.ready < at):
+            kept.append((at, event))
+            continue
+        copies: list[Event] = []
+        while kept and _is_beside(kept[-1][1]) and kept[-1][0] >= event.ready:
+            copies.insert(0, kept.pop()[1])
+        ahead[event.ready] += [*copies, event]
+    found: list[Event] = []
+    positions = sorted(ahead)
+    for at, event in kept:
+        while positions and positions[0] <= at:
+            found += ahead[positions.pop(0)]
         found.append(event)
-        is_gather = isinstance(event, Communication) and event.kind == "all_gather"
-        before = found[-2] if len(found) > 1 else None
-        if not (is_gather and isinstance(before, Operator) and before.name == COPY_IN):
-            continue
-        if event.place.phase == "forward" and slot is not None:  # type: ignore[union-attr]
-            moved = found[-2:]
-            del found[-2:]
-            found[slot:slot] = moved
-            # One unit ahead: the next one must wait for this one's copy.
-            slot = None
-    return found
+    return found + [event for position in positions for event in ahead[position]]
+
+
+def _is_beside(event: Event) -> bool:
+    return isinstance(event, Operator) and event.is_beside
 
 
 def program(

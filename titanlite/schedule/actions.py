@@ -74,12 +74,10 @@ class Schedule:
 
     def compute(self, rank: int) -> list[Action]:
         """The compute actions of `rank` in order, with each overlapped pair as two actions."""
-        return [
-            part
-            for action in self.actions[rank]
-            if action.kind in COMPUTE_KINDS
-            for part in action.parts
-        ]
+        row = self.actions[rank]
+        if {action.kind for action in row} <= COMPUTE_KINDS - {OVERLAP_F_B}:
+            return list(row)
+        return [part for action in row if action.kind in COMPUTE_KINDS for part in action.parts]
 
     @property
     def splits_backward(self) -> bool:

@@ -128,7 +128,7 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
             if simulation.costs.has_sizes:
                 from titanlite.simulate.memory_report import show_memory
 
-                print(show_memory(simulation), end="\n\n")
+                print(show_memory(simulation, options.width), end="\n\n")
     print(format_table(header, cells, left=("scheme",)))
     if options.csv:
         _write(options.csv, write_csv([row.values for row in rows]))
@@ -146,15 +146,16 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
 
         target = _one_of(options.memory, simulation.title, len(simulations))
         _write_with(target, partial(draw_memory, simulation))
-    for timeline in timelines if options.png else ():
+    named = list(zip((simulation.title for simulation in simulations), timelines, strict=False))
+    for title, timeline in named if options.png else ():
         from titanlite.drawing.schedule_png import draw_png
 
-        target = _one_of(options.png, timeline.title, len(timelines))
+        target = _one_of(options.png, title, len(timelines))
         _write_with(target, partial(draw_png, timeline))
-    for timeline in timelines if options.trace else ():
+    for title, timeline in named if options.trace else ():
         from titanlite.schedule.trace import make_trace
 
-        _write(_one_of(options.trace, timeline.title, len(timelines)), make_trace(timeline))
+        _write(_one_of(options.trace, title, len(timelines)), make_trace(timeline))
 
 
 def _one_of(path: str, title: str, num_files: int) -> Path:
@@ -207,8 +208,8 @@ def _sweep(
     if not swept.rows:
         raise SimulationError("--sweep: interrupted before a point had run")
     print(show_sweep(swept, tuple(axes)))
-    hint = "costs_per" not in given and "stages" not in (*given, *axes)
-    if "workers" in axes and hint:
+    grows = not {"costs_per", "stages"} & {*given, *axes}
+    if grows and "workers" in axes and not all(".py" in scheme for scheme in schemes):
         print("A scheme has more stages on more workers; --costs-per model divides one model.")
     if options.csv:
         _write(options.csv, csv_of_sweep(swept, tuple(axes)))
@@ -361,7 +362,7 @@ def _parser() -> Parser:
     output = parser.add_argument_group("output")
     output.add_argument("--svg", metavar="FILE")
     output.add_argument("--html", metavar="FILE", help="a page with tooltips and zoom")
-    output.add_argument("--png", metavar="FILE", help="needs matplotlib")
+    output.add_argument("--png", metavar="FILE")
     output.add_argument("--memory", metavar="FILE", help="memory of the workers, .png or .svg")
     output.add_argument("--csv", metavar="FILE", help="the table, numbers not rounded")
     output.add_argument("--trace", metavar="FILE", help="for https://ui.perfetto.dev")

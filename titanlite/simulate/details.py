@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from titanlite.schedule.actions import Schedule
-from titanlite.simulate.engine import Plan
+from titanlite.simulate.costs import Costs
 from titanlite.simulate.exact import simplest
 from titanlite.simulate.network import Link
+from titanlite.simulate.plan import Plan
 from titanlite.simulate.priority import PRIORITIES
+from titanlite.simulate.quantity import show_size, show_time
 
 _MOST_VALUES = 6
 
@@ -34,45 +36,59 @@ def _order_details(plan: Plan, priority: Any, order: Any, needs: Any) -> Iterato
 
 
 def _cost_details(plan: Plan) -> Iterator[str]:
-    costs, ticks = plan.costs, plan.tick_costs
+    costs, tick_costs = plan.costs, plan.tick_costs
+
+    def time(value: Any) -> str:
+        return show_time(value, costs.time_unit)
+
+    def size(value: Any) -> str:
+        return show_size(value, costs.size_unit)
+
     for name, default in (("forward", 1), ("backward", 2), ("weight_gradient", None)):
-        values = [ticks.ticks.time(value) for value in getattr(ticks, name)]
+        values = [tick_costs.ticks.time(ticks) for ticks in getattr(tick_costs, name)]
         is_default = getattr(costs, name) is None if default is None else set(values) == {default}
         if not is_default:
-            yield f"{name.replace('_', ' ')} {_values(values)}"
+            yield f"{name.replace('_', ' ')} {_values(values, time)}"
     if costs.activation_units:
-        yield f"activations {float(costs.activation_units):g}"
-    if any(ticks.weight_units):
-        yield f"weights {_values([simplest(units) for units in ticks.weight_units])}"
+        yield f"activations {size(costs.activation_units)}"
+    if any(tick_costs.weight_units):
+        yield f"weights {_values([simplest(units) for units in tick_costs.weight_units], size)}"
+    for name in ("gradient", "optimizer", "kept"):
+        if getattr(costs, f"{name}_units") not in (None, 0):
+            sizes = costs.per_stage(f"{name}_units", plan.num_stages)[0]
+            yield f"{name} {_values([simplest(units) for units in sizes], size)}"
     network = costs.network
     if network is not None:
-        yield from _link_details("", network.between)
+        yield from _link_details("", network.between, costs)
         if network.inside is not None:
             yield f"nodes of {network.workers_per_node}"
-            yield from _link_details("inside ", network.inside)
+            yield from _link_details("inside ", network.inside, costs)
     if not costs.overlap_transfers:
         yield "no overlap"
     if costs.prefetch != 1:
         yield f"prefetch {costs.prefetch}"
+    if not costs.fetch_contention:
+        yield "fetches at once"
     if costs.reduce_gradients:
         yield "gradients reduced"
 
 
-def _link_details(where: str, link: Link) -> Iterator[str]:
+def _link_details(where: str, link: Link, costs: Costs) -> Iterator[str]:
     if link.latency_seconds:
-        yield f"{where}latency {float(link.latency_seconds):g}"
-    if link.seconds_per_unit:
+        yield f"{where}latency {show_time(link.seconds(0), costs.time_unit)}"
+    if link.seconds_per_unit and costs.time_unit and costs.size_unit:
+        yield f"{where}{show_size(1 / float(link.seconds_per_unit), costs.size_unit)}/s"
+    elif link.seconds_per_unit:
         yield f"{where}{float(link.seconds_per_unit):g} per unit"
 
 
-def _values(values: Sequence[Any]) -> str:
+def _values(values: Sequence[Any], show: Callable[[Any], str] = str) -> str:
     """One value if all are equal, all of a few, or the range of many."""
-    shown = [f"{float(value):g}" for value in values]
-    if len(set(shown)) == 1:
-        return shown[0]
-    if len(shown) <= _MOST_VALUES:
-        return " ".join(shown)
-    return f"{float(min(values)):g} to {float(max(values)):g}"
+    if len(set(values)) == 1:
+        return show(values[0])
+    if len(values) <= _MOST_VALUES:
+        return " ".join(map(show, values))
+    return f"{show(min(values))} to {show(max(values))}"
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -14,6 +14,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -96,7 +97,13 @@ def _make(path: str, name: str, value: Any, job: Job) -> Any:
     if name in ("costs", "network"):
         kind = Costs if name == "costs" else Network
         if callable(value):
-            value = _with_job(path, name, value, job)()
+            function = _with_job(path, name, value, job)
+            value, again = function(), function()
+            if _without_functions(value) != _without_functions(again):
+                raise SimulationError(
+                    f"{path}: {name} changes its answer when it is called again; it must return "
+                    f"the same {kind.__name__} for the same job"
+                )
         if not isinstance(value, kind):
             raise SimulationError(
                 f"{path}: {name} is {value!r}; it must be a {kind.__name__}, or a function of the "
@@ -108,6 +115,14 @@ def _make(path: str, name: str, value: Any, job: Job) -> Any:
     if name == "max_in_flight":
         return value
     raise SimulationError(f"{path}: {name} is {value!r}; it must be a function")
+
+
+def _without_functions(value: Any) -> Any:
+    """The fields of a dataclass that can be compared: each call makes its functions anew."""
+    if not is_dataclass(value):
+        return value
+    given = ((field.name, getattr(value, field.name)) for field in fields(value))
+    return {name: one for name, one in given if not callable(one)}
 
 
 def _with_job(path: str, name: str, function: Callable[..., Any], job: Job) -> Callable[..., Any]:

@@ -158,7 +158,14 @@ class Memory:
 
     def peak(self, worker: int) -> Time:
         """The most that the worker holds at once."""
-        return simplest(max(sum(sizes) for _, sizes in self._corners(worker)))
+        at: Exact = 0
+        held: Exact = 0
+        most: Exact = 0
+        for tick, _, size in self._changes[worker]:
+            if tick != at:
+                at, most = tick, max(most, held)
+            held += size
+        return simplest(max(most, held))
 
 
 def _keepers(plan: Plan) -> list[set[int]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from titanlite.simulate.placement import way_of_a_batch
+from titanlite.simulate.placement import ASKED_TWICE, way_of_a_batch
 from titanlite.simulate.plan import Plan
 from titanlite.simulate.work import Direction, SimulationError, Work, one_line
 
@@ -15,29 +15,42 @@ Needs: TypeAlias = Callable[[Work], "Iterable[Work]"]
 def read_needs(plan: Plan, needs: Needs) -> dict[int, list[int]]:
     """The numbers of the work items that each work item needs besides its predecessor.
 
-    Raises SimulationError, which names the work item, if `needs` raises or lists something else.
+    Raises SimulationError, which names the work item, if `needs` raises, lists something else,
+    or lists other work when it is called again.
     """
     way = way_of_a_batch(plan.num_stages)
     found: dict[int, list[int]] = {}
-    number = 0
-    for batch in range(plan.num_batches):
-        for k, (stage, direction) in enumerate(way):
-            work = Work(stage, batch, direction)
-            try:
-                listed = list(needs(work))
-            except Exception as error:
-                raise SimulationError(
-                    f"needs raises {type(error).__name__} for {work}: {one_line(error)}"
-                ) from error
-            numbers = {_number(plan, work, item) for item in listed}
-            # A batch passes through its stages in order anyway.
-            numbers.discard(number - 1 if k else -1)
-            if number in numbers:
-                raise SimulationError(f"needs: {work} needs itself; leave it out")
-            if numbers:
-                found[number] = sorted(numbers)
-            number += 1
+    for number in range(plan.num_chained):
+        if numbers := _numbers(plan, needs, way, number):
+            found[number] = numbers
+    for number in range(0, plan.num_chained, max(1, plan.num_chained // ASKED_TWICE)):
+        if _numbers(plan, needs, way, number) != found.get(number, []):
+            batch, k = divmod(number, len(way))
+            raise SimulationError(
+                f"needs changes its answer when it is called again for "
+                f"{Work(way[k][0], batch, way[k][1])}; it must list the same work"
+            )
     return found
+
+
+def _numbers(
+    plan: Plan, needs: Needs, way: Sequence[tuple[int, Direction]], number: int
+) -> list[int]:
+    """The numbers of what a work item needs besides its predecessor, in order."""
+    batch, k = divmod(number, len(way))
+    work = Work(way[k][0], batch, way[k][1])
+    try:
+        listed = list(needs(work))
+    except Exception as error:
+        raise SimulationError(
+            f"needs raises {type(error).__name__} for {work}: {one_line(error)}"
+        ) from error
+    numbers = {_number(plan, work, item) for item in listed}
+    # A batch passes through its stages in order anyway.
+    numbers.discard(number - 1 if k else -1)
+    if number in numbers:
+        raise SimulationError(f"needs: {work} needs itself; leave it out")
+    return sorted(numbers)
 
 
 def _number(plan: Plan, work: Work, item: object) -> int:

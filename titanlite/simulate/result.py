@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -48,12 +49,17 @@ class Simulation:
         extras: list[Extra],
         reductions: list[ReductionTicks],
         title: str,
+        details: Sequence[str] = (),
     ) -> None:
-        """`starts`, `extras` and `reductions` are in the ticks of `plan`."""
+        """`starts`, `extras` and `reductions` are in the ticks of `plan`.
+
+        `details` are what makes it differ from the default, a few words each.
+        """
         self.num_workers = plan.num_workers
         self.num_stages = plan.num_stages
         self.num_batches = plan.num_batches
         self.title = title
+        self.details = list(details)
         self.costs = plan.costs
         self._plan = plan
         self._starts = starts
@@ -268,6 +274,11 @@ class Simulation:
                     first[worker] = start
         return busy, [first.get(worker, 0) for worker in range(self.num_workers)], last
 
+    @property
+    def full_title(self) -> str:
+        """The title of pictures: with what makes the simulation differ from the default."""
+        return ": ".join(filter(None, (self.title, ", ".join(self.details))))
+
     def timeline(self, until: Time = 0) -> Timeline:
         """The diagram: one row per worker with work, transfers and reductions; memory below.
 
@@ -306,7 +317,7 @@ class Simulation:
             for worker in one.workers
         ]
         return Timeline(
-            self.title,
+            self.full_title,
             rows,
             spans,
             unit=unit,

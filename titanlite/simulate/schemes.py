@@ -65,7 +65,10 @@ def run_scheme(scheme: str, workload: Workload) -> Simulation:
             return _run_parts(parts, workload, title=scheme)
     for name, make in STRATEGIES.items():
         if scheme.lower() in (name.lower(), make.__name__.lower()):
-            return _run_strategy(make(workload), workload, title=name)
+            simulation = _run_strategy(make(workload), workload, title=name)
+            if workload.group_size is not None:
+                simulation.details.insert(0, f"groups of {workload.group_size}")
+            return simulation
     return _run_schedule(_make_schedule(scheme, workload), workload)
 
 
@@ -185,7 +188,7 @@ def _run_strategy(
 def _run_parts(parts: Mapping[str, Any], workload: Workload, title: str) -> Simulation:
     """Run what a strategy file defines. What the file and the workload both give is refused."""
     costs, network = workload.costs, parts.get("network")
-    plain = replace(costs, network=None, reduce_gradients=False)
+    plain = replace(costs, network=None, reduce_gradients=False, time_unit="", size_unit="")
     changed = [f.name for f in fields(Costs) if getattr(plain, f.name) != f.default]
     ordered = {
         "priority": workload.priority is not None,

@@ -13,8 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
-from titanlite.schedule.actions import BACKWARD_WEIGHT, FORWARD, Action, Schedule
+from titanlite.schedule.actions import (
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    Action,
+    Schedule,
+)
 from titanlite.simulate.costs import Costs
+from titanlite.simulate.details import details
 from titanlite.simulate.engine import run
 from titanlite.simulate.needs import Needs, read_needs
 from titanlite.simulate.placement import ASKED_TWICE, Strategy, place, way_of_a_batch
@@ -111,6 +118,7 @@ def simulate(
         extras,
         reductions,
         title,
+        details(plan, priority_order, order, needs),
     )
 
 
@@ -119,10 +127,10 @@ def simulate_schedule(schedule: Schedule, costs: Costs | None = None) -> Simulat
 
     An overlapped forward and backward run one after the other, as in PyTorch's runtime.
     """
-    place = schedule.stage_to_rank
+    workers = [ComputeAndWeightWorkers(rank, rank) for rank in schedule.stage_to_rank]
 
     def strategy(work: Work) -> ComputeAndWeightWorkers:
-        return ComputeAndWeightWorkers(place[work.stage], place[work.stage])
+        return workers[work.stage]
 
     return simulate(
         schedule.num_ranks,
@@ -274,6 +282,10 @@ def _read_orders(plan: Plan, order: Order) -> list[list[int]]:
             raise SimulationError(
                 "the order changes its answer when it is called again for worker 0"
             )
+        numbers = _quick_numbers(plan, listed, worker, seen)
+        if numbers is not None:
+            orders.append(numbers)
+            continue
         numbers = []
         for item in listed:
             work = _as_work(item, worker)
@@ -297,6 +309,27 @@ def _read_orders(plan: Plan, order: Order) -> list[list[int]]:
             f"{plan.worker(missing)}"
         )
     return orders
+
+
+def _quick_numbers(plan: Plan, listed: list[Any], worker: int, seen: bytearray) -> list[int] | None:
+    """The numbers of an order of Actions, of which there can be millions; None if one is wrong."""
+    if {Action} != set(map(type, listed)):
+        return None
+    # number = first + step * stage + each * microbatch, by kind
+    last = 2 * plan.num_stages - 1
+    kinds = {FORWARD: (0, 1), FULL_BACKWARD: (last, -1)}
+    stages, batches, compute = range(plan.num_stages), range(plan.num_batches), plan.compute
+    numbers = []
+    for stage, kind, microbatch, _ in listed:
+        if kind not in kinds or stage not in stages or microbatch not in batches:
+            return None
+        first, step = kinds[kind]
+        numbers.append(first + step * stage + (last + 1) * microbatch)
+    if {worker} != {compute[number] for number in numbers} or len(set(numbers)) < len(numbers):
+        return None
+    for number in numbers:
+        seen[number] = 1
+    return numbers
 
 
 def _as_work(item: Work | Action, worker: int) -> Work:

@@ -15,6 +15,10 @@ EXERCISES: dict[str, tuple[int, str]] = {
     "bus_bandwidth": (3, "the bandwidth of a measured collective, in the definition of the note"),
     "average_gradients": (4, "average all gradients with a single all-reduce"),
     "uneven_batches": (4, "the gradient of the whole batch if ranks have unequal parts of it"),
+    "buckets_in_order": (
+        4,
+        "all-reduces in the same order on all ranks, whatever fills first",
+    ),
     "row_parallel": (5, "a layer whose weight is sharded by rows"),
     "column_backward": (5, "the backward pass of a layer whose weight is sharded by columns"),
     "pipeline_forward": (6, "microbatches through stages, one message each"),
@@ -26,4 +30,7 @@ EXERCISES: dict[str, tuple[int, str]] = {
     ),
     "rows_to_columns": (9, "reshard a matrix from rows to columns"),
     "backward_cycle": (10, "in which cycle of the clock a stage runs a backward pass"),
+    "ring_attention": (11, "attention to keys and values that go around a ring"),
+    "zigzag_positions": (11, "which tokens a rank holds, for equal work under a causal mask"),
+    "uneven_all_to_all": (12, "an all-to-all with a different number of rows for each rank"),
 }

@@ -1,0 +1,148 @@
+"""`titanlite learn` without ranks: its pictures, what docs/learn.md shows, mistakes."""
+
+import re
+import runpy
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from titanlite.cli import main
+from titanlite.drawing.chart import Axis, Marker, Series, draw_chart
+from titanlite.learn.command import HEADER, show_number
+from titanlite.learn.curves import (
+    PICTURES,
+    data_parallel_limit,
+    load_hardware,
+    tensor_parallel_seconds,
+)
+from titanlite.learn.topics import TOPICS
+from titanlite.simulate.ladder.__main__ import main as ladder
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "learn.md").read_text()
+PLANNED = ("zero", "recomputation")  # pictures whose points are traced: a slow test draws them
+picture_commands = runpy.run_path(str(DOCS / "make_pictures.py"))["picture_commands"]
+
+
+def test_page_shows_every_picture_with_its_command():
+    commands = picture_commands(DOCS / "learn.md")
+    assert sorted(command[1] for command in commands) == sorted(PICTURES)
+    for command in commands:
+        assert command[-1] == f"docs/images/learn/{command[1]}.svg"
+        assert f"]({command[-1].removeprefix('docs/')})" in PAGE
+
+
+@pytest.mark.parametrize("name", [name for name in PICTURES if name not in PLANNED])
+def test_picture_is_what_its_command_draws(name, tmp_path):
+    assert main(["learn", name, "--svg", str(tmp_path / "picture.svg")]) == 0
+    shown = DOCS / "images" / "learn" / f"{name}.svg"
+    assert (tmp_path / "picture.svg").read_text() == shown.read_text()
+
+
+@pytest.mark.parametrize(
+    ("run", "command"),
+    [
+        (ladder, "python -m titanlite.simulate.ladder 1d --columns 100"),
+        (ladder, "python -m titanlite.simulate.ladder 1d-overlap --columns 100"),
+        (main, "titanlite simulate 1F1B --workers 4 --sweep batches=4,8,16,32"),
+    ],
+)
+def test_page_shows_what_a_command_prints(run, command, capsys):
+    assert f"```\n{command}\n```\n" in PAGE
+    arguments = command.partition("titanlite.simulate.ladder ")[2] or command.split(maxsplit=1)[1]
+    assert run(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    table = re.search(r"^(?:dimensions|scheme) .*(?:\n.+  .*)+", printed, flags=re.MULTILINE)
+    found = [line for line in table[0].splitlines() if line[0] not in "*+"]
+    assert len(found) >= 4
+    assert "\n".join(found) in PAGE
+
+
+def test_first_step_draws_what_the_page_shows(capsys):
+    assert "```\npython -m titanlite.simulate.ladder 0d --items 4\n```\n" in PAGE
+    assert ladder(["0d", "--items", "4", "--columns", "100"]) == 0
+    assert capsys.readouterr().out.split("\n\n")[0] in PAGE
+
+
+def test_page_has_a_row_for_each_topic():
+    rows = [line for line in PAGE.splitlines() if "| `titanlite learn " in line]
+    assert "\n".join(HEADER) in PAGE
+    assert len(rows) == len(TOPICS)
+    for row, (name, topic) in zip(rows, TOPICS.items(), strict=True):
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert cells[:3] == [f"[{topic.title}]({topic.page})", topic.question, topic.formula]
+        assert cells[-1] == f"`titanlite learn {name}`"
+        assert (DOCS / topic.page).exists()
+
+
+def test_limits_are_those_of_the_page():
+    """Twice as many bytes per second halve the limit; the page has both links of an H100."""
+    h100 = load_hardware("h100")
+    for rate, tokens in ((h100.node.bytes_per_second, 1465), (h100.fabric.bytes_per_second, 13187)):
+        limit = data_parallel_limit(h100, rate)
+        assert round(limit) == tokens
+        assert f"{tokens:,} " in PAGE
+        # At the limit, 6 P t operations take as long as sending 2 x 2 P bytes.
+        assert 6 * limit / h100.peak("bfloat16") == pytest.approx(4 / rate)
+
+
+def test_tensor_parallelism_ends_at_the_node():
+    h100 = load_hardware("h100")
+    compute, sent = tensor_parallel_seconds(h100, 8, 8192)
+    assert sent < compute
+    compute, sent = tensor_parallel_seconds(h100, 16, 8192)
+    assert 14 < sent / compute < 16
+    doubled = tensor_parallel_seconds(h100, 16, 16384)
+    assert doubled == pytest.approx((2 * compute, 2 * sent))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("dpp", "topic: there is no 'dpp'; choose from collectives, dp"),
+        ("--table", "--table: name topics, or all"),
+        ("dp tp --svg x.svg", "--svg: name one picture, of ladder, dp"),
+        ("collectives --svg x.svg", "--svg: name one picture"),
+        ("dp --svg /proc/none/x.svg", "/proc/none/x.svg: cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, said, capsys):
+    assert main(["learn", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_without_a_topic_all_are_listed(capsys):
+    assert main(["learn"]) == 0
+    printed = capsys.readouterr().out
+    assert all(
+        f"{name} " in printed and topic.question in printed for name, topic in TOPICS.items()
+    )
+
+
+def test_numbers_are_written_with_their_digits():
+    assert show_number(1572864.0) == "1,572,864"
+    assert show_number(27.2727) == "27.27"
+    assert show_number(1234.5) == "1,234"
+
+
+def test_chart_places_points_by_their_values():
+    chart = draw_chart(
+        "Title <1>",
+        [Series("line", [(1, 10), (100, 1000)]), Series("points", [(10, 100)], "points", 1)],
+        Axis("x", is_log=True),
+        Axis("y", is_log=True),
+        markers=[Marker("here", x=10), Marker("there", y=100)],
+    )
+    root = ElementTree.fromstring(chart)
+    space = "{http://www.w3.org/2000/svg}"
+    path = next(p.get("d") for p in root.iter(f"{space}path") if p.get("fill") == "none")
+    (x1, y1), (x2, y2) = (map(float, place.split()) for place in path[1:].split("L"))
+    point = next(c for c in root.iter(f"{space}circle") if c.find(f"{space}title") is not None)
+    # On logarithmic axes, (10, 100) is halfway between (1, 10) and (100, 1000).
+    assert float(point.get("cx")) == pytest.approx((x1 + x2) / 2, abs=0.1)
+    assert float(point.get("cy")) == pytest.approx((y1 + y2) / 2, abs=0.1)
+    texts = [text.text for text in root.iter(f"{space}text")]
+    assert {"Title <1>", "here", "there", "line", "points", "x", "y", "10", "100"} <= set(texts)
