@@ -5,7 +5,13 @@ import time
 import pytest
 import torch
 
-from titanlite.lab import Link, data_parallelism_main, over_channels
+from titanlite.lab import (
+    Link,
+    data_parallelism_main,
+    over_channels,
+    ring_attention,
+    shard_sequence,
+)
 from titanlite.lab.link import Port
 
 # 10 ms per message and 10 ms per 10,000 bytes.
@@ -138,3 +144,25 @@ def test_overlap_is_faster_than_compute_and_communication_one_after_the_other(cl
     assert seconds_per_step(overlap=False) >= in_turn
     # A busy machine may be slow, but not several times in a row.
     assert any(seconds_per_step(overlap=True) < in_turn for _ in range(5))
+
+
+@pytest.mark.slow
+def test_ring_attention_computes_while_keys_travel(cluster_of_4):
+    world_size, heads, num_local, features = 4, 2, 64, 32
+    flops_per_second = 2 * 2 * heads * num_local**2 * features / 0.1
+    # A block takes 0.1 s, and so do its keys and values.
+    link = Link(bytes_per_second=2 * heads * num_local * features * 4 / 0.1)
+    shards = shard_sequence(torch.ones(3, heads, 4 * num_local, features), 4, "zigzag")
+
+    def attend(device, shards):
+        device.barrier()
+        start = time.monotonic()
+        ring_attention(device, *shards[device.rank], causal=False)
+        return time.monotonic() - start
+
+    def seconds():
+        return max(cluster_of_4.run(attend, shards, link=link, flops_per_second=flops_per_second))
+
+    in_turn = (2 * world_size - 1) * 0.1
+    assert any(seconds() < 0.9 * in_turn for _ in range(5))
+    assert seconds() >= world_size * 0.1

@@ -210,6 +210,25 @@ def test_plans_of_the_matrix_communicate_as_they_are_traced(part: int) -> None:
     check_communication({name_of(choice): job_of(choice) for choice in sample}, NUM_RANKS)
 
 
+@pytest.mark.slow
+def test_balanced_experts_communicate_as_they_are_traced() -> None:
+    """Also if the group of ep, or that of the experts' shards, is the group of all ranks."""
+    balanced = [f"--job.config_file={CONFIGS / 'moe_ep4.toml'}", "--model.flavor=moe_debug"]
+    balanced += ["--debug.moe_force_load_balance=true"]
+    degrees = {
+        "ep4": (),
+        "tp2 x fsdp2, ep2": (2, 2, 2),
+        "tp2 x fsdp2, ep4": (2, 2, 4),
+        "tp4": (4, 1, 1),
+    }
+    names = ("tensor_parallel", "data_parallel_shard", "expert_parallel")
+    configs = {}
+    for plan, values in degrees.items():
+        keys = [f"--parallelism.{n}_degree={v}" for n, v in zip(names, values, strict=False)]
+        configs[plan] = load_config([*balanced, *keys])
+    check_communication(configs, 4)
+
+
 def shipped(names: Iterable[str]) -> dict[str, JobConfig]:
     return {name: load_config([f"--job.config_file={CONFIGS / name}.toml"]) for name in names}
 

@@ -221,16 +221,17 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "has no pipeline_step_N.json; give another folder" in capsys.readouterr().err
 
 
-def test_a_job_with_experts_has_memory_and_bytes_but_no_time(
+def test_a_job_with_experts_has_a_time_and_the_traffic_of_its_own_axis(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job = str(Path(__file__).parents[2] / "configs" / "moe_ep4.toml")
     small = ["--model.flavor=moe_debug", "--training.seq_len=64"]
-    assert cli.main(["plan", job, *small, "--hardware=a100"]) == 0
+    trace = f"--trace={tmp_path / 'trace.json'}"
+    assert cli.main(["plan", job, *small, "--hardware=a100", trace]) == 0
     shown = capsys.readouterr().out
     assert "all-to-all" in shown or "all_to_all" in shown
-    assert "the time of a step with experts is not estimated yet" in shown
-    assert cli.main(["plan", job, *small, "--hardware=a100", "--search"]) == 2
-    assert "--search: plans of models with experts" in capsys.readouterr().err
-    assert cli.main(["plan", job, *small, "--hardware=a100", f"--trace={tmp_path / 't'}"]) == 2
-    assert "--trace: the time of a step with experts" in capsys.readouterr().err
+    assert "E ep, exposed" in shown
+    assert "experts: planned as if all had equally many tokens" in shown
+    traced = json.loads((tmp_path / "trace.json").read_text())
+    names = {event["name"] for event in traced["traceEvents"]}
+    assert "backward of layers.1.moe.experts" in names

@@ -17,6 +17,7 @@ from titanlite.plan.planning import plan_job
 from titanlite.plan.scale import scaled
 from titanlite.plan.search import (
     CP,
+    EP,
     LOCAL_BATCH,
     MODE,
     PP,
@@ -62,6 +63,17 @@ def test_every_plan_uses_all_ranks_and_keeps_what_is_fixed() -> None:
 
 def test_tensor_parallelism_stays_in_a_node() -> None:
     assert max(plan[TP] for plan in space(32).candidates()) == 8
+
+
+def test_expert_parallelism_divides_its_ranks_and_the_experts() -> None:
+    experts = dataclasses.replace(space(8), num_experts=4)
+    plans = list(experts.candidates())
+    assert {plan[EP] for plan in plans} == {1, 2, 4}
+    for plan in plans:
+        assert plan[SHARD] * plan[CP] * plan[TP] % plan[EP] == 0
+    fixed = dataclasses.replace(experts, kept={EP: 2})
+    assert {plan[EP] for plan in fixed.candidates()} == {2}
+    assert not any(EP in plan for plan in space(8).candidates())
 
 
 def test_an_evaluated_plan_is_that_of_plan_job() -> None:

@@ -189,6 +189,11 @@ def test_an_error_in_a_neighbour_names_the_neighbour(tmp_path):
         ("priority = 'backward'", {"priority": "oldest-stage"}, "priority; leave out priority"),
         ("max_in_flight = 2", {"max_in_flight": 3}, "max_in_flight; leave out max_in_flight"),
         ("costs = Costs()", {"costs": Costs(forward=2)}, "costs; leave out forward"),
+        (
+            "costs = Costs()",
+            {"costs": Costs(forward=2, weight_units=1, time_unit="s", size_unit="B")},
+            "costs; leave out forward, weight_units",
+        ),
         ("costs = Costs()", {"costs_per": "model"}, "costs; leave out costs_per"),
         (
             "network = Network(Link(1))",

@@ -1,5 +1,6 @@
 """Drawings of schedules, meshes, rings and losses, from plain values, without a Job or ranks.
 
+schedule_layout.py   the picture of a timeline in boxes, texts and lines
 schedule_svg.py schedule_html.py schedule_png.py schedule_text.py   a timeline, in four formats
 palette.py   the colours of all four
 mesh.py      the ranks on the axes of a mesh, in plain ASCII

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from titanlite.drawing.figure import make_figure, save_figure
 from titanlite.drawing.palette import KINDS_OF_MEMORY
 
 MOST_PANELS = 8
+_TITLE_WIDTH = 118
 
 
 class MemoryPanel(NamedTuple):
@@ -75,7 +77,8 @@ def save_memory(
         fontsize=9,
     )
     if title:
-        bars.set_title(title, loc="left", fontsize=11, pad=24, parse_math=False)
+        lines = textwrap.fill(title, _TITLE_WIDTH)
+        bars.set_title(lines, loc="left", fontsize=10, pad=24, parse_math=False)
     save_figure(figure, path)
 
 

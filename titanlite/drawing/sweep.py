@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from titanlite.drawing.figure import make_figure, save_figure
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1c1c1c")
 _MARKERS = "osD^vPX"
 _GREY = "#6b7280"
+_TITLE_WIDTH = 110
 _MOST_LABELS = 6  # as many names of points stay readable
 _LEAST_DISTANCE = 0.045  # between names, as a share of the height
 
@@ -89,7 +91,8 @@ def save_sweep(
         frameon=False,
     )
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
+        lines = textwrap.fill(title, _TITLE_WIDTH)
+        figure.suptitle(lines, x=0.01, ha="left", fontsize=12, parse_math=False)
     save_figure(figure, path)
 
 

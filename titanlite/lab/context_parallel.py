@@ -92,7 +92,7 @@ class RingAttention(torch.autograd.Function):
         lse = q.new_full((*q.shape[:-1], 1), -math.inf)
         for _, owner, keys, values in circulate(device, axes, torch.stack([k, v])):
             pairs = visible(group, owner, layout, causal)
-            with work(f"attend to {owner}", pairs):
+            with work(f"q k{owner}", pairs):
                 for mine, theirs, on_diagonal in pairs:
                     block = attend(
                         _rows(q, mine), _rows(keys, theirs), _rows(values, theirs), on_diagonal
@@ -119,7 +119,7 @@ class RingAttention(torch.autograd.Function):
         for step, owner, keys, values in circulate(device, axes, torch.stack([k, v])):
             dkv = torch.zeros((2, *k.shape), dtype=k.dtype, device=k.device)
             pairs = visible(group, owner, ctx.layout, ctx.causal)
-            with work(f"gradients of {owner}", pairs):
+            with work(f"dq dk{owner}", pairs):
                 for mine, theirs, on_diagonal in pairs:
                     rows = [_rows(tensor, mine) for tensor in (q, dout, lse, delta)]
                     columns = [_rows(tensor, theirs) for tensor in (keys, values)]

@@ -16,14 +16,17 @@ import torch.distributed as dist
 
 from titanlite.drawing.messages import MessagePicture, draw_page, draw_svg
 from titanlite.lab.cluster import VirtualCluster
+from titanlite.lab.context_parallel import ring_attention, shard_sequence
 from titanlite.lab.data_parallel import data_parallelism_main
 from titanlite.lab.exercises.exercise import load_exercise
+from titanlite.lab.expert_parallel import Experts, expert_parallel_layer
 from titanlite.lab.lecture import spawn
 from titanlite.lab.mesh import Mesh
 from titanlite.lab.mlp import MLP
 from titanlite.lab.pictures import collective_picture, picture_of
 from titanlite.lab.pipeline_parallel import pipeline_parallelism_main
 from titanlite.lab.pipelining import Pipeline
+from titanlite.lab.record import Message
 from titanlite.lab.resharding import reshard
 from titanlite.lab.sharding import TensorSharding
 from titanlite.lab.tensor_parallel import tensor_parallelism_main
@@ -219,6 +222,55 @@ def clocked_pipeline(cluster: VirtualCluster) -> MessagePicture:
     )
 
 
+def ring(layout: str) -> Callable[[VirtualCluster], MessagePicture]:
+    captions = {
+        "zigzag": "A box q k3 is the attention of the rank's queries to the keys of rank 3. "
+        "The next keys and values arrive meanwhile.",
+        "contiguous": "Rank 0 needs only its own keys, and waits; only rank 3 needs all of them.",
+    }
+
+    def name(message: Message) -> str:
+        # Shift s sends what came from s ranks before.
+        owner = (message.source - int(message.within.split()[1])) % 4
+        return f"k, v of {owner}"
+
+    def draw(cluster: VirtualCluster) -> MessagePicture:
+        cluster.mesh = Mesh(rank=4)
+        shards = shard_sequence(torch.zeros(3, 1, 16, 4), 4, layout)
+        cluster.run(lambda device: ring_attention(device, *shards[device.rank], layout=layout))
+        title = f"Ring attention, {layout} layout, causal: forward pass, 4 ranks"
+        return picture_of(cluster.record, title, captions[layout], name=name)
+
+    return draw
+
+
+def experts(cluster: VirtualCluster) -> MessagePicture:
+    cluster.mesh = Mesh(rank=4)
+    generator = torch.Generator().manual_seed(0)
+    x, gate = torch.randn(16, 4, generator=generator), torch.randn(4, 8, generator=generator)
+    shapes = (8, 4, 8), (8, 8, 4), (8, 4, 8)
+    every = Experts(*(torch.randn(shape, generator=generator) for shape in shapes))
+
+    def main(device: Any) -> None:
+        tokens, own = x.chunk(4)[device.rank], every.shard(device.rank, 4)
+        expert_parallel_layer(device, tokens, gate, own, top_k=2)
+
+    def name(message: Message) -> str:
+        if message.label == "counts":
+            return "counts"
+        number = message.tensor.shape[0]
+        what = "row" if message.within == "all_to_all 1" else "output"
+        return f"{number} {what}{'s' if number > 1 else ''}"
+
+    cluster.run(main)
+    return picture_of(
+        cluster.record,
+        "Experts: forward pass, 4 ranks with 2 experts and 4 tokens each, top 2",
+        "An all-to-all of counts, one of rows to the experts, and one of their outputs back.",
+        name=name,
+    )
+
+
 # By the number of ranks of their cluster.
 PICTURES: dict[int, dict[str, Callable[[VirtualCluster], MessagePicture]]] = {
     4: {
@@ -231,6 +283,9 @@ PICTURES: dict[int, dict[str, Callable[[VirtualCluster], MessagePicture]]] = {
         "zero_3": zero,
         "reshard": resharded,
         "pipelined_mlp": clocked_pipeline,
+        "ring_zigzag": ring("zigzag"),
+        "ring_contiguous": ring("contiguous"),
+        "experts": experts,
     },
     8: {"shift": shift, "tree": tree, "three_d": three_d},
 }

@@ -106,11 +106,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.html:
         page = draw_page(figures(plan), step_spans(plan), title=config.job.description)
         _write("--html", options.html, page)
-    if (options.trace or options.svg) and plan.prediction is None:
-        raise ConfigError(
-            f"--{'trace' if options.trace else 'svg'}: the time of a step with experts is not "
-            "estimated yet; leave it out"
-        )
     if options.trace or options.svg:
         timeline = make_timeline(step_spans(plan), plan.dims)
         if options.trace:

@@ -45,7 +45,7 @@ def planned_bytes(job: ResolvedJob) -> int:
     """
     from titanlite.plan.cache import known_pieces
     from titanlite.plan.compose import compose
-    from titanlite.plan.planning import has_experts
+    from titanlite.plan.composition import has_experts
 
     if job.config.compile.enable or has_experts(job.model):
         return 0

@@ -1,4 +1,4 @@
-"""What the recorder notes of an operator from its arguments: operations, shape and layout."""
+"""What the recorder knows of operators: collectives, and the operations and shapes of products."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from titanlite.mesh.parallel_dims import EXPERT_SHARDS
+
+# Operator -> kind, and the positions of the whole tensor (-1: the result), of the group and, for
+# P2P messages, of the peer among its arguments.
+COLLECTIVES: dict[str, tuple[str, int, int]] = {
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", -1, 2),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, 3),
+    "_c10d_functional::all_reduce": ("all_reduce", 0, 2),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0, 3),
+    "c10d::_allgather_base_": ("all_gather", 0, 2),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
+    "c10d::allreduce_": ("all_reduce", 0, 1),
+    "c10d::alltoall_base_": ("all_to_all", 1, 2),
+    "c10d::broadcast_": ("broadcast", 0, 1),
+    "c10d::send": ("send", 0, 1),
+    "c10d::recv_": ("receive", 0, 1),
+}
 GROUPED = "aten::_grouped_mm"
 PRODUCTS = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"),
@@ -19,6 +36,20 @@ ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7),
 }
+
+
+def axis_of(name: str, kind: str, axes: tuple[str, ...]) -> str:
+    """The axis of a collective whose group has these axes.
+
+    If one of them is of the mesh of experts: tokens are exchanged over ep, and FSDP2, which does
+    not use functional collectives, gathers and reduces over efsdp.
+    """
+    if len(axes) > 1:
+        is_of_fsdp = kind in ("all_gather", "reduce_scatter") and name.startswith("c10d::")
+        own = "ep" if kind == "all_to_all" else EXPERT_SHARDS if is_of_fsdp else ""
+        if own in axes:
+            return own
+    return axes[0] if axes else "none"
 
 
 def flops_of(name: str, function: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.observe.quantities import format_bytes
 from titanlite.plan.cache import load_pieces
 from titanlite.plan.compose import Composition, compose
-from titanlite.plan.composition import gathers_in_float8
+from titanlite.plan.composition import gathers_in_float8, has_experts
 from titanlite.plan.cost import Cost
 from titanlite.plan.events import Peak, totals
 from titanlite.plan.hardware import Hardware
@@ -82,18 +81,15 @@ def plan_job(
 ) -> JobPlan:
     """The plan of a job; `method` chooses how, by default by the job's size.
 
-    `is_compiled` says that the job compiles its blocks; its memory is that of eager code. A model
-    with experts is always traced whole, and its time is not estimated.
+    `is_compiled` says that the job compiles its blocks; its memory is that of eager code. Experts
+    are assumed to have equally many tokens.
     """
     dims = resolved.dims
-    is_composable = not has_experts(resolved.model)
-    if not is_composable:
-        method = WHOLE
     method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
     prediction, cost = None, None
     applied: tuple[PlanRow, ...] = ()
     compositions: list[Composition] = []
-    if method == PIECES or (hardware is not None and is_composable):
+    if method == PIECES or hardware is not None:
         pieces = load_pieces(resolved, use_cache=use_cache)
         compositions = compose(resolved, pieces)
         if hardware is not None:
@@ -130,15 +126,10 @@ def plan_job(
         plan.notes.append(
             "float8: planned with FSDP's all-gathers in the compute dtype, not in float8"
         )
-    if hardware is not None and not is_composable:
-        plan.notes.append("experts: the time of a step with experts is not estimated yet")
+    if has_experts(resolved.model):
+        plan.notes.append("experts: planned as if all had equally many tokens")
     plan.warnings.extend(find_warnings(plan))
     return plan
-
-
-def has_experts(model: Any) -> bool:
-    """Whether a model, given by its own configuration, has mixtures of experts."""
-    return bool(getattr(model, "num_experts", 0))
 
 
 def _of_any_block(peak: Peak, resolved: ResolvedJob) -> Peak:

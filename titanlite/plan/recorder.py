@@ -24,28 +24,19 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from titanlite.mesh.parallel_dims import EXPERT_SHARDS
 from titanlite.names import canonical_name
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
-from titanlite.plan.operators import causal_of, flops_of, has_gaps, shape_of
+from titanlite.plan.operators import (
+    COLLECTIVES,
+    axis_of,
+    causal_of,
+    flops_of,
+    has_gaps,
+    shape_of,
+)
 from titanlite.plan.scratch import CPU, Scratch, num_bytes
 from titanlite.plan.streams import Streams
 
-# Operator -> kind, and the positions of the whole tensor (-1: the result), of the group and, for
-# P2P messages, of the peer among its arguments.
-COLLECTIVES: dict[str, tuple[str, int, int]] = {
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", -1, 2),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, 3),
-    "_c10d_functional::all_reduce": ("all_reduce", 0, 2),
-    "_c10d_functional::all_to_all_single": ("all_to_all", 0, 3),
-    "c10d::_allgather_base_": ("all_gather", 0, 2),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
-    "c10d::allreduce_": ("all_reduce", 0, 1),
-    "c10d::alltoall_base_": ("all_to_all", 1, 2),
-    "c10d::broadcast_": ("broadcast", 0, 1),
-    "c10d::send": ("send", 0, 1),
-    "c10d::recv_": ("receive", 0, 1),
-}
 PEER_AT = 2
 WAIT = "_c10d_functional::wait_tensor"
 # Operators that touch no data.
@@ -65,14 +56,14 @@ METHODS = (
 class Recorder(TorchDispatchMode):
     """Records operators, communication and memory of this process, while it is active.
 
-    `axes` maps the name of each process group to its axes. With `is_fake` the tensors are fake,
-    and a scalar that is read has an arbitrary value. `scratch` is the table of what kernels and
-    communication allocate inside themselves, on `num_threads` threads.
+    `axes` maps the name of each process group, or else its ranks, to its axes. With `is_fake` the
+    tensors are fake, and a scalar that is read has an arbitrary value. `scratch` is the table of
+    what kernels and communication allocate inside themselves, on `num_threads` threads.
     """
 
     def __init__(
         self,
-        axes: Mapping[str, tuple[str, ...]],
+        axes: Mapping[str | tuple[int, ...], tuple[str, ...]],
         *,
         is_fake: bool = True,
         scratch: Scratch = CPU,
@@ -328,7 +319,7 @@ class Recorder(TorchDispatchMode):
         axis = (
             "world"
             if is_world_sum and len(ranks) == dist.get_world_size()
-            else _axis_of(name, kind, self._axes.get(group.group_name, ()))
+            else axis_of(name, kind, self._axes.get(group.group_name) or self._axes.get(ranks, ()))
         )
         self._number += 1
         peer = args[PEER_AT] if kind in ("send", "receive") else -1
@@ -437,20 +428,6 @@ class _Work(dist.Work):
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
-
-
-def _axis_of(name: str, kind: str, axes: tuple[str, ...]) -> str:
-    """The axis of a collective whose group has these axes.
-
-    If one of them is of the mesh of experts: tokens are exchanged over ep, and FSDP2, which does
-    not use functional collectives, gathers and reduces over efsdp.
-    """
-    if len(axes) > 1:
-        is_of_fsdp = kind in ("all_gather", "reduce_scatter") and name.startswith("c10d::")
-        own = "ep" if kind == "all_to_all" else EXPERT_SHARDS if is_of_fsdp else ""
-        if own in axes:
-            return own
-    return axes[0] if axes else "none"
 
 
 def _some_value(tensor: Tensor) -> Any:

@@ -38,6 +38,7 @@ Changes = Mapping[str, Any]
 
 PP, CP, TP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "context", "tensor"))
 REPLICATE, SHARD = (f"parallelism.data_parallel_{name}_degree" for name in ("replicate", "shard"))
+EP = "parallelism.expert_parallel_degree"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
@@ -111,6 +112,8 @@ class Space:
     ranks_per_node: int
     num_blocks: int
     kept: Changes
+    num_experts: int = 0
+    """The experts of a block; 0 for a dense model."""
 
     def candidates(self) -> Iterator[dict[str, Any]]:
         """Every combination; not all are legal. Tensor parallelism stays within a node.
@@ -132,12 +135,22 @@ class Space:
                 if rest or self.kept.get(REPLICATE, replicas) != replicas:
                     continue
                 degrees = {PP: pp, REPLICATE: replicas, SHARD: shards, CP: cp, TP: tp}
-                for checkpointing in self._checkpointing():
-                    for rest_of in self._batches(pp, global_batch // dp, shards * cp > 1):
-                        yield degrees | dict(checkpointing) | rest_of
+                for of_experts, checkpointing, rest_of in itertools.product(
+                    self._expert_parallel(shards * cp * tp),
+                    self._checkpointing(),
+                    list(self._batches(pp, global_batch // dp, shards * cp > 1)),
+                ):
+                    yield degrees | of_experts | dict(checkpointing) | rest_of
 
     def _of(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
         return [self.kept[key]] if key in self.kept else values
+
+    def _expert_parallel(self, room: int) -> list[dict[str, Any]]:
+        """The EP degrees that divide `room`, the ranks among which EP chooses, and the experts."""
+        if not self.num_experts:
+            return [{}]
+        legal = [ep for ep in divisors(room) if self.num_experts % ep == 0]
+        return [{EP: ep} for ep in self._of(EP, legal)]
 
     def _checkpointing(self) -> Sequence[Changes]:
         return ({},) if {MODE, OPTION} & self.kept.keys() else CHECKPOINTING
@@ -186,7 +199,7 @@ def groups(plans: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     found: defaultdict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for plan in plans:
         is_sharded = plan[SHARD] * plan[CP] > 1 or plan[PP] > 1
-        found[plan[TP], plan[CP], plan.get(MODE), is_sharded].append(plan)
+        found[plan[TP], plan[CP], plan.get(EP), plan.get(MODE), is_sharded].append(plan)
     # Few plans first would leave one worker with the largest group at the end.
     return sorted(found.values(), key=len, reverse=True)
 

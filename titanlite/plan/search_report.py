@@ -17,9 +17,9 @@ from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
 from titanlite.observe.quantities import format_bytes, format_count, format_seconds
 from titanlite.plan.hardware import Hardware
-from titanlite.plan.planning import has_experts
 from titanlite.plan.search import (
     CP,
+    EP,
     GLOBAL_BATCH,
     LOCAL_BATCH,
     MICROBATCH,
@@ -37,7 +37,7 @@ from titanlite.plan.search import (
     search,
 )
 
-DEGREES = {"pp": PP, "dp": REPLICATE, "fsdp": SHARD, "cp": CP, "tp": TP}
+DEGREES = {"pp": PP, "dp": REPLICATE, "fsdp": SHARD, "cp": CP, "tp": TP, "ep": EP}
 
 
 def make_space(
@@ -52,14 +52,10 @@ def make_space(
             f"{GLOBAL_BATCH}: -1 follows from the plan, and a search compares plans of one global "
             "batch; give it"
         )
-    if has_experts(model):
-        raise ConfigError(
-            "--search: plans of models with experts are not timed yet; plan one at a time, without "
-            "--search"
-        )
     kept = {key: value_of(config, key) for key in keys}
     num_blocks = sum("." in name for name in split_points(config, model))
-    space = Space(config, num_ranks, hardware.node.num_ranks, num_blocks, kept)
+    num_experts = getattr(model, "num_experts", 0)
+    space = Space(config, num_ranks, hardware.node.num_ranks, num_blocks, kept, num_experts)
     if next(space.candidates(), None) is None:
         given = " and the keys given" if keys else ""
         raise ConfigError(
@@ -135,7 +131,8 @@ def _rows(plans: Sequence[Found]) -> Iterator[str]:
 
 def describe(changes: Mapping[str, Any]) -> str:
     """A plan in words: "fsdp 8 x tp 4, microbatch 2, AC full"."""
-    degrees = [f"{name} {changes[key]}" for name, key in DEGREES.items() if changes[key] > 1]
+    of = {name: changes.get(key, 1) for name, key in DEGREES.items()}
+    degrees = [f"{name} {degree}" for name, degree in of.items() if degree > 1]
     words = [" x ".join(degrees) or "one rank"]
     if changes[PP] > 1:
         chunks = f", {changes[PER_STAGE]} blocks a stage" if changes.get(PER_STAGE) else ""

@@ -343,6 +343,8 @@ PHASE_NAMES = {
     "other": "the step",
 }
 AXIS_NAMES = {
+    "ep": "EP",
+    "efsdp": "the experts' FSDP",
     "tp": "TP",
     "cp": "CP",
     "pp": "PP",

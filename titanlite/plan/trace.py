@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -174,17 +175,20 @@ def _kept_for_backward(trace: Trace) -> set[int]:
     return kept
 
 
-def axes_of_groups(job: Job) -> dict[str, tuple[str, ...]]:
-    """The name of each process group -> its axes.
+def axes_of_groups(job: Job) -> dict[str | tuple[int, ...], tuple[str, ...]]:
+    """The name of each process group, and its ranks -> its axes.
 
     The group of all ranks can have two: one of the mesh, and one of the mesh of the experts.
+    DTensor may use a group of the same ranks that was made for an earlier job.
     """
-    axes: dict[str, tuple[str, ...]] = {}
+    axes: dict[str | tuple[int, ...], tuple[str, ...]] = {}
     for mesh in (job.meshes.world, job.meshes.dp):
         for axis in mesh.mesh_dim_names or ():
-            axes.setdefault(mesh.get_group(axis).group_name, (axis,))
-    experts = job.meshes.experts
-    if experts is not None:
+            group = mesh.get_group(axis)
+            # If dp_shard has one rank, dp_shard_cp is cp: the first name is kept.
+            ranks = tuple(dist.get_process_group_ranks(group))
+            axes.setdefault(group.group_name, axes.setdefault(ranks, (axis,)))
+    if (experts := job.meshes.experts) is not None:
         for axis in experts.mesh_dim_names or ():
             name = experts.get_group(axis).group_name
             if axis not in axes.get(name, ()):

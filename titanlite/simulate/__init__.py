@@ -6,6 +6,7 @@ plan.py needs.py engine.py ready.py   greedy list scheduling, event by event
 exact.py        exact time: numbers as they are written, ticks inside
 costs.py network.py reduction.py   durations, links, gradient reduction
 size.py         what a simulation takes; sizes that are too large are refused
+details.py      the arguments that are not the default, for the title of a picture
 result.py memory.py   when each work item ran, what the run cost, what filled the memory
 schemes.py      the strategies of the notebook and the pipeline schedules, by name
 experiment.py   a strategy file: its strategy, order, priority, needs, costs and network

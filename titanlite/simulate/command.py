@@ -208,8 +208,8 @@ def _sweep(
     if not swept.rows:
         raise SimulationError("--sweep: interrupted before a point had run")
     print(show_sweep(swept, tuple(axes)))
-    hint = "costs_per" not in given and "stages" not in (*given, *axes)
-    if "workers" in axes and hint:
+    grows = not {"costs_per", "stages"} & {*given, *axes}
+    if grows and "workers" in axes and not all(".py" in scheme for scheme in schemes):
         print("A scheme has more stages on more workers; --costs-per model divides one model.")
     if options.csv:
         _write(options.csv, csv_of_sweep(swept, tuple(axes)))
@@ -362,7 +362,7 @@ def _parser() -> Parser:
     output = parser.add_argument_group("output")
     output.add_argument("--svg", metavar="FILE")
     output.add_argument("--html", metavar="FILE", help="a page with tooltips and zoom")
-    output.add_argument("--png", metavar="FILE", help="needs matplotlib")
+    output.add_argument("--png", metavar="FILE")
     output.add_argument("--memory", metavar="FILE", help="memory of the workers, .png or .svg")
     output.add_argument("--csv", metavar="FILE", help="the table, numbers not rounded")
     output.add_argument("--trace", metavar="FILE", help="for https://ui.perfetto.dev")

@@ -53,6 +53,10 @@ def _cost_details(plan: Plan) -> Iterator[str]:
         yield f"activations {size(costs.activation_units)}"
     if any(tick_costs.weight_units):
         yield f"weights {_values([simplest(units) for units in tick_costs.weight_units], size)}"
+    for name in ("gradient", "optimizer", "kept"):
+        if getattr(costs, f"{name}_units") not in (None, 0):
+            sizes = costs.per_stage(f"{name}_units", plan.num_stages)[0]
+            yield f"{name} {_values([simplest(units) for units in sizes], size)}"
     network = costs.network
     if network is not None:
         yield from _link_details("", network.between, costs)

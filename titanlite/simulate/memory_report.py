@@ -77,6 +77,5 @@ def draw_memory(simulation: Simulation, path: Path) -> None:
         ]
         corners.append((float(simulation.makespan) * time, corners[-1][1]))
         panels.append(MemoryPanel(f"worker {worker}", corners))
-    save_memory(
-        path, panels, KINDS, title=simulation.title, time_unit=time_unit, size_unit=size_unit
-    )
+    title = simulation.full_title
+    save_memory(path, panels, KINDS, title=title, time_unit=time_unit, size_unit=size_unit)

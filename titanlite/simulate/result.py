@@ -274,6 +274,11 @@ class Simulation:
                     first[worker] = start
         return busy, [first.get(worker, 0) for worker in range(self.num_workers)], last
 
+    @property
+    def full_title(self) -> str:
+        """The title of pictures: with what makes the simulation differ from the default."""
+        return ": ".join(filter(None, (self.title, ", ".join(self.details))))
+
     def timeline(self, until: Time = 0) -> Timeline:
         """The diagram: one row per worker with work, transfers and reductions; memory below.
 
@@ -312,7 +317,7 @@ class Simulation:
             for worker in one.workers
         ]
         return Timeline(
-            ": ".join(filter(None, (self.title, ", ".join(self.details)))),
+            self.full_title,
             rows,
             spans,
             unit=unit,

@@ -188,7 +188,7 @@ def _run_strategy(
 def _run_parts(parts: Mapping[str, Any], workload: Workload, title: str) -> Simulation:
     """Run what a strategy file defines. What the file and the workload both give is refused."""
     costs, network = workload.costs, parts.get("network")
-    plain = replace(costs, network=None, reduce_gradients=False)
+    plain = replace(costs, network=None, reduce_gradients=False, time_unit="", size_unit="")
     changed = [f.name for f in fields(Costs) if getattr(plain, f.name) != f.default]
     ordered = {
         "priority": workload.priority is not None,

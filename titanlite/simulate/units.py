@@ -87,7 +87,7 @@ def _common_unit(values: Mapping[str, Any], unit: str) -> bool:
         example = {"s": "1ms", "B": "1MiB"}[unit]
         raise SimulationError(
             f"{_spell(lacks)}: {without[lacks]} has no unit, but {_spell(has)} {with_unit[has]} "
-            f"has one; give all of them one, as in {example}, or none"
+            f"has one; give all of them one (also those with a default), as in {example}, or none"
         )
     return bool(with_unit)
 

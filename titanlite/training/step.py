@@ -268,7 +268,8 @@ class Trainer:
         for axis in axes_where(batch="tokens"):
             if axis in (self.world_mesh.mesh_dim_names or ()):
                 shards *= self.world_mesh[axis].size()
-        return round(self._world_sum(number.double().to(self._device)) / shards)
+        # A traced step has arbitrary values.
+        return max(1, round(self._world_sum(number.double().to(self._device)) / shards))
 
     def _set_replica_sync(self, *, enabled: bool) -> None:
         model: Any = self.parts[0]
