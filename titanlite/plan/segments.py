@@ -191,7 +191,8 @@ class Segments:
                 data.keep_gradients(builder, part, has_gradients)
         elif kind in (BACKWARD_INPUT, BACKWARD_WEIGHT):
             for _, part in reversed(parts):
-                builder.add(_half(part, kind, has_gradients or data.is_fsdp))
+                boundary = self._pieces.boundary_bytes
+                builder.add(_half(part, kind, boundary, has_gradients or data.is_fsdp))
                 if kind == BACKWARD_WEIGHT:
                     data.keep_gradients(builder, part, has_gradients)
         elif kind == UNSHARD and data.is_fsdp:
@@ -242,10 +243,14 @@ class Segments:
         is_local = not is_last and ranks[stage] == ranks[stage + 1]
         if kind == FORWARD:
             return -is_local
+        if kind == BACKWARD_INPUT:
+            # The gradient of its output, which it keeps for the weights, is in a buffer.
+            return -(not is_last)
         if kind not in (FULL_BACKWARD, BACKWARD_WEIGHT):
             return 0
         frees_output = not (is_last or is_local or self.keeps_sent)
-        return (stage > 0) - frees_output
+        had_gradient = kind == BACKWARD_WEIGHT and not is_last
+        return (stage > 0) - frees_output + had_gradient
 
     def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
         pending = 0, 0
@@ -338,29 +343,25 @@ def shortened(parts: Stage) -> tuple[Stage, Stage, int] | None:
     )
 
 
-def _half(part: Part, kind: str, has_gradients: bool) -> Segment:
+def _half(part: Part, kind: str, boundary_bytes: int, has_gradients: bool) -> Segment:
     """The backward pass of a part up to its input (BACKWARD_INPUT), or of its weights.
 
     The products of weight gradients, which have a weight's shape, are left for the second half.
     Until it has run, PyTorch keeps the graph of the first half: its activations, and the gradients
-    from which those of the weights are computed. Under activation checkpointing it recomputes in
-    both halves; the recomputation is counted once.
+    from which those of the weights are computed: for each product one, and for each module that has
+    only vectors, such as a norm, one of `boundary_bytes`. Under activation checkpointing it
+    recomputes in both halves; the recomputation is counted once.
     """
     whole = part.backward
-    # Those of experts are stacked.
-    shapes = {weight.shape[-2:] for weight in part.weights if len(weight.shape) > 1}
-    shapes |= {shape[::-1] for shape in shapes}
     events: list[Event] = []
-    read = 0
-    for event in whole.events:
-        is_later = (
-            isinstance(event, Operator)
-            and event.shape[1:3] in shapes
-            and event.place.phase == BACKWARD_PHASE
-        )
-        if is_later == (kind == BACKWARD_WEIGHT):
+    matrices = {weight.name.rpartition(".")[0] for weight in part.weights if len(weight.shape) > 1}
+    modules = {weight.name.rpartition(".")[0] for weight in part.weights if weight.is_trained}
+    read = len(modules - matrices) * boundary_bytes
+    is_later = _weight_products(part)
+    for index, event in enumerate(whole.events):
+        if (index in is_later) == (kind == BACKWARD_WEIGHT):
             events.append(event)
-        if is_later and isinstance(event, Operator):
+        if index in is_later and isinstance(event, Operator):
             _, outputs, inputs, _ = event.shape
             read += event.bytes_read * outputs // (outputs + inputs)
     kept = whole.net.get("activations", 0)
@@ -373,3 +374,29 @@ def _half(part: Part, kind: str, has_gradients: bool) -> Segment:
     peak = {name: num_bytes for name, num_bytes in whole.peak.items() if name not in without}
     net["activations"] = read
     return replace(whole, events=tuple(events), net=net, peak=peak)
+
+
+def _weight_products(part: Part) -> set[int]:
+    """The positions of the products that give weight gradients, among the backward pass' events.
+
+    They have a weight's shape. If the number of tokens is that of a weight's rows, the product of
+    an input gradient can have one, too: in each module it follows that of the weight gradient.
+    """
+    # The weights of experts are stacked.
+    shapes = {weight.shape[-2:] for weight in part.weights if len(weight.shape) > 1}
+    shapes |= {shape[::-1] for shape in shapes}
+    found: set[int] = set()
+    has_weight_gradient: dict[str, bool] = {}
+    for index, event in enumerate(part.backward.events):
+        if not isinstance(event, Operator) or not event.shape:
+            continue
+        _, m, n, k = event.shape
+        if (m, n) not in shapes or event.place.phase != BACKWARD_PHASE:
+            continue
+        module = event.place.module
+        if (k, n) in shapes and has_weight_gradient.get(module):
+            has_weight_gradient[module] = False
+        else:
+            has_weight_gradient[module] = True
+            found.add(index)
+    return found

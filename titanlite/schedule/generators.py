@@ -7,8 +7,10 @@ not part of a schedule; they come from a real run or from `titanlite.simulate`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -38,15 +40,25 @@ def make_schedule(
     if num_chunks is None:
         num_chunks = kind.min_chunks
     _check_counts(name, kind, num_ranks, num_microbatches, num_chunks)
-    return Schedule(
-        name,
-        num_microbatches,
-        _place_stages(num_ranks, num_chunks, kind.v_shaped),
-        [
+    with _without_garbage_collection():
+        actions = [
             kind.rank_actions(rank, num_ranks, num_microbatches, num_chunks)
             for rank in range(num_ranks)
-        ],
-    )
+        ]
+    stage_to_rank = _place_stages(num_ranks, num_chunks, kind.v_shaped)
+    return Schedule(name, num_microbatches, stage_to_rank, actions)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Millions of actions are made, and no cycles: the collector would only visit them all."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def schedule_name(name: str) -> str:
