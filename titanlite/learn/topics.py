@@ -375,8 +375,8 @@ TOPICS = {
     "tp": Topic(
         "TP",
         "What does a rank send for L blocks of width D and N tokens?",
-        "2 (4 L + 1) (n-1)/n w N D: 4 pairs of all-gather and reduce-scatter per block, one for the "
-        "output layer",
+        "2 (4 L + 1) (n-1)/n w N D: 4 pairs of all-gather and reduce-scatter per block, one for "
+        "the output layer",
         _tensor_parallel,
         "tensor_parallel.md",
         ("tp",),
