@@ -64,7 +64,7 @@ COMMANDS = {
     ),
     "learn": Command(
         "titanlite.learn.command",
-        "answer a question of each parallelism: by formula, simulated, measured",
+        "answer a question on each parallelism: formula, simulated, measured",
         "titanlite learn dp",
     ),
     "lab": Command(

@@ -17,12 +17,13 @@ def strategy(work, job):
 
 
 def needs(work, job):
-    if work.stage % 2 == 1:
+    forward = work.direction == Direction.FORWARD
+    experts = work.stage - 1 if forward else work.stage + 1
+    if work.stage % 2 == 1 or experts < 0:
         return []
-    step, before = (-1, work.stage > 0) if work.direction == Direction.FORWARD else (1, True)
+    # Attention needs what the experts made of all tokens of its worker.
     first = work.batch - work.batch % job.workers
-    groups = range(first, first + job.workers)
-    return [Work(work.stage + step, group, work.direction) for group in groups] if before else []
+    return [Work(experts, group, work.direction) for group in range(first, first + job.workers)]
 
 
 def costs(job):

@@ -7,6 +7,7 @@ import linecache
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -258,6 +259,13 @@ def test_there_are_fifteen_on_all_notes_with_three_wrong_answers_each():
 
 
 @pytest.mark.parametrize("name", EXERCISES)
+def test_its_note_names_it(name):
+    number, summary = EXERCISES[name]
+    (note,) = (Path(__file__).parents[2] / "docs" / "lab").glob(f"{number}-*.md")
+    assert f"- `titanlite lab exercise {name}`: {summary}.\n" in note.read_text()
+
+
+@pytest.mark.parametrize("name", EXERCISES)
 def test_the_skeleton_fails_helpfully_and_the_solution_passes(pool, name):
     exercise = load_exercise(name)
     assert exercise.name == name
@@ -312,7 +320,9 @@ class TestCommand:
         assert "the first difference is in step 0: rank 0 sends a to rank 2; in the worked" in out
         assert picture.read_text().count("<circle") == 4
         path.write_text(text)
-        assert main(command) == 0
+        page = tmp_path / "mine.html"
+        assert main([*command, "--picture", str(page)]) == 0
+        assert "rank 0 to rank 1: " in page.read_text()
         assert "right on all 4 ranks: 4 messages, 128 bytes, 1 steps" in capsys.readouterr().out
 
     def test_hint_and_solution_are_shown(self, capsys):
@@ -331,7 +341,10 @@ class TestCommand:
             (["shift", "broken.py"], r"broken.py:2: SyntaxError"),
             (["shift", "raises.py"], r"raises.py:1: ZeroDivisionError"),
             (["shift", "empty.py"], r"empty.py: has no function shift; define shift\(device"),
-            (["shift", "empty.py", "--picture", "a.png"], r"--picture: a.png must end in .svg"),
+            (
+                ["shift", "empty.py", "--picture", "a.png"],
+                "--picture: a.png must end in .svg or .html",
+            ),
             (["shift", "no/a.py", "--start"], "no/a.py: cannot be written: No such file"),
         ],
     )

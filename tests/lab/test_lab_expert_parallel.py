@@ -93,6 +93,24 @@ def test_slots_get_places_in_the_order_of_the_tokens():
     assert capacity_of(num_tokens=10, top_k=2, num_experts=8, factor=1.0) == 3
 
 
+def test_which_slots_are_dropped_depends_on_the_number_of_groups():
+    x, gate, weights, _ = make(4.0)
+
+    def outputs(num_groups, capacity_factor=1.0):
+        return single_process_layer(
+            x,
+            gate,
+            Experts(*weights),
+            top_k=TOP_K,
+            capacity_factor=capacity_factor,
+            num_groups=num_groups,
+        )
+
+    assert not torch.allclose(outputs(2), outputs(4))
+    # An expert gets at most one slot of each token.
+    assert torch.equal(outputs(2, EXPERTS / TOP_K), outputs(4, None))
+
+
 @pytest.mark.parametrize("skew", [0.0, 4.0, 100.0])
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_forward_and_backward_are_those_of_one_process(cluster_of_4, skew, capacity_factor):

@@ -114,6 +114,8 @@ def test_a_difference_is_claimed_only_if_all_samples_show_it():
     ("arguments", "message"),
     [
         (["attention", "--world", "6", "--tokens", "100"], "use a multiple of 12"),
+        (["bandwidth", "--world", "1"], "world: a single rank sends nothing; use at least 2"),
+        (["overlap", "--world", "3"], "world: 4 layers of 128 x 128 do not divide among 3 ranks"),
         (["experts", "--experts", "6"], "experts: 6 experts do not divide among 4 ranks"),
         (["experts", "--top-k", "9"], "top-k: 9 is more than the 8 experts"),
     ],

@@ -111,7 +111,8 @@ CASES = [
     Case(
         bugs.pending_input_to_a_compiled_block,
         {**TP, **FSDP},
-        "the plan agrees with compile.enable = false: the compiled module layers.0 receives the "
+        "the plan agrees with one process if compile.enable = false: "
+        "the compiled module layers.0 receives the "
         "result of a collective that is still running",
         {**OWN, "compile": {"enable": True, "backend": "aot_eager"}},
         is_slow=True,
@@ -119,7 +120,8 @@ CASES = [
     Case(
         bugs.waiting_cuts_the_way_back,
         TP,
-        "the plan agrees with compile.enable = false: the gradient of tok_emb.weight is missing at "
+        "the plan agrees with one process if compile.enable = false: "
+        "the gradient of tok_emb.weight is missing at "
         "the optimizer step",
         {**OWN, "compile": {"enable": True, "backend": "aot_eager"}},
         is_slow=True,
@@ -127,7 +129,8 @@ CASES = [
     Case(
         bugs.one_counter_for_both_passes,
         DDP,
-        'the plan agrees with activation_checkpoint.mode = "none": activation checkpointing '
+        'the plan agrees with one process if activation_checkpoint.mode = "none": '
+        "activation checkpointing "
         "recomputes values that differ from the forward pass, first in layers.0.attention.wk",
         {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
     ),

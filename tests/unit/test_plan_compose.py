@@ -18,10 +18,8 @@ from titanlite.plan.trace import trace_rank
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = ("tp2_fsdp2", "ac", "pp2_fsdp2", "gpt2_pp2_tp2")
-# Between the halves of a split backward pass PyTorch keeps less than is assumed. In schedules of
-# several stages a rank, it keeps what has been sent until the end of the schedule, which is not.
 # Pieces are of eager code, which keeps what a compiled block computes again.
-TOLERANCE = {"pp4_zbv": 0.2, "pp2_dualpipev": 0.2, "pp2_interleaved": 0.1, "compile": 0.3}
+TOLERANCE = {"compile": 0.3}
 # cifar10 needs its data set.
 SLOW = sorted({path.stem for path in CONFIGS.glob("*.toml")} - {*QUICK, "cifar10"})
 

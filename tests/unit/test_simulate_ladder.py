@@ -101,7 +101,7 @@ def test_memory_by_hand(measured):
     assert measured["3D DP x PP x TP"].memory_units == states / 4 + 2 * 8 * 2
 
 
-SIX = Workload(tokens=6, width=6)  # divided by 2 and by 3
+SIX = Workload(items=8, tokens=6, width=6)  # divided by 2 and by 3
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_there_is_a_script_for_each_rung():
     [
         (Workload(), Network(Link(0.05, 0.01)), 1),
         # So little compute that reading the weights takes longer, and twice the last degree.
-        (Workload(compute_units_per_item=1), NODES, 2),
+        (Workload(items=8, compute_units_per_item=1), NODES, 2),
     ],
     ids=["default", "other"],
 )
@@ -106,6 +106,15 @@ def test_script_draws_every_rank_and_prints_its_cost(capsys, tmp_path):
         assert f"{run_rung(RUNG[rung], Workload(items=8))[0].seconds:.1f}" in last
     assert "of 8 items equal a single process's" in printed
     assert svg.read_text().startswith("<svg")
+
+
+def test_script_draws_the_messages_that_nothing_hides(capsys):
+    """8 of 12.7 s compute, and 4.7 s of the gradients' messages follow."""
+    assert main(["1d-overlap", "--columns", "139"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("GPU 0"))
+    drawn = row.removeprefix("GPU 0 ").split()[0]
+    assert set(drawn) == {"F", "B", "-"}
+    assert drawn.count("-") / len(drawn) == pytest.approx(4.7 / 12.7, abs=0.02)
 
 
 def test_a_wrong_script_is_refused():

@@ -25,6 +25,9 @@ def test_axes_are_values_and_ranges_with_their_end():
         "batches": [*range(8, 65, 8), 100],
         "forward": [0.1, 0.2, 0.3, 0.4],
     }
+    sizes = read_axes(["weight_units=1.5GiB:2.5GiB:0.5GiB,1MiB:2MiB"], READERS.get)
+    assert " ".join(map(str, sizes["weight_units"])) == "1.5GiB 2GiB 2.5GiB 1MiB 2MiB"
+    assert [size.value // 2**20 for size in sizes["weight_units"]] == [1536, 2048, 2560, 1, 2]
     assert read_axes(["workers=2:4"], READERS.get) == {"workers": [2, 3, 4]}
     assert read_axes(["batches=8:20:8,8"], READERS.get) == {"batches": [8, 16]}
 
@@ -43,6 +46,8 @@ def test_axes_are_values_and_ranges_with_their_end():
         ("workers=1:1000 batches=1:1000", "1,000,000 points are too many"),
         ("workers=4 workers=8", "workers is given twice"),
         ("forward=nan", "nan is not a number"),
+        ("weight_units=1MiB:2GiB", "all in one unit"),
+        ("weight_units=1MiB:2", "all in one unit"),
     ],
 )
 def test_wrong_axes_are_named(axis, said):

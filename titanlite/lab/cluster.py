@@ -274,8 +274,13 @@ class VirtualCluster:
             record = self._logs.read()
             if self._logs.sizes() == sizes:
                 self._looked = (sizes, True)
-                check_agreement(record)
-                check_deadlock(record)
+                check_agreement(record, is_running=True)
+                try:
+                    check_deadlock(record)
+                except CommunicationError:
+                    # Unequal collectives are the cause if there are any.
+                    check_agreement(record)
+                    raise
 
     def _mistake(self) -> CommunicationError | None:
         """The disagreement that made a device fail, if there is one."""

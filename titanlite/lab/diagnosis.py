@@ -51,12 +51,16 @@ class CommunicationError(RankError):
         return type(self), (self.rank, self.message, self.kind, self.record)
 
 
-def check_agreement(record: Record) -> None:
-    """Raise CommunicationError if both sides of a collective or a message differ."""
+def check_agreement(record: Record, *, is_running: bool = False) -> None:
+    """Raise CommunicationError if both sides of a collective or a message differ.
+
+    While the run goes on, only collectives are compared that all of their ranks have called, so
+    that the rank that differs from the others is named.
+    """
     unequal = _unequal_messages(record)
     message = min(unequal, key=lambda one: (one.target, one.source), default=None)
     for call in record.calls:
-        difference = _difference(call)
+        difference = _difference(call) if call.is_complete or not is_running else None
         if difference is not None:
             rank, text = difference
             if message is not None:

@@ -51,6 +51,7 @@ def picture_of(
         )
         for each in steps.flights
     ]
+    bars = [_bar(each) for each in steps.calls]
     return MessagePicture(
         title,
         caption,
@@ -58,10 +59,10 @@ def picture_of(
         steps.length,
         arrows,
         [Box(each.rank, each.start, each.end, each.name) for each in steps.blocks if each.is_work],
-        [_bar(each) for each in steps.calls],
+        bars,
         before,
         after,
-        _received(steps.length, record.num_ranks, arrows) if held is None else held,
+        _received(steps.length, record.num_ranks, arrows, bars) if held is None else held,
     )
 
 
@@ -105,14 +106,21 @@ def _bar(each: TorchCall) -> Bar:
     return Bar(call.ranks, each.start, f"{event.name}{what}, {size(event.tensor.nbytes)}", hover)
 
 
-def _received(length: int, num_ranks: int, arrows: Sequence[Arrow]) -> list[list[list[str]]]:
-    return [
-        [
-            list(dict.fromkeys(a.text for a in arrows if a.target == rank and a.start < step))
-            for rank in range(num_ranks)
-        ]
-        for step in range(length + 1)
-    ]
+def _received(
+    length: int, num_ranks: int, arrows: Sequence[Arrow], bars: Sequence[Bar]
+) -> list[list[list[str]]]:
+    """What each rank has received by each step, in messages and in collectives of torch."""
+    arrivals = [(arrow.start, arrow.target, arrow.text) for arrow in arrows]
+    arrivals += [(bar.start, rank, bar.text) for bar in bars for rank in bar.rows]
+    arrivals.sort()
+    held = []
+    for step in range(length + 1):
+        by_rank: list[dict[str, None]] = [{} for _ in range(num_ranks)]
+        for start, rank, text in arrivals:
+            if start < step:
+                by_rank[rank][text] = None
+        held.append([list(texts) for texts in by_rank])
+    return held
 
 
 def tagged(rank: int, num_parts: int) -> torch.Tensor:

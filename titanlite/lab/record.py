@@ -11,9 +11,10 @@ import itertools
 import pickle
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 # The kinds of events. A device posts a SEND, RECEIVE or COLLECTIVE (of torch.distributed), and may
 # WAIT for it and then RESUME. BEGIN and END enclose a collective of the virtual device, ENTER and
@@ -284,14 +285,9 @@ class Logs:
         return [path.stat().st_size for path in self.paths]
 
     def read(self) -> Record:
-        events = [_read(path, rank) for rank, path in enumerate(self.paths)]
-        start = min((of_rank[0].seconds for of_rank in events if of_rank), default=0.0)
-        return Record(
-            [
-                [replace(event, seconds=event.seconds - start) for event in of_rank]
-                for of_rank in events
-            ]
-        )
+        logs = [_read(path) for path in self.paths]
+        start = min((log[0][0] for log in logs if log), default=0.0)
+        return Record([[_event(rank, start, *one) for one in log] for rank, log in enumerate(logs)])
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -304,14 +300,23 @@ def packed(*values: object) -> bytes:
     return len(text).to_bytes(4, "little") + text
 
 
-def _read(path: Path, rank: int) -> list[Event]:
+def _read(path: Path) -> list[tuple[Any, ...]]:
+    """The values of each event of a log."""
     data = path.read_bytes()
     events, place = [], 0
     # The last event may be half written.
     while (start := place + 4) <= len(data):
         place = start + int.from_bytes(data[start - 4 : start], "little")
         if place <= len(data):
-            values = list(pickle.loads(data[start:place]))
-            values[7] = values[7] and TensorInfo(*values[7])
-            events.append(Event(rank, *values))
+            events.append(pickle.loads(data[start:place]))
     return events
+
+
+def _event(
+    rank: int, start: float, seconds: float, kind: str, number: int, name: str, label: str,
+    peers: tuple[int, ...], channel: str, tensor: tuple[Any, ...] | None, where: str, thread: int,
+) -> Event:  # fmt: skip
+    info = None if tensor is None else TensorInfo(*tensor)
+    return Event(
+        rank, seconds - start, kind, number, name, label, peers, channel, info, where, thread
+    )

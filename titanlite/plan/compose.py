@@ -20,9 +20,15 @@ from titanlite.plan.data_parallel import ENDS
 from titanlite.plan.events import Communication, Operator, Peak, Place
 from titanlite.plan.segments import BATCH, Row, Segments, Shared, Stage, Variant
 from titanlite.schedule import Schedule, add_communication
-from titanlite.schedule.actions import BACKWARD_WEIGHT, COMPUTE_KINDS, FULL_BACKWARD
+from titanlite.schedule.actions import (
+    BACKWARD_WEIGHT,
+    COMPUTE_KINDS,
+    FULL_BACKWARD,
+    SEND_B,
+    SEND_F,
+)
 
-START, END = "start", "end"
+START, RELEASE, END = "start", "release", "end"
 
 
 class Done(NamedTuple):
@@ -30,7 +36,7 @@ class Done(NamedTuple):
 
     Microbatches are counted over all batches that the step accumulates.
 
-    The kind is one of the schedule's, or START, BATCH or END.
+    The kind is one of the schedule's, or START, BATCH, RELEASE or END.
     """
 
     kind: str
@@ -245,6 +251,9 @@ class _Composer:
                 segment = known[key] = self._segments.of(kind, variant)
             number = -1 if microbatch is None else before + microbatch
             yield Done(kind, stage, number, segment)
+        if self._segments.keeps_sent:
+            num_sent = sum(kind in (SEND_F, SEND_B) for kind, _, _ in self._table[place])
+            yield Done(RELEASE, -1, -1, self._segments.release(num_sent))
 
     def _rows(self, schedule: Schedule, *, is_from_file: bool) -> list[Row]:
         """The actions of each rank, with those that communicate."""

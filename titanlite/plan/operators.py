@@ -53,6 +53,7 @@ def axis_of(name: str, kind: str, axes: tuple[str, ...]) -> str:
 
 
 def flops_of(name: str, function: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """The floating-point operations of a product or of attention; 0 for others."""
     if name in ATTENTION:
         num_products, at, _ = ATTENTION[name]
         q, k = args[at], args[at + 1]

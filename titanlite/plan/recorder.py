@@ -444,10 +444,6 @@ def _body_of(function: Any) -> Callable[..., Any]:
     return OPDEFS[function._schema.name]._init_fn
 
 
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _bytes_of_mutated(args: Any) -> int:
     """Operators without a result write their first list of tensors."""
     first = args[0] if args else []

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from titanlite.config import ResolvedJob
 from titanlite.plan.composition import Builder, Part, Pieces, Segment, Weight
-from titanlite.plan.data_parallel import ENDS, Replication
+from titanlite.plan.data_parallel import BUFFERS, ENDS, Replication
 from titanlite.plan.events import Communication, Event, Operator, Place
 from titanlite.schedule.actions import (
     BACKWARD_INPUT,
@@ -81,6 +81,11 @@ class Segments:
         self.data = Replication(resolved, pieces)
         self.stages: dict[int, Stage] = {}
         self._shared, self._is_quick = shared.segments, is_quick
+        of = resolved.pipeline
+        # PyTorch's runtime of schedules with several stages a rank waits for all sends at the end.
+        self.keeps_sent = of is not None and (
+            of.is_from_file or of.schedule.num_stages > of.schedule.num_ranks
+        )
         self._known: dict[tuple[Any, ...], Segment] = {}
         self._stage_keys: dict[int, tuple[int, ...]] = {}
 
@@ -97,8 +102,9 @@ class Segments:
         if parts is None:
             # Stages of the same parts are alike.
             parts = self._stage_keys[stage] = tuple(id(part) for _, part in self.stages[stage])
+        boundaries = self._boundaries(kind, stage)
         reduces = self.data.key if kind in (UNSHARD, REDUCE_GRAD, BATCH) else self.data.is_fsdp
-        key = (kind, parts, variant[1:], reduces, self._is_quick)
+        key = (kind, parts, variant[1:], reduces, boundaries, self._is_quick)
         if key not in self._shared:
             make = self._batch if kind == BATCH else self._action
             self._shared[key] = make(kind, variant)
@@ -185,7 +191,8 @@ class Segments:
                 data.keep_gradients(builder, part, has_gradients)
         elif kind in (BACKWARD_INPUT, BACKWARD_WEIGHT):
             for _, part in reversed(parts):
-                builder.add(_half(part, kind, has_gradients or data.is_fsdp))
+                boundary = self._pieces.boundary_bytes
+                builder.add(_half(part, kind, boundary, has_gradients or data.is_fsdp))
                 if kind == BACKWARD_WEIGHT:
                     data.keep_gradients(builder, part, has_gradients)
         elif kind == UNSHARD and data.is_fsdp:
@@ -199,6 +206,8 @@ class Segments:
         if kind in COMPUTE_KINDS:
             # Tensors of the model's own forward, and the gradient that is sent, end here.
             builder.free("temporary")
+        if boundaries := self._boundaries(kind, variant.stage):
+            builder.allocate("activations", boundaries * self._pieces.boundary_bytes)
         return builder.segment()
 
     def _message(self, kind: str, stage: int) -> Segment:
@@ -210,7 +219,38 @@ class Segments:
         peer = self._pipeline.schedule.stage_to_rank[other]
         builder = Builder()
         builder.start(name, "pp", self._pieces.boundary_bytes, self._dims.pp, place, peer)
+        if kind == SEND_B and self.keeps_sent:
+            builder.allocate(BUFFERS, self._pieces.boundary_bytes)
         return builder.segment()
+
+    def release(self, num_sent: int) -> Segment:
+        """The end of a batch in a pipeline: what was sent is freed."""
+        builder = Builder()
+        builder.allocate(BUFFERS, -num_sent * self._pieces.boundary_bytes)
+        return builder.segment()
+
+    def _boundaries(self, kind: str, stage: int) -> int:
+        """How many activations between stages an action leaves beside those of its parts.
+
+        The parts of a model free their input after their backward pass. A stage keeps its input,
+        which is in a buffer, and frees its output: then, or what was sent at the end of the batch.
+        An output that stays on the rank takes the place of the next stage's buffer.
+        """
+        if self._pipeline is None:
+            return 0
+        ranks = self._pipeline.schedule.stage_to_rank
+        is_last = stage + 1 == len(ranks)
+        is_local = not is_last and ranks[stage] == ranks[stage + 1]
+        if kind == FORWARD:
+            return -is_local
+        if kind == BACKWARD_INPUT:
+            # The gradient of its output, which it keeps for the weights, is in a buffer.
+            return -(not is_last)
+        if kind not in (FULL_BACKWARD, BACKWARD_WEIGHT):
+            return 0
+        frees_output = not (is_last or is_local or self.keeps_sent)
+        had_gradient = kind == BACKWARD_WEIGHT and not is_last
+        return (stage > 0) - frees_output + had_gradient
 
     def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
         pending = 0, 0
@@ -303,29 +343,25 @@ def shortened(parts: Stage) -> tuple[Stage, Stage, int] | None:
     )
 
 
-def _half(part: Part, kind: str, has_gradients: bool) -> Segment:
+def _half(part: Part, kind: str, boundary_bytes: int, has_gradients: bool) -> Segment:
     """The backward pass of a part up to its input (BACKWARD_INPUT), or of its weights.
 
     The products of weight gradients, which have a weight's shape, are left for the second half.
     Until it has run, PyTorch keeps the graph of the first half: its activations, and the gradients
-    from which those of the weights are computed. Under activation checkpointing it recomputes in
-    both halves; the recomputation is counted once.
+    from which those of the weights are computed: for each product one, and for each module that has
+    only vectors, such as a norm, one of `boundary_bytes`. Under activation checkpointing it
+    recomputes in both halves; the recomputation is counted once.
     """
     whole = part.backward
-    # Those of experts are stacked.
-    shapes = {weight.shape[-2:] for weight in part.weights if len(weight.shape) > 1}
-    shapes |= {shape[::-1] for shape in shapes}
     events: list[Event] = []
-    read = 0
-    for event in whole.events:
-        is_later = (
-            isinstance(event, Operator)
-            and event.shape[1:3] in shapes
-            and event.place.phase == BACKWARD_PHASE
-        )
-        if is_later == (kind == BACKWARD_WEIGHT):
+    matrices = {weight.name.rpartition(".")[0] for weight in part.weights if len(weight.shape) > 1}
+    modules = {weight.name.rpartition(".")[0] for weight in part.weights if weight.is_trained}
+    read = len(modules - matrices) * boundary_bytes
+    is_later = _weight_products(part)
+    for index, event in enumerate(whole.events):
+        if (index in is_later) == (kind == BACKWARD_WEIGHT):
             events.append(event)
-        if is_later and isinstance(event, Operator):
+        if index in is_later and isinstance(event, Operator):
             _, outputs, inputs, _ = event.shape
             read += event.bytes_read * outputs // (outputs + inputs)
     kept = whole.net.get("activations", 0)
@@ -338,3 +374,29 @@ def _half(part: Part, kind: str, has_gradients: bool) -> Segment:
     peak = {name: num_bytes for name, num_bytes in whole.peak.items() if name not in without}
     net["activations"] = read
     return replace(whole, events=tuple(events), net=net, peak=peak)
+
+
+def _weight_products(part: Part) -> set[int]:
+    """The positions of the products that give weight gradients, among the backward pass' events.
+
+    They have a weight's shape. If the number of tokens is that of a weight's rows, the product of
+    an input gradient can have one, too: in each module it follows that of the weight gradient.
+    """
+    # The weights of experts are stacked.
+    shapes = {weight.shape[-2:] for weight in part.weights if len(weight.shape) > 1}
+    shapes |= {shape[::-1] for shape in shapes}
+    found: set[int] = set()
+    has_weight_gradient: dict[str, bool] = {}
+    for index, event in enumerate(part.backward.events):
+        if not isinstance(event, Operator) or not event.shape:
+            continue
+        _, m, n, k = event.shape
+        if (m, n) not in shapes or event.place.phase != BACKWARD_PHASE:
+            continue
+        module = event.place.module
+        if (k, n) in shapes and has_weight_gradient.get(module):
+            has_weight_gradient[module] = False
+        else:
+            has_weight_gradient[module] = True
+            found.add(index)
+    return found

@@ -185,8 +185,9 @@ def axes_of_groups(job: Job) -> dict[str | tuple[int, ...], tuple[str, ...]]:
     for mesh in (job.meshes.world, job.meshes.dp):
         for axis in mesh.mesh_dim_names or ():
             group = mesh.get_group(axis)
-            axes.setdefault(group.group_name, (axis,))
-            axes.setdefault(tuple(dist.get_process_group_ranks(group)), (axis,))
+            # If dp_shard has one rank, dp_shard_cp is cp: the first name is kept.
+            ranks = tuple(dist.get_process_group_ranks(group))
+            axes.setdefault(group.group_name, axes.setdefault(ranks, (axis,)))
     if (experts := job.meshes.experts) is not None:
         for axis in experts.mesh_dim_names or ():
             name = experts.get_group(axis).group_name

@@ -7,6 +7,7 @@ the points that no other point beats.
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from titanlite.simulate.figures import Row
 from titanlite.simulate.work import SimulationError
 
 MOST_POINTS = 100_000
+_NUMBER = re.compile(r"(.*?[0-9.])\s*([A-Za-z/]*)")
 # These say how a job is run. The other axes say which job it is, so that makespans differ anyway.
 PLAN_AXES = ("workers", "group_size", "priority", "max_in_flight", "prefetch")
 
@@ -93,19 +95,24 @@ def _read_part(text: str, reader: Callable[[str], Any]) -> Iterator[Any]:
         return
     for end in ends:
         reader(end)
+    parts = [_NUMBER.fullmatch(end.strip()) for end in ends]
+    units = {part[2] for part in parts if part is not None}
     try:
         # As fractions, so that 0.1:0.3:0.1 ends at 0.3.
-        first, last, step = (Fraction(end) for end in (*ends, "1")[:3])
+        numbers = [Fraction(part[1]) for part in parts if part is not None]
+        first, last, step = (*numbers, Fraction(1))[:3]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no range FIRST:LAST:STEP") from None
-    if len(ends) > 3 or step <= 0 or last < first:
+    if len(ends) > 3 or len(units) > 1 or step <= 0 or last < first:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no range; give FIRST:LAST or FIRST:LAST:STEP, with a STEP above 0"
+            f"{text!r} is no range; give FIRST:LAST or FIRST:LAST:STEP, with a STEP above 0 and "
+            "all in one unit"
         )
     if (last - first) / step > MOST_POINTS:
         raise argparse.ArgumentTypeError(f"{text!r} has more than {MOST_POINTS:,} values")
     while first <= last:
-        yield reader(str(first) if first.denominator == 1 else repr(float(first)))
+        value = str(first) if first.denominator == 1 else repr(float(first))
+        yield reader(value + "".join(units))
         first += step
 
 

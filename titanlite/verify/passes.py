@@ -20,7 +20,7 @@ def explain_cures(e: Evidence) -> Iterator[str]:
         return
     details = [*_pending_inputs(e), *_recomputed(e)] or list(explain_gradients(e))[:1]
     because = f": {'; '.join(details)}" if details else ""
-    yield f"the plan agrees with {' or with '.join(e.cured_by)}{because}"
+    yield f"the plan agrees with one process if {' or if '.join(e.cured_by)}{because}"
 
 
 def _pending_inputs(e: Evidence) -> list[str]:

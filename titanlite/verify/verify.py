@@ -171,7 +171,7 @@ class Verifier:
             found.error = error
             found.findings = [found.error_finding]
             if cures := self._cures(found, reference, steps, patch):
-                words = f"the plan runs and agrees with {' or with '.join(cures)}"
+                words = f"the plan runs, and agrees with one process, if {' or if '.join(cures)}"
                 # An error that happens now and then would blame any feature.
                 if self._runs(found.job, reference, steps, patch):
                     words = "the plan failed once and ran when it was tried again, so the error is "

@@ -28,7 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     actions.add_argument("--start", action="store_true", help="write a skeleton to the file")
     actions.add_argument("--hint", action="store_true", help="show a hint")
     actions.add_argument("--solution", action="store_true", help="show the worked solution")
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw your run's messages")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE.svg",
+        help="draw your run's messages; with .html, a page to step through",
+    )
     options = parser.parse_args(arguments)
     try:
         return _run(options)
@@ -84,8 +89,8 @@ def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
     from titanlite.lab.exercises.exercise import load_answer
     from titanlite.lab.exercises.judge import judge
 
-    if options.picture is not None and options.picture.suffix != ".svg":
-        raise ConfigError(f"--picture: {options.picture} must end in .svg")
+    if options.picture is not None and options.picture.suffix not in (".svg", ".html"):
+        raise ConfigError(f"--picture: {options.picture} must end in .svg or .html")
     answer = load_answer(options.file, exercise.name)
     with VirtualCluster(exercise.mesh) as cluster:
         verdict = judge(cluster, exercise, answer)
@@ -96,8 +101,10 @@ def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
         if verdict.record is None:
             raise ConfigError("--picture: the run was not recorded to its end")
         title = f"{exercise.name}, as in {options.file.name}"
+        record = verdict.record
+        drawn = record.svg(title) if options.picture.suffix == ".svg" else record.html(title)
         try:
-            options.picture.write_text(verdict.record.svg(title), encoding="utf-8")
+            options.picture.write_text(drawn, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{options.picture}: cannot be written: {error.strerror}") from None
         print(f"  {options.picture} shows its messages")

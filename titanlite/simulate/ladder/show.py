@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from titanlite.errors import TitanliteError
 from titanlite.ranks.signals import ending_with_the_output
+from titanlite.schedule.timeline import Span
 from titanlite.simulate.gpu import GPU
 from titanlite.simulate.grid import Grid
 from titanlite.simulate.ladder.command import (
@@ -69,14 +70,21 @@ def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
     if rung.below not in (None, "0D"):
         below = next(each for each in RUNGS if each.name == rung.below)
         rows.append(run_rung(_with_degrees(below, degrees), workload, network)[0])
+    drawn = cluster.timeline(name)
+    # In text, the end of overlapped messages is a part of the row, as other messages are.
+    exposed = [
+        Span(gpu.global_rank, event.start, event.end, "SEND")
+        for gpu in cluster.gpus
+        for event in gpu.events
+        if event.kind == "join"
+    ]
     timeline = replace(
-        cluster.timeline(name),
-        caption="F and B: passes of a layer's parts; a colour is an item; -: messages",
+        drawn, caption="F and B: passes of a layer's parts; a colour is an item; -: messages"
     )
     write_pictures(options, [timeline])
     return "\n\n".join(
         [
-            draw_text(timeline, options.columns),
+            draw_text(replace(timeline, spans=[*drawn.spans, *exposed]), options.columns),
             f"All losses, gradients and new weights of {workload.items} items equal a single "
             "process's. The rung, and those below it:",
             ladder_table([*rows, measured]),
