@@ -17,6 +17,7 @@ from titanlite.plan.planning import plan_job
 from titanlite.plan.scale import scaled
 from titanlite.plan.search import (
     CP,
+    DOES_NOT_FIT,
     EP,
     LOCAL_BATCH,
     MODE,
@@ -25,6 +26,7 @@ from titanlite.plan.search import (
     SCHEDULE,
     SHARD,
     TP,
+    Changes,
     Evaluator,
     Found,
     SearchResult,
@@ -77,7 +79,9 @@ def test_expert_parallelism_divides_its_ranks_and_the_experts() -> None:
 
 
 def test_an_evaluated_plan_is_that_of_plan_job() -> None:
-    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
+    # So many equal blocks that the time of a batch follows from fewer.
+    config = override(CONFIG, {"model.num_layers": 12})
+    evaluator = Evaluator(config, H100, is_compiled=False, use_cache=False)
     changes = next(
         plan
         for plan in space(4, **{TP: 2, CP: 1, PP: 1}).candidates()
@@ -85,7 +89,7 @@ def test_an_evaluated_plan_is_that_of_plan_job() -> None:
     )
     found = evaluator.evaluate(changes)
     assert isinstance(found, Found)
-    plan = plan_job(resolve_job(override(CONFIG, changes)), H100, method="pieces", use_cache=False)
+    plan = plan_job(resolve_job(override(config, changes)), H100, method="pieces", use_cache=False)
     assert plan.prediction is not None
     assert found.seconds == pytest.approx(plan.prediction.step.seconds, rel=0.01)
     assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
@@ -93,10 +97,30 @@ def test_an_evaluated_plan_is_that_of_plan_job() -> None:
         H100, memory=dataclasses.replace(H100.memory, num_bytes=found.peak_bytes)
     )
     # No room for the margin.
-    assert Evaluator(CONFIG, small, is_compiled=False, use_cache=False).evaluate(changes) == (
+    assert Evaluator(config, small, is_compiled=False, use_cache=False).evaluate(changes) == (
         "does not fit in memory"
     )
     assert evaluator.evaluate(changes | {TP: 3}) == "not legal"
+
+
+def test_no_larger_microbatch_is_tried_of_a_plan_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    def evaluate(_: Evaluator, changes: Changes) -> str:
+        tried.append(changes)
+        return DOES_NOT_FIT if changes[RESHARD] == "never" else "not legal"
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    plans = list(space(4, **{TP: 2, CP: 1, PP: 1, SHARD: 2, MODE: "none"}).candidates())
+    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
+    rows = evaluator.evaluate_all(plans)
+    never = [plan for plan in plans if plan[RESHARD] == "never"]
+    others = [plan for plan in plans if plan[RESHARD] != "never"]
+    assert len(never) == len(others) > 1
+    assert tried == [plan for plan in plans if plan is never[0] or plan in others]
+    assert rows.count(DOES_NOT_FIT) == len(never)
 
 
 def test_large_microbatches_follow_from_smaller_ones() -> None:
