@@ -1,6 +1,6 @@
 """Predicted against measured timelines of pipelines, in wall time.
 
-    python tests/benchmarks/plan_timelines.py [--steps 5] [--svg FOLDER]
+    python tests/benchmarks/plan_timelines.py [--steps 8] [--svg FOLDER]
 
 CPU-seconds see neither overlap nor bubbles. Here the blocks of a small model pause
 (paused_model.py), so the seconds of the passes are known and hardly depend on what else the machine
@@ -215,7 +215,7 @@ def predict(case: Case, hardware: Hardware) -> Timeline:
     return predicted_timeline(step_spans(plan), plan.dims)
 
 
-def compare(case: Case, hardware: Hardware, num_steps: int = 3) -> Comparison:
+def compare(case: Case, hardware: Hardware, num_steps: int = 8) -> Comparison:
     return Comparison(case, predict(case, hardware), measure(case, num_steps))
 
 
@@ -235,7 +235,7 @@ def describe(found: Comparison) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hardware", default="cpu")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--svg", type=Path, help="a folder for a picture of each case")
     options = parser.parse_args(arguments)
     hardware: Any = load_hardware(options.hardware)

@@ -74,3 +74,13 @@ def test_causal_attention_has_its_lengths(device: str) -> None:
     found = [one for one in trace_rank(job(device), 0).operators if ATTENTION in one.name]
     assert {one.causal for one in found} == {(2048, 2048)}
     assert {one.name for one in found} == {ATTENTION, f"{ATTENTION}_backward"}
+
+
+def test_a_part_of_each_row_has_gaps_and_a_repeated_row_has_none() -> None:
+    torch = pytest.importorskip("torch")
+    from titanlite.plan.operators import has_gaps
+
+    whole = torch.empty(4, 6)
+    assert not any(map(has_gaps, (whole, whole.t(), whole[1:3], whole[0].expand(3, 6))))
+    assert not has_gaps(torch.empty(0, 3))
+    assert all(map(has_gaps, (whole[:, :3], whole[:, ::2], whole[::2])))

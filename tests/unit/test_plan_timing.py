@@ -287,6 +287,7 @@ def test_measured_costs_replace_formulas() -> None:
         ROUND.overhead,
         launch_seconds=1.0,
         collective_seconds=0.5,
+        recomputed_seconds=0.5,
         unshard_seconds=0.25,
         message_seconds=0.125,
     )
@@ -294,13 +295,21 @@ def test_measured_costs_replace_formulas() -> None:
         ROUND,
         kind="cpu",
         overhead=overhead,
-        operators={"aten::mul:float32": OperatorCost(2.0, 10.0, 100.0)},
+        operators={
+            "aten::mul:float32": OperatorCost(2.0, 10.0, 100.0),
+            "aten::add:float32:strided": OperatorCost(7.0),
+        },
         collectives={"all_gather": CollectiveCost(3.0, 0.5, 10.0)},
     )
     cost = Cost(hardware, ParallelDims(pp=2, dp_shard=3, tp=3))
     assert cost.operator(elementwise(5, 5)) == 1.0 + 2.0 + 1.0
     assert cost.operator(replace(elementwise(5, 5), flops=100)) == 5.0
     assert cost.operator(elementwise(5, 5, "aten::add")) == pytest.approx(1.0)
+    # Inputs with gaps take as long as others unless they were measured apart.
+    assert cost.operator(elementwise(5, 5, "aten::add", is_strided=True)) == 1.0 + 7.0
+    assert cost.operator(elementwise(5, 5, is_strided=True)) == 4.0
+    again = elementwise(5, 5, place=Place("layers.0", "recomputation"))
+    assert cost.operator(again) == 4.0 + 0.5
     gathered = Communication("all_gather", "tp", 30, 3, FORWARD, 1)
     found = time_events([gathered], cost)
     assert found.seconds == pytest.approx(0.5 + 3.0 + 2 * 0.5 + 2.0)

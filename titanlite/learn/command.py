@@ -62,7 +62,7 @@ def _draw(options: argparse.Namespace) -> int:
 
 
 HEADER = (
-    "| topic | question | formula | of the formula | simulated | measured | command |",
+    "| topic | question | formula | value of the formula | simulated | measured | command |",
     "| --- | --- | --- | --- | --- | --- | --- |",
 )
 

@@ -375,7 +375,8 @@ TOPICS = {
     "tp": Topic(
         "TP",
         "What does a rank send for L blocks of width D and N tokens?",
-        "2 (4 L + 1) (n-1)/n w N D",
+        "2 (4 L + 1) (n-1)/n w N D: 4 pairs of all-gather and reduce-scatter per block, one for "
+        "the output layer",
         _tensor_parallel,
         "tensor_parallel.md",
         ("tp",),
@@ -390,7 +391,8 @@ TOPICS = {
     "cp": Topic(
         "CP",
         "What does a rank send around the ring for K bytes of keys and values in each of L blocks?",
-        "3/4 (n-1) 3 K L",
+        "3 x 3/4 (n-1) K L: K is sent in the forward pass, again in the backward pass, and as a "
+        "gradient; 3/4 of it on average",
         _context_parallel,
         "context_parallel.md",
         ("cp",),
@@ -429,7 +431,7 @@ TOPICS = {
     "roofline": Topic(
         "Roofline",
         "From how many rows on does a product take longer to compute than to read its weights?",
-        "w peak / (2 bandwidth)",
+        "w peak / (2 memory bandwidth)",
         _roofline,
         "plan.md",
         is_timed=True,

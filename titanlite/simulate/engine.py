@@ -97,7 +97,7 @@ class _Engine:
         idle, touched, durations = self.idle, self.touched, self.plan.durations
         busy_until = [0] * self.plan.num_workers
         num_chained, total, stages, chain = self.num_chained, self.total, self.stages, self.chain
-        put, take, modulus = self.put, self.ready.take, self.plan.modulus
+        put, take, mask = self.put, self.ready.take, self.plan.modulus - 1
         heaps, keys = None, self.plan.keys
         if type(self.ready) is ByPriority and not self.plan.needs:
             heaps = self.ready.heaps
@@ -169,7 +169,7 @@ class _Engine:
                     heap = heaps[worker]
                     if not heap:
                         continue
-                    number = heappop(heap) % modulus
+                    number = heappop(heap) & mask
                 elif (taken := take(worker)) is not None:
                     number = taken
                 else:

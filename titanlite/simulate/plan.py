@@ -60,7 +60,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.num_chained = 2 * self.num_stages * self.num_batches
-        self.modulus = 3 * self.num_stages * self.num_batches
+        # A power of two, whose remainder is quick to take.
+        self.modulus = 1 << (3 * self.num_stages * self.num_batches).bit_length()
         self.tick_costs = TickCosts(self.costs, self.num_stages)
         self.durations = self.tick_costs.forward + self.tick_costs.backward[::-1]
         self.weight_durations = self.tick_costs.weight_gradient

@@ -14,13 +14,14 @@ function make(parent, name, attributes, text) {
   return element;
 }
 
-// The lines of a card: the work of this step, then what the rank holds.
+// The lines of a card: the collective or the work of this step, then what the rank holds.
 function lines(rank) {
+  const calls = DATA.bars.filter(bar => bar.start === step && bar.rows.includes(rank));
   const work = DATA.boxes.filter(box => box.row === rank && box.start <= step && step < box.end);
   const held = (DATA.held[step] || [])[rank] || [];
   const shown = held.slice(-CARD.most);
   const more = held.length > shown.length ? [`(${held.length - shown.length} earlier)`] : [];
-  return [...work.map(box => `runs ${box.text}`), ...more, ...shown];
+  return [...calls.map(bar => bar.text), ...work.map(box => `runs ${box.text}`), ...more, ...shown];
 }
 
 const count = DATA.rows.length;
@@ -73,12 +74,11 @@ function drawStage() {
   DATA.rows.forEach((name, rank) => {
     const [x, y] = place(rank), [left, top] = [x - CARD.width / 2, y - cardHeight / 2];
     const card = make(stage, "g", { class: "card" });
-    const called = bars.find(bar => bar.rows.includes(rank));
+    const called = bars.some(bar => bar.rows.includes(rank));
     make(card, "rect", { x: left, y: top, width: CARD.width, height: cardHeight, rx: 6,
                          fill: called ? "#f3ead7" : "#fafafa", stroke: color(rank),
                          "stroke-width": 1.5 });
     make(card, "text", { x: left + 10, y: top + 18, fill: color(rank), class: "name" }, name);
-    if (called) make(card, "text", { x: left + 64, y: top + 18 }, called.text);
     lines(rank).forEach((text, index) => {
       make(card, "text", { x: left + 10, y: top + CARD.top + 10 + CARD.line * index }, text);
     });
@@ -106,6 +106,8 @@ function go(to) {
   const cursor = byId("cursor");
   cursor.setAttribute("x", DATA.left + DATA.unit * step);
   cursor.setAttribute("width", step === DATA.length ? 3 : DATA.unit);
+  // Keep the step in view in a long run.
+  overview.parentElement.scrollLeft = DATA.left + DATA.unit * (step + 0.5) - innerWidth / 2;
   drawStage();
   drawList();
 }
