@@ -115,7 +115,7 @@ class Batch:
     def leave_out(self, is_out: Tensor) -> Batch:
         """The batch with targets masked where `is_out`, which broadcasts to their shape, is true.
 
-        If there is one target per sample, the first element of the sample's row decides.
+        If there is one target per sample, the first element of its row of `is_out` decides.
         """
         is_out = is_out.to(self.targets.device)
         if self.targets.ndim == 1:

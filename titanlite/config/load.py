@@ -88,10 +88,10 @@ def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
     """The job that the command line `argv` describes, checked as far as possible without ranks.
 
     `argv`, without the program's name, has `--job.config_file=F`, which names a TOML file, and
-    `--section.key=value`, which overrides its keys. Without a file, a job has all defaults. If a
-    file is required, `needs_file` is an example of a command with one, which the ConfigError for a
-    missing file shows. Raises ConfigError with one line for each
-    mistake; the checks that need the number of ranks come later.
+    `--section.key=value`, which overrides its keys. Without a file, a job has all defaults. With
+    `needs_file`, a file is required; `needs_file` is an example of a command with one, which the
+    ConfigError shows. Raises ConfigError with one line for each mistake; the checks that need the
+    number of ranks come later.
     """
     return _checked(read_job(argv, needs_file=needs_file))
 

@@ -107,8 +107,8 @@ def compare(
     clip: (model) -> gradient norm, called on both sides before each optimizer step.
     shard: (name) -> how the rank's plain tensor is cut from the reference's: None (not cut), (dim,
         axis), (dim, index, count) for chunk `index` of `count`, a list of these, or a function of
-        the whole tensor. Not needed for DTensors, nor for a tensor that has 1/n of the reference's
-        size in one dimension if exactly one axis has degree n.
+        the whole tensor. Not needed for DTensors. Not needed either for a
+        tensor of which one dimension is 1/n of the reference's, if only one axis has degree n.
     rename: the parallel code's name of a parameter or module -> the reference's. Prefixes of DDP,
         FSDP1, torch.compile and checkpoint wrappers are removed before.
     copy_weights: start from the reference's weights instead of comparing the starting values.

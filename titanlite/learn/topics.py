@@ -392,7 +392,7 @@ TOPICS = {
         "CP",
         "What does a rank send around the ring for K bytes of keys and values in each of L blocks?",
         "3 x 3/4 (n-1) K L: K is sent in the forward pass, again in the backward pass, and as a "
-        "gradient; 3/4 of it on average",
+        "gradient; of it, the keys that later ranks need under the causal mask, on average 3/4",
         _context_parallel,
         "context_parallel.md",
         ("cp",),
@@ -415,7 +415,8 @@ TOPICS = {
     "ep": Topic(
         "EP",
         "What does a rank send to the experts and back, for N tokens with k of E experts each?",
-        "(n-1)/n L (8 E + 4 N k D w)",
+        "(n-1)/n L (8 E + 4 N k D w): a count for each expert, and rows sent to the experts and "
+        "back, forward and backward",
         _expert_parallel,
         "expert_parallel.md",
         ("ep",),

@@ -25,9 +25,10 @@ class Meshes:
     dp_shard and cp together, because the ranks of both axes use the same weights on different
     tokens. If cp has several ranks, the two are flattened into one dimension, dp_shard_cp.
 
-    `experts` is a second mesh of all ranks, for the parameters of experts: pp and dp_replicate as
-    in `world`, and the ranks of dp_shard, cp and tp divided into efsdp and, if it has more than one
-    rank, ep. It is None if experts are sharded like all other parameters.
+    `experts` is a second mesh of all ranks, for the parameters of experts. Its pp and dp_replicate
+    are those of `world`. The ranks of dp_shard, cp and tp are divided into efsdp (over which FSDP2
+    shards each expert) and, if there are several, ep (which hold different experts). It is None if
+    experts are sharded like all other parameters.
     """
 
     world: DeviceMesh

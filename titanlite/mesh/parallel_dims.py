@@ -152,7 +152,7 @@ class ParallelDims:
 
     @property
     def num_expert_ranks(self) -> int:
-        """dp_shard x cp x tp, the ranks that together hold one replica's experts: ep x efsdp."""
+        """The number of ranks that hold one replica's experts: dp_shard x cp x tp = ep x efsdp."""
         return self.degree_of(next(axis.borrows for axis in TABLE if axis.borrows))
 
     @property
@@ -163,10 +163,10 @@ class ParallelDims:
     def uses_fsdp(self, *, is_plain: bool, has_experts: bool) -> bool:
         """Whether FSDP2 wraps the model; if not, DDP does, unless there is one replica.
 
-        FSDP2 is also used with one shard: unless the job `is_plain` (no mixed precision, no CPU
-        offload), for experts that have shards of their own, and for replicas with tensor or
-        pipeline parallelism. With a pipeline, DDP cannot know which backward pass of the schedule
-        is the last.
+        FSDP2 is also used with one shard in three cases: if the job is not plain (`is_plain`: no
+        mixed precision and no CPU offload), if experts have shards of their own, and if there are
+        replicas with tensor or pipeline parallelism. With a pipeline, DDP cannot know which
+        backward pass of the schedule is the last.
         """
         if not is_plain or self.fsdp_enabled:
             return True
@@ -175,7 +175,10 @@ class ParallelDims:
         return self.dp > 1 or (self.experts_are_apart(has_experts) and self.num_expert_shards > 1)
 
     def experts_are_apart(self, has_experts: bool) -> bool:
-        """Whether experts have a mesh of their own: TP does not shard them, so FSDP2 does."""
+        """Whether experts have a mesh of their own, as under EP and TP.
+
+        TP does not shard experts, so FSDP2 shards them over the ranks of tp too.
+        """
         return has_experts and (self.ep_enabled or self.tp_enabled)
 
     @property

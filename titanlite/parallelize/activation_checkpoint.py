@@ -113,7 +113,8 @@ def apply_ac(
     `recompute_mm_of` names (by suffixes of their names). "memory_budget" leaves the choice to the
     compiler: a budget of 0 equals "full", 1 equals "none".
 
-    `save_cpu_attention` also saves the output of the CPU attention operator under "full" and "n".
+    `save_cpu_attention` also saves the output of the CPU attention operator in blocks that are
+    recomputed whole.
     Compiled tensor-parallel blocks need it: AOTAutograd assumes that recomputing this operator
     needs a random state, and fails on their graphs.
 

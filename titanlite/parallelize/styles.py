@@ -255,8 +255,8 @@ class EmbeddingRowwise(ParallelStyle):
 class TokenDropoutLocal(ParallelStyle):
     """A TokenDropout on the local shard of its input along `dim`.
 
-    If `dim` is a dimension of the tokens, each rank uses the token numbers of its shard. If `dim`
-    is -1, the features are sharded. No collective.
+    If `dim` is the batch or sequence dimension, each rank uses the numbers of its own tokens
+    (`token_numbers` of Batch). If `dim` is -1, the features are sharded. No collective.
     """
 
     def __init__(self, dim: int) -> None:

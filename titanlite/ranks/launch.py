@@ -63,7 +63,7 @@ class Place:
 
     @property
     def folder(self) -> Path:
-        """The folder that the ranks of `Ranks` share with the launcher."""
+        """The folder that local ranks share with the launcher that started them."""
         return Path(self.rendezvous.removeprefix("file://")).parent
 
 

@@ -76,7 +76,8 @@ class World:
     def name_groups(self, axes: Mapping[str, str]) -> None:
         """Set the axis of each process group, for reports.
 
-        New groups have torch's default timeout: this sets it to the world's.
+        It also sets the timeout of these groups, which is torch's default in a new group, to that
+        of the world.
         """
         if self.watch is not None:
             self.watch.name_groups(axes)

@@ -47,7 +47,8 @@ def initialize(
     device: they are drawn on the CPU in float32, with one full parameter in memory at a time. The
     model can define `init_parameter(name, parameter, generator)`. By default matrices are normal
     with standard deviation 0.02; vectors are one if they are called weight, else zero. A model with
-    buffers sets them in `init_buffers()`; every TokenDropout gets its key here.
+    buffers sets them in `init_buffers()`; `initialize` also gives every
+    TokenDropout the key of its random masks.
 
     A tied weight is drawn once, from the generator of its first name. For a pipeline stage, give
     find_tied of the whole model as `tied`: the stage may hold a weight under a further name.
