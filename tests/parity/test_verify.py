@@ -186,7 +186,8 @@ def test_the_matrix_has_every_schedule_with_every_degree(num_ranks):
 @pytest.mark.slow
 def test_the_matrix_of_a_model_with_experts_has_expert_parallelism(verifier, tmp_path):
     sections = {
-        "model": {"name": "llama3", "flavor": "moe_debug"},
+        # Schedules with two stages a rank need four blocks on two ranks.
+        "model": {"name": "llama3", "flavor": "moe_debug", "n_layers": 4},
         "training": {"dataset": "synthetic", "seq_len": 32},
     }
     job = make_config(sections)
