@@ -358,7 +358,7 @@ CASES = [
         bugs.sequence_loss_by_microbatch,
         FSDP | EP,
         "the auxiliary loss is 0.25 times as large as on one process, although every token goes to "
-        "the same experts: 0.25 is 1 over the number of sequences of a microbatch",
+        "the same experts as there: 0.25 is 1 over the number of sequences of a microbatch",
         EXPERTS,
     ),
     Case(

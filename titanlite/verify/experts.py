@@ -63,7 +63,7 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
             ]
             yield (
                 f"{layer} routes every token as one process does, and each expert computes as many "
-                f"rows, but the output of {layer}.experts differs, "
+                f"rows as there, but the output of {layer}.experts differs, "
                 f"{name_ranks(ranks, e.runs, seen)}: rows reach another expert's weights, or "
                 "outputs are combined in another order than they were sent. Check the offset of "
                 "each rank's first expert, and that the order of dispatch is undone exactly"
@@ -194,8 +194,8 @@ def explain_auxiliary_loss(e: JobEvidence) -> Iterator[str]:
         same = "1 over the number of sequences of a microbatch"
     yield (
         f"the auxiliary loss is {ratio:.6g} times as large as on one process, although every token "
-        f"goes to the same experts{f': {ratio:.6g} is {same}' if same else ''}. Sum it over "
-        "sequences, divide by the number of sequences of the step, and count each sequence's "
+        f"goes to the same experts as there{f': {ratio:.6g} is {same}' if same else ''}. Sum it "
+        "over sequences, divide by the number of sequences of the step, and count each sequence's "
         "tokens over cp and tp before you multiply"
     )
 

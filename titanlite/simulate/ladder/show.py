@@ -78,9 +78,8 @@ def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
         for event in gpu.events
         if event.kind == "join"
     ]
-    timeline = replace(
-        drawn, caption="F and B: passes of a layer's parts; a colour is an item; -: messages"
-    )
+    caption = "F, B: forward and backward of a part of a layer; a colour for each item; -: messages"
+    timeline = replace(drawn, caption=caption)
     write_pictures(options, [timeline])
     return "\n\n".join(
         [
