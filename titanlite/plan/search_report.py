@@ -8,14 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from titanlite.config import JobConfig
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
 from titanlite.observe.quantities import format_bytes, format_count, format_seconds
+from titanlite.observe.terminal import counting_bar
 from titanlite.plan.hardware import Hardware
 from titanlite.plan.search import (
     CP,
@@ -78,14 +76,7 @@ def run_search(
 ) -> SearchResult:
     """Search with a progress bar on a terminal."""
     num_plans = sum(1 for _ in space.candidates())
-    columns = (
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with counting_bar() as progress:
         task = progress.add_task("plans", total=num_plans)
 
         def on_progress(result: SearchResult, done: int) -> None:

@@ -17,8 +17,7 @@ from titanlite.simulate.options import (
     check_outputs,
     whole,
 )
-from titanlite.simulate.output import write as _write
-from titanlite.simulate.output import write_with as _write_with
+from titanlite.simulate.output import write, write_with
 from titanlite.simulate.priority import PRIORITIES
 from titanlite.simulate.result import Simulation
 from titanlite.simulate.schemes import STRATEGIES, Workload, run_scheme
@@ -131,31 +130,31 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
                 print(show_memory(simulation, options.width), end="\n\n")
     print(format_table(header, cells, left=("scheme",)))
     if options.csv:
-        _write(options.csv, write_csv([row.values for row in rows]))
+        write(options.csv, write_csv([row.values for row in rows]))
     if options.svg:
         from titanlite.drawing.schedule_svg import draw_svg
 
-        _write(options.svg, draw_svg(*timelines))
+        write(options.svg, draw_svg(*timelines))
     if options.html:
         from titanlite.drawing.schedule_html import draw_html
 
-        _write(options.html, draw_html(timelines, html_table(header, cells)))
+        write(options.html, draw_html(timelines, html_table(header, cells)))
     # One picture per file; with several schemes, the name of each goes into its file name.
     for simulation in simulations if options.memory else ():
         from titanlite.simulate.memory_report import draw_memory
 
         target = _one_of(options.memory, simulation.title, len(simulations))
-        _write_with(target, partial(draw_memory, simulation))
+        write_with(target, partial(draw_memory, simulation))
     named = list(zip((simulation.title for simulation in simulations), timelines, strict=False))
     for title, timeline in named if options.png else ():
         from titanlite.drawing.schedule_png import draw_png
 
         target = _one_of(options.png, title, len(timelines))
-        _write_with(target, partial(draw_png, timeline))
+        write_with(target, partial(draw_png, timeline))
     for title, timeline in named if options.trace else ():
         from titanlite.schedule.trace import make_trace
 
-        _write(_one_of(options.trace, title, len(timelines)), make_trace(timeline))
+        write(_one_of(options.trace, title, len(timelines)), make_trace(timeline))
 
 
 def _one_of(path: str, title: str, num_files: int) -> Path:
@@ -212,10 +211,10 @@ def _sweep(
     if grows and "workers" in axes and not all(".py" in scheme for scheme in schemes):
         print("A scheme has more stages on more workers; --costs-per model divides one model.")
     if options.csv:
-        _write(options.csv, csv_of_sweep(swept, tuple(axes)))
+        write(options.csv, csv_of_sweep(swept, tuple(axes)))
     for path in filter(None, (options.svg, options.png)):
         title = f"{', '.join(schemes)}: {' '.join(options.sweep)}"
-        _write_with(Path(path), partial(draw_sweep, swept, tuple(axes), title))
+        write_with(Path(path), partial(draw_sweep, swept, tuple(axes), title))
     return 0 if swept.is_complete else 130
 
 

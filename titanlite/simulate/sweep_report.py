@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from titanlite.observe.terminal import counting_bar
 from titanlite.simulate.figures import Row, table_rows, write_csv
 from titanlite.simulate.quantity import Quantity, size_scale, time_scale
 from titanlite.simulate.sweep import Fronts, Point, Swept, mark_fronts, run_sweep
@@ -23,14 +21,7 @@ def run_with_progress(
     run: Callable[[str, Point], Row],
 ) -> Swept:
     """`run_sweep` with a bar on a terminal; Ctrl-C keeps what has run."""
-    columns = (
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with counting_bar() as progress:
         task = progress.add_task("points; Ctrl-C keeps those that have run")
 
         def on_progress(swept: Swept) -> None:
