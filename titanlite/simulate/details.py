@@ -23,16 +23,16 @@ def details(plan: Plan, priority: Any = None, order: Any = None, needs: Any = No
 
 def _order_details(plan: Plan, priority: Any, order: Any, needs: Any) -> Iterator[str]:
     if order is not None and not isinstance(getattr(order, "__self__", None), Schedule):
-        yield f"order {_name(order)}"
+        yield _named("order", order)
     if priority is not None:
         known = next((n for n, make in PRIORITIES.items() if isinstance(priority, make)), None)
-        yield f"priority {known or _name(priority)}"
+        yield f"priority {known}" if known else _named("priority", priority)
     if plan.max_in_flight is not None:
         yield f"{_values(plan.max_in_flight)} in flight"
     if order is None and any(plan.is_split):
         yield "split backward"
     if needs is not None:
-        yield f"needs {_name(needs)}"
+        yield _named("needs", needs)
 
 
 def _cost_details(plan: Plan) -> Iterator[str]:
@@ -91,6 +91,7 @@ def _values(values: Sequence[Any], show: Callable[[Any], str] = str) -> str:
     return f"{show(min(values))} to {show(max(values))}"
 
 
-def _name(function: Callable[..., Any]) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
-    return "of your own" if name == "<lambda>" else str(name)
+def _named(what: str, function: Callable[..., Any]) -> str:
+    """An argument with its function's name, if that says more than the argument."""
+    name = str(getattr(function, "__name__", type(function).__name__))
+    return f"{what} of your own" if name in ("<lambda>", what) else f"{what} {name}"

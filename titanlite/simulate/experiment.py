@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
@@ -137,9 +137,11 @@ def _with_job(path: str, name: str, function: Callable[..., Any], job: Job) -> C
     needed = [p for p in places if p.default is p.empty]
     keywords = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
     if not keywords and len(needed) == len(wanted) + 1:
+        with_job: Callable[..., Any] = partial(function, **{needed[-1].name: job})
         if needed[-1].kind == needed[-1].POSITIONAL_ONLY:
-            return lambda *arguments: function(*arguments, job)
-        return partial(function, **{needed[-1].name: job})
+            with_job = lambda *arguments: function(*arguments, job)
+        # The title of a picture has the function's name.
+        return update_wrapper(with_job, function)
     if keywords or len(needed) > len(wanted) or (len(places) < len(wanted) and not taken):
         takes = ", ".join(p.name for p in (*needed, *keywords))
         forms = [", ".join(wanted), ", ".join((*wanted, "job"))]
