@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -312,6 +313,56 @@ def test_a_healthy_rank_is_watched_without_frame_objects(monkeypatch, tmp_path):
     assert any(
         "test_faults.py" in line and line.endswith("without_frame_objects") for line in stack
     )
+
+
+# Threads that make and free thread states without the GIL, as those of gloo do. The main thread
+# reads the stack of another thread, whose innermost function is `wait`.
+STATES_COME_AND_GO = """
+import ctypes, os, sys, threading, time
+from titanlite.ranks.stacks import ThreadStack
+
+with_gil, without_gil = ctypes.pythonapi, ctypes.CDLL(None)
+with_gil.PyInterpreterState_Get.restype = ctypes.c_void_p
+without_gil.PyThreadState_New.restype = ctypes.c_void_p
+for function in (
+    without_gil.PyThreadState_New, with_gil.PyThreadState_Clear, with_gil.PyThreadState_Delete
+):
+    function.argtypes = [ctypes.c_void_p]
+interpreter = with_gil.PyInterpreterState_Get()
+
+def come_and_go():
+    while True:
+        state = without_gil.PyThreadState_New(interpreter)
+        with_gil.PyThreadState_Clear(state)
+        with_gil.PyThreadState_Delete(state)
+
+def innermost():
+    stacks.append(ThreadStack())
+    is_ready.set()
+    threading.Event().wait()
+
+stacks, is_ready = [], threading.Event()
+threading.Thread(target=innermost, daemon=True).start()
+is_ready.wait()
+while not (seen := stacks[0].read()) or seen[-1].function != "wait":
+    pass
+for _ in range(3):
+    threading.Thread(target=come_and_go, daemon=True).start()
+sys.setswitchinterval(1e-5)
+for _ in range(1000):
+    assert stacks[0].read() == seen
+print([place.function for place in seen[-3:]], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_stack_is_read_while_other_threads_come_and_go():
+    """In Python 3.11, reading the stacks of all threads crashes this process at once."""
+    run = subprocess.run(
+        [sys.executable, "-c", STATES_COME_AND_GO], capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == "['innermost', 'wait', 'wait']\n"
 
 
 def test_a_black_box_harms_no_file(tmp_path):

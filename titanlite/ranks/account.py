@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.ranks.report import Account, Call, Message
-from titanlite.ranks.stacks import Place, thread_stacks
+from titanlite.ranks.stacks import Place
 
 # A frame with its line, or the place of one.
 Located = TypeVar("Located", tuple[FrameType, int], Place)
@@ -191,12 +191,12 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> str:
     return ""
 
 
-def is_overdue(thread: int, seconds: float) -> bool:
+def is_overdue(places: Sequence[Place], seconds: float) -> bool:
     """Whether a thread that has not moved for `seconds` is waiting for other ranks for too long.
 
-    The flight recorder knows the timeout of a collective. A P2P message has none.
+    `places` is its stack, innermost last. The flight recorder knows the timeout of a collective; a
+    P2P message has none.
     """
-    places = thread_stacks().get(thread, [])
     if not places or not _waits(places[-1].file, places[-1].line):
         return False
     saves = any(place.file.startswith(SAVING) for place in places)
@@ -250,9 +250,8 @@ def show_stacks() -> str:
     return "\n".join(parts)
 
 
-def show_stack(thread: int) -> list[str]:
-    """The stack of one thread, innermost last, each frame `file:line in function`."""
-    places = thread_stacks().get(thread, [])
+def show_stack(places: list[Place]) -> list[str]:
+    """A stack, innermost last, each frame `file:line in function`."""
     return [f"{shorten(file)}:{line} in {name}" for file, line, name in _without_start(places)]
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.errors import LostWorldError, TitanliteError
+from titanlite.ranks import stacks
 from titanlite.ranks.account import (
     c10d,
     dump_recorders,
@@ -43,7 +44,6 @@ from titanlite.ranks.last_words import (
 )
 from titanlite.ranks.launch import ALARM, FAULTS, REPORT, Place
 from titanlite.ranks.report import Absent, Account, Report, write_report
-from titanlite.ranks.stacks import thread_stacks
 
 # The time between two reads of the store.
 POLL_SECONDS = 0.5
@@ -83,6 +83,7 @@ class Watch:
         self._folder = _exchange_folder(place)
         self._traces = traces
         self._main = threading.get_ident()
+        self._stack = stacks.ThreadStack()
         self._error: BaseException | None = None
         self._aborting = False
         self._store_is_lost = False
@@ -193,8 +194,9 @@ class Watch:
                 return
             is_alarmed = self._error is not None or self._aborting
             try:
-                reason = self._reason()
-                self._box.note(show_stack(self._main))
+                stack = self._stack.read()
+                reason = self._reason(stack)
+                self._box.note(show_stack(stack))
                 is_alarmed = is_alarmed or bool(reason) or self._others_are_alarmed()
                 if is_alarmed:
                     self._end_together(reason)
@@ -229,29 +231,29 @@ class Watch:
                 flush=True,
             )
 
-    def _reason(self) -> str:
+    def _reason(self, stack: list[stacks.Place]) -> str:
         """The timeout that expired, as text; "" if none did."""
         if self._error is not None:
             text = str(self._error)
             if "imed out" in text or "imeout" in text:
                 return f"ranks waited {self._timeout_seconds:g} s ({self._timeout_key})"
-        if self._stands_still():
+        if self._stands_still(stack):
             return f"ranks waited {self._timeout_seconds:g} s ({self._timeout_key})"
         return ""
 
-    def _stands_still(self) -> bool:
+    def _stands_still(self, stack: list[stacks.Place]) -> bool:
         """Whether the main thread has been in the same wait for longer than the timeout.
 
         gloo's collectives time out by themselves. Its P2P messages use the timeout with which their
         group was created, and NCCL's collectives return before the device has completed them.
         """
-        state = (c10d._dump_fr_trace_json(False, False), thread_stacks().get(self._main))
+        state = (c10d._dump_fr_trace_json(False, False), stack)
         now = time.monotonic()
         if state != self._still:
             self._still, self._still_since = state, now
             return False
         seconds = now - self._still_since
-        return seconds > self._timeout_seconds and is_overdue(self._main, seconds)
+        return seconds > self._timeout_seconds and is_overdue(stack, seconds)
 
     def _end_together(self, reason: str) -> None:
         is_reporter = self._store.add("alarm", 1) == 1
