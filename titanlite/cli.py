@@ -27,6 +27,8 @@ class Command:
     function: str = "main"
     has_own_end: bool = False
     """Whether the function handles signals and errors itself."""
+    starts_ranks: bool = False
+    """Whether every job of the command runs on local ranks."""
 
 
 COMMANDS = {
@@ -51,6 +53,7 @@ COMMANDS = {
         "titanlite.verify.command",
         "compare a plan with one process, and name the cause of a difference",
         "titanlite verify configs/tp2_fsdp2.toml --steps=2",
+        starts_ranks=True,
     ),
     "plan": Command(
         "titanlite.plan.command",
@@ -79,6 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; a user's mistake is one line and status 2."""
     is_process = arguments is None
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    needs_help = not rest or {"-h", "--help"} & set(rest)
+    if is_process and name in COMMANDS and COMMANDS[name].starts_ranks and not needs_help:
+        # The fork server's imports take longer than the command's own.
+        from titanlite.ranks.launch import start_fork_server
+
+        start_fork_server()
     with ending_with_the_output():
         status = _run(name, rest)
     if is_process and name in COMMANDS and COMMANDS[name].has_own_end and "torch" in sys.modules:

@@ -84,9 +84,11 @@ def check_start(
             check_backend(config.compile.backend)
     are_all_here = place is None or place.local_world_size == place.world_size
     needs_memory = trains and are_all_here and device_type == "cpu"
+    # With CPU offload, a GPU's parameters, gradients and optimizer state are in this memory, too.
+    holds_weights = needs_memory or (trains and are_all_here and config.training.enable_cpu_offload)
     least = 0
     with collecting(reading.problems):
-        if needs_memory and draft.model is not None:
+        if holds_weights and draft.model is not None:
             least = _check_memory(config, draft.model, draft.dims)
     reading.require()
     job = finish(draft)

@@ -133,7 +133,11 @@ def main() -> None:
         ("H100 and H200, predicted: TorchTitan, tokens/s; Llama 3, TFLOP/s of a GPU", PREDICTED),
         ("H100, predicted: TorchTitan's context parallelism, tokens/s", RINGS),
         (
-            "the same, if the ring were not balanced",
+            "the same, if it had titanlite's ring",
+            [replace(row, has_torch_ring=False) for row in RINGS],
+        ),
+        (
+            "the same as the first, if the ring were not balanced",
             [published_llama.unbalanced(row) for row in RINGS],
         ),
     ):

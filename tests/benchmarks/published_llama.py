@@ -5,9 +5,9 @@ predicted: titanlite.plan traces the job in eager mode, as for a GPU, and fuses 
 operators where the run was compiled.
 
 TorchTitan, by its documentation and its defaults of that time: the local batch is split into as
-many microbatches as there are pipeline stages of one rank each, an interleaved pipeline has two
-stages a rank, and a ring of context parallelism gathers K and V and is balanced (head-tail).
-titanlite has no asynchronous tensor parallelism in float8, so such a row is the float8 row without
+many microbatches as there are pipeline stages of one rank each, and an interleaved pipeline has two
+stages a rank. Its ring of context parallelism is that of PyTorch 2.6 (as_torch_2_6). titanlite has
+no asynchronous tensor parallelism in float8, so such a row is the float8 row without
 what the rings save in bfloat16.
 
 The Llama 3 paper does not give the stages of a rank. The rows have the number that is predicted to
@@ -16,13 +16,20 @@ be the fastest of those that the schedule allows, as for the microbatch of Naray
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from titanlite.config import ResolvedJob, make_config, resolve_job
+from titanlite.plan.cache import load_pieces
+from titanlite.plan.compose import compose
+from titanlite.plan.composition import Pieces, Segment
+from titanlite.plan.cost import Cost
+from titanlite.plan.events import Communication, Event, Wait
 from titanlite.plan.hardware import Hardware, load_hardware
-from titanlite.plan.planning import PIECES, JobPlan, plan_job
+from titanlite.plan.predict import predict as predict_step
+from titanlite.plan.timing import StepTime
 
 TITAN = "h100_96gb"
 STAGES = (1, 2, 4, 8)
@@ -50,6 +57,8 @@ class Llama:
     is_float8: bool = False
     is_async: bool = False
     num_blocks: int = 0
+    has_torch_ring: bool = False
+    """Whether its context parallelism is PyTorch's."""
 
     def resolve(self, **parallelism: Any) -> ResolvedJob:
         degrees = {**self.parallelism, **parallelism}
@@ -79,6 +88,12 @@ class Llama:
         }
         if self.is_float8:
             values["model"]["converters"] = ["quantize.linear.float8"]
+            # As the command of the H200 runs has it, and TorchTitan's docs/float8.md.
+            gathers = {
+                "enable_fsdp_float8_all_gather": True,
+                "precompute_float8_dynamic_scale_for_fsdp": True,
+            }
+            values["quantize"] = {"linear": {"float8": gathers}}
         return resolve_job(make_config(values), None)
 
 
@@ -160,7 +175,11 @@ TITAN_PREDICTED = [
 # The same file, tables 2 and 6: context parallelism.
 RINGS = [
     *(
-        _titan(f"8B, CP {cp}", "8B", _fsdp(8 // cp, 1, cp), 1, "full", tokens, seq_len=32768 * cp)
+        _titan(
+            *(f"8B, CP {cp}", "8B", _fsdp(8 // cp, 1, cp), 1, "full", tokens),
+            seq_len=32768 * cp,
+            has_torch_ring=True,
+        )
         for cp, tokens in ((2, 2540), (4, 1071), (8, 548))
     ),
     *(
@@ -168,6 +187,7 @@ RINGS = [
             *(f"405B, CP {cp}", "405B", _titan_405b(cp, "1F1B", 1), 8, "full", tokens),
             seq_len=32768 * cp,
             is_async=True,
+            has_torch_ring=True,
         )
         for cp, tokens in ((2, 47), (4, 31), (8, 16))
     ),
@@ -196,14 +216,69 @@ def _hardware(name: str) -> Hardware:
     return load_hardware(name)
 
 
-def plan(row: Llama, hardware: Hardware | None = None, **parallelism: Any) -> JobPlan:
-    """The plan of a row; `parallelism` replaces keys of that section."""
-    return plan_job(
-        row.resolve(**parallelism),
-        hardware or _hardware(row.hardware),
-        is_compiled=row.is_compiled,
-        method=PIECES,
+def step_time(row: Llama, hardware: Hardware | None = None, **parallelism: Any) -> StepTime:
+    """The predicted step of a row; `parallelism` replaces keys of that section."""
+    resolved = row.resolve(**parallelism)
+    pieces = load_pieces(resolved)
+    if row.has_torch_ring:
+        model: Any = resolved.model
+        pieces = as_torch_2_6(pieces, resolved.dims.cp, model.n_heads // model.kv_heads)
+    cost = Cost(hardware or _hardware(row.hardware), resolved.dims, is_compiled=row.is_compiled)
+    return predict_step(resolved, compose(resolved, pieces), cost, pieces).step
+
+
+def as_torch_2_6(pieces: Pieces, cp: int, repeats: int) -> Pieces:
+    """The pieces with the messages of PyTorch's ring of context parallelism, December 2024.
+
+    TorchTitan repeats the heads of K and V before attention, `repeats` times, and the ring moves
+    what it is given (torchtitan/models/llama/model.py). The ring gathers K and V; their gradients,
+    in float32, it sends on after each of its `cp` steps (_templated_ring_attention_backward in
+    torch/distributed/tensor/experimental/_attention.py). In a compiled block each is waited for
+    where it is issued: _functional_collectives.py does so while a graph is traced, and the
+    inductor's config has reorder_for_compute_comm_overlap = False. The gather of the recomputation
+    serves the backward pass too, since its graph has equal operators once
+    (_functorch/compile_utils.py, fx_graph_cse).
+    """
+
+    def changed(segment: Segment) -> Segment:
+        return replace(segment, events=tuple(with_ring_of_torch_2_6(segment.events, cp, repeats)))
+
+    blocks = (
+        replace(part, forward=changed(part.forward), backward=changed(part.backward))
+        for part in pieces.blocks
     )
+    return replace(pieces, blocks=tuple(blocks))
+
+
+def with_ring_of_torch_2_6(events: Sequence[Event], cp: int, repeats: int) -> Iterator[Event]:
+    """The events of a block with the messages of that ring, see as_torch_2_6."""
+    replaced: set[int] = set()
+    number = max((e.number for e in events if isinstance(e, Communication)), default=0)
+    for event in events:
+        if isinstance(event, Wait) and event.number in replaced:
+            continue
+        if not (
+            isinstance(event, Communication)
+            and event.axis == "cp"
+            and event.kind in ("all_gather", "reduce_scatter")
+        ):
+            yield event
+            continue
+        num_bytes = event.num_bytes * repeats
+        replaced.add(event.number)
+        if event.kind == "all_gather":
+            if event.place.phase != "backward":
+                yield replace(event, num_bytes=num_bytes)
+                yield Wait(event.number)
+            continue
+        for _ in range(cp):
+            messages = [
+                replace(event, kind=kind, num_bytes=num_bytes // cp, number=number + at, peer=peer)
+                for at, (kind, peer) in enumerate((("send", 1), ("receive", cp - 1)), 1)
+            ]
+            number += len(messages)
+            yield from messages
+            yield from (Wait(message.number) for message in messages)
 
 
 def best_stages(row: Llama) -> int:
@@ -231,10 +306,9 @@ def predict(row: Llama, hardware: Hardware | None = None, **parallelism: Any) ->
     if row.num_blocks and not parallelism:
         parallelism = stages_of(row, best_stages(row))
     if row.is_tflops:
-        found = plan(row, hardware, **parallelism).prediction
-        assert found is not None
-        assert found.step.mfu is not None
-        return found.step.mfu * (hardware or _hardware(row.hardware)).peak("bfloat16") / 1e12
+        mfu = step_time(row, hardware, **parallelism).mfu
+        assert mfu is not None
+        return mfu * (hardware or _hardware(row.hardware)).peak("bfloat16") / 1e12
     resolved = replace(row, is_async=False).resolve(**parallelism)
     tokens = resolved.global_batch_size * resolved.seq_len / resolved.dims.world_size
     return tokens / _seconds(row, hardware, **parallelism)
@@ -247,6 +321,4 @@ def _seconds(row: Llama, hardware: Hardware | None, **parallelism: Any) -> float
         saved = _seconds(replace(plain, is_async=False), hardware, **parallelism)
         saved -= _seconds(plain, hardware, **parallelism)
         return _seconds(replace(row, is_async=False), hardware, **parallelism) - saved
-    prediction = plan(row, hardware, **parallelism).prediction
-    assert prediction is not None
-    return prediction.step.seconds
+    return step_time(row, hardware, **parallelism).seconds

@@ -105,9 +105,13 @@ def measure_simulator() -> list[tuple[str, float, float]]:
     with_network, _ = cpu_seconds(large_with_network)
     return [
         ("GPipe, 64 workers, 128 batches", small, 0.05),
-        ("GPipe, 1,024 workers, 4,096 batches, with all its figures", large, 20),
-        ("the same with costs of 1/3 and 2/3 and a network", with_network, 20),
-        ("by `titanlite simulate GPipe --quiet`", by_command(1024, 4096, "--quiet"), 20),
+        ("GPipe, 1,024 workers, 4,096 batches: bubble, bound, peaks", large, 20),
+        ("the same, with costs of 1/3 and 2/3 and a network", with_network, 20),
+        (
+            "GPipe, 1,024 workers, 4,096 batches, by the command",
+            by_command(1024, 4096, "--quiet"),
+            20,
+        ),
         ("PNG of GPipe, 64 workers, 128 batches, by the command", png_by_command(), 3),
     ]
 

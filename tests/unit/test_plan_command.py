@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from titanlite import cli
 from titanlite.config import JobConfig, load_config, make_config, resolve_job
+from titanlite.plan.cache import load_applied
 from titanlite.plan.command import plannable
 from titanlite.plan.events import Trace
+from titanlite.plan.hardware import FOLDER, load_hardware
 from titanlite.plan.planning import PIECES, plan_job, representatives
 from titanlite.plan.trace import trace_rank
 
@@ -174,14 +177,18 @@ def test_a_large_job_whose_pieces_are_known_is_planned_without_torch(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = ["--training.global_batch_size=512", "--training.local_batch_size=1"]
     words = ["--model.flavor=debug", "--training.dataset=synthetic", *sizes]
-    config, _ = plannable(load_config(words))
-    assert plan_job(resolve_job(config, None)).method == PIECES
+    words.append("--activation_checkpoint.mode=full")
+    config, _ = plannable(load_config(words), hardware=load_hardware("h100"))
+    resolved = resolve_job(config, None)
+    assert plan_job(resolved).method == PIECES
+    load_applied(resolved)
     job, page = tmp_path / "job.toml", tmp_path / "page.html"
     job.write_text("")
     arguments = ["plan", str(job), "--hardware", "h100", "--html", str(page), *words]
     code = f"import sys; from titanlite.cli import main; main({arguments!r}); print(*sys.modules)"
     run = [sys.executable, "-c", code]
     shown = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert "activation checkpoint  full" in shown
     assert "time of a rank in a step" in shown
     assert "torch" not in shown.splitlines()[-1].split()
     assert page.stat().st_size > 10_000
@@ -219,6 +226,65 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "none cannot be read (No such file" in capsys.readouterr().err
     assert cli.main([*timed, "--svg", "out.svg", "--measured", str(tmp_path)]) == 2
     assert "has no pipeline_step_N.json; give another folder" in capsys.readouterr().err
+
+
+def test_offload_is_planned_on_the_device_that_the_hardware_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job, alone, written = tmp_path / "job.toml", tmp_path / "alone.toml", tmp_path / "plan.json"
+    job.write_text(
+        '[model]\nflavor = "debug"\n[training]\ndataset = "synthetic"\nenable_cpu_offload = true\n'
+        "[parallelism]\ndata_parallel_shard_degree = 2\n"
+    )
+    arguments = ["plan", str(job), "--json", str(written)]
+    assert cli.main([*arguments, "--hardware=h100"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "parameters on the CPU, pinned",
+        "of a rank's 233 GiB of the host's memory at the peak",
+        "the host's memory of a rank at its peak, for CPU offload",
+        "U optimizer on the host",
+        "K offload, exposed",
+        "offload (host link)",
+        "to_device",
+    ):
+        assert text in shown
+    found = json.loads(written.read_text())
+    (rank,) = found["ranks"]
+    held, on_host = rank["held_bytes"], rank["held_on_host_bytes"]
+    assert on_host["optimizer state"] > held["optimizer state"] == 0
+    assert rank["host_peak"]["bytes"] == found["host_bytes"] > 0
+    assert found["hardware"]["host_memory_bytes"] == 250e9
+    # On CPU all memory is one.
+    assert cli.main([*arguments, "--hardware=cpu"]) == 0
+    assert "note: offload: planned on CPU, where device and host are one" in capsys.readouterr().out
+    assert json.loads(written.read_text())["host_bytes"] == 0
+    text = (FOLDER / "h100.toml").read_text()
+    start = text.index("[host]")
+    alone.write_text(text[:start] + text[text.index("[fitted]", start) :])
+    assert cli.main([*arguments, "--hardware", str(alone)]) == 2
+    assert capsys.readouterr().err == (
+        "titanlite plan: --hardware: NVIDIA H100 SXM 80 GB has no [host], which "
+        "training.enable_cpu_offload needs; add the figures of its host's memory and link, or turn "
+        "offload off\n"
+    )
+    # The same job fits without offload's figures if it is not offloaded.
+    arguments.append("--training.enable_cpu_offload=false")
+    assert cli.main([*arguments, "--hardware", str(alone)]) == 0
+
+
+def test_a_host_that_is_too_small_is_named() -> None:
+    plan = {"data_parallel_shard_degree": 2}
+    config = debug_job(plan, local_batch_size=2, enable_cpu_offload=True)
+    h100 = load_hardware("h100")
+    assert h100.host is not None
+    small = replace(h100, host=replace(h100.host, num_bytes=1e5))
+    planned, _ = plannable(config, hardware=small)
+    found = plan_job(resolve_job(planned, None), small, use_cache=False, method=PIECES)
+    assert found.peak_bytes < small.memory.num_bytes
+    (warning,) = (text for text in found.warnings if "does not fit" in text)
+    assert warning.startswith("does not fit: CPU offload needs")
+    assert "of the host's memory for a rank, whose share of it is 97.7 KiB" in warning
 
 
 def test_a_job_with_experts_has_a_time_and_the_traffic_of_its_own_axis(

@@ -18,6 +18,11 @@ def test_every_shipped_file_loads_and_lists_at_most_five_fitted_figures() -> Non
         assert found.peak("bfloat16") >= found.peak("float32") or found.kind == "cpu"
         assert found.peak("float8") >= found.peak("bfloat16") or found.kind == "cpu"
         assert len(found.fitted) <= 5
+        assert (found.host is None) == (found.kind == "cpu")
+        if found.host is not None:
+            assert found.host.num_bytes > found.memory.num_bytes
+            assert found.host.bytes_per_second < found.host.memory_bytes_per_second
+            assert 0 < found.host.memory_share <= 1
         for share in (found.memory.share, found.node.share, found.fabric.share):
             assert all(0 < y <= 1 for _, y in share.points) or found.kind == "cpu"
         if found.kind == "gpu":
@@ -45,6 +50,7 @@ def test_a_curve_is_a_line_of_logarithms_and_constant_outside() -> None:
         ("num_ranks = 8", "num_ranks = 8.5", "node.num_ranks: 8.5 is not a whole number"),
         ("share = 0.8\n", "share = [[2, 1], [1, 1]]\n", "fabric.share: [[2, 1], [1, 1]] is not a"),
         ("half_m = 0", "half_m = true", "products.half_m: True is not a number"),
+        ("bytes_per_second = 12.4e9\n", "", "host.bytes_per_second: is missing; give it"),
         ("[fitted]", "[fited]", "fited: is not a known key; remove it"),
         ('kind = "gpu"', 'kind = "tpu"', "kind: 'tpu' is neither gpu nor cpu"),
         ("is_causal_halved = true", "is_causal_halved = 1", "attention.is_causal_halved: 1 is not"),

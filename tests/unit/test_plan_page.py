@@ -12,11 +12,12 @@ import browser
 import pytest
 
 from titanlite.config import make_config, resolve_job
+from titanlite.plan.evaluate import Found
 from titanlite.plan.hardware import load_hardware
 from titanlite.plan.html import draw_page
 from titanlite.plan.planning import PIECES, plan_job
 from titanlite.plan.report import figures, search_figures
-from titanlite.plan.search import Found, SearchResult
+from titanlite.plan.search import SearchResult
 from titanlite.plan.spans import StepSpan, step_spans
 
 needs_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="there is no chromium")
@@ -40,6 +41,7 @@ def found_plans() -> dict[str, Any]:
                 "mfu": None if number == 3 else rate / 2000,
                 "bubble": 0.05,
                 "bound": "matrix products take 60% of the step",
+                "host_bytes": 7 * 2**30 if number == 5 else 0,
             }
         )
     dropped = {"do not fit in memory": 1200}
@@ -98,6 +100,7 @@ def test_a_search_is_shown_as_it_was_found() -> None:
                 "mfu": 0.4,
                 "bubble": 0.1,
                 "bound": "why",
+                "host_bytes": 0,
             }
         ],
     }
@@ -105,11 +108,17 @@ def test_a_search_is_shown_as_it_was_found() -> None:
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
-    """The page of a pipelined job and of a search, in a browser."""
+    """The page of a pipelined job with CPU offload, and of a search, in a browser."""
     config = make_config(
         {
             "model": {"flavor": "debug"},
-            "training": {"dataset": "synthetic", "global_batch_size": 16, "local_batch_size": 8},
+            "job": {"device": "cuda"},
+            "training": {
+                "dataset": "synthetic",
+                "global_batch_size": 16,
+                "local_batch_size": 8,
+                "enable_cpu_offload": True,
+            },
             "parallelism": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
         }
     )
@@ -134,14 +143,17 @@ def page(opened: browser.Page) -> Iterator[browser.Page]:
 def test_it_opens_with_all_sections(page: browser.Page) -> None:
     assert page.errors == []
     sections = page.run("[...document.querySelectorAll('section')].map(one => one.id)")
-    assert sections == ["memory", "time", "axes", "timeline", "search"]
+    assert sections == ["memory", "host", "time", "axes", "timeline", "search"]
     text = page.run("document.body.innerText")
     assert "4 ranks: pp 2 x dp_shard 2, on NVIDIA H100" in text
     assert "Warning: it is only a test." in text
-    assert "8 plans fit of 1,208 that were tried." in text
+    assert "8 of 1,208 plans fit and were timed." in text
     # Every bar of the memory is as long as its share.
     bars = page.run("document.querySelectorAll('#memory rect').length")
     assert bars > 6
+    hosts = page.run("document.querySelector('#host').innerText")
+    assert "optimizer state" in hosts
+    assert "activations" not in hosts
     assert not page.run("/NaN|undefined|Infinity/.test(document.querySelector('main').innerHTML)")
 
 
@@ -227,7 +239,12 @@ def test_a_click_shows_a_plan(page: browser.Page) -> None:
     assert "[parallelism]\ntensor_parallel_degree = 4" in text
     assert 'mode = "none"' in text
     assert "matrix products take 60%" in text
+    assert "of its host" not in text
     assert page.run("document.querySelectorAll('tr.selected').length") == 1
+    type_filter(page, "host>6")
+    page.click("#search tbody tr:nth-child(1) td")
+    text = page.run("document.getElementById('detail').innerText")
+    assert "7 GiB of its host" in text
     type_filter(page, "")
     page.click("#scatter circle[data-plan='7']")
     assert "tensor_parallel_degree = 8" in page.run("document.getElementById('detail').innerText")

@@ -11,25 +11,35 @@ import pytest
 from titanlite import cli
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
+from titanlite.errors import TraceError
+from titanlite.plan import evaluate
+from titanlite.plan.bounds import Floor, Frontier
+from titanlite.plan.evaluate import DOES_NOT_FIT, Evaluator, Failure, Found, Result
 from titanlite.plan.hardware import load_hardware
 from titanlite.plan.pieces import trace_pieces
 from titanlite.plan.planning import plan_job
 from titanlite.plan.scale import scaled
-from titanlite.plan.search import (
+from titanlite.plan.search import SearchResult, search
+from titanlite.plan.search_report import show_search
+from titanlite.plan.space import (
+    ASYNC_TP,
     CP,
-    DOES_NOT_FIT,
     EP,
+    FIRST_LESS,
+    LAST_LESS,
     LOCAL_BATCH,
+    MICROBATCH,
     MODE,
+    OFFLOAD,
+    ORDER,
     PP,
     RESHARD,
+    ROTATION,
     SCHEDULE,
     SHARD,
     TP,
+    WHOLE_LOSS,
     Changes,
-    Evaluator,
-    Found,
-    SearchResult,
     Space,
 )
 
@@ -103,24 +113,196 @@ def test_an_evaluated_plan_is_that_of_plan_job() -> None:
     assert evaluator.evaluate(changes | {TP: 3}) == "not legal"
 
 
+@pytest.mark.slow
+def test_the_peak_of_a_compiled_plan_that_is_evaluated_exactly_is_that_of_its_compiled_blocks() -> (
+    None
+):
+    config = override(CONFIG, {"compile.enable": True})
+    evaluator = Evaluator(config, H100, is_compiled=True, use_cache=False)
+    changes = next(iter(space(4, **{TP: 2, CP: 1, PP: 1, SHARD: 2, MODE: "none"}).candidates()))
+    found, exact = (evaluator.evaluate(changes, exactly=one) for one in (False, True))
+    assert isinstance(found, Found)
+    assert isinstance(exact, Found)
+    resolved = resolve_job(override(config, changes))
+    plan = plan_job(resolved, H100, is_compiled=True, method="pieces", use_cache=False)
+    assert plan.prediction is not None
+    assert exact.seconds == pytest.approx(plan.prediction.step.seconds, rel=0.001)
+    assert exact.peak_bytes == plan.peak_bytes < found.peak_bytes
+
+
 def test_no_larger_microbatch_is_tried_of_a_plan_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried = []
 
-    def evaluate(_: Evaluator, changes: Changes) -> str:
+    def evaluate(_: Evaluator, changes: Changes, **__: object) -> str:
         tried.append(changes)
         return DOES_NOT_FIT if changes[RESHARD] == "never" else "not legal"
 
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)
     plans = list(space(4, **{TP: 2, CP: 1, PP: 1, SHARD: 2, MODE: "none"}).candidates())
     evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
-    rows = evaluator.evaluate_all(plans)
+    rows = list(evaluator.evaluate_all(plans))
     never = [plan for plan in plans if plan[RESHARD] == "never"]
     others = [plan for plan in plans if plan[RESHARD] != "never"]
     assert len(never) == len(others) > 1
     assert tried == [plan for plan in plans if plan is never[0] or plan in others]
     assert rows.count(DOES_NOT_FIT) == len(never)
+
+
+def test_a_bound_is_below_what_the_plan_takes() -> None:
+    floors: list[Floor] = []
+
+    class Watching(Frontier):
+        def excludes(self, floor: Floor) -> bool:
+            floors.append(floor)
+            return False
+
+    changes = {"training.mixed_precision_param": "bfloat16", "job.device": "cuda"}
+    config = override(CONFIG, changes)
+    evaluator = Evaluator(config, H100, is_compiled=False, use_cache=False)
+    kept = {TP: 2, CP: 1, MODE: "none", LOCAL_BATCH: 16, MICROBATCH: 1}
+    own = dataclasses.replace(space(8, **kept), config=config, has_host=True)
+    timed = set()
+    for plan in own.candidates():
+        if plan[PP] == 1 and plan[RESHARD] != "default":
+            continue
+        of_plan: list[Found] = []
+        for one in (plan, *own.offloaded(plan)):
+            floors.clear()
+            found = evaluator.evaluate(one, known=Watching(10))
+            if found == "not legal":
+                continue
+            assert isinstance(found, Found)
+            first, last = floors
+            assert first.seconds == last.seconds <= found.seconds
+            assert 0 < first.num_bytes <= last.num_bytes == found.peak_bytes
+            # A bound of nothing would do no good.
+            assert first.seconds > 0.05 * found.seconds
+            of_plan.append(found)
+        if of_plan:
+            without, offloaded = of_plan
+            # So offload is tried only where memory is short.
+            assert offloaded.seconds >= without.seconds
+            assert without.host_bytes == 0 < offloaded.host_bytes
+            timed.add((plan[PP], plan.get(SCHEDULE)))
+    assert {pp for pp, _ in timed} == {1, 2, 4}
+    assert len(timed) > 10
+
+
+def test_offload_is_tried_where_it_can_be_planned() -> None:
+    plan = next(space(8).candidates())
+    on_gpus = dataclasses.replace(
+        space(8), config=override(CONFIG, {"job.device": "cuda"}), has_host=True
+    )
+    assert list(on_gpus.offloaded(plan)) == [{**plan, OFFLOAD: True}]
+    assert {**plan, OFFLOAD: True} in list(on_gpus.neighbours(plan))
+    assert list(on_gpus.offloaded({**plan, OFFLOAD: True})) == []
+    assert list(dataclasses.replace(on_gpus, has_host=False).offloaded(plan)) == []
+    assert list(dataclasses.replace(on_gpus, kept={OFFLOAD: False}).offloaded(plan)) == []
+    assert list(space(8).offloaded(plan)) == [], "all memory of a CPU's job is one"
+
+
+def test_a_bound_excludes_what_is_neither_fast_nor_small() -> None:
+    found = [("a", 1.0, 50), ("b", 2.0, 20)]
+    known = Frontier(2, found)
+    assert known.excludes(Floor(2.1, 20))
+    assert known.excludes(Floor(2.1, 60))
+    assert not known.excludes(Floor(2.1, 19)), "nothing found is as small"
+    assert not known.excludes(Floor(2.01, 60)), "times are known within 2%"
+    assert not Frontier(3, found).excludes(Floor(9.0, 60)), "there is room"
+    known.add("a", 1.5, 45)
+    assert not known.excludes(Floor(1.6, 60)), "it differs from one of the fastest in layouts alone"
+    known.add("c", 1.5, 40)
+    assert known.excludes(Floor(1.6, 40))
+    assert not known.excludes(Floor(1.6, 39))
+
+
+def test_neighbours_differ_in_one_layout() -> None:
+    plans = space(8, **{MODE: "none", TP: 2}).candidates()
+    plan = next(plan for plan in plans if plan[PP] == 2 and plan[CP] == 2)
+    found = list(space(8).neighbours(plan))
+    layouts = (ASYNC_TP, WHOLE_LOSS, ORDER, ROTATION)
+    changed = [{key for key in (*layouts, FIRST_LESS) if key in one} for one in found]
+    assert all(len(keys) == 1 for keys in changed)
+    assert set.union(*changed) == {*layouts, FIRST_LESS}
+    for one in found:
+        # Each is legal, and back again is the plan itself.
+        resolve_job(override(CONFIG, one))
+        assert plan in list(space(8).neighbours(one))
+    splits = [
+        tuple(len(names) for names in pipeline.stages)
+        for one in [plan, *(one for one in found if FIRST_LESS in one)]
+        if (pipeline := resolve_job(override(CONFIG, one)).pipeline)
+    ]
+    assert len(splits) == len(set(splits)) > 2
+    fixed = space(8, **{ASYNC_TP: False, WHOLE_LOSS: False, ORDER: "headtail", LAST_LESS: 1})
+    assert [key for one in fixed.neighbours(plan) for key in one.keys() - plan.keys()] == [ROTATION]
+
+
+def test_the_layouts_of_a_plan_are_tried_with_others() -> None:
+    plans = list(space(8, **{MODE: "none", TP: 2, CP: 1}).candidates())
+    plan, other = (
+        next(one for one in plans if one[PP] == 2 and one[SCHEDULE] == name)
+        for name in ("Interleaved1F1B", "ZBVZeroBubble")
+    )
+    model = {**plan, ASYNC_TP: True, FIRST_LESS: 0, LAST_LESS: 1}
+    new = space(8).with_layouts_of(other, model)
+    assert new[SCHEDULE] == "ZBVZeroBubble"
+    assert (new[ASYNC_TP], new[FIRST_LESS], new[LAST_LESS]) == (True, 0, 1)
+    resolve_job(override(CONFIG, new))
+    assert OFFLOAD not in new
+    assert space(8).with_layouts_of(other, {**model, OFFLOAD: True}) == {**new, OFFLOAD: True}
+    short = next(one for one in plans if one[PP] == 2 and one[SCHEDULE] == "1F1B")
+    assert FIRST_LESS not in space(8).with_layouts_of(short, model), "it has fewer stages"
+
+
+def test_an_error_names_its_plan_and_the_search_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("no such\nthing")
+
+    monkeypatch.setattr(evaluate, "compose", broken)
+    monkeypatch.setattr(Evaluator, "_load", lambda *_, **__: None)
+    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
+    plan = next(space(8, **{TP: 2, CP: 1, PP: 1, MODE: "full"}).candidates())
+    rows: list[Result] = list(evaluator.evaluate_all([plan, plan | {TP: 3}]))
+    assert isinstance(rows[0], Failure)
+    assert rows[0].changes == plan
+    assert rows[0].error.startswith("ZeroDivisionError: no such thing (")
+    assert rows[1] == "not legal"
+    good = Found(plan, 10**9, 0.5, 200.0, 0.4, 0.1, "why")
+    result = SearchResult(2, [good], failures=[rows[0]], is_complete=True)
+    shown = show_search(result, H100)
+    assert (
+        "error in dp 2 x fsdp 2 x tp 2, microbatch 1" in shown or "error in fsdp 4 x tp 2" in shown
+    )
+    assert len([line for line in shown.splitlines() if "ZeroDivisionError" in line]) == 1
+    monkeypatch.setattr("titanlite.plan.search_report.run_search", lambda *_, **__: result)
+    assert cli.main(["plan", str(JOB), "--search", "--hardware=h100", "--ranks=8"]) == 1
+    assert "the fastest" in capsys.readouterr().out
+
+
+def test_only_a_plan_that_cannot_be_traced_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = next(space(8, **{TP: 2, CP: 1, PP: 1, MODE: "full"}).candidates())
+    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
+
+    def failing(error: Exception) -> Result:
+        def fail(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(evaluate, "load_pieces", fail)
+        return evaluator.evaluate(plan)
+
+    assert failing(TraceError("model.name: no\nfake")) == "cannot be traced: model.name: no fake"
+    assert isinstance(failing(KeyError("a mistake of the planner")), Failure)
+
+
+def test_a_job_that_no_plan_could_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--search", "--hardware=h100", "--ranks=8", "--lr_scheduler.total_steps=1"]
+    assert cli.main(["plan", str(JOB), *options]) == 2
+    assert "lr_scheduler.total_steps: 1 is less" in capsys.readouterr().err
 
 
 def test_large_microbatches_follow_from_smaller_ones() -> None:
@@ -139,12 +321,16 @@ def test_large_microbatches_follow_from_smaller_ones() -> None:
 
 def test_the_front_has_no_plan_that_another_beats() -> None:
     def plan(seconds: float, num_bytes: int) -> Found:
-        return Found({}, num_bytes, seconds, 1.0, 0.5, 0.0, "")
+        return Found({TP: seconds}, num_bytes, seconds, 1.0, 0.5, 0.0, "")
 
     plans = [plan(1.0, 9), plan(2.0, 5), plan(2.5, 7), plan(3.0, 4), plan(4.0, 4)]
     result = SearchResult(found=plans[::-1])
     assert result.front == [plans[0], plans[1], plans[3]]
     assert result.best == plans
+    # Of plans that differ in layouts alone, the fastest is among the best.
+    faster = dataclasses.replace(plans[2], changes={TP: 2.5, ASYNC_TP: True}, seconds=1.5)
+    result.found.append(faster)
+    assert result.best == [plans[0], faster, plans[1], *plans[3:]]
 
 
 def test_mistakes_of_a_search_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,3 +374,26 @@ def test_the_best_plan_is_the_best_of_all_and_verify_agrees(
     assert '"tokens_per_second"' in page.read_text()
     assert cli.main(["verify", str(best), "--shrink"]) == 0
     assert "AGREES" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [{CP: 1}, {PP: 1, LOCAL_BATCH: 4}], ids=["pipelines", "rings"])
+def test_the_best_found_is_the_best_of_all_layouts(kept: dict[str, int]) -> None:
+    every = space(8, **{TP: 2, MODE: "none", **kept})
+    result = search(every, H100, num_workers=2, exhaustive=True)
+    assert result.is_complete
+    assert not result.failures
+    plans = {frozenset(plan.items()): plan for plan in every.candidates()}
+    left = list(plans.values())
+    while left:
+        for plan in every.neighbours(left.pop()):
+            key = frozenset(plan.items())
+            if key not in plans:
+                plans[key] = plan
+                left.append(plan)
+    # Every plan with every layout, timed in full.
+    evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=True)
+    rows = [evaluator.evaluate(plan, exactly=True) for plan in plans.values()]
+    fastest = min(row.seconds for row in rows if isinstance(row, Found))
+    assert len(plans) > 2 * sum(1 for _ in every.candidates()) > 16
+    assert result.best[0].seconds == pytest.approx(fastest, rel=1e-9)

@@ -1,13 +1,20 @@
-"""When the traced step waits for its communication: as FSDP2, HSDP and DDP do on each device."""
+"""When the traced step waits for its communication: FSDP2, HSDP, DDP and TP, on each device."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import all_reduce
 
 from titanlite.config import make_config, resolve_job
 from titanlite.plan.events import Communication, Event, Operator, Trace, Wait
+from titanlite.plan.fake_world import fake_world, stand_ins
+from titanlite.plan.recorder import Recorder
 from titanlite.plan.streams import Streams
 from titanlite.plan.trace import trace_rank
 
@@ -126,8 +133,34 @@ def test_on_the_cpu_collectives_of_fsdp_are_waited_for_at_once() -> None:
     assert not [e for e in found.operators if e.is_beside]
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_functional_collective_is_waited_for_when_a_run_does(is_compiled: bool) -> None:
+    """Eager code waits at the first use of the result, and a compiled graph at once."""
+
+    def compute(x: Tensor) -> Tensor:
+        reduced = all_reduce(x, "sum", dist.group.WORLD)
+        other = x.exp()
+        return reduced.view(2, 4).mul(other.view(2, 4))
+
+    with fake_world(0, 4), stand_ins():
+        function = torch.compile(compute) if is_compiled else compute
+        recorder = Recorder({})
+        with FakeTensorMode(), recorder.watching([]):
+            x = torch.ones(8)
+            recorder.events.clear()
+            function(x)
+    found = [
+        event.name if isinstance(event, Operator) else type(event).__name__
+        for event in recorder.events
+        if isinstance(event, Operator | Communication | Wait)
+    ]
+    issued, waited, used = "Communication", "Wait", ["aten::exp", "aten::mul"]
+    between = [issued, waited, *used] if is_compiled else [issued, used[0], waited, used[1]]
+    assert found == between
+
+
 def test_streams_wait_for_what_they_were_told() -> None:
-    device: Any = pytest.importorskip("torch").cpu
+    device: Any = torch.cpu
     waits: list[int] = []
     position = 0
     streams = Streams(lambda: position, waits.extend)

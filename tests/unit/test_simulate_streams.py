@@ -57,6 +57,25 @@ def test_transfers_of_a_stream_run_one_after_another_and_share_links_with_other_
     }
 
 
+def test_a_transfer_starts_after_those_of_other_streams_that_it_names() -> None:
+    first, other = transfer(1, 2.0), transfer(2, 1.0, "copies", links=("host in",))
+    gather = transfer(3, 3.0, "dp", links=("fabric out",))._replace(after=(1, 2))
+    found = run_streams({0: [first, other, gather, WaitFor(3)]}, keep_spans=True)
+    assert {span.stream: (span.start, span.end) for span in found.spans} == {
+        "tp": (0, 2),
+        "copies": (0, 1),
+        "dp": (2, 5),
+    }
+    # What has ended holds nothing up; neither rank of a pair starts before both can.
+    later = [first, Compute(4.0), gather._replace(after=(1,)), WaitFor(3)]
+    assert run_streams({0: later}).seconds == 7
+    pair = [gather._replace(partners=(1,), after=(1,)), gather._replace(partners=(0,), after=())]
+    both = run_streams({0: [first, pair[0]], 1: [pair[1]]})
+    assert both.seconds == 5
+    with pytest.raises(SimulationError, match="comes after transfer 9, which was not issued"):
+        run_streams({0: [gather._replace(after=(9,))]})
+
+
 def test_rates_are_max_min_fair() -> None:
     # Rank 1 receives from ranks 0 and 2 at half the rate each; rank 0 also sends to rank 3, which
     # takes the other half of rank 0's port.

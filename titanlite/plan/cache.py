@@ -7,6 +7,7 @@ torch, and the source code of titanlite and of the job's own modules.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -20,8 +21,9 @@ from typing import Any
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError
-from titanlite.plan.composition import Part, Pieces, Segment, Weight, smaller
+from titanlite.plan.composition import Float8Cast, Part, Pieces, Segment, Weight, smaller
 from titanlite.plan.events import Communication, Event, Operator, Place, Wait
+from titanlite.plan_row import PlanRow
 
 SOURCE = Path(__file__).parents[1]
 # Sections of a job that change nothing of its step.
@@ -31,37 +33,61 @@ UNUSED = (
 )
 
 
-def load_pieces(resolved: ResolvedJob, *, use_cache: bool = True) -> Pieces:
+def load_pieces(
+    resolved: ResolvedJob, *, use_cache: bool = True, is_compiled: bool = False
+) -> Pieces:
     """The pieces of a job: from the cache, or traced and stored there.
 
-    A cache that cannot be read or written is not used.
+    They are of eager code, unless `is_compiled` and the job compiles its blocks. A cache that
+    cannot be read or written is not used.
     """
-    small = smaller(resolved)
+    small = smaller(resolved, is_compiled=is_compiled)
     path = folder() / f"{key_of(small)}.json.z"
     pieces = _read(path) if use_cache else None
     if pieces is not None:
         return pieces
     from titanlite.plan.pieces import trace_pieces
 
-    pieces = trace_pieces(small)
+    pieces = trace_pieces(small, is_compiled=is_compiled)
     if use_cache:
-        content = zlib.compress(json.dumps(pack(pieces)).encode(), 1)
-        # Written under another name first: a reader never sees half a file.
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(content)
-            part.replace(path)
+        _write(path, zlib.compress(json.dumps(pack(pieces)).encode(), 1))
     return pieces
 
 
 def known_pieces(resolved: ResolvedJob) -> Pieces | None:
-    """The pieces of a job if the cache has them; nothing is traced."""
+    """The pieces of a job, compiled as it is, if the cache has them; nothing is traced."""
     try:
-        return _read(folder() / f"{key_of(smaller(resolved))}.json.z")
+        return _read(folder() / f"{key_of(smaller(resolved, is_compiled=True))}.json.z")
     except ConfigError:
         # The reduced job is not legal, so it was never traced.
         return None
+
+
+def load_applied(resolved: ResolvedJob, *, use_cache: bool = True) -> tuple[PlanRow, ...]:
+    """The effective plan of a job: from the cache, or from the job's parts, built and stored there.
+
+    It is that of the first rank, as in a run.
+    """
+    path = folder() / f"{key_of(resolved)}.rows.json"
+    if use_cache:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return tuple(PlanRow(*row) for row in json.loads(path.read_bytes()))
+    from titanlite.plan.trace import applied_plan
+
+    rows = applied_plan(resolved)
+    if use_cache:
+        _write(path, json.dumps([dataclasses.astuple(row) for row in rows]).encode())
+    return rows
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file of the cache if that is possible."""
+    # Written under another name first: a reader never sees half a file.
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        part.replace(path)
 
 
 def _read(path: Path) -> Pieces | None:
@@ -132,6 +158,10 @@ def pack(pieces: Pieces) -> dict[str, Any]:
     values["blocks"] = [_pack_part(part) for part in pieces.blocks]
     for name in ("start", "end"):
         values[name] = _pack_segment(values[name])
+    values["casts"] = {
+        name: [one.numel, one.is_cut, _pack_segment(one.cast), _pack_segment(one.amax)]
+        for name, one in pieces.casts.items()
+    }
     return values
 
 
@@ -142,6 +172,10 @@ def unpack(values: dict[str, Any]) -> Pieces:
     values["blocks"] = tuple(_unpack_part(part) for part in values["blocks"])
     for name in ("start", "end"):
         values[name] = _unpack_segment(values[name])
+    values["casts"] = {
+        name: Float8Cast(numel, is_cut, _unpack_segment(cast), _unpack_segment(amax))
+        for name, (numel, is_cut, cast, amax) in values["casts"].items()
+    }
     for name in ("end_weights", "tied"):
         values[name] = _unpack_weights(values[name])
     for name in ("kinds", "names", "before_names", "after_names", "balance_bytes"):
@@ -151,16 +185,16 @@ def unpack(values: dict[str, Any]) -> Pieces:
 
 def _pack_part(part: Part) -> list[Any]:
     forward, backward = _pack_segment(part.forward), _pack_segment(part.backward)
-    return [forward, backward, part.units, part.buffer_bytes]
+    return [forward, backward, part.units, part.buffer_bytes, part.late_bytes]
 
 
 def _unpack_part(values: Sequence[Any]) -> Part:
-    forward, backward, units, buffer_bytes = values
+    forward, backward, units, *rest = values
     return Part(
         _unpack_segment(forward),
         _unpack_segment(backward),
         {name: _unpack_weights(weights) for name, weights in units.items()},
-        buffer_bytes,
+        *rest,
     )
 
 

@@ -62,12 +62,13 @@ MODELS: list[tuple[dict[str, Any], int | None, int, str]] = [
     ({"name": "llama3", "flavor": "small"}, 128, 4, "float32"),
     ({"flavor": "debug", "num_layers": 2}, None, 4, "float32"),
 ]
+RINGS = {"enable_async_tensor_parallel": True, "async_tensor_parallel_backend": "ring"}
 # And of these plans of the first one, on two ranks: copies and sums that one rank has not.
 SHARED: list[dict[str, Any]] = [
     {"data_parallel_shard_degree": 2},
     {"data_parallel_shard_degree": 2, "dtype": "bfloat16"},
     {"context_parallel_degree": 2},
-    {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True},
+    {"tensor_parallel_degree": 2, **RINGS},
 ]
 # (m, n, k) of products, so that they do not depend on the models alone.
 PRODUCTS = ((512, 512, 512), (1024, 1024, 256), (256, 1024, 1024), (32, 32, 2048), (2048, 32, 32))
@@ -77,6 +78,7 @@ TINY: dict[int, list[dict[str, Any]]] = {
     1: [{}, SELECTIVE],
     2: [
         {"tensor_parallel_degree": 2},
+        {"tensor_parallel_degree": 2, **RINGS},
         {"data_parallel_shard_degree": 2},
         {"context_parallel_degree": 2},
         {"pipeline_parallel_degree": 2},

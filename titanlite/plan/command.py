@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override, read_job
@@ -16,6 +16,7 @@ from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
 from titanlite.observe.run_facts import job_facts
 from titanlite.observe.terminal import terminal_width, uses_color
+from titanlite.plan.cache import load_applied
 from titanlite.plan.hardware import Hardware, known_hardware, load_hardware
 from titanlite.plan.html import draw_page
 from titanlite.plan.planning import JobPlan, plan_job
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"--{option}: only a search has it; give --search, too")
     measured = _read_measured(options.measured, options.svg)
     asked = _load([f"--job.config_file={options.job}", *rest])
-    config, notes = plannable(*asked)
+    config, notes = plannable(*asked, hardware)
     resolved = resolve_job(config, options.ranks)
     if options.svg and resolved.pipeline is None:
         raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
@@ -117,6 +118,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | None) -> int:
     from titanlite.plan import search_report as report
+    from titanlite.plan.space import KEPT_TRAINING
 
     if hardware is None:
         raise ConfigError("--search: plans have no times without --hardware; give both")
@@ -127,13 +129,13 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
             )
     # A job for another number of ranks need not be legal as it is.
     reading = read_job([f"--job.config_file={options.job}", *rest])
-    config, notes = plannable(reading.require())
+    asked = reading.require()
+    config, notes = plannable(asked, hardware=hardware)
     num_ranks = options.ranks or resolve_job(config).dims.world_size
     fixed = [one.removeprefix("--").partition("=")[0] for one in rest if one.startswith("--")]
     keys = [key for key in fixed if key.startswith(("parallelism.", "activation_checkpoint."))]
-    keys += [key for key in fixed if key == "training.local_batch_size"]
-    model = reading.draft(num_ranks).model
-    space = report.make_space(config, model, num_ranks, hardware, keys)
+    keys += [key for key in fixed if key in KEPT_TRAINING]
+    space = report.make_space(config, reading.draft(num_ranks), num_ranks, hardware, keys)
     report.terminal_note()
     result = report.run_search(space, hardware, exhaustive=options.exhaustive)
     print(report.show_search(result, hardware))
@@ -144,13 +146,14 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
     if options.html:
         _write("--html", options.html, draw_page(search=found, title=config.job.description))
     if options.best and result.best:
-        best = override(config, result.best[0].changes)
+        # The job as it was given: it may run on another device than the one it is planned for.
+        best = override(asked, result.best[0].changes)
         _write("--best", options.best, report.write_toml(best))
-    return 0 if result.best else 1
+    return 0 if result.best and not result.failures else 1
 
 
 def _first_screen(resolved: ResolvedJob, plan: JobPlan) -> str:
-    """The job as a run shows it at its start; the effective plan is known of a traced job."""
+    """The job as a run shows it at its start, with its effective plan."""
     num_parameters = getattr(resolved.model, "num_parameters", None)
     if num_parameters is None:
         from titanlite.plan.trace import count_parameters
@@ -158,7 +161,8 @@ def _first_screen(resolved: ResolvedJob, plan: JobPlan) -> str:
         num_parameters = count_parameters(resolved)
     facts = job_facts(resolved, num_parameters)
     title = resolved.config.job.description
-    return render_screen(title, facts, plan.applied, draw_mesh(plan.dims), stream=sys.stdout)
+    applied = plan.applied or load_applied(resolved)
+    return render_screen(title, facts, applied, draw_mesh(plan.dims), stream=sys.stdout)
 
 
 def _read_measured(file: str | None, svg: str | None) -> Timeline | None:
@@ -209,16 +213,29 @@ def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:
         return load_config([*arguments, f"--{key}="]), [note]
 
 
-def plannable(config: JobConfig, notes: Sequence[str] = ()) -> tuple[JobConfig, list[str]]:
-    """The job as it can be traced on this machine, and what that changes, after `notes`."""
-    changes: dict[str, Any] = {}
-    notes = list(notes)
+def plannable(
+    config: JobConfig, notes: Sequence[str] = (), hardware: Hardware | None = None
+) -> tuple[JobConfig, list[str]]:
+    """The job as it can be traced on this machine, and what that changes, after `notes`.
+
+    With job.device = "auto", a job on a GPU's `hardware` runs on the GPU.
+    """
+    notes, device = list(notes), config.job.device
+    if device == "auto" and hardware is not None and hardware.kind == "gpu":
+        device = "cuda"
+        job = config.job.model_copy(update={"device": device})
+        # A copy: a job that is searched for another number of ranks need not be legal as it is.
+        config = config.model_copy(update={"job": job})
     if config.compile.enable:
         notes.append("compile: operators are counted one by one; the compiler fuses some of them")
-    if config.training.enable_cpu_offload:
-        notes.append("offload: parameters and optimizer state, which the CPU holds, are included")
+    training = config.training
+    if training.enable_cpu_offload and device != "cuda":
+        notes.append("offload: planned on CPU, where device and host are one: nothing is copied")
+    elif training.enable_cpu_offload and not training.cpu_offload_pin_memory:
+        notes.append("offload: copies are planned at the rate of pinned memory; others are slower")
     if config.comm.mode != "default":
-        changes["comm.mode"] = "default"
-    if config.job.device == "cuda":
+        comm = config.comm.model_copy(update={"mode": "default"})
+        config = config.model_copy(update={"comm": comm})
+    if device == "cuda":
         notes.append("device: without a GPU here, traced on the kernels of the CPU")
-    return (override(config, changes) if changes else config), notes
+    return config, notes

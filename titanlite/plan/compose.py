@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titanlite.config import ResolvedJob
@@ -23,12 +23,13 @@ from titanlite.schedule import Schedule, add_communication
 from titanlite.schedule.actions import (
     BACKWARD_WEIGHT,
     COMPUTE_KINDS,
+    FORWARD,
     FULL_BACKWARD,
     SEND_B,
     SEND_F,
 )
 
-START, RELEASE, END = "start", "release", "end"
+START, HOLD, RELEASE, END = "start", "hold", "release", "end"
 
 
 class Done(NamedTuple):
@@ -36,7 +37,7 @@ class Done(NamedTuple):
 
     Microbatches are counted over all batches that the step accumulates.
 
-    The kind is one of the schedule's, or START, BATCH, RELEASE or END.
+    The kind is one of the schedule's, or START, BATCH, HOLD, RELEASE or END.
     """
 
     kind: str
@@ -47,12 +48,18 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class Composition:
-    """The step of one rank: the bytes that it holds before the step, and its actions in order."""
+    """The step of one rank: the bytes that it holds before the step, and its actions in order.
+
+    With CPU offload, `on_host` has the bytes of each category in the host's memory at its peak, and
+    those before the step in `held_on_host`; else both are empty.
+    """
 
     rank: int
     coordinates: dict[str, int]
     held: dict[str, int]
     actions: list[Done]
+    held_on_host: dict[str, int] = field(default_factory=dict)
+    on_host: dict[str, int] = field(default_factory=dict)
 
     def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
         """(kind, axis) -> (number of communications, total bytes)."""
@@ -93,12 +100,27 @@ class Composition:
                 total += num_bytes
         return Peak(where, best)
 
+    def host_peak(self) -> Peak:
+        """The peak of the host's memory, in the update; nothing without CPU offload."""
+        return Peak(Place("", "optimizer"), self.on_host)
+
     def segments(self) -> Iterator[tuple[Segment, int]]:
         """Each segment, and how often it runs."""
         times = Counter(id(action.segment) for action in self.actions)
         by_id = {id(action.segment): action.segment for action in self.actions}
         for key, count in times.items():
             yield by_id[key], count
+
+
+def peaks(compositions: Sequence[Composition]) -> tuple[int, int]:
+    """The largest peaks of the ranks: of a device's memory, and of the host's for one rank.
+
+    The latter is 0 without CPU offload.
+    """
+    return (
+        max(one.peak().num_bytes for one in compositions),
+        max(one.host_peak().num_bytes for one in compositions),
+    )
 
 
 def compose(
@@ -118,6 +140,20 @@ def compose(
     return [composer.rank(place) for place in places or range(resolved.dims.pp)]
 
 
+def parts_of(pieces: Pieces, names: Sequence[str] | None) -> Stage:
+    """The parts of a stage with the modules `names`; of the whole model if that is None."""
+    blocks = [
+        (name, pieces.blocks[kind])
+        for name, kind in zip(pieces.names, pieces.kinds, strict=True)
+        if names is None or name in names
+    ]
+    outer = set(names or ()) - set(pieces.names)
+    is_first = names is None or bool(outer & set(pieces.before_names))
+    is_last = names is None or bool(outer & set(pieces.after_names))
+    before, after = ("before", pieces.before), ("after", pieces.after)
+    return [*([before] if is_first else []), *blocks, *([after] if is_last else [])]
+
+
 class _Composer:
     """Puts the actions of each rank in order."""
 
@@ -129,7 +165,7 @@ class _Composer:
         self._dims, self._pipeline, self._data = resolved.dims, resolved.pipeline, segments.data
         self._stages = segments.stages
         self._start = Done(START, -1, -1, segments.start())
-        self._known: dict[tuple[object, ...], tuple[dict[str, int], Segment]] = {}
+        self._known: dict[tuple[object, ...], tuple[dict[str, int], list[Weight], Segment]] = {}
         self._tables = shared.tables
         self._table: list[Row] = []
         if self._pipeline is not None:
@@ -143,7 +179,7 @@ class _Composer:
         numbers = [0] if pipeline is None else pipeline.stages_of(place)
         for number in numbers:
             names = None if pipeline is None else pipeline.stages[number]
-            self._stages[number] = self._parts(names)
+            self._stages[number] = parts_of(self._pieces, names)
         at_once = self._resolved.config.training.local_batch_size * dims.dp
         batches = self._resolved.global_batch_size // at_once
         actions = [self._start]
@@ -154,45 +190,57 @@ class _Composer:
                 actions.append(Done(BATCH, 0, index, segment))
             else:
                 actions += self._pipelined(place, index, is_first=is_first, is_last=is_last)
-        held, end = self._ends(numbers)
+        held, weights, end = self._ends(numbers)
         actions.append(Done(END, -1, -1, end))
-        return Composition(rank, dims.coordinates(rank), held, actions)
+        coordinates = dims.coordinates(rank)
+        if not self._data.is_offloaded:
+            return Composition(rank, coordinates, held, actions)
+        device, host, most = self._split(held, weights, batches)
+        return Composition(rank, coordinates, device, actions, host, most)
 
-    def _ends(self, numbers: Sequence[int]) -> tuple[dict[str, int], Segment]:
-        """What a rank with these stages holds before a step, and its update."""
+    def _split(
+        self, held: dict[str, int], weights: list[Weight], batches: int
+    ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """What the device and the host hold of `held`, and what the host holds at its peak.
+
+        That is in the update, or while the last gradient of a further batch is added.
+        """
+        sizes = [(self._data.shard_numel(w) * w.itemsize, w.is_trained) for w in weights]
+        parameters = sum(size for size, _ in sizes)
+        host = {"parameters": parameters, "optimizer state": held["optimizer state"]}
+        device = {**held, "parameters": held["parameters"] - parameters, "optimizer state": 0}
+        trained = [size for size, is_trained in sizes if is_trained]
+        added = max(trained, default=0) if batches > 1 and self._dims.dp_replicate == 1 else 0
+        temporary = max(added, self._segments.update_bytes(weights))
+        return device, host, {**host, "gradients": sum(trained), "temporary": temporary}
+
+    def _ends(self, numbers: Sequence[int]) -> tuple[dict[str, int], list[Weight], Segment]:
+        """What a rank with these stages holds before a step, its weights, and its update."""
         parts = tuple(id(part) for number in numbers for _, part in self._stages[number])
         last = 0 if self._pipeline is None else self._pipeline.schedule.num_stages - 1
         key = parts, len(numbers), 0 in numbers, last in numbers
         if key not in self._known:
             copies, exchanged = self._copies(numbers)
-            weights = [*self._weights(numbers), *copies]
-            end = self._segments.end(weights, exchanged, 0 if copies else self._dims.pp - 1)
-            self._known[key] = self._held(weights, numbers), end
+            of_stages = [*self._weights(numbers), copies]
+            weights = [weight for of_stage in of_stages for weight in of_stage]
+            end = self._segments.end(of_stages, exchanged, 0 if copies else self._dims.pp - 1)
+            self._known[key] = self._held(weights, numbers), weights, end
         return self._known[key]
 
     # What a rank has
 
-    def _parts(self, names: Sequence[str] | None) -> Stage:
-        """The parts of a stage; of the whole model if `names` is None."""
-        pieces = self._pieces
-        blocks = [
-            (name, pieces.blocks[kind])
-            for name, kind in zip(pieces.names, pieces.kinds, strict=True)
-            if names is None or name in names
-        ]
-        outer = set(names or ()) - set(pieces.names)
-        is_first = names is None or bool(outer & set(pieces.before_names))
-        is_last = names is None or bool(outer & set(pieces.after_names))
-        before, after = ("before", pieces.before), ("after", pieces.after)
-        return [*([before] if is_first else []), *blocks, *([after] if is_last else [])]
-
-    def _weights(self, numbers: Sequence[int]) -> list[Weight]:
-        """The parameters of these stages; a unit of embeddings and head counts once."""
-        of_units: dict[str, tuple[Weight, ...]] = {}
+    def _weights(self, numbers: Sequence[int]) -> list[list[Weight]]:
+        """The parameters of each of these stages; a unit of embeddings and head counts once."""
+        known: set[str] = set()
+        of_stages: list[list[Weight]] = []
         for number in numbers:
+            of_stages.append([])
             for name, part in self._stages[number]:
-                of_units |= dict(self._data.units(name, part))
-        return [weight for weights in of_units.values() for weight in weights]
+                for unit, weights in self._data.units(name, part):
+                    if unit not in known:
+                        of_stages[-1] += weights
+                        known.add(unit)
+        return of_stages
 
     def _copies(self, numbers: Sequence[int]) -> tuple[list[Weight], int]:
         """This rank's copies of tied weights, and the bytes of gradients that it exchanges.
@@ -238,10 +286,12 @@ class _Composer:
         assert self._pipeline is not None
         schedule = self._pipeline.schedule
         before = index * schedule.num_microbatches
+        held = 0
         made: set[int] = set()
         known: dict[tuple[str, int, bool], Segment] = {}
         for kind, stage, microbatch in self._table[place]:
-            has_gradients = not is_first or stage in made
+            # FSDP2 has reduced the whole gradients of the batch before.
+            has_gradients = stage in made or not (is_first or self._data.is_fsdp)
             if kind in (FULL_BACKWARD, BACKWARD_WEIGHT):
                 made.add(stage)
             key = kind, stage, has_gradients
@@ -251,9 +301,15 @@ class _Composer:
                 segment = known[key] = self._segments.of(kind, variant)
             number = -1 if microbatch is None else before + microbatch
             yield Done(kind, stage, number, segment)
+            kept = self._segments.kept_output_bytes
+            if kept and not held and kind == FORWARD and stage == schedule.num_stages - 1:
+                held = kept
+                yield Done(HOLD, -1, -1, self._segments.hold(kept))
+        num_sent = 0
         if self._segments.keeps_sent:
             num_sent = sum(kind in (SEND_F, SEND_B) for kind, _, _ in self._table[place])
-            yield Done(RELEASE, -1, -1, self._segments.release(num_sent))
+        if held or num_sent:
+            yield Done(RELEASE, -1, -1, self._segments.release(num_sent, held))
 
     def _rows(self, schedule: Schedule, *, is_from_file: bool) -> list[Row]:
         """The actions of each rank, with those that communicate."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from titanlite.config import JobConfig, ResolvedJob, resolve_job
+from titanlite.config import ResolvedJob, resolve_job
 from titanlite.config.load import override
 from titanlite.mesh.parallel_dims import expert_shard_dim
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
 
 NOWHERE = Place("", "")
+TOKENS = "tokens"
+"""In pieces, the axes over which the tokens of a microbatch are spread: those of data parallelism,
+which are others in a composed job."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,21 @@ NOTHING = Segment((), {}, {})
 
 
 class Builder:
-    """Puts segments together, and adds communication and memory between them."""
+    """Puts segments together, and adds communication and memory between them.
 
-    def __init__(self, *, keeps_events: bool = True) -> None:
+    `token_axes` are the axes that TOKENS stands for, each with its number of ranks.
+    """
+
+    def __init__(
+        self, token_axes: Sequence[tuple[str, int]] = (), *, keeps_events: bool = True
+    ) -> None:
         self.events: list[Event] = []
+        self._token_axes = token_axes
         self._keeps_events = keeps_events
         self.ready = -1
         """How many events precede the earliest start of FSDP's next all-gather; -1: all."""
+        self.copied_out = -1
+        """How many events there were when the last gathered unit had been copied out."""
         self._parts: list[tuple[int, int, str]] = []
         self._now: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
@@ -68,23 +80,29 @@ class Builder:
             for name, num_bytes in segment.peak.items():
                 self._peak[name] = self._now[name] + num_bytes
             self._peak_place = named(segment.peak_place, part)
-        if part and self._keeps_events:
-            start = len(self.events)
-            self._parts.append((start, start + len(segment.events), part))
         for name, num_bytes in segment.net.items():
             if not (adds_to_gradients and name == "gradients"):
                 self._now[name] += num_bytes
                 self._total += num_bytes
         if not self._keeps_events:
             return
-        shift = self._number
+        start, shift = len(self.events), self._number
         for event in segment.events:
             if isinstance(event, Communication):
                 event = event.renumbered(event.number + shift)
                 self._number = max(self._number, event.number)
+                if event.axis == TOKENS:
+                    # One after the other; without a number, each is waited for at once.
+                    self.events += [
+                        replace(event, axis=axis, num_ranks=num_ranks, number=0)
+                        for axis, num_ranks in self._token_axes
+                    ]
+                    continue
             elif isinstance(event, Wait):
                 event = Wait(event.number + shift)
             self.events.append(event)
+        if part:
+            self._parts.append((start, len(self.events), part))
 
     def operator(
         self, name: str, num_bytes: int, dtype: str, place: Place, *, is_beside: bool = False
@@ -103,11 +121,12 @@ class Builder:
         place: Place,
         peer: int = -1,
         ready: int = -1,
+        after: tuple[int, ...] = (),
     ) -> int:
         """Append a communication; returns its number, for `wait`."""
         self._number += 1
         self.events.append(
-            Communication(kind, axis, num_bytes, num_ranks, place, self._number, peer, ready)
+            Communication(kind, axis, num_bytes, num_ranks, place, self._number, peer, ready, after)
         )
         return self._number
 
@@ -171,6 +190,8 @@ class Weight(NamedTuple):
     is_expert: bool = False
     """Whether it is of experts that FSDP2 shards over a mesh of their own."""
 
+    # Weights are values, and a model has few different ones.
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
     def shard_numel(self, num_shards: int) -> int:
         """The elements of the first shard, which is the largest."""
         if self.is_expert and expert_shard_dim(self.shape[0], num_shards):
@@ -201,10 +222,27 @@ class Part:
     backward: Segment
     units: Mapping[str, tuple[Weight, ...]]
     buffer_bytes: int
+    late_bytes: int = 0
+    """The most temporary bytes after the last product of the backward pass."""
 
     @property
     def weights(self) -> list[Weight]:
         return [weight for unit in self.units.values() for weight in unit]
+
+
+@dataclass(frozen=True)
+class Float8Cast:
+    """How FSDP2 casts its shard of a weight to float8 before it gathers it.
+
+    The events are those of a shard of `numel` elements. `cast` has the reductions of the weight's
+    amax, too, unless that is computed in advance, after the update: then `amax` has the operators.
+    """
+
+    numel: int
+    is_cut: bool
+    """Whether the tp axis shards the weight, so that its amax is reduced over tp, too."""
+    cast: Segment
+    amax: Segment = NOTHING
 
 
 @dataclass(frozen=True)
@@ -235,6 +273,8 @@ class Pieces:
     """The weights that `before` and `after` share."""
     boundary_bytes: int
     """Bytes of the activation between two blocks."""
+    output_bytes: int
+    """Bytes of the model's output, if the backward pass does not need it."""
     moments: int
     """Tensors of a parameter's size in its optimizer state."""
     state_bytes: int
@@ -243,9 +283,10 @@ class Pieces:
     """Forward and backward FLOPs of the model, without recomputation."""
     balance_bytes: tuple[int, int] = (0, 0)
     """The bytes of the slots of each expert, which are summed in `end`; and of the whole model."""
+    casts: Mapping[str, Float8Cast] = field(default_factory=dict)
+    """The casts of the weights that FSDP2 gathers in float8, by name."""
 
 
-# Composed steps gather in the compute dtype: compose.py knows no other.
 WITHOUT_FLOAT8_GATHER: dict[str, Any] = {
     "quantize.linear.float8.enable_fsdp_float8_all_gather": False,
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": False,
@@ -269,18 +310,22 @@ def uses_fsdp(resolved: ResolvedJob) -> bool:
     return resolved.dims.uses_fsdp(is_plain=is_plain, has_experts=has_experts(resolved.model))
 
 
+def offloads(resolved: ResolvedJob) -> bool:
+    """Whether parameters are kept in another memory than that of the device; on CPU all is one."""
+    config = resolved.config
+    return config.training.enable_cpu_offload and config.job.device == "cuda"
+
+
 def has_experts(model: Any) -> bool:
     """Whether a model, given by its own configuration, has mixtures of experts."""
     return bool(getattr(model, "num_experts", 0))
 
 
-def gathers_in_float8(config: JobConfig) -> bool:
-    """Whether FSDP2 gathers weights in float8."""
-    return config.quantize.linear.float8.enable_fsdp_float8_all_gather
+def smaller(resolved: ResolvedJob, *, is_compiled: bool = False) -> ResolvedJob:
+    """The job for one microbatch, without a pipeline and on as few ranks as its pieces need.
 
-
-def smaller(resolved: ResolvedJob) -> ResolvedJob:
-    """The job for one microbatch, without a pipeline and on as few ranks as its pieces need."""
+    It compiles nothing, unless `is_compiled` and the job compiles its blocks.
+    """
     config, dims = resolved.config, resolved.dims
     at_once = config.training.local_batch_size
     if resolved.pipeline is not None:
@@ -291,13 +336,18 @@ def smaller(resolved: ResolvedJob) -> ResolvedJob:
     least = 2 * dims.ep if is_fsdp and dims.experts_are_apart(has_experts(resolved.model)) else 1
     while dims.cp * dims.tp * shards % least:
         shards += 1
+    # Replicas of DDP reduce the amaxes of float8 over their tokens.
+    has_replicas = not is_fsdp and dims.dp_replicate > 1 and config.converts_to_float8
+    replicas = 2 if has_replicas else 1
     changes = WITHOUT_A_PIPELINE | {
-        # Cost fuses operators as a compiler does.
-        "compile.enable": False,
-        **(WITHOUT_FLOAT8_GATHER if gathers_in_float8(config) else {}),
-        "parallelism.data_parallel_replicate_degree": 1,
+        "compile.enable": is_compiled and config.compile.enable,
+        # The weights of a single shard are not gathered.
+        **({} if dims.num_weight_shards > 1 else WITHOUT_FLOAT8_GATHER),
+        "parallelism.data_parallel_replicate_degree": replicas,
         "parallelism.data_parallel_shard_degree": shards,
         "training.local_batch_size": at_once,
-        "training.global_batch_size": at_once * shards,
+        "training.global_batch_size": at_once * shards * replicas,
+        # data_parallel.py adds the copies.
+        "training.enable_cpu_offload": False,
     }
     return resolve_job(override(config, changes), None)

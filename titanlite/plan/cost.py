@@ -19,20 +19,21 @@ from titanlite.mesh.parallel_dims import (
     axes_of,
     axes_where,
 )
-from titanlite.plan.events import FROM_RANK_TO_RANK, Communication, Operator
+from titanlite.plan.events import FROM_RANK_TO_RANK, HOST_LINK, Communication, Operator
 from titanlite.plan.hardware import Hardware, Link
 
-PRODUCT, ATTENTION, MEMORY_BOUND, OPTIMIZER, FREE = (
+PRODUCT, ATTENTION, MEMORY_BOUND, OPTIMIZER, ON_HOST, FREE = (
     "products",
     "attention",
     "memory-bound",
     "optimizer",
+    "optimizer on the host",
     "free",
 )
 CALLERS = COLLECTIVE, UNSHARD, MESSAGE, EXCHANGE = "collective", "unshard", "message", "exchange"
 """Who issues a communication: DTensor or a step, FSDP, a pipeline, or a ring."""
 NODE, FABRIC = "node", "fabric"
-"""The links of a rank: to the ranks of its node, and to other nodes."""
+"""The links of a rank: to the ranks of its node, and to other nodes; HOST_LINK is a third one."""
 
 
 class Rule(NamedTuple):
@@ -122,13 +123,15 @@ class Cost:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_known", {})
+        object.__setattr__(self, "_loads", {})
 
     # Operators
 
     @staticmethod
     def kind(operator: Operator) -> str:
-        """What the operator is: one of PRODUCT, ATTENTION, MEMORY_BOUND, OPTIMIZER, FREE."""
-        return rule_of(operator.name).kind
+        """What the operator is: one of PRODUCT, ATTENTION, ..., ON_HOST, FREE."""
+        kind = rule_of(operator.name).kind
+        return ON_HOST if operator.is_on_host and kind != FREE else kind
 
     def price(self, operator: Operator) -> tuple[float, str, float]:
         """Seconds on the device, the kind, and seconds of a GPU's host to launch the operator.
@@ -145,11 +148,12 @@ class Cost:
             operator.causal,
             operator.is_strided,
             operator.place.phase == "recomputation",
+            operator.is_on_host,
         )
         known: dict[object, tuple[float, str, float]] = self._known  # type: ignore[attr-defined]
         if key not in known:
             kind = self.kind(operator)
-            is_launched = self.hardware.kind != "cpu" and kind != FREE
+            is_launched = self.hardware.kind != "cpu" and kind not in (ON_HOST, FREE)
             launch = self.hardware.overhead.launch_seconds if is_launched else 0.0
             known[key] = self._operator(operator), kind, launch
         return known[key]
@@ -166,7 +170,8 @@ class Cost:
         """Seconds of the host for a communication."""
         overhead = self.hardware.overhead
         if one.num_ranks < 2:
-            return 0.0
+            is_copy = one.axis == HOST_LINK and self.hardware.kind != "cpu"
+            return overhead.launch_seconds if is_copy else 0.0
         measured = {
             MESSAGE: overhead.message_seconds,
             EXCHANGE: overhead.exchange_seconds,
@@ -196,6 +201,9 @@ class Cost:
             operator.bytes_read * (rule.read_factor + rule.written_per_read)
             + operator.bytes_written * rule.written_factor
         )
+        if operator.is_on_host and (host := hardware.offload_host) is not None:
+            rate = host.memory_bytes_per_second * host.memory_share
+            return hardware.overhead.launch_seconds + num_bytes / rate
         measured = hardware.operators.get(key_of(operator))
         if measured is None:
             measured = hardware.operators.get(f"{operator.name}:{operator.dtype}")
@@ -270,7 +278,16 @@ class Cost:
 
     def communication(self, one: Communication, rank: int = 0) -> Load:
         """The latency of a communication, and its time on a link of `rank` at full rate."""
+        key = one.kind, one.axis, one.num_bytes, one.num_ranks, one.peer, rank
+        known: dict[object, Load] = self._loads  # type: ignore[attr-defined]
+        if key not in known:
+            known[key] = self._load(one, rank)
+        return known[key]
+
+    def _load(self, one: Communication, rank: int) -> Load:
         hardware = self.hardware
+        if one.axis == HOST_LINK and (host := hardware.offload_host) is not None:
+            return Load(host.latency_seconds, one.num_bytes / host.bytes_per_second, HOST_LINK)
         if one.num_ranks < 2:
             return Load(0.0, 0.0, NODE)
         sent = bytes_sent(one.kind, one.num_bytes, one.num_ranks)

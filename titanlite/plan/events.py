@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titanlite.plan_row import PlanRow
@@ -30,6 +30,9 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 PHASES = ("forward", "backward", "recomputation", "optimizer", "other")
 FROM_RANK_TO_RANK = ("send", "receive")
+HOST_LINK = "offload"
+"""The axis of copies between a device and its host, whose kinds are these."""
+TO_DEVICE, TO_HOST = "to_device", "to_host"
 
 
 class Place(NamedTuple):
@@ -57,6 +60,8 @@ class Operator:
     """(queries, keys) of causal attention, whose masked half a kernel can skip; () for others."""
     is_strided: bool = False
     """Whether an input has gaps between its elements, such as a part of each row of a matrix."""
+    is_on_host: bool = False
+    """Whether it runs on the host of a GPU: the update of offloaded parameters."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Communication:
     """One collective, or one side of a P2P message.
 
     `num_bytes` are those of its whole tensor: the output of a gather, the input of a reduction.
-    The axis is "world" for the sums of a step. `number` is what a Wait refers to.
+    The axis is "world" for the sums of a step. `number` is what a Wait refers to. CPU offload's
+    copies between a rank's device and its host are communications of the axis HOST_LINK, too.
     """
 
     kind: str
@@ -83,7 +89,18 @@ class Communication:
 
     def renumbered(self, number: int) -> Communication:
         """The same communication with another number."""
-        return replace(self, number=number)
+        # As replace, but a search calls it millions of times.
+        return Communication(
+            self.kind,
+            self.axis,
+            self.num_bytes,
+            self.num_ranks,
+            self.place,
+            number,
+            self.peer,
+            self.ready,
+            self.after,
+        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,8 @@ class Trace:
 
     `held` has the bytes of each category that is there before the step. `sizes` has the size of the
     blocks that are there then and that the step may free, which are part of `held`. `category_of`
-    has the category of each block of memory. `applied` is the effective plan.
+    has the category of each block of memory. `applied` is the effective plan. With CPU offload on a
+    GPU, `on_host` has the blocks in the memory of the host, and `held_on_host` is `held` there.
     """
 
     rank: int
@@ -133,6 +151,8 @@ class Trace:
     sizes: dict[int, int] = field(default_factory=dict)
     category_of: dict[int, str] = field(default_factory=dict)
     applied: tuple[PlanRow, ...] = ()
+    on_host: set[int] = field(default_factory=set)
+    held_on_host: dict[str, int] = field(default_factory=dict)
 
     @property
     def communications(self) -> list[Communication]:
@@ -148,11 +168,18 @@ class Trace:
 
     def peak(self) -> Peak:
         """The peak of the step, with parameters and optimizer state, which are always there."""
+        return self._peak(self.held, is_on_host=False)
+
+    def host_peak(self) -> Peak:
+        """The peak of the host's memory; nothing without CPU offload."""
+        return self._peak(self.held_on_host, is_on_host=True)
+
+    def _peak(self, held: dict[str, int], *, is_on_host: bool) -> Peak:
         sizes = dict(self.sizes)
-        now: Counter[str] = Counter(self.held)
+        now: Counter[str] = Counter(held)
         best, total, most = Peak(Place("", "other"), dict(now)), now.total(), now.total()
         for event in self.events:
-            if not isinstance(event, Memory):
+            if not isinstance(event, Memory) or (event.block in self.on_host) != is_on_host:
                 continue
             change = event.num_bytes - sizes.get(event.block, 0)
             sizes[event.block] = event.num_bytes

@@ -17,7 +17,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,7 +30,7 @@ from titanlite.config import ResolvedJob
 from titanlite.config.data import spec_for
 from titanlite.data.spec import Dataset
 from titanlite.job import _build_dataset
-from titanlite.parallelize import ddp, float8_linear, steps
+from titanlite.parallelize import ddp, float8_linear, fsdp, steps
 from titanlite.parallelize.float8_gather import Float8Shard
 from titanlite.ranks.world import World
 
@@ -84,6 +86,11 @@ def stand_ins(device_type: str = "cpu") -> Iterator[None]:
     skips the masked half of causal attention by itself.
     """
     with contextlib.ExitStack() as stack:
+        if device_type == "cuda":
+            # FSDP2 copies offloaded parameters from pinned memory.
+            stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
+            for module in (steps, fsdp):
+                stack.enter_context(patch.object(module, "can_pin", lambda: True))
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
             for module in (steps, float8_linear):
@@ -104,6 +111,7 @@ def _stand_ins() -> Iterator[None]:
         patch.object(job, "_build_dataset", build_dataset),
         patch.object(FakeTensor, "as_subclass", as_subclass, create=True),
         patch.object(torch, "compile", partial(compile_as_graph, torch.compile)),
+        patch.object(functional_collectives, "_are_we_tracing", is_compiling),
     ):
         # Code compiled for another job has other shapes.
         torch.compiler.reset()
@@ -119,6 +127,15 @@ def compile_as_graph(
     tensors for the other. The inductor fuses operators; here each is seen.
     """
     return compiler(function, backend="aot_eager" if backend == "inductor" else backend, **options)
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is building a graph, in which a collective is waited for at once.
+
+    PyTorch takes fake tensors for a compiler's. In eager code a run waits for a collective when its
+    result is used: the result is an AsyncCollectiveTensor.
+    """
+    return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
 
 
 def as_subclass(tensor: Any, kind: type) -> Tensor:

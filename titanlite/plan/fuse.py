@@ -43,7 +43,7 @@ def fuse(events: Sequence[Event]) -> list[Event]:
         if isinstance(event, Operator):
             if rule_of(event.name).kind == FREE:
                 continue
-            if _is_fusible(event):
+            if is_fusible(event):
                 if chain and _block(chain[-1]) != _block(event):
                     close()
                 chain.append(event)
@@ -54,7 +54,8 @@ def fuse(events: Sequence[Event]) -> list[Event]:
     return found
 
 
-def _is_fusible(operator: Operator) -> bool:
+def is_fusible(operator: Operator) -> bool:
+    """Whether a compiler joins the operator with its neighbours."""
     if rule_of(operator.name).kind != MEMORY_BOUND:
         return False
     namespace, _, name = operator.name.partition("::")

@@ -76,6 +76,23 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The share of a node's host that a GPU has, for CPU offload.
+
+    `num_bytes` is memory. `bytes_per_second` is that of copies between the host's pinned memory and
+    the device, in each direction, when all GPUs of the node copy at once; each takes
+    `latency_seconds` more. The update of parameters reads and writes the host's memory with the
+    share `memory_share` of `memory_bytes_per_second`.
+    """
+
+    num_bytes: float
+    bytes_per_second: float
+    latency_seconds: float
+    memory_bytes_per_second: float
+    memory_share: float
+
+
+@dataclass(frozen=True)
 class Products:
     """How close matrix products come to the peak.
 
@@ -174,12 +191,27 @@ class Hardware:
     products: Products
     attention: Attention
     overhead: Overhead
+    host: Host | None = None
+    """Needed only for GPUs, and only by jobs with CPU offload."""
     product_share: Mapping[str, float] = field(default_factory=dict)
     """Dtype -> what replaces products.share for it."""
     operators: Mapping[str, OperatorCost] = field(default_factory=dict)
     collectives: Mapping[str, CollectiveCost] = field(default_factory=dict)
     fitted: Mapping[str, str] = field(default_factory=dict)
     """Key -> what it was fitted to."""
+
+    @property
+    def offload_host(self) -> Host | None:
+        """The host, for CPU offload; None for a CPU, which has one memory.
+
+        Raises ConfigError if the file of a GPU has none.
+        """
+        if self.host is None and self.kind != "cpu":
+            raise ConfigError(
+                f"--hardware: {self.name} has no [host], which training.enable_cpu_offload needs; "
+                "add the figures of its host's memory and link, or turn offload off"
+            )
+        return self.host if self.kind != "cpu" else None
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products of `dtype`, or of the next wider dtype that the file has."""
@@ -285,7 +317,7 @@ def _value(hint: Any, value: Any, key: str, problems: list[str]) -> Any:
             problems.append(f"{key}: is not a table; give one")
             return {}
         return {name: _value(inner, of, f"{key}.{name}", problems) for name, of in value.items()}
-    return _table(hint, value, f"{key}.", problems)
+    return _table(Host if hint == Host | None else hint, value, f"{key}.", problems)
 
 
 def _may_be_zero(key: str) -> bool:

@@ -14,11 +14,13 @@ from string import Template
 from typing import Any
 
 from titanlite.drawing import palette
+from titanlite.plan.events import FROM_RANK_TO_RANK, TO_DEVICE, TO_HOST
 from titanlite.plan.report import AXIS_SHARES, COMPUTE_SHARES, IDLE, LAUNCH, MEMORY_SHARES
 from titanlite.plan.spans import LANE_OF, StepSpan
 from titanlite.simulate.streams import MAIN
 
 FOLDER = Path(__file__).with_name("page")
+BOTH_WAYS = (*FROM_RANK_TO_RANK, TO_DEVICE, TO_HOST)
 COLORS = {
     "memory": {share.name: share.color for share in MEMORY_SHARES},
     "time": {
@@ -26,7 +28,8 @@ COLORS = {
         **{share.name: share.color for share in (*AXIS_SHARES.values(), LAUNCH, IDLE)},
     },
     "communication": {kind: palette.LANES[lane] for kind, lane in LANE_OF.items()}
-    | {"all_reduce": "#a63603", "all_to_all": palette.LANES["EXCHANGE"]},
+    | {"all_reduce": "#a63603", "all_to_all": palette.LANES["EXCHANGE"]}
+    | {TO_DEVICE: "#c51b7d", TO_HOST: "#4d9221"},
     # Neighbouring modules of a phase alternate between two shades.
     "phase": {
         "forward": ("#9ecae1", "#c6dbef"),
@@ -69,8 +72,8 @@ def _rows(spans: Sequence[StepSpan]) -> tuple[list[dict[str, Any]], list[str]]:
     number_of: dict[str, int] = {}
     rows: dict[tuple[int, str], list[tuple[int, ...]]] = {}
     for one in spans:
-        # Sends and receives run at the same time.
-        stream = f"{one.stream} {one.kind}" if one.kind in ("send", "receive") else one.stream
+        # Sends and receives run at the same time, and so do copies to and from the device.
+        stream = f"{one.stream} {one.kind}" if one.kind in BOTH_WAYS else one.stream
         name = number_of.setdefault(one.name, len(number_of))
         kind = number_of.setdefault(one.kind, len(number_of))
         times = round(1e9 * one.start), round(1e9 * one.end)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS
+from titanlite.plan.scratch import num_bytes
 
 # Operator -> kind, and the positions of the whole tensor (-1: the result), of the group and, for
 # P2P messages, of the peer among its arguments.
@@ -106,3 +109,16 @@ def has_gaps(tensor: Tensor) -> bool:
     sizes = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
     span = 1 + sum((size - 1) * step for size, step in sizes)
     return span > math.prod(size for size, _ in sizes) > 0
+
+
+def bytes_of_mutated(args: Any) -> int:
+    """The bytes that an operator without a result writes: its first list of tensors."""
+    first = args[0] if args else []
+    return sum(num_bytes(leaf) for leaf in tree_leaves(first) if isinstance(leaf, Tensor))
+
+
+def body_of(function: Any) -> Callable[..., Any]:
+    """The Python function of one of titanlite's own operators."""
+    from torch._library.custom_ops import OPDEFS
+
+    return OPDEFS[function._schema.name]._init_fn

@@ -22,14 +22,18 @@ from torch.distributed.tensor import DTensor
 
 from titanlite import job as job_module
 from titanlite.config import ResolvedJob
+from titanlite.errors import TitanliteError, TraceError
 from titanlite.experts import expert_layers
 from titanlite.job import Job
 from titanlite.names import canonical_name
-from titanlite.parallelize import DTYPES
+from titanlite.parallelize import DTYPES, ddp
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
+from titanlite.plan import fake_world
 from titanlite.plan.composition import Part, Pieces, Segment, Weight, segment_of, smaller
 from titanlite.plan.events import Communication, Event, Memory, Operator, Trace, Wait
+from titanlite.plan.float8_trace import CastRecorder, over_tokens
 from titanlite.plan.planning import representatives
+from titanlite.plan.recorder import Recorder
 from titanlite.plan.trace import trace_job
 from titanlite.training import step
 from titanlite.training.gradient_norm import reduce_partial_gradients
@@ -42,14 +46,29 @@ CAST = "aten::_foreach_copy_"
 FORWARD, BACKWARD = "forward", "backward"
 
 
-def trace_pieces(resolved: ResolvedJob) -> Pieces:
-    """Trace the pieces of a job; no process group may exist in this process."""
+def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
+    """Trace the pieces of a job; no process group may exist in this process.
+
+    They are of eager code, unless `is_compiled` and the job compiles its blocks.
+
+    Raises TraceError if the job's own code cannot run on fake tensors.
+    """
     fewer = _FewerBlocks()
     sizes: list[int] = []
+    outputs: list[tuple[int, int]] = []
 
-    def watch(job: Job) -> None:
+    casts = CastRecorder()
+
+    def watch(job: Job, recorder: Recorder) -> None:
+        casts.start(job, recorder)
         for block in find_blocks(job.parts[0], job.plan).values():
             block.register_forward_hook(lambda _, __, output: sizes.append(_num_bytes(output)))
+
+        def note_output(_: nn.Module, __: Any, output: Any) -> None:
+            (block,) = recorder.blocks_of([local_part(output)])
+            outputs.append((block, _num_bytes(output)))
+
+        job.parts[0].register_forward_hook(note_output)
 
     partial: set[int] = set()
 
@@ -61,13 +80,30 @@ def trace_pieces(resolved: ResolvedJob) -> Pieces:
     with (
         patch.object(job_module, "_build_model", fewer),
         patch.object(step, "reduce_partial_gradients", reduce),
+        casts.recording(),
+        patch.object(fake_world, "apply_ddp", _without_ddp),
     ):
-        small = smaller(resolved)
+        small = smaller(resolved, is_compiled=is_compiled)
         layout = small.config.parallelism.context_parallel_load_balancer
         rank = representatives(small.dims, layout)[0]
-        job, trace = trace_job(small, rank, watch, runs_first_step=False)
-    events, reduced = _without_fsdp(trace)
-    segments = dict(_cut(trace, events, fewer.kept))
+        try:
+            job, trace = trace_job(small, rank, watch, runs_first_step=small.config.compile.enable)
+        except TitanliteError:
+            raise
+        except Exception as error:  # the model's own code can raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise TraceError(
+                f"model.name: {small.config.model.name} cannot be traced ({reason}); its code must "
+                "run on tensors without values"
+            ) from error
+    events, reduced = _without_fsdp(trace, casts.events)
+    is_float8 = small.config.converts_to_float8
+    segments: dict[tuple[str, str], Segment] = {}
+    late: dict[tuple[str, str], int] = {}
+    sizes_of = dict(trace.sizes)
+    for key, run in _cut(events, fewer.kept, is_float8=is_float8):
+        late[key] = _late_bytes(run, trace.category_of, sizes_of)
+        segments[key] = segment_of(run, trace.category_of, sizes_of)
     units = _units(job, fewer.kept, partial, reduced)
     buffers: Counter[str] = Counter()
     for name, buffer in job.parts[0].named_buffers():
@@ -79,7 +115,8 @@ def trace_pieces(resolved: ResolvedJob) -> Pieces:
 
     def part(name: str) -> Part:
         forward, backward = segments[name, FORWARD], segments[name, BACKWARD]
-        return Part(forward, backward, units.get(name, {}), buffers[name])
+        at_end = late[name, BACKWARD]
+        return Part(forward, backward, units.get(name, {}), buffers[name], at_end)
 
     # The last of each kind is the most typical: the first block of all has other neighbours.
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
@@ -101,10 +138,12 @@ def trace_pieces(resolved: ResolvedJob) -> Pieces:
         num_expert_shards=job.dims.num_expert_shards,
         tied=_tied(job, units),
         boundary_bytes=sizes[0] if sizes else 0,
+        output_bytes=0 if trace.category_of[outputs[-1][0]] == "activations" else outputs[-1][1],
         moments=moments,
         state_bytes=state,
         flops_per_token=job.flops_per_token,
         balance_bytes=(_balance_bytes(job.parts[0]), fewer.balance_bytes),
+        casts=casts.casts(),
     )
 
 
@@ -156,9 +195,9 @@ def _look(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _cut(
-    trace: Trace, events: Sequence[Event], blocks: Sequence[str]
-) -> Iterator[tuple[tuple[str, str], Segment]]:
-    """The segments of a traced step: ("start", ""), (part, "forward"), ..., ("end", "").
+    events: Sequence[Event], blocks: Sequence[str], *, is_float8: bool
+) -> Iterator[tuple[tuple[str, str], list[Event]]]:
+    """The events of each segment of a step: ("start", ""), (part, "forward"), ..., ("end", "").
 
     The parts are "before", the blocks and "after". Events of no module belong to the part of the
     event before.
@@ -189,9 +228,30 @@ def _cut(
         runs[keys[at]].append(event)
         if at == 0 and index >= start:
             at = 1
-    sizes = dict(trace.sizes)
     for key, run in runs.items():
-        yield key, segment_of(run, trace.category_of, sizes)
+        yield key, [over_tokens(event) for event in run] if key[1] and is_float8 else run
+
+
+def _late_bytes(
+    events: Sequence[Event], category_of: Mapping[int, str], sizes: Mapping[int, int]
+) -> int:
+    """The most temporary bytes after the last product, compared with the start of `events`."""
+    products = [at for at, e in enumerate(events) if isinstance(e, Operator) and e.shape]
+    sizes, now, most = dict(sizes), 0, 0
+    for at, event in enumerate(events):
+        if isinstance(event, Memory):
+            change = event.num_bytes - sizes.get(event.block, 0)
+            sizes[event.block] = event.num_bytes
+            if category_of[event.block] not in ("activations", "gradients"):
+                now += change
+        if products and at > products[-1]:
+            most = max(most, now)
+    return most
+
+
+def _without_ddp(model: nn.Module, *_: Any, **__: Any) -> int:
+    """In place of apply_ddp: compose.py adds what DDP does."""
+    return ddp.BUCKET_CAP_MB
 
 
 def _end_of_start(events: Sequence[Event]) -> int:
@@ -205,8 +265,8 @@ def _end_of_start(events: Sequence[Event]) -> int:
     return found
 
 
-def _without_fsdp(trace: Trace) -> tuple[list[Event], Counter[int]]:
-    """The events without the collectives, copies and buffers of FSDP2.
+def _without_fsdp(trace: Trace, casts: Sequence[Event]) -> tuple[list[Event], Counter[int]]:
+    """The events without the collectives, copies, casts to float8 and buffers of FSDP2.
 
     Also the bytes of the Partial gradients that FSDP2 sums over the tp axis.
     """
@@ -215,7 +275,11 @@ def _without_fsdp(trace: Trace) -> tuple[list[Event], Counter[int]]:
     dropped: set[int] = set()
     blocks = {b for b, category in trace.category_of.items() if category == "gathered parameters"}
     is_next = False
+    cast = {id(event) for event in casts if not isinstance(event, Memory)}
+    blocks |= {event.block for event in casts if isinstance(event, Memory) and event.num_bytes}
     for event in trace.events:
+        if id(event) in cast:
+            continue
         if isinstance(event, Memory):
             if event.block not in blocks:
                 events.append(event)

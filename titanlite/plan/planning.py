@@ -16,7 +16,7 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.observe.quantities import format_bytes
 from titanlite.plan.cache import load_pieces
 from titanlite.plan.compose import Composition, compose
-from titanlite.plan.composition import gathers_in_float8, has_experts
+from titanlite.plan.composition import has_experts, offloads
 from titanlite.plan.cost import Cost
 from titanlite.plan.events import Peak, totals
 from titanlite.plan.hardware import Hardware
@@ -34,7 +34,8 @@ class RankPlan:
     """The step of one rank, which stands for all ranks of its pipeline stage.
 
     `held` has the bytes of each category before the step. `totals` maps (kind, axis) to the number
-    of communications and the bytes of their whole tensors.
+    of communications and the bytes of their whole tensors. With CPU offload on a GPU, `host` is the
+    peak of what the rank takes of the host's memory, and `held_on_host` what it holds there.
     """
 
     rank: int
@@ -43,6 +44,8 @@ class RankPlan:
     peak: Peak
     totals: dict[tuple[str, str], tuple[int, int]]
     flops: int
+    host: Peak | None = None
+    held_on_host: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,17 @@ class JobPlan:
     cost: Cost | None = field(default=None, repr=False)
     """The cost of the prediction."""
     applied: tuple[PlanRow, ...] = ()
-    """The effective plan of a job that was traced whole."""
+    """The effective plan of a job that was traced whole; cache.load_applied has that of others."""
 
     @property
     def peak_bytes(self) -> int:
         """The largest peak of all ranks."""
         return max(one.peak.num_bytes for one in self.ranks)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that a rank takes of its host's memory; 0 without CPU offload on a GPU."""
+        return max(0 if one.host is None else one.host.num_bytes for one in self.ranks)
 
 
 def plan_job(
@@ -81,10 +89,12 @@ def plan_job(
 ) -> JobPlan:
     """The plan of a job; `method` chooses how, by default by the job's size.
 
-    `is_compiled` says that the job compiles its blocks; its memory is that of eager code. Experts
-    are assumed to have equally many tokens.
+    `is_compiled` says that the time is of compiled blocks. Experts are assumed to have equally many
+    tokens.
     """
-    dims = resolved.dims
+    dims, offloaded = resolved.dims, offloads(resolved)
+    if offloaded and hardware is not None:
+        _ = hardware.offload_host
     method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
     prediction, cost = None, None
     applied: tuple[PlanRow, ...] = ()
@@ -95,6 +105,11 @@ def plan_job(
         if hardware is not None:
             cost = Cost(hardware, dims, is_compiled=is_compiled)
             prediction = predict(resolved, compositions, cost, pieces)
+    if method == PIECES and resolved.config.compile.enable:
+        # Time is that of eager pieces, with operators fused by rule: the hardware files are fitted
+        # to it.
+        compiled = load_pieces(resolved, use_cache=use_cache, is_compiled=True)
+        compositions = compose(resolved, compiled)
     shown = representatives(dims)
     if method == WHOLE:
         from titanlite.plan.trace import trace_rank
@@ -105,9 +120,9 @@ def plan_job(
             trace = trace_rank(resolved, rank)
             counts = totals(trace.communications)
             applied = applied or trace.applied
-            ranks.append(
-                RankPlan(rank, trace.coordinates, trace.held, trace.peak(), counts, trace.flops)
-            )
+            host = trace.host_peak() if offloaded else None
+            of_trace = trace.coordinates, trace.held, trace.peak(), counts, trace.flops
+            ranks.append(RankPlan(rank, *of_trace, host, trace.held_on_host))
     else:
         ranks = [
             RankPlan(
@@ -117,19 +132,32 @@ def plan_job(
                 _of_any_block(one.peak(), resolved),
                 one.totals(),
                 one.flops,
+                one.host_peak() if offloaded else None,
+                one.held_on_host,
             )
             for one in compositions
             if one.rank in shown
         ]
     plan = JobPlan(dims, ranks, method, hardware, prediction, cost=cost, applied=applied)
-    if method == PIECES and gathers_in_float8(resolved.config):
+    if compositions and (again := _repeated_in_halves(resolved)):
         plan.notes.append(
-            "float8: planned with FSDP's all-gathers in the compute dtype, not in float8"
+            f"schedule: it splits the backward pass, and each half runs {again} again; composed "
+            "steps count this once, so their time and peak are too low"
         )
     if has_experts(resolved.model):
         plan.notes.append("experts: planned as if all had equally many tokens")
     plan.warnings.extend(find_warnings(plan))
     return plan
+
+
+def _repeated_in_halves(resolved: ResolvedJob) -> str:
+    """What both halves of a split backward pass run; "" for nothing."""
+    config, pipeline = resolved.config, resolved.pipeline
+    if pipeline is None or not pipeline.schedule.splits_backward:
+        return ""
+    found = ["the recomputation"] if config.activation_checkpoint.mode != "none" else []
+    found += ["float8 products"] if config.converts_to_float8 else []
+    return " and ".join(found)
 
 
 def _of_any_block(peak: Peak, resolved: ResolvedJob) -> Peak:
@@ -173,6 +201,12 @@ def find_warnings(plan: JobPlan) -> Sequence[str]:
         found.append(
             f"does not fit: a rank needs {format_bytes(plan.peak_bytes)}, and {hardware.name} has "
             f"{format_bytes(hardware.memory.num_bytes)}"
+        )
+    host = hardware.offload_host if plan.host_bytes else None
+    if host is not None and plan.host_bytes > host.num_bytes:
+        found.append(
+            f"does not fit: CPU offload needs {format_bytes(plan.host_bytes)} of the host's memory "
+            f"for a rank, whose share of it is {format_bytes(host.num_bytes)}"
         )
     if dims.tp > hardware.node.num_ranks:
         found.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._ops import HigherOrderOperator
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -29,6 +30,8 @@ from titanlite.plan.events import Communication, Event, Memory, Operator, Place,
 from titanlite.plan.operators import (
     COLLECTIVES,
     axis_of,
+    body_of,
+    bytes_of_mutated,
     causal_of,
     flops_of,
     has_gaps,
@@ -39,6 +42,8 @@ from titanlite.plan.streams import Streams
 
 PEER_AT = 2
 WAIT = "_c10d_functional::wait_tensor"
+# Makes a tensor that is waited for at its first use.
+WRAP = "_c10d_functional::_wrap_tensor_autograd"
 # Operators that touch no data.
 FREE = ("aten::detach", "aten::empty", "aten::new_empty", "aten::empty_strided", "aten::alias")
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
@@ -240,13 +245,16 @@ class Recorder(TorchDispatchMode):
         name = function._schema.name
         if name.startswith(f"{OWN_NAMESPACE}::"):
             with self:
-                return _body_of(function)(*args, **kwargs)
-        if self._is_fake and name == WAIT:
+                return body_of(function)(*args, **kwargs)
+        if name == WRAP:
+            return AsyncCollectiveTensor(*args)
+        if name == WAIT:
             # The real operator returns its input; its fake kernel a new tensor.
+            result = args[0] if self._is_fake else function(*args, **kwargs)
             block = self.blocks.get(args[0].untyped_storage()._cdata)
             if block in self._unwaited:
                 self._add_waits((self._unwaited.pop(block)[0],))
-            return args[0]
+            return result
         result = function(*args, **kwargs)
         place = self.place()
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -293,7 +301,7 @@ class Recorder(TorchDispatchMode):
                 name,
                 flops,
                 sum(num_bytes(tensor) for tensor in inputs),
-                sum(num_bytes(tensor) for tensor in outputs) or _bytes_of_mutated(args),
+                sum(num_bytes(tensor) for tensor in outputs) or bytes_of_mutated(args),
                 place,
                 str((outputs or inputs)[0].dtype).removeprefix("torch.")
                 if outputs or inputs
@@ -429,22 +437,12 @@ class _Work(dist.Work):
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
 
 def _some_value(tensor: Tensor) -> Any:
     """A value for a fake scalar: no branch of a step depends on it if all is well."""
     if tensor.dtype == torch.bool:
         return True
     return 1.0 if tensor.is_floating_point() else 1
-
-
-def _body_of(function: Any) -> Callable[..., Any]:
-    """The Python function of one of titanlite's own operators."""
-    from torch._library.custom_ops import OPDEFS
-
-    return OPDEFS[function._schema.name]._init_fn
-
-
-def _bytes_of_mutated(args: Any) -> int:
-    """Operators without a result write their first list of tensors."""
-    first = args[0] if args else []
-    return sum(num_bytes(leaf) for leaf in tree_leaves(first) if isinstance(leaf, Tensor))

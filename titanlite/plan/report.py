@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.drawing.schedule_text import draw_text
 from titanlite.observe.quantities import format_bytes, format_count, format_seconds
-from titanlite.plan.cost import ATTENTION, MEMORY_BOUND, OPTIMIZER, PRODUCT
-from titanlite.plan.events import CATEGORIES
+from titanlite.plan.cost import ATTENTION, MEMORY_BOUND, ON_HOST, OPTIMIZER, PRODUCT
+from titanlite.plan.events import CATEGORIES, HOST_LINK, Peak
 from titanlite.plan.hardware import Hardware
 from titanlite.plan.planning import JobPlan, RankPlan
 from titanlite.plan.timing import AXIS_NAMES, HOST, PHASE_NAMES, SegmentTime, StepTime
@@ -58,6 +58,7 @@ COMPUTE_SHARES = {
     ATTENTION: Share("attention", "A", SKY),
     MEMORY_BOUND: Share("memory-bound", "m", GREEN),
     OPTIMIZER: Share("optimizer", "O", "#66c2a5"),
+    ON_HOST: Share(ON_HOST, "U", "#1b7837"),
     HOST: Share("host", "H", YELLOW),
 }
 AXIS_SHARES = {
@@ -72,6 +73,7 @@ AXIS_SHARES = {
         ("ep", "E", "#762a83"),
         ("efsdp", "F", "#fdb863"),
         ("world", "w", GREY),
+        (HOST_LINK, "K", "#c51b7d"),
     )
 }
 
@@ -105,6 +107,10 @@ def show_head(plan: JobPlan, width: int) -> list[str]:
         rows.append(("step", f"{format_seconds(step.seconds)}, {rate}{mfu}"))
     used = f"{format_bytes(plan.peak_bytes)} of {format_bytes(whole)} at the peak"
     rows.append(("memory", f"{used} ({_percent(plan.peak_bytes / whole)})"))
+    if plan.host_bytes and (host := plan.hardware.offload_host) is not None:
+        used = f"{format_bytes(plan.host_bytes)} of a rank's {format_bytes(host.num_bytes)}"
+        share = _percent(plan.host_bytes / host.num_bytes)
+        rows.append(("host", f"{used} of the host's memory at the peak ({share})"))
     if plan.prediction is not None:
         rows.append(("bound", plan.prediction.step.bound))
     for name, text in rows:
@@ -115,27 +121,15 @@ def show_head(plan: JobPlan, width: int) -> list[str]:
 
 
 def show_memory(plan: JobPlan, width: int = 100, color: bool = False) -> list[str]:
-    """A bar for each rank: the bytes of each category at the peak of a step."""
-    largest, whole = plan.peak_bytes, 0.0
+    """A bar for each rank: the bytes of each category at the peak of a step.
+
+    With CPU offload on a GPU, the same for what each rank takes of its host's memory.
+    """
+    hardware = plan.hardware
+    device = 0.0 if hardware is None else hardware.memory.num_bytes
+    peaks = [one.peak for one in plan.ranks]
     title = "memory of a rank at the peak of a step"
-    if plan.hardware is not None and largest > LEAST_SHOWN_SHARE * plan.hardware.memory.num_bytes:
-        whole = plan.hardware.memory.num_bytes
-        title += f"; | is the device's {format_bytes(whole)}"
-    names = [_name(one) for one in plan.ranks]
-    margin = max(map(len, names))
-    room = width - margin - 15
-    lines = [title]
-    for one, name in zip(plan.ranks, names, strict=True):
-        values = {share: one.peak.bytes_of.get(share.name, 0) for share in MEMORY_SHARES}
-        bar = draw_bar(values, max(largest, whole), room, color=color, mark=whole)
-        total = format_bytes(one.peak.num_bytes)
-        lines.append(f"  {name:{margin}} {total:>9}  {bar}".rstrip())
-    rows = []
-    for share in MEMORY_SHARES:
-        cells = [one.peak.bytes_of.get(share.name, 0) for one in plan.ranks]
-        if any(cells):
-            key = _paint(share, share.letter, color)
-            rows.append((key, share.name, [format_bytes(cell) for cell in cells]))
+    lines = _show_peaks(plan, peaks, (title, "the device's", device), width, color)
     of_place: dict[str, list[str]] = {}
     for one in plan.ranks:
         of_place.setdefault(_place(one), []).append(f"{one.rank}")
@@ -144,7 +138,46 @@ def show_memory(plan: JobPlan, width: int = 100, color: bool = False) -> list[st
         for place, ranks in of_place.items()
     ]
     wrapped = textwrap.wrap("; ".join(places), width - 2)
-    return [*lines, "", *_table(names, rows, width), *(f"  {line}" for line in wrapped)]
+    lines += [f"  {line}" for line in wrapped]
+    on_host = [one.host for one in plan.ranks if one.host is not None]
+    if not on_host:
+        return lines
+    host = None if hardware is None else hardware.offload_host
+    limit = 0.0 if host is None else host.num_bytes
+    title = "the host's memory of a rank at its peak, for CPU offload"
+    return [*lines, "", *_show_peaks(plan, on_host, (title, "its share", limit), width, color)]
+
+
+def _show_peaks(
+    plan: JobPlan,
+    peaks: Sequence[Peak],
+    what: tuple[str, str, float],
+    width: int,
+    color: bool,
+) -> list[str]:
+    """Bars and a table of the ranks' peaks; `what` is the title, and the limit with its name."""
+    title, limit_name, whole = what
+    largest = max(peak.num_bytes for peak in peaks)
+    if largest > LEAST_SHOWN_SHARE * whole and whole:
+        title += f"; | is {limit_name} {format_bytes(whole)}"
+    else:
+        whole = 0.0
+    names = [_name(one) for one in plan.ranks]
+    margin = max(map(len, names))
+    room = width - margin - 15
+    lines = [title]
+    for peak, name in zip(peaks, names, strict=True):
+        values = {share: peak.bytes_of.get(share.name, 0) for share in MEMORY_SHARES}
+        bar = draw_bar(values, max(largest, whole), room, color=color, mark=whole)
+        total = format_bytes(peak.num_bytes)
+        lines.append(f"  {name:{margin}} {total:>9}  {bar}".rstrip())
+    rows = []
+    for share in MEMORY_SHARES:
+        cells = [peak.bytes_of.get(share.name, 0) for peak in peaks]
+        if any(cells):
+            key = _paint(share, share.letter, color)
+            rows.append((key, share.name, [format_bytes(cell) for cell in cells]))
+    return [*lines, "", *_table(names, rows, width)]
 
 
 def show_time(plan: JobPlan, width: int = 100, color: bool = False) -> list[str]:
@@ -295,12 +328,14 @@ def figures(plan: JobPlan) -> dict[str, Any]:
         "method": plan.method,
         "ranks": [_rank_figures(one) for one in plan.ranks],
         "peak_bytes": plan.peak_bytes,
+        "host_bytes": plan.host_bytes,
         "hardware": None
         if hardware is None
         else {
             "name": hardware.name,
             "kind": hardware.kind,
             "memory_bytes": hardware.memory.num_bytes,
+            "host_memory_bytes": None if hardware.host is None else hardware.host.num_bytes,
             "ranks_per_node": hardware.node.num_ranks,
         },
         "time": None
@@ -327,17 +362,19 @@ def _rank_figures(one: RankPlan) -> dict[str, Any]:
         "rank": one.rank,
         "coordinates": one.coordinates,
         "held_bytes": one.held,
-        "peak": {
-            "bytes": one.peak.num_bytes,
-            "bytes_of": one.peak.bytes_of,
-            **one.peak.place._asdict(),
-        },
+        "peak": _peak_figures(one.peak),
+        "held_on_host_bytes": one.held_on_host,
+        "host_peak": None if one.host is None else _peak_figures(one.host),
         "flops": one.flops,
         "communications": [
             {"kind": kind, "axis": axis, "count": count, "num_bytes": num_bytes}
             for (kind, axis), (count, num_bytes) in one.totals.items()
         ],
     }
+
+
+def _peak_figures(peak: Peak) -> dict[str, Any]:
+    return {"bytes": peak.num_bytes, "bytes_of": peak.bytes_of, **peak.place._asdict()}
 
 
 def _table(

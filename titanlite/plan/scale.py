@@ -26,6 +26,7 @@ def scaled(one: Pieces, two: Pieces, factor: int) -> Pieces | None:
             after=_part(one.after, two.after, factor),
             end=_segment(one.end, two.end, factor),
             boundary_bytes=_at(one.boundary_bytes, two.boundary_bytes, factor),
+            output_bytes=_at(one.output_bytes, two.output_bytes, factor),
         )
     except ValueError:
         return None
@@ -36,6 +37,7 @@ def _part(one: Part, two: Part, factor: int) -> Part:
         two,
         forward=_segment(one.forward, two.forward, factor),
         backward=_segment(one.backward, two.backward, factor),
+        late_bytes=_at(one.late_bytes, two.late_bytes, factor),
     )
 
 

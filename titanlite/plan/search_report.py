@@ -9,42 +9,58 @@ from dataclasses import asdict
 from typing import Any
 
 from titanlite.config import JobConfig
+from titanlite.config.checks import Draft, run_checks
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
 from titanlite.observe.quantities import format_bytes, format_count, format_seconds
 from titanlite.observe.terminal import counting_bar
+from titanlite.plan.evaluate import Found
 from titanlite.plan.hardware import Hardware
-from titanlite.plan.search import (
+from titanlite.plan.search import SearchResult, search
+from titanlite.plan.space import (
+    ASYNC_TP,
+    CHANGED,
     CP,
     EP,
+    FIRST_LESS,
     GLOBAL_BATCH,
+    LAST_LESS,
     LOCAL_BATCH,
     MICROBATCH,
     MODE,
+    OFFLOAD,
+    ORDER,
     PER_STAGE,
     PP,
     REPLICATE,
     RESHARD,
+    ROTATION,
     SCHEDULE,
     SHARD,
     TP,
-    Found,
-    SearchResult,
+    WHOLE_LOSS,
     Space,
-    search,
+    value_of,
 )
 
 DEGREES = {"pp": PP, "dp": REPLICATE, "fsdp": SHARD, "cp": CP, "tp": TP, "ep": EP}
 
 
 def make_space(
-    config: JobConfig, model: Any, num_ranks: int, hardware: Hardware, keys: Sequence[str]
+    config: JobConfig, draft: Draft, num_ranks: int, hardware: Hardware, keys: Sequence[str]
 ) -> Space:
     """The plans of a job; `keys` of it stay as they are.
 
-    Raises ConfigError if plans cannot be compared, or if there is none.
+    Raises ConfigError if plans cannot be compared, if no plan is legal, or if there is none. A
+    tokenizer may be missing: no plan depends on it.
     """
+    problems = run_checks(draft, unknown=CHANGED)
+    if wrong := [one for one in problems if not one.startswith("model.hf_assets_path:")]:
+        raise ConfigError(*wrong)
+    if config.training.enable_cpu_offload and config.job.device == "cuda":
+        _ = hardware.offload_host  # raises ConfigError if it is not known
+    model = draft.model
     if config.training.global_batch_size == -1:
         raise ConfigError(
             f"{GLOBAL_BATCH}: -1 follows from the plan, and a search compares plans of one global "
@@ -53,7 +69,15 @@ def make_space(
     kept = {key: value_of(config, key) for key in keys}
     num_blocks = sum("." in name for name in split_points(config, model))
     num_experts = getattr(model, "num_experts", 0)
-    space = Space(config, num_ranks, hardware.node.num_ranks, num_blocks, kept, num_experts)
+    space = Space(
+        config,
+        num_ranks,
+        hardware.node.num_ranks,
+        num_blocks,
+        kept,
+        num_experts,
+        has_host=hardware.host is not None,
+    )
     if next(space.candidates(), None) is None:
         given = " and the keys given" if keys else ""
         raise ConfigError(
@@ -63,28 +87,24 @@ def make_space(
     return space
 
 
-def value_of(config: JobConfig, key: str) -> Any:
-    """The value of "section.key"."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
 def run_search(
     space: Space, hardware: Hardware, *, exhaustive: bool = False, use_cache: bool = True
 ) -> SearchResult:
     """Search with a progress bar on a terminal."""
-    num_plans = sum(1 for _ in space.candidates())
     with counting_bar() as progress:
-        task = progress.add_task("plans", total=num_plans)
+        task = progress.add_task("plans", total=None)
 
         def on_progress(result: SearchResult, done: int) -> None:
             best = result.best
             told = (
                 f", best {format_count(best[0].tokens_per_second)} tokens/s a rank" if best else ""
             )
-            progress.update(task, completed=done, description=f"{len(result.found)} fit{told}")
+            progress.update(
+                task,
+                completed=done,
+                total=result.num_candidates,
+                description=f"{len(result.found)} fit{told}",
+            )
 
         return search(
             space,
@@ -102,6 +122,8 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
     timed = f"{len(result.found):,} of {result.num_candidates:,} plans were timed"
     lines = [timed if result.is_complete else f"interrupted: {timed}"]
     lines += [f"  {count:,} dropped: {why}" for why, count in result.dropped.most_common()]
+    for one in result.failures:
+        lines.append(f"  error in {describe(one.changes)}: {one.error}")
     if not result.found:
         return "\n".join([*lines, "", f"no plan fits the memory of {hardware.name}"])
     lines += ["", "the fastest", *_rows(result.best)]
@@ -133,6 +155,15 @@ def describe(changes: Mapping[str, Any]) -> str:
         words.append(f"AC {changes[MODE]}")
     if changes.get(RESHARD, "default") != "default":
         words.append(f"reshard {changes[RESHARD]}")
+    if changes.get(OFFLOAD):
+        words.append("CPU offload")
+    if ASYNC_TP in changes:
+        words.append("async TP" if changes[ASYNC_TP] else "no async TP")
+    if WHOLE_LOSS in changes:
+        words.append("whole loss" if changes[WHOLE_LOSS] else "loss parallel")
+    words += [f"CP {changes[key]}" for key in (ORDER, ROTATION) if key in changes]
+    if FIRST_LESS in changes:
+        words.append(f"embeddings as {changes[FIRST_LESS]} blocks, head as {changes[LAST_LESS]}")
     return ", ".join(words)
 
 

@@ -6,13 +6,15 @@ the same pieces share can be kept from one job to the next. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from titanlite.config import ResolvedJob
 from titanlite.plan.composition import Builder, Part, Pieces, Segment, Weight
-from titanlite.plan.data_parallel import BUFFERS, ENDS, Replication
+from titanlite.plan.data_parallel import BUFFERS, ENDS, Pending, Replication
 from titanlite.plan.events import Communication, Event, Operator, Place
+from titanlite.plan.split_backward import BACKWARD_PHASE, half_of
 from titanlite.schedule.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -27,7 +29,7 @@ from titanlite.schedule.actions import (
     UNSHARD,
 )
 
-FORWARD_PHASE, BACKWARD_PHASE = "forward", "backward"
+FORWARD_PHASE = "forward"
 BATCH = "batch"
 P2P = (SEND_F, RECV_F, SEND_B, RECV_B)
 Stage = list[tuple[str, Part]]
@@ -80,12 +82,17 @@ class Segments:
         self._pieces, self._dims, self._pipeline = pieces, resolved.dims, resolved.pipeline
         self.data = Replication(resolved, pieces)
         self.stages: dict[int, Stage] = {}
+        axes = self.data.token_axes if resolved.config.converts_to_float8 else ()
+        self._token_axes: tuple[tuple[str, int], ...] = axes
         self._shared, self._is_quick = shared.segments, is_quick
         of = resolved.pipeline
         # PyTorch's runtime of schedules with several stages a rank waits for all sends at the end.
         self.keeps_sent = of is not None and (
             of.is_from_file or of.schedule.num_stages > of.schedule.num_ranks
         )
+        # Its stage of several keeps an output until its backward pass, and that of a single stage
+        # until it has the next one.
+        self.kept_output_bytes = 0 if self.keeps_sent else pieces.output_bytes
         self._known: dict[tuple[Any, ...], Segment] = {}
         self._stage_keys: dict[int, tuple[int, ...]] = {}
 
@@ -105,6 +112,7 @@ class Segments:
         boundaries = self._boundaries(kind, stage)
         reduces = self.data.key if kind in (UNSHARD, REDUCE_GRAD, BATCH) else self.data.is_fsdp
         key = (kind, parts, variant[1:], reduces, boundaries, self._is_quick)
+        key = *key, self._token_axes, self.keeps_sent, self.data.splits_backward
         if key not in self._shared:
             make = self._batch if kind == BATCH else self._action
             self._shared[key] = make(kind, variant)
@@ -115,10 +123,12 @@ class Segments:
         parts = self.stages[0]
         short = shortened(parts) if self._is_quick else None
         if short is None:
-            return self._whole(parts, variant, Builder())
+            return self._whole(parts, variant, Builder(self._token_axes))
         fewer, more, times = short
         whole = self._whole(parts, variant, Builder(keeps_events=False))
-        shorter, longer = (self._whole(one, variant, Builder()) for one in (fewer, more))
+        shorter, longer = (
+            self._whole(one, variant, Builder(self._token_axes)) for one in (fewer, more)
+        )
         return replace(whole, fewer=(shorter, longer, times))
 
     def _whole(self, parts: Stage, variant: Variant, builder: Builder) -> Segment:
@@ -148,14 +158,14 @@ class Segments:
                     if not (name == "before" and data.is_shared(unit)):
                         data.free(builder, weights)
                         here.discard(unit)
-        started: dict[str, int] = {}
-        pending = 0, 0
+        started: dict[str, tuple[int, ...]] = {}
+        pending = Pending()
         for index, (name, part) in reversed(list(enumerate(parts))):
             place = Place(name, BACKWARD_PHASE)
             for unit, weights in data.units(name, part):
                 if unit not in here:
-                    number = started.get(unit) or data.start_gather(builder, weights, place)
-                    data.finish_gather(builder, weights, number, place)
+                    numbers = started.get(unit) or data.start_gather(builder, weights, place)
+                    data.finish_gather(builder, weights, numbers, place)
             if index:
                 # The units of the part before are gathered meanwhile.
                 for unit, weights in data.units(*parts[index - 1]):
@@ -180,35 +190,57 @@ class Segments:
 
     def _action(self, kind: str, variant: Variant) -> Segment:
         """An action of a pipeline."""
-        parts, data, builder = self.stages[variant.stage], self.data, Builder()
+        parts, data = self.stages[variant.stage], self.data
+        builder = Builder(self._token_axes)
         has_gradients = variant.has_gradients
         if kind == FORWARD:
             for _, part in parts:
                 builder.add(part.forward)
         elif kind == FULL_BACKWARD:
-            for _, part in reversed(parts):
+            for name, part in reversed(parts):
                 builder.add(part.backward, adds_to_gradients=has_gradients and not data.is_fsdp)
-                data.keep_gradients(builder, part, has_gradients)
+                data.keep_gradients(builder, part, Place(name, BACKWARD_PHASE), has_gradients)
         elif kind in (BACKWARD_INPUT, BACKWARD_WEIGHT):
-            for _, part in reversed(parts):
-                boundary = self._pieces.boundary_bytes
-                builder.add(_half(part, kind, boundary, has_gradients or data.is_fsdp))
+            for name, part in reversed(parts):
+                builder.add(self._half_of(name, part, kind, has_gradients or data.is_fsdp))
                 if kind == BACKWARD_WEIGHT:
-                    data.keep_gradients(builder, part, has_gradients)
+                    data.keep_gradients(builder, part, Place(name, BACKWARD_PHASE), has_gradients)
         elif kind == UNSHARD and data.is_fsdp:
             for name, part in parts:
                 place = Place(name, FORWARD_PHASE)
                 for _, weights in data.units(name, part):
-                    number = data.start_gather(builder, weights, place)
-                    data.finish_gather(builder, weights, number, place)
+                    numbers = data.start_gather(builder, weights, place)
+                    data.finish_gather(builder, weights, numbers, place)
         elif kind == REDUCE_GRAD and data.is_fsdp:
             self._reduce_stage(builder, parts, variant)
         if kind in COMPUTE_KINDS:
             # Tensors of the model's own forward, and the gradient that is sent, end here.
-            builder.free("temporary")
+            for category in ("temporary", BUFFERS):
+                builder.free(category)
+            if self.keeps_sent and parts[-1][0] == "after" and kind != BACKWARD_INPUT:
+                sign = 1 if kind == FORWARD else -1
+                builder.allocate("temporary", sign * self._pieces.output_bytes)
         if boundaries := self._boundaries(kind, variant.stage):
             builder.allocate("activations", boundaries * self._pieces.boundary_bytes)
         return builder.segment()
+
+    def _half_of(self, name: str, part: Part, kind: str, has_gradients: bool) -> Segment:
+        """Half of the backward pass of a part; made once for all jobs with these pieces."""
+        of_weights = self.data.computed_gradient_bytes(part)
+        key = "half", name == "after", id(part), kind, of_weights, has_gradients
+        if key not in self._shared:
+            whole = self._with_tied(part) if name == "after" else part
+            boundary = self._pieces.boundary_bytes
+            self._shared[key] = half_of(
+                whole, kind, boundary, of_weights, has_gradients=has_gradients
+            )
+        return self._shared[key]
+
+    def _with_tied(self, part: Part) -> Part:
+        """The part with the weights that it shares with the first one; their gradients are here."""
+        known = {weight.name for weight in part.weights}
+        tied = tuple(weight for weight in self._pieces.tied if weight.name not in known)
+        return replace(part, units={**part.units, "tied": tied}) if tied else part
 
     def _message(self, kind: str, stage: int) -> Segment:
         """A message between two stages."""
@@ -223,9 +255,16 @@ class Segments:
             builder.allocate(BUFFERS, self._pieces.boundary_bytes)
         return builder.segment()
 
-    def release(self, num_sent: int) -> Segment:
-        """The end of a batch in a pipeline: what was sent is freed."""
+    def hold(self, output_bytes: int) -> Segment:
+        """The model's output stays there until the end of a batch in a pipeline."""
         builder = Builder()
+        builder.allocate("temporary", output_bytes)
+        return builder.segment()
+
+    def release(self, num_sent: int, output_bytes: int) -> Segment:
+        """The end of a batch in a pipeline: what was sent is freed, and the model's output."""
+        builder = Builder()
+        builder.allocate("temporary", -output_bytes)
         builder.allocate(BUFFERS, -num_sent * self._pieces.boundary_bytes)
         return builder.segment()
 
@@ -253,7 +292,7 @@ class Segments:
         return (stage > 0) - frees_output + had_gradient
 
     def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
-        pending = 0, 0
+        pending = Pending()
         for name, part in reversed(parts):
             place = Place(name, BACKWARD_PHASE)
             for _, weights in self.data.reduced_units(name, part):
@@ -269,17 +308,31 @@ class Segments:
             builder.allocate("gradients", -self.data.whole_gradient_bytes(part))
         self.data.end_reduce(builder, pending)
 
-    def end(self, weights: list[Weight], exchanged: int, peer: int) -> Segment:
-        """The gradient norm, clipping and the update, for these weights."""
+    def update_bytes(self, weights: list[Weight]) -> int:
+        """What the update of these weights allocates at most."""
+        own, traced = self._updated(weights)
+        return round(self._pieces.end.peak_bytes * own / max(1, traced))
+
+    def _updated(self, weights: list[Weight]) -> tuple[int, int]:
+        """The elements that are updated: of these weights, and of those that were traced."""
         pieces = self._pieces
         traced = sum(
             w.shard_numel(pieces.num_expert_shards if w.is_expert else pieces.num_shards)
             for w in pieces.end_weights
             if w.is_trained
         )
-        own = sum(self.data.shard_numel(w) for w in weights if w.is_trained)
+        return sum(self.data.shard_numel(w) for w in weights if w.is_trained), traced
+
+    def end(self, of_stages: Sequence[Sequence[Weight]], exchanged: int, peer: int) -> Segment:
+        """The gradient norm, clipping and the update, for the weights of these stages."""
+        weights = [weight for of_stage in of_stages for weight in of_stage]
+        pieces = self._pieces
+        own, traced = self._updated(weights)
         partial = sum(w.numel * w.itemsize for w in weights if w.is_partial)
-        key = ("end", own, partial, exchanged, peer, self._dims.pp)
+        names = tuple(tuple(w.name for w in of_stage) for of_stage in of_stages)
+        in_advance = (names, self.data.key) if pieces.casts else ()
+        is_offloaded = self.data.is_offloaded
+        key = ("end", own, partial, exchanged, peer, self._dims.pp, is_offloaded, in_advance)
         if key in self._shared:
             return self._shared[key]
         ratio = own / max(1, traced)
@@ -301,7 +354,14 @@ class Segments:
                     events.append(Communication(kind, "pp", exchanged, size, place, 0, peer))
                 exchanged = 0
             events.append(event)
-        self._shared[key] = replace(pieces.end, events=tuple(events), net={})
+        for of_stage in of_stages:
+            events += self.data.amaxes_in_advance(of_stage)
+        if is_offloaded:
+            events = [replace(e, is_on_host=True) if isinstance(e, Operator) else e for e in events]
+            # What it allocates is on the host: compose.py.
+            self._shared[key] = Segment(tuple(events), {}, {}, pieces.end.peak_place)
+        else:
+            self._shared[key] = replace(pieces.end, events=tuple(events), net={})
         return self._shared[key]
 
     def start(self) -> Segment:
@@ -341,62 +401,3 @@ def shortened(parts: Stage) -> tuple[Stage, Stage, int] | None:
         [*parts[: best + FEW_BLOCKS], *after],
         longest - FEW_BLOCKS,
     )
-
-
-def _half(part: Part, kind: str, boundary_bytes: int, has_gradients: bool) -> Segment:
-    """The backward pass of a part up to its input (BACKWARD_INPUT), or of its weights.
-
-    The products of weight gradients, which have a weight's shape, are left for the second half.
-    Until it has run, PyTorch keeps the graph of the first half: its activations, and the gradients
-    from which those of the weights are computed: for each product one, and for each module that has
-    only vectors, such as a norm, one of `boundary_bytes`. Under activation checkpointing it
-    recomputes in both halves; the recomputation is counted once.
-    """
-    whole = part.backward
-    events: list[Event] = []
-    matrices = {weight.name.rpartition(".")[0] for weight in part.weights if len(weight.shape) > 1}
-    modules = {weight.name.rpartition(".")[0] for weight in part.weights if weight.is_trained}
-    read = len(modules - matrices) * boundary_bytes
-    is_later = _weight_products(part)
-    for index, event in enumerate(whole.events):
-        if (index in is_later) == (kind == BACKWARD_WEIGHT):
-            events.append(event)
-        if index in is_later and isinstance(event, Operator):
-            _, outputs, inputs, _ = event.shape
-            read += event.bytes_read * outputs // (outputs + inputs)
-    kept = whole.net.get("activations", 0)
-    if kind == BACKWARD_WEIGHT:
-        gradients = 0 if has_gradients else whole.net.get("gradients", 0)
-        net = {"activations": kept - read, "gradients": gradients}
-        return replace(whole, events=tuple(events), net=net, peak={})
-    without = ("gradients", "activations")
-    net = {name: num_bytes for name, num_bytes in whole.net.items() if name not in without}
-    peak = {name: num_bytes for name, num_bytes in whole.peak.items() if name not in without}
-    net["activations"] = read
-    return replace(whole, events=tuple(events), net=net, peak=peak)
-
-
-def _weight_products(part: Part) -> set[int]:
-    """The positions of the products that give weight gradients, among the backward pass' events.
-
-    They have a weight's shape. If the number of tokens is that of a weight's rows, the product of
-    an input gradient can have one, too: in each module it follows that of the weight gradient.
-    """
-    # The weights of experts are stacked.
-    shapes = {weight.shape[-2:] for weight in part.weights if len(weight.shape) > 1}
-    shapes |= {shape[::-1] for shape in shapes}
-    found: set[int] = set()
-    has_weight_gradient: dict[str, bool] = {}
-    for index, event in enumerate(part.backward.events):
-        if not isinstance(event, Operator) or not event.shape:
-            continue
-        _, m, n, k = event.shape
-        if (m, n) not in shapes or event.place.phase != BACKWARD_PHASE:
-            continue
-        module = event.place.module
-        if (k, n) in shapes and has_weight_gradient.get(module):
-            has_weight_gradient[module] = False
-        else:
-            has_weight_gradient[module] = True
-            found.add(index)
-    return found

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.mesh.parallel_dims import AXES, axes_of
-from titanlite.plan.cost import ATTENTION, PRODUCT, Cost
+from titanlite.plan.cost import ATTENTION, ON_HOST, PRODUCT, Cost
 from titanlite.plan.events import (
     FROM_RANK_TO_RANK,
+    HOST_LINK,
+    TO_DEVICE,
+    TO_HOST,
     Communication,
     Event,
     Memory,
@@ -235,9 +238,11 @@ def program(
         event = events[at]
         if isinstance(event, Wait):
             waited.add(event.number)
-        elif isinstance(event, Communication) and event.number in waited:
-            is_waited[at] = True
+        elif isinstance(event, Communication):
+            is_waited[at] = event.number in waited
             waited.discard(event.number)
+            # What another communication comes after need not hold up the main stream.
+            waited.update(event.after)
     others = set(ranks) - {rank}
     is_cpu = cost.hardware.kind == "cpu"
     items: list[Item] = []
@@ -252,7 +257,8 @@ def program(
             host = cost.host(event)
             items.append(Compute(host, HOST) if is_cpu else Compute(0.0, HOST, host))
             number_of[event.number] = at
-            items.append(_transfer(event, at, cost, rank, others))
+            after = tuple(number_of[one] for one in event.after if one in number_of)
+            items.append(_transfer(event, at, cost, rank, others, after))
             if not is_waited[at]:
                 items.append(WaitFor(at))
         elif isinstance(event, Wait) and event.number in number_of:
@@ -260,7 +266,14 @@ def program(
     return items
 
 
-def _transfer(one: Communication, number: int, cost: Cost, rank: int, others: set[int]) -> Transfer:
+def _transfer(
+    one: Communication,
+    number: int,
+    cost: Cost,
+    rank: int,
+    others: set[int],
+    after: tuple[int, ...],
+) -> Transfer:
     load = cost.communication(one, rank)
     ports = (f"{load.link} out", f"{load.link} in")
     stream, meeting = one.axis, one.axis
@@ -276,6 +289,9 @@ def _transfer(one: Communication, number: int, cost: Cost, rank: int, others: se
             partners = (other,) if other in others else ()
             ends = (rank, other) if is_send else (other, rank)
             meeting = f"{one.axis} {ends[0]} to {ends[1]}"
+    elif one.axis == HOST_LINK:
+        links = ports[1:] if one.kind == TO_DEVICE else ports[:1]
+        stream = f"{one.axis} {one.kind}"
     elif others:
         partners = tuple(sorted(other for other in others if _meets(one, cost, rank, other)))
     return Transfer(
@@ -288,6 +304,7 @@ def _transfer(one: Communication, number: int, cost: Cost, rank: int, others: se
         links,
         partners,
         meeting,
+        after,
     )
 
 
@@ -334,6 +351,8 @@ KIND_NAMES = {
     "broadcast": "broadcasts",
     "send": "sends",
     "receive": "receives",
+    TO_DEVICE: "copies to the device",
+    TO_HOST: "copies to the host",
 }
 PHASE_NAMES = {
     "forward": "the forward pass",
@@ -352,6 +371,7 @@ AXIS_NAMES = {
     "dp_shard_cp": "FSDP",
     "dp_replicate": "DDP",
     "world": "world",
+    HOST_LINK: "host link",
 }
 LEAST_SHARE = 0.02
 MOST_REASONS = 4
@@ -365,6 +385,8 @@ def describe_bound(segments: Mapping[int, SegmentTime]) -> str:
     shares: list[tuple[float, str]] = []
     for one in segment.traffic:
         name = AXIS_NAMES.get(one.axis, one.axis)
+        if one.axis == HOST_LINK:
+            name = "CPU offload's"
         what = f"{name} {KIND_NAMES.get(one.kind, one.kind)} of {PHASE_NAMES[one.phase]}"
         shares.append((one.exposed_seconds, f"{what} are exposed for {{}}"))
     for kind, seconds in segment.compute_seconds.items():
@@ -373,6 +395,7 @@ def describe_bound(segments: Mapping[int, SegmentTime]) -> str:
             PRODUCT: "matrix products",
             ATTENTION: "attention",
             HOST: "the host's work for communication",
+            ON_HOST: "the optimizer on the host",
         }.get(kind, f"{kind} work" if kind == "memory-bound" else f"the {kind}")
         shares.append((seconds, f"{name} {verb} {{}}"))
     shares.append((segment.launch_seconds, "the GPU waits for its host for {}"))

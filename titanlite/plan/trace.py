@@ -23,10 +23,13 @@ from titanlite.config import ResolvedJob
 from titanlite.config.model import load_model_spec
 from titanlite.job import Job, build_job
 from titanlite.models.build import build_model
+from titanlite.plan.composition import offloads
 from titanlite.plan.events import Memory, Trace
 from titanlite.plan.fake_world import fake_world, faked, materialize, stand_ins
+from titanlite.plan.offload import OffloadRecorder
 from titanlite.plan.recorder import Recorder
 from titanlite.plan.scratch import BY_DEVICE
+from titanlite.plan_row import PlanRow
 from titanlite.ranks.machine import num_cores
 from titanlite.training.shards import local_part
 
@@ -35,7 +38,7 @@ def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
     """The second step of `rank`. No process group may exist in this process.
 
     A job with `job.device = "cuda"` is traced with the streams and the scratch memory of a GPU, and
-    on its kernels if there is a GPU here; else on those of the CPU.
+    on its kernels if there is a GPU here; else on those of the CPU, as with CPU offload.
     """
     return trace_job(resolved, rank)[1]
 
@@ -43,7 +46,7 @@ def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
 def trace_job(
     resolved: ResolvedJob,
     rank: int,
-    prepare: Callable[[Job], None] | None = None,
+    prepare: Callable[[Job, Recorder], None] | None = None,
     *,
     runs_first_step: bool = True,
 ) -> tuple[Job, Trace]:
@@ -51,27 +54,20 @@ def trace_job(
 
     Unless `runs_first_step`, only the update of the first one runs.
     """
-    size = resolved.dims.world_size
-    planned = "cuda" if resolved.config.job.device == "cuda" else "cpu"
+    planned = _planned_device(resolved)
+    offloaded = offloads(resolved)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        # What torch warns of, a run of the job says too.
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
-        world = stack.enter_context(fake_world(rank, size, planned))
-        stack.enter_context(stand_ins(planned))
-        stack.enter_context(frozen_objects())
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        job = build_job(resolved, world, lambda parts: materialize(list(parts), mode, world.device))
-        recorder = Recorder(
+        job, mode = stack.enter_context(_built(resolved, rank))
+        recorder = (OffloadRecorder if offloaded else Recorder)(
             axes_of_groups(job),
             scratch=BY_DEVICE[planned],
-            num_threads=max(1, num_cores() // size),
+            num_threads=max(1, num_cores() // resolved.dims.world_size),
         )
         if planned == "cuda":
-            device = torch.get_device_module(world.device)
+            device = torch.get_device_module(job.world.device)
             stack.enter_context(recorder.streams.in_place_of(device))
         if prepare is not None:
-            prepare(job)
+            prepare(job, recorder)
         with mode, recorder.watching(job.trainer.parts):
             if runs_first_step:
                 # One batch of a step that accumulates several is enough.
@@ -80,6 +76,35 @@ def trace_job(
                 recorder.note(_local(tensor for part in job.parts for tensor in _held_by(part)))
                 _make_optimizer_state(job)
         return job, _record_step(job, recorder, mode)
+
+
+def applied_plan(resolved: ResolvedJob) -> tuple[PlanRow, ...]:
+    """The effective plan of a job's first rank; the job is built and runs no step."""
+    with _built(resolved, 0) as (job, _):
+        return tuple(job.applied)
+
+
+@contextlib.contextmanager
+def _built(resolved: ResolvedJob, rank: int) -> Iterator[tuple[Job, FakeTensorMode]]:
+    """The job of `rank`, with fake tensors of that mode; its fake world exists inside."""
+    planned = _planned_device(resolved)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # What torch warns of, a run of the job says too.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+        device = "cpu" if offloads(resolved) else planned
+        world = stack.enter_context(fake_world(rank, resolved.dims.world_size, device))
+        stack.enter_context(stand_ins(planned))
+        stack.enter_context(frozen_objects())
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        yield (
+            build_job(resolved, world, lambda parts: materialize(list(parts), mode, world.device)),
+            mode,
+        )
+
+
+def _planned_device(resolved: ResolvedJob) -> str:
+    return "cuda" if resolved.config.job.device == "cuda" else "cpu"
 
 
 def count_parameters(resolved: ResolvedJob) -> int:
@@ -127,12 +152,19 @@ def _record_step(job: Job, recorder: Recorder, mode: FakeTensorMode) -> Trace:
     ]
     of_parts = [*parameters, *(buffer for part in job.parts for buffer in part.buffers())]
     known = recorder.blocks_of([*of_parts, *_local(states)])
+    if isinstance(recorder, OffloadRecorder):
+        recorder.start([*parameters, *_local(states)])
+        trace.on_host = recorder.on_host
+        trace.held_on_host = {
+            "parameters": _num_bytes(parameters),
+            "optimizer state": _num_bytes(_local(states)),
+        }
     # What else is there: parameters that stay gathered, buffers of DDP and of pipeline stages.
     trace.sizes = {b: size for b, size in recorder.sizes.items() if size and b not in known}
     recorder.buffers.update(trace.sizes.keys() - recorder.gathered)
     trace.held = {
-        "parameters": _num_bytes(of_parts),
-        "optimizer state": _num_bytes(_local(states)),
+        "parameters": _num_bytes(of_parts) - trace.held_on_host.get("parameters", 0),
+        "optimizer state": 0 if trace.on_host else _num_bytes(_local(states)),
         "gathered parameters": sum(trace.sizes.get(b, 0) for b in recorder.gathered),
         "communication buffers": sum(trace.sizes.get(b, 0) for b in recorder.buffers),
     }

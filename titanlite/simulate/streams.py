@@ -41,7 +41,8 @@ class Transfer(NamedTuple):
     `number` is what a WaitFor names; it is unique on its rank. `links` are the ports of this rank
     that it uses. `partners` are the ranks that take part, beside this one: their transfers with the
     same `meeting` are the same communication, matched in the order of issue. Without partners it
-    depends on no other rank.
+    depends on no other rank. `after` has earlier transfers of this rank, of any stream, that must
+    end before it starts.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Transfer(NamedTuple):
     links: tuple[str, ...] = ()
     partners: tuple[int, ...] = ()
     meeting: str = ""
+    after: tuple[int, ...] = ()
 
 
 class WaitFor(NamedTuple):
@@ -190,6 +192,7 @@ class _Streams:
         self.meetings: dict[tuple[object, ...], deque[_Flow]] = defaultdict(deque)
         self.flow_of: dict[tuple[int, int], _Flow] = {}
         self.ended: dict[tuple[int, int], float] = {}
+        self.blocks: dict[tuple[int, int], list[_Flow]] = defaultdict(list)
         self.busy: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
         self.active: list[_Flow] = []
         self.now = self.moved_until = 0.0
@@ -294,13 +297,26 @@ class _Streams:
             flow = _Flow(1)
         flow.sides[number] = item
         self.flow_of[number, item.number] = flow
+        for other in item.after:
+            key = number, other
+            if key not in self.flow_of:
+                raise SimulationError(
+                    f"transfer {item.number} of rank {number} comes after transfer {other}, which "
+                    "was not issued before"
+                )
+            if key not in self.ended:
+                flow.expected += 1
+                self.blocks[key].append(flow)
         queue = self.queues[number, item.stream]
         queue.append(flow)
         if queue[0] is flow:
             self._reach_head(flow)
 
     def _reach_head(self, flow: _Flow) -> None:
-        """The flow is first in one more of its streams; it begins if that was the last."""
+        """The flow is first in one more of its streams, or a transfer before it has ended.
+
+        It begins if that was the last that it waited for.
+        """
         flow.arrived += 1
         if flow.arrived < flow.expected:
             return
@@ -388,6 +404,8 @@ class _Streams:
             queue.popleft()
             if queue:
                 self._reach_head(queue[0])
+            for blocked in self.blocks.pop((number, item.number), ()):
+                self._reach_head(blocked)
             if rank.blocked_on == item.number:
                 since = rank.blocked_since
                 traffic.exposed_seconds += self._busy_since(number, item.stream, since)

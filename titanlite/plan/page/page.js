@@ -102,6 +102,11 @@ function showHead(plan) {
   }
   const fits = !device || plan.peak_bytes <= device.memory_bytes;
   cards.append(card('memory of a rank' + (device ? ` of ${bytes(device.memory_bytes)}` : ''), bytes(plan.peak_bytes), !fits));
+  if (plan.host_bytes) {
+    const most = device && device.host_memory_bytes;
+    cards.append(card("the host's memory for a rank" + (most ? ` of ${bytes(most)}` : ''), bytes(plan.host_bytes),
+      most && plan.host_bytes > most));
+  }
   main.append(cards);
   if (time) main.append(make('p', {}, `What the step's time goes to: ${time.bound}.`));
   for (const line of plan.warnings) main.append(make('p', {class: 'warning'}, `Warning: ${line}.`));
@@ -109,22 +114,34 @@ function showHead(plan) {
 }
 
 function showMemory(plan) {
+  const hardware = plan.hardware || {};
+  showPeaks(plan, 'memory', 'Memory of a rank at the peak of a step',
+    rank => rank.peak, plan.peak_bytes, hardware.memory_bytes || 0, "the device's");
+  if (plan.host_bytes)
+    showPeaks(plan, 'host', "The host's memory of a rank at its peak, for CPU offload",
+      rank => rank.host_peak, plan.host_bytes, hardware.host_memory_bytes || 0, "a rank's share,");
+}
+
+// A bar for each rank, of the bytes of each category at a peak; limit is 0 if it is not known.
+function showPeaks(plan, id, title, peakOf, most, limit, limitName) {
   const names = Object.keys(DATA.colors.memory)
-    .filter(name => plan.ranks.some(rank => rank.peak.bytes_of[name] > 0));
-  const rows = plan.ranks.map(rank => ({
-    name: `rank ${rank.rank}`,
-    note: `${bytes(rank.peak.bytes)}, ${rank.peak.module ? `${rank.peak.phase}, ${rank.peak.module}` : rank.peak.phase}`,
-    parts: names.map(name => ({
-      name, value: rank.peak.bytes_of[name] || 0, color: DATA.colors.memory[name],
-      note: `, ${percent((rank.peak.bytes_of[name] || 0) / rank.peak.bytes)} of the peak`,
-    })),
-  }));
-  const device = plan.hardware ? plan.hardware.memory_bytes : 0;
-  const isDrawn = plan.peak_bytes > 0.05 * device && device > 0;
-  section('memory', 'Memory of a rank at the peak of a step',
+    .filter(name => plan.ranks.some(rank => peakOf(rank).bytes_of[name] > 0));
+  const rows = plan.ranks.map(rank => {
+    const peak = peakOf(rank);
+    return {
+      name: `rank ${rank.rank}`,
+      note: `${bytes(peak.bytes)}, ${peak.module ? `${peak.phase}, ${peak.module}` : peak.phase}`,
+      parts: names.map(name => ({
+        name, value: peak.bytes_of[name] || 0, color: DATA.colors.memory[name],
+        note: `, ${percent((peak.bytes_of[name] || 0) / peak.bytes)} of the peak`,
+      })),
+    };
+  });
+  const isDrawn = most > 0.05 * limit && limit > 0;
+  section(id, title,
     legend(names.map(name => [name, DATA.colors.memory[name]])),
-    bars(rows, Math.max(plan.peak_bytes, isDrawn ? device : 0), bytes,
-      isDrawn ? {mark: device, markName: `the device's ${bytes(device)}`} : {}));
+    bars(rows, Math.max(most, isDrawn ? limit : 0), bytes,
+      isDrawn ? {mark: limit, markName: `${limitName} ${bytes(limit)}`} : {}));
 }
 
 // What the seconds of a rank go to.
@@ -344,6 +361,13 @@ const SHORT = {
   'parallelism.fsdp_reshard_after_forward': 'reshard',
   'activation_checkpoint.mode': 'AC', 'activation_checkpoint.selective_ac_option': 'AC option',
   'training.local_batch_size': 'local batch', 'training.enable_cpu_offload': 'offload',
+  'parallelism.enable_async_tensor_parallel': 'async tp',
+  'parallelism.async_tensor_parallel_backend': 'async tp by',
+  'parallelism.disable_loss_parallel': 'whole loss',
+  'parallelism.context_parallel_load_balancer': 'cp order',
+  'parallelism.context_parallel_rotate_method': 'cp rotation',
+  'parallelism.pipeline_parallel_first_stage_less_layers': 'first less',
+  'parallelism.pipeline_parallel_last_stage_less_layers': 'last less',
 };
 const short = key => SHORT[key] || key.split('.').at(-1);
 const written = value => value === null || value === undefined ? '' : String(value);
@@ -355,11 +379,14 @@ function showSearch(search) {
   for (const plan of [...plans].sort((a, b) => b.tokens_per_second - a.tokens_per_second || a.peak_bytes - b.peak_bytes)) {
     if (plan.peak_bytes < least) { front.add(plan.number); least = plan.peak_bytes; }
   }
-  const keys = [...new Set(plans.flatMap(plan => Object.keys(plan.changes)))];
+  const known = Object.keys(SHORT), place = key => key in SHORT ? known.indexOf(key) : known.length;
+  const keys = [...new Set(plans.flatMap(plan => Object.keys(plan.changes)))].sort((a, b) => place(a) - place(b));
   const columns = [
     {name: 'tokens/s', value: plan => plan.tokens_per_second, show: count},
     {name: 'step', value: plan => plan.seconds, show: seconds},
     {name: 'memory', value: plan => plan.peak_bytes, show: bytes, unit: 2 ** 30},
+    ...(plans.some(plan => plan.host_bytes)
+      ? [{name: 'host', value: plan => plan.host_bytes, show: x => x ? bytes(x) : '', unit: 2 ** 30}] : []),
     {name: 'MFU', value: plan => plan.mfu, show: x => x === null || x === undefined ? '' : percent(x), unit: 0.01},
     {name: 'bubble', value: plan => plan.bubble, show: x => x === null || x === undefined ? '' : percent(x), unit: 0.01},
     ...keys.map(key => ({name: short(key), value: plan => plan.changes[key], show: written,
@@ -394,7 +421,8 @@ function showSearch(search) {
     const toml = Object.entries(sections).map(([name, lines]) => `[${name}]\n${lines.join('\n')}`).join('\n\n');
     detail.hidden = false;
     detail.replaceChildren(
-      make('h2', {}, `${count(plan.tokens_per_second)} tokens/s of a rank, ${bytes(plan.peak_bytes)}`),
+      make('h2', {}, `${count(plan.tokens_per_second)} tokens/s of a rank, ${bytes(plan.peak_bytes)}`
+        + (plan.host_bytes ? `, ${bytes(plan.host_bytes)} of its host` : '')),
       make('p', {}, `A step takes ${seconds(plan.seconds)}${plan.bound ? `: ${plan.bound}` : ''}.`),
       make('p', {class: 'quiet'}, front.has(number) ? 'On the Pareto front: every faster plan needs more memory.'
         : 'Another plan is at least as fast with less memory.'),
@@ -424,14 +452,14 @@ function showSearch(search) {
   }
   const dropped = Object.entries(search.dropped || {});
   section('search', 'Search',
-    make('p', {}, `${plans.length.toLocaleString('en')} plans fit`
-      + (search.num_candidates ? ` of ${search.num_candidates.toLocaleString('en')} that were tried` : '')
+    make('p', {}, plans.length.toLocaleString('en')
+      + (search.num_candidates ? ` of ${search.num_candidates.toLocaleString('en')}` : '') + ' plans fit and were timed'
       + (search.is_complete === false ? '; the search was interrupted' : '') + '.'),
     dropped.length ? make('p', {class: 'quiet'}, `Dropped: ${dropped.map(([reason, n]) => `${n.toLocaleString('en')} ${reason}`).join('; ')}.`) : null,
     legend([['on the Pareto front of memory and speed', '#d55e00'], ['other plans', '#0072b2'], ['filtered out', '#d8d8d8']]),
     chart,
     make('div', {class: 'tools'}, filter, make('label', {}, onlyFront, ' Pareto front only'), told),
-    table, detail);
+    table, make('p', {class: 'quiet'}, 'An empty cell: the plan keeps the value of the job.'), detail);
   draw();
 }
 
