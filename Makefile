@@ -29,7 +29,7 @@ check: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m titanlite.config.document > docs/configuration.md
-	$(BIN)/python docs/make_api.py > docs/api.md
+	$(BIN)/python docs/make_api.py
 	$(BIN)/python docs/make_pictures.py
 
 clean:

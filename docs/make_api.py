@@ -1,6 +1,6 @@
-"""Print docs/api.md: the public names of titanlite with their signatures and docstrings.
+"""Write docs/api: the public names of titanlite with their signatures and docstrings.
 
-python docs/make_api.py > docs/api.md
+python docs/make_api.py
 """
 
 from __future__ import annotations
@@ -11,34 +11,56 @@ import inspect
 import itertools
 import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 import titanlite
 
+FOLDER = Path(__file__).parent / "api"
 INTRODUCTION = """\
 # The public names of titanlite
 
 `import titanlite` provides the names below; each is imported when it is first used. They are
-stable: other names may change between versions. This page is generated from the docstrings by
-`python docs/make_api.py`. The keys of a job's TOML are in [configuration.md](configuration.md).
+stable: other names may change between versions. These pages are generated from the docstrings by
+`python docs/make_api.py`. The keys of a job's TOML are in [configuration.md](../configuration.md).
 """
 
 
 def main() -> None:
-    print(INTRODUCTION)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+
+
+def pages() -> dict[str, str]:
+    """The name of each file and its text: a page per topic, and a list of all names."""
+    found, listed = {}, [INTRODUCTION]
     for topic, modules in titanlite.PUBLIC.items():
-        print(f"## {topic}\n")
+        file = f"{topic.lower().replace(' ', '_')}.md"
+        entries = [f"# {topic}\n"]
+        listed.append(f"## [{topic}]({file})\n")
         for module, names in modules.items():
             for name in names:
-                print("\n".join(entry(name, f"titanlite.{module}")), end="\n\n")
+                entries.append("\n".join([*entry(name, f"titanlite.{module}"), ""]))
+                listed.append(f"- [{name}]({file}#{name.lower()}): {first_line(name)}")
+        listed.append("")
+        found[file] = "\n".join(entries)
+    return {"README.md": "\n".join(listed).rstrip() + "\n", **found}
+
+
+def first_line(name: str) -> str:
+    """What a name is, in one line: the first sentence of its docstring, or its type."""
+    thing = getattr(titanlite, name)
+    if not callable(thing):
+        return f"a `{type(thing).__name__}`"
+    return one_paragraph(thing).split(". ")[0].rstrip(".")
 
 
 def entry(name: str, module: str) -> list[str]:
     """The lines of one name."""
     thing = getattr(titanlite, name)
-    lines = [f"### {name}", f"`{module}`", ""]
+    lines = [f"## {name}", f"`{module}`", ""]
     if not callable(thing):
         tree = ast.parse(inspect.getsource(importlib.import_module(module)))
         return [*lines, f"A `{type(thing).__name__}`. {strings_under(tree.body)[name]}"]

@@ -6,7 +6,7 @@
     export, load_weights                Hugging Face folders (docs/huggingface.md)
     apply_tp, apply_fsdp, Trainer, ...  the pieces of a loop by hand (docs/by_hand.md)
 
-docs/api.md documents every name. They are imported when they are first used, so `import titanlite`
+docs/api documents every name. They are imported when they are first used, so `import titanlite`
 is fast and does not import torch.
 """
 
@@ -110,6 +110,9 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "PipelineRunner",
         ),
         "schedule": ("make_schedule",),
+        "tied": ("find_tied",),
+    },
+    "Styles of TP": {
         "parallelize.styles": (
             "GatherColwise",
             "RowwiseLocal",
@@ -117,7 +120,8 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "EmbeddingLocal",
             "TokenDropoutLocal",
         ),
-        "tied": ("find_tied",),
+    },
+    "Ring attention": {
         "attention": (
             "ring_attention",
             "RingAttention",

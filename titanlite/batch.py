@@ -113,9 +113,10 @@ class Batch:
         return Batch(cut, self.dims)
 
     def leave_out(self, is_out: Tensor) -> Batch:
-        """The batch with targets masked where `is_out`, which broadcasts to their shape, is true.
+        """The batch with targets masked where `is_out`, which broadcasts to [B, T], is true.
 
-        If there is one target per sample, the first element of its row of `is_out` decides.
+        For targets [B], one per sample, a sample is masked if the first element of its row of
+        `is_out` is true.
         """
         is_out = is_out.to(self.targets.device)
         if self.targets.ndim == 1:

@@ -34,7 +34,8 @@ class Event:
     validation_loss: float | None = None
     """The newest validation loss; None before the first validation."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The metrics of validation.metrics in the newest validation."""
+    """The values of the metrics that the key `validation.metrics` lists, from the newest
+    validation."""
     checkpoint: Path | None = None
     """The newest checkpoint that this run has saved; None if there is none."""
 
@@ -54,9 +55,9 @@ class TrainResult:
     grad_norms: list[float] = field(default_factory=list)
     """The gradient norm of each step, before clipping."""
     validation_losses: dict[int, float] = field(default_factory=dict)
-    """Step -> mean validation loss."""
+    """Step -> the mean loss of the validation after it."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Step -> the metrics of that validation."""
+    """Step -> the metrics of the validation after it."""
     is_stopped: bool = False
     """Whether the run was asked to stop before its last step."""
 

@@ -9,7 +9,7 @@ class TitanliteError(Exception):
     """The base class of titanlite's errors."""
 
     is_told_here: bool | None = None
-    """Whether this rank prints the error; None if the ranks have not decided that."""
+    """Whether this rank prints the error; None until the ranks have agreed which one does."""
 
 
 class ConfigError(TitanliteError):
@@ -53,6 +53,10 @@ class RankError(TitanliteError):
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.message}"
+
+
+class TraceError(TitanliteError):
+    """A job cannot be traced: its model's own code fails on tensors without values."""
 
 
 class OutputClosedError(TitanliteError):

@@ -26,8 +26,8 @@ def train(
 ) -> TrainResult:
     """Train a job as `python train.py` does; returns its losses, gradient norms and metrics.
 
-    `config` is a JobConfig, a dict of sections, or the path of a TOML file. Models, data sets,
-    losses and metrics that the calling script has registered work too. Every rank calls the
+    `config` is a JobConfig, a dict of sections, or the path of a TOML file. The job can use models,
+    data sets, losses and metrics that the calling script has registered. Every rank calls the
     callbacks with an Event: after each step, after its validation, after each checkpoint that is
     complete, and at the end of the run.
 

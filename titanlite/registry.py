@@ -41,10 +41,12 @@ def register_model(
 def register_dataset(name: str, build: str | Callable[..., Dataset], **details: Any) -> None:
     """Register a data set as `name`.
 
-    `build(model=..., seq_len=..., split=..., seed=..., path=..., path_key=...)` returns a Dataset.
-    `details` are the other fields of DatasetSpec (titanlite/data/spec.py) besides `name` and
-    `build`, such as `has_tokens` and `fields`. Raises ValueError if a different data set has that
-    name.
+    `build(model=..., seq_len=..., split=..., seed=..., path=..., path_key=...)` returns a Dataset
+    of samples of `seq_len` tokens, for a model with configuration `model`. `split` is "train" or
+    "validation". `path` is the folder of its files, and `path_key` the name of the key that set it:
+    if files are missing or damaged, `build` raises a ConfigError that names `path_key`. `details`
+    are the other fields of DatasetSpec (titanlite/data/spec.py) besides `name` and `build`, such as
+    `has_tokens` and `fields`. Raises ValueError if a different data set has that name.
     """
     details.setdefault("description", name)
     catalog.register(DatasetSpec(name=name, build=build, **details))
@@ -112,8 +114,8 @@ def register_metric(name: str, function: str | Callable[..., Any]) -> None:
     `function(outputs, batch)` returns (sum, count) for a batch, as numbers or scalar tensors. The
     value is the sum over the whole validation set divided by the count over the set. Targets of
     -100 must not be counted: if the last batch is not full, it is filled with copies of the last
-    sample, whose targets are all -100. Sharded logits are gathered before the call. Raises
-    ValueError if a different metric has that name, and for the name "loss".
+    sample, and all targets of these copies are -100. Sharded logits are gathered before the call.
+    Raises ValueError if a different metric has that name, and for the name "loss".
     """
     if name == "loss":
         raise ValueError('"loss" is the validation loss; give the metric another name')

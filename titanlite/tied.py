@@ -13,7 +13,7 @@ from torch import nn
 
 
 def find_tied(model: nn.Module) -> dict[str, str]:
-    """A dict for the parameters of `model` with several names: each further name -> first name."""
+    """The tied parameters of `model`: a dict from each further name of one to its first name."""
     first: dict[nn.Parameter, str] = {}
     tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

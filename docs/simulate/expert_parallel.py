@@ -1,8 +1,9 @@
 """Expert parallelism: each worker has the attention of all layers and one expert of each layer.
 
-Worker w has a quarter of the tokens of every global batch. Those that a layer sends to the same
-expert are a batch of their own, so a global batch is workers x workers batches. Odd stages are
-experts; even stages are attention, which needs all tokens of its worker back.
+With n workers, each has 1/n of the tokens of every global batch, cut into n equal groups. The
+simulator's batches are these groups, so a global batch has n x n of them. All tokens of a group go
+to one expert; several groups can go to the same expert. Odd stages are experts; even stages are
+attention, which needs all tokens of its worker back.
 """
 
 from titanlite.simulate import ComputeAndWeightWorkers, Costs, Direction, Link, Network, Work

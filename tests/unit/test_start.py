@@ -110,6 +110,24 @@ def test_a_job_that_cannot_fit_in_memory_is_refused() -> None:
     assert "and job.max_local_memory_gb is 20;" in line
 
 
+def test_the_weights_of_a_gpu_count_in_this_memory_if_they_are_offloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, stand_in in (
+        ("count_gpus", lambda: 1),
+        ("choose_device", lambda *_: "cuda"),
+        ("check_machine", lambda *_: None),
+        ("planned_bytes", lambda _: pytest.fail("counts activations, which the GPU holds")),
+    ):
+        monkeypatch.setattr(f"titanlite.start.{name}", stand_in)
+    words = (*LLAMA, "--model.flavor=8B")
+    check_start(job(*words), trains=True)
+    (line,) = problems_of(
+        lambda: check_start(job(*words, "--training.enable_cpu_offload=true"), trains=True)
+    )
+    assert "parameters, gradients and optimizer state take at least 128 GB on CPU" in line
+
+
 def test_the_least_memory_is_that_of_each_replica_and_its_optimizer() -> None:
     def least(*argv: str) -> int:
         resolved = resolve_job(job(*argv), None)

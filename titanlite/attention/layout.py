@@ -62,10 +62,11 @@ class Tile:
 class Layout(ABC):
     """How a sequence is sharded over `num_ranks` ranks; all ranks hold equally many tokens.
 
-    Subclasses define the tokens of each rank (`positions`), the unmasked part of a causal block
-    (`_causal_tiles`), and the direction in which keys travel around the ring (`direction`). In
-    this direction, keys first reach the ranks that need most of them, so that keys which no later
-    rank needs can be dropped on the way.
+    Subclasses define the tokens of each rank (`positions`), which pairs of one rank's queries and
+    another's keys the causal mask leaves (`_causal_tiles`), and the direction in which keys
+    travel around the ring (`direction`). The direction is chosen so that a rank's keys first reach
+    the ranks that need the largest part of them. Keys that no rank further along the ring needs are
+    then dropped on the way.
 
     Below, c is `num_ranks` and n the number of tokens per rank. A tile is a rectangle, or a
     triangle, of the matrix of one rank's queries and one rank's keys.
@@ -110,7 +111,7 @@ class Layout(ABC):
         return [tile for tile in tiles if tile.num_pairs > 0]
 
     def shard(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
-        """The shard of `rank` of a tensor over the whole sequence, along `dim` (size T)."""
+        """The shard of `rank`, along `dim`, of a tensor whose `dim` is the whole sequence."""
         index = self.positions(rank, tensor.size(dim)).to(tensor.device)
         return tensor.index_select(dim, index)
 
@@ -126,16 +127,20 @@ class Layout(ABC):
         return (key_rank + self.direction * hop) % self.num_ranks
 
     def num_keys_carried(self, key_rank: int, hop: int, n: int, causal: bool) -> int:
-        """How many of `key_rank`'s keys, from its first on, are sent in hop `hop` (1 to c - 1).
+        """How many of `key_rank`'s keys, always the first ones, are sent in hop `hop` (1 to c - 1).
 
-        This is the largest number that any later rank needs; 0 if none needs any.
+        Each rank that the keys reach in this hop or in a later hop needs some number of them. This
+        is the largest of these numbers; 0 if no rank needs any.
         """
         holders = [self.holder(key_rank, later) for later in range(hop, self.num_ranks)]
         tiles = (tile for rank in holders for tile in self.tiles(rank, key_rank, n, causal))
         return max((tile.keys.stop for tile in tiles), default=0)
 
     def num_keys_sent(self, rank: int, n: int, causal: bool) -> int:
-        """The number of keys (and values) that `rank` sends in the forward: at most (c - 1) n."""
+        """The number of keys (and values) that `rank` sends in the forward pass.
+
+        At most (c - 1) n.
+        """
         return self._num_keys_moved(rank, 1, n, causal)
 
     def num_keys_received(self, rank: int, n: int, causal: bool) -> int:
@@ -228,7 +233,7 @@ LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (HeadTail, Strip
 
 
 def make_layout(name: str, num_ranks: int) -> Layout:
-    """The layout `name`, a key of `LAYOUTS`. Raises ConfigError for any other name."""
+    """The layout `name`: "headtail", "striped" or "none". Raises ConfigError for other names."""
     if name not in LAYOUTS:
         known = ", ".join(f'"{known}"' for known in LAYOUTS)
         raise ConfigError(f'layout: "{name}" is not a sequence layout; use one of {known}')

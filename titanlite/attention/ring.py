@@ -45,7 +45,7 @@ def ring_attention(
     scale: float | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks: this rank's shard of attention.
+    """Attention of this rank's queries to the keys of all ranks.
 
     q is [B, H, T, E], k and v are [B, K, T, E] with H a multiple of K; the result is [B, H, T, E].
     All four are shards, as `layout.shard` makes them. Every rank of the one-dimensional `mesh` must
@@ -111,11 +111,12 @@ class RingAttention(nn.Module):
     ) -> Tensor:
         """Attention of q [B, H, T, E] over k, v [B, K, T, E] of all ranks; [B, H, T, E].
 
-        Takes the arguments of torch.nn.functional.scaled_dot_product_attention too. Whether it is
-        causal is set by the call, or else by the constructor. If k and v have fewer heads than q,
+        Takes the arguments of torch.nn.functional.scaled_dot_product_attention too. Whether
+        attention is causal is decided by `is_causal`; if that is not given, by `causal`; if neither
+        is, by the constructor's `is_causal`. If k and v have fewer heads than q,
         attention is grouped-query, whatever `enable_gqa` is. With `documents` [B, T], a query
-        attends only to keys of its own document. Raises ConfigError for any other mask and for
-        dropout, which it does not support.
+        attends only to keys of its own document. There is no other mask: raises ConfigError for
+        `attn_mask`, and for dropout.
         """
         if attn_mask is not None or dropout_p:
             what = "a mask" if attn_mask is not None else f"dropout of {dropout_p:g}"

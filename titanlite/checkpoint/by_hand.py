@@ -52,7 +52,7 @@ class Loop(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """The step after which a checkpoint was saved, and the `samples_read` given then."""
+    """The step of a checkpoint, and the `samples_read` that save_checkpoint was given."""
 
     step: int
     samples_read: int
@@ -72,11 +72,10 @@ def save_checkpoint(
     `loop` is a Trainer, or any object with `parts` (the model, or this rank's pipeline stages of
     it), `optimizer` (torch's Adam, AdamW or SGD) and `scheduler` (a LambdaLR).
 
-    Every rank of the default process group must call this; without one, a single process saves.
-    The folder must be the same on all ranks. `samples_read` is stored for load_checkpoint. Under
-    pipeline parallelism, `tied` is `titanlite.tied.find_tied` of the plain model. All but the
-    `keep_latest` last checkpoints are removed; 0 keeps all. Raises TitanliteError on every rank if
-    any rank failed.
+    If there is a default process group, each of its ranks must call this. The folder must be the
+    same on all ranks. `samples_read` is stored for load_checkpoint. Under pipeline parallelism,
+    `tied` is `titanlite.tied.find_tied` of the plain model. All but the `keep_latest` last
+    checkpoints are removed; 0 keeps all. Raises TitanliteError on every rank if any rank failed.
     """
     place, ranks, token = CheckpointFolder(Path(folder)), _Ranks(), make_token()
     (token,) = ranks.from_first(lambda: (token,))
@@ -124,11 +123,14 @@ def load_checkpoint(
     step: int | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> Loaded | None:
-    """Load the newest valid checkpoint of `folder`, or that of `step`; None if there is none.
+    """Load the checkpoint of `step`, or without `step` the newest valid one of `folder`.
 
-    Every rank must call this with the model already sharded, under any plan. Parameters, buffers,
-    optimizer state and schedule are set in place. Raises TitanliteError if `step` is missing or
-    invalid, if no checkpoint is valid though some exist, or if one is from another model or
+    Returns None if `step` is not given and there are no checkpoints.
+
+    Every rank must call this with the model already sharded; the degrees of parallelism may differ
+    from those at saving. Parameters, buffers, optimizer state and schedule are set in place. Raises
+    TitanliteError if the checkpoint of the given `step` does not exist or is invalid; if, without
+    `step`, checkpoints exist but none is valid; or if a checkpoint is from another model or
     optimizer.
     """
     ranks, trained = _Ranks(), _Trained(loop, tied or {})

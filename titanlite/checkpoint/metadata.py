@@ -183,11 +183,11 @@ class _Builder:
         path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
         if not isinstance(path, str):
             raise BrokenCheckpointError(f"{METADATA} has an invalid file name")
-        if path in ("", ".", "..") or "\0" in path or Path(path).name != path:
-            raise BrokenCheckpointError(f"{METADATA} names a file outside the checkpoint")
         if fields.get("transform_descriptors"):
             raise BrokenCheckpointError(f"{METADATA} says that {shown(path)} is compressed")
         if path not in self._file_bytes:
+            if path in ("", ".", "..") or "\0" in path or Path(path).name != path:
+                raise BrokenCheckpointError(f"{METADATA} names a file outside the checkpoint")
             with open_in_checkpoint(self._folder / path) as file:
                 self._file_bytes[path] = file.seek(0, 2)
         if not (_is_count(offset) and _is_count(length)) or (

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlite.checkpoint import state
 from titanlite.checkpoint.folder import CheckpointFolder, Found, look_at
@@ -19,7 +20,8 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     check_files,
 )
-from titanlite.checkpoint.storage import first_failure, load, stored_tensors, told
+from titanlite.checkpoint.metadata import read_metadata
+from titanlite.checkpoint.storage import first_failure, load, stored_tensors, tensors_in, told
 from titanlite.checkpoint.weights import load_safetensors
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.config.toml import quote
@@ -170,7 +172,8 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
             "into a new run with checkpoint.initial_load_path"
         )
     numbers, pieces = manifest.training_state, state.weight_pieces(job)
-    stored = stored_tensors(path, manifest.files)
+    metadata = read_metadata(path)
+    stored = tensors_in(metadata, manifest.files)
     if "optimizer" not in left_out:
         state.check_optimizer(job, numbers.optimizer.name)
         _use(path, ranks, lambda: pieces.update(state.make_optimizer_state(job, stored)))
@@ -178,7 +181,7 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
     rng = state.rng_pieces(job) if manifest.plan == job.dims.describe() else {}
     # A checkpoint saved on CPU has no state of a GPU's generator.
     rng = {name: piece for name, piece in rng.items() if name in stored}
-    _read(pieces | rng, path, ranks)
+    _read(pieces | rng, path, ranks, metadata)
     _use(path, ranks, lambda: state.check_counts(job))
     _use(path, ranks, lambda: state.restore_rng(job, rng))
     if "lr_scheduler" not in left_out:
@@ -189,9 +192,11 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
     return 0 if "train_state" in left_out else manifest.step
 
 
-def _read(pieces: state.Pieces, path: Path, ranks: CheckpointGroup) -> None:
+def _read(
+    pieces: state.Pieces, path: Path, ranks: CheckpointGroup, metadata: Metadata | None = None
+) -> None:
     try:
-        load(pieces, path, ranks.group)
+        load(pieces, path, ranks.group, metadata)
     except CheckpointException as error:
         rank, cause = first_failure(error)
         line = f"checkpoint: loading {path} failed on rank {rank}: {told(cause)}"

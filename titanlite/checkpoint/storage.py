@@ -129,16 +129,22 @@ def save_async(
     )
 
 
-def load(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None) -> None:
+def load(
+    pieces: Pieces,
+    folder: Path,
+    group: dist.ProcessGroup | None,
+    metadata: Metadata | None = None,
+) -> None:
     """Fill the pieces of each rank of `group` from the checkpoint in `folder`.
 
-    Every name must be in the checkpoint, with the same shape. Raises CheckpointException on every
-    rank if any rank failed.
+    `metadata` is what `read_metadata` returns for it; it is read here if it is None. Every name
+    must be in the checkpoint, with the same shape. Raises CheckpointException on every rank if any
+    rank failed.
     """
     with _without_group_warning(group):
         dcp.load(
             cast(dict[str, Any], pieces),
-            storage_reader=SafeReader(folder),
+            storage_reader=SafeReader(folder, metadata),
             planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
@@ -152,7 +158,13 @@ def stored_tensors(
 
     Raises BrokenCheckpointError, also for a tensor in a file that is not one of `files`.
     """
-    metadata = read_metadata(folder)
+    return tensors_in(read_metadata(folder), files)
+
+
+def tensors_in(
+    metadata: Metadata, files: Collection[str] | None = None
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """`stored_tensors` of a checkpoint whose metadata has been read."""
     if files is not None:
         named = {place.relative_path for place in metadata.storage_data.values()}
         if unknown := sorted(named - set(files)):
@@ -275,9 +287,13 @@ class SafeReader(FileSystemReader):
     methods raise BrokenCheckpointError.
     """
 
+    def __init__(self, folder: Path, metadata: Metadata | None = None) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The metadata, with every value checked: see metadata.py."""
-        return read_metadata(Path(self.path))
+        return self._metadata or read_metadata(Path(self.path))
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Fill the pieces of the plan, one tensor at a time."""

@@ -122,12 +122,29 @@ def reads(*names: str) -> Callable[[Check], Check]:
     return enter
 
 
-def run_checks(job: Draft, unknown: Collection[str] = ()) -> Iterator[str]:
-    """The problems of the job; checks that read one of the `unknown` keys are skipped."""
-    missing = {MODEL, *unknown} if job.model is None else set(unknown)
-    for check, names in CHECKS:
-        if not any(_overlap(name, read) for name in missing for read in names):
-            yield from check(job)
+def run_checks(
+    job: Draft, unknown: Collection[str] = (), changed: Collection[str] | None = None
+) -> Iterator[str]:
+    """The problems of the job; checks that read one of the `unknown` keys are skipped.
+
+    With `changed`, only the checks that read one of these keys run.
+    """
+    missing = {MODEL, *unknown} if job.model is None else unknown
+    of_changed = None if changed is None else frozenset(changed)
+    for check in _chosen(frozenset(missing), of_changed):
+        yield from check(job)
+
+
+@functools.lru_cache
+def _chosen(unknown: frozenset[str], changed: frozenset[str] | None) -> list[Check]:
+    def read_one(keys: Collection[str], names: Collection[str]) -> bool:
+        return any(_overlap(key, name) for key in keys for name in names)
+
+    return [
+        check
+        for check, names in CHECKS
+        if not read_one(unknown, names) and (changed is None or read_one(changed, names))
+    ]
 
 
 def _overlap(one: str, other: str) -> bool:

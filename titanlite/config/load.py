@@ -88,10 +88,10 @@ def load_config(argv: Sequence[str], *, needs_file: str = "") -> JobConfig:
     """The job that the command line `argv` describes, checked as far as possible without ranks.
 
     `argv`, without the program's name, has `--job.config_file=F`, which names a TOML file, and
-    `--section.key=value`, which overrides its keys. Without a file, a job has all defaults. With
-    `needs_file`, a file is required; `needs_file` is an example of a command with one, which the
-    ConfigError shows. Raises ConfigError with one line for each mistake; the checks that need the
-    number of ranks come later.
+    `--section.key=value`, which overrides its keys. Without a file, a job has all defaults.
+    `needs_file` is an example of a command that names a file. If it is not empty, a file is
+    required, and the ConfigError for a missing file shows the example. Raises ConfigError with one
+    line for each mistake; the checks that need the number of ranks come later.
     """
     return _checked(read_job(argv, needs_file=needs_file))
 
@@ -130,7 +130,9 @@ def read_job(argv: Sequence[str], *, needs_file: str = "") -> Reading:
 
 
 def make_config(values: Mapping[str, Mapping[str, Any]]) -> JobConfig:
-    """The job with these values, section -> key -> value, with TOML's types.
+    """The job with these values: a dict from section to a dict from key to value.
+
+    The values have TOML's types.
 
     Checked like a file. Raises ConfigError with one line for each mistake.
     """
@@ -148,6 +150,18 @@ def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
     for name, value in changes.items():
         _put(values, name, value)
     return _checked(_read_values(values, [], []))
+
+
+def with_values(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
+    """As override, but neither the types of the values nor the job are checked."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    copies = {
+        name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
+    }
+    return config.model_copy(update=copies)
 
 
 def _checked(reading: Reading) -> JobConfig:

@@ -562,7 +562,7 @@ class MemoryEstimation(Section):
 
 
 class JobConfig(Section):
-    """A whole job. Build one with load_config, make_config or override, which run all checks."""
+    """A whole job. Build one with load_config or make_config, which run all checks."""
 
     job: JobSection = JobSection()
     model: Model = Model()
@@ -619,8 +619,8 @@ class JobConfig(Section):
     def warmup_steps(self) -> int:
         """Steps of warm-up, at most the length of the schedule, as in TorchTitan.
 
-        If the job sets decay_ratio but not warmup_steps, the default is cut to the steps before the
-        decay.
+        If the job sets decay_ratio but not warmup_steps, the default is shortened, if necessary, so
+        that the warm-up ends before the decay starts.
         """
         room = self.schedule_steps
         ratio = self.lr_scheduler.decay_ratio

@@ -62,7 +62,7 @@ class Comparison(Result):
         return format_comparison(self)
 
     def check(self) -> Comparison:
-        """Raises AssertionError, with the table and the likely cause, unless it agrees."""
+        """Raises AssertionError, with what `print` shows, unless the parallel code agrees."""
         if not self.agrees:
             raise AssertionError(f"\n{self}")
         return self
@@ -95,28 +95,37 @@ def compare(
     an initialized process group (gloo on CPU), and returns that rank's model, or a tuple whose
     elements are modules (such as pipeline stages), an optimizer, and anything else that `step`
     needs. `ranks` is the number of ranks, or a dict from axis to degree; ranks are numbered in
-    row-major order. `mesh` is a DeviceMesh with these axes, or with the axis "world" for a number.
+    row-major order. `mesh` is a DeviceMesh with the axes of that dict; if `ranks` is a number, its
+    only axis is "world".
 
     batches: the global batch of each step: tensors in dicts, tuples or lists.
-    loss: (model, batch) -> scalar tensor; called on the reference and, without `step`, on ranks.
+    loss: a function (model, batch) that returns a scalar tensor. It is called on the reference and,
+        if `step` is not given, on the ranks.
     split: how a rank gets its part of a batch. With None, all ranks get the whole batch. With the
         name of an axis, dimension 0 of every tensor is cut into equal parts over this axis. A dict
         from axis to dimension cuts other dimensions. A function (batch, mesh) returns the part.
-    step: (what `parallel` returned, part) -> loss or None: runs forward and backward itself.
-    optimizer: (parameters) -> optimizer, used on both sides; AdamW with lr 1e-3 by default.
-    clip: (model) -> gradient norm, called on both sides before each optimizer step.
-    shard: (name) -> how the rank's plain tensor is cut from the reference's: None (not cut), (dim,
-        axis), (dim, index, count) for chunk `index` of `count`, a list of these, or a function of
-        the whole tensor. Not needed for DTensors. Not needed either for a
-        tensor of which one dimension is 1/n of the reference's, if only one axis has degree n.
-    rename: the parallel code's name of a parameter or module -> the reference's. Prefixes of DDP,
-        FSDP1, torch.compile and checkpoint wrappers are removed before.
+    step: a function (built, part), where `built` is what `parallel` returned. It runs the forward
+        and backward passes of a rank itself, and returns the loss or None.
+    optimizer: a function (parameters) that returns the optimizer of either side; by default AdamW
+        with lr 1e-3.
+    clip: a function (model) that clips the gradients and returns their norm; it is called on both
+        sides before each optimizer step.
+    shard: a function (name) that says how a rank's tensor of this name is cut from the reference's.
+        It returns one of: None, if the tensor is not cut; (dim, axis), if dimension `dim` is cut
+        into equal chunks over the mesh axis `axis`; (dim, index, count), if the rank has chunk
+        `index` of `count` along `dim`; a list of such tuples, for several cuts; or a function from
+        the whole tensor to the rank's part. DTensors do not need it. Other tensors do not need it
+        if one dimension is 1/n of the reference's and only one axis has degree n.
+    rename: a function or a dict from the parallel code's name of a parameter or module to that of
+        the reference. Prefixes of DDP, FSDP1, torch.compile and checkpoint wrappers are removed
+        before.
     copy_weights: start from the reference's weights instead of comparing the starting values.
     modules: whether to record module outputs, by forward hooks.
     dtype: "float64" or "float32", torch's default dtype while the functions run.
     tolerance: the largest relative difference that counts as agreement; docs/compare.md explains
         the default.
-    seed: for torch.manual_seed before each of the two functions is called; None for no seed.
+    seed: torch.manual_seed gets it before `reference` and before `parallel` is called; None for no
+        seed.
     timeout_seconds: how long the ranks may take altogether.
     max_ranks: the largest number of ranks to start; by default as many as the cores and the
         memory of this machine allow.
@@ -148,15 +157,18 @@ def compare(
 def assert_parallel_equals_reference(
     reference: Callable[[], Any], parallel: Callable[..., Any], **options: Any
 ) -> Comparison:
-    """`compare(...)`; raises AssertionError, with the likely cause, unless it agrees."""
+    """Call `compare` with these arguments, and return its result.
+
+    Raises AssertionError, with the likely cause, unless the parallel code agrees.
+    """
     return compare(reference, parallel, **options).check()
 
 
 class Comparer:
-    """A context manager: the ranks that it starts run all comparisons inside it.
+    """A context manager: all comparisons in its `with` block run on the same processes.
 
-    The same processes run the next comparison, so global state that the caller's code changes
-    stays changed.
+    That is faster than new processes for each. Global state that the caller's code changes stays
+    changed for the next comparison.
     """
 
     def __init__(self, *, timeout_seconds: float = 300, max_ranks: int | None = None) -> None:

@@ -143,7 +143,8 @@ def _data_parallel(runs: Runs) -> Numbers:
         row.seconds,
         processes.data_parallel_seconds(runs.cluster, compute, units, latency, per_unit),
         "s",
-        f"the ladder's 1D rung; measured {processes.SCALE} times as fast",
+        f'the row "1D DP, ring" of the ladder; measured at 1/{processes.SCALE} of these times, and '
+        f"multiplied by {processes.SCALE}",
     )
 
 
@@ -366,7 +367,8 @@ TOPICS = {
     ),
     "fsdp": Topic(
         "FSDP, communication",
-        "What does a rank send if it gathers w P bytes of weights twice?",
+        "What does a rank send if it gathers w P bytes of weights twice and reduce-scatters their "
+        "gradients once?",
         "3 (n-1)/n w P",
         _fsdp,
         "fsdp.md",
@@ -375,24 +377,29 @@ TOPICS = {
     "tp": Topic(
         "TP",
         "What does a rank send for L blocks of width D and N tokens?",
-        "2 (4 L + 1) (n-1)/n w N D: 4 pairs of all-gather and reduce-scatter per block, one for "
-        "the output layer",
+        "2 (4 L + 1) (n-1)/n w N D: 4 pairs of all-gather and reduce-scatter per block (a pair is "
+        "one all-reduce), and one pair for the output layer",
         _tensor_parallel,
         "tensor_parallel.md",
         ("tp",),
     ),
     "sp": Topic(
         "SP",
-        "What does it cost to hold the activations between two products in shards?",
-        "nothing: reduce-scatter + all-gather = all-reduce, 2 (n-1)/n B",
+        "What does a rank send if the activations between two products, B bytes, are held in "
+        "shards?",
+        "2 (n-1)/n B, as much as without: a reduce-scatter and an all-gather send what one "
+        "all-reduce sends",
         _sequence,
         "tensor_parallel.md",
     ),
     "cp": Topic(
         "CP",
-        "What does a rank send around the ring for K bytes of keys and values in each of L blocks?",
-        "3 x 3/4 (n-1) K L: K is sent in the forward pass, again in the backward pass, and as a "
-        "gradient; of it, the keys that later ranks need under the causal mask, on average 3/4",
+        "What does a rank send around the ring, if its own tokens have K bytes of keys and values "
+        "in each of L blocks?",
+        "3 x 3/4 (n-1) K L. 3: keys and values go around once in the forward and once in the "
+        "backward pass, and their gradients once. 3/4: under the causal mask, a rank passes "
+        "on only the keys and values that some rank further along the ring needs, and their "
+        "gradients; in headtail, the default layout, these are 3/4 on average",
         _context_parallel,
         "context_parallel.md",
         ("cp",),
@@ -415,8 +422,9 @@ TOPICS = {
     "ep": Topic(
         "EP",
         "What does a rank send to the experts and back, for N tokens with k of E experts each?",
-        "(n-1)/n L (8 E + 4 N k D w): a count for each expert, and rows sent to the experts and "
-        "back, forward and backward",
+        "(n-1)/n L (8 E + 4 N k D w): 8 E: the number of rows that each expert will get, 8 bytes "
+        "each. 4 N k D w: the rows go to the experts and back, in the forward and in the backward "
+        "pass",
         _expert_parallel,
         "expert_parallel.md",
         ("ep",),

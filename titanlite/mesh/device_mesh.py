@@ -26,9 +26,10 @@ class Meshes:
     tokens. If cp has several ranks, the two are flattened into one dimension, dp_shard_cp.
 
     `experts` is a second mesh of all ranks, for the parameters of experts. Its pp and dp_replicate
-    are those of `world`. The ranks of dp_shard, cp and tp are divided into efsdp (over which FSDP2
-    shards each expert) and, if there are several, ep (which hold different experts). It is None if
-    experts are sharded like all other parameters.
+    are those of `world`. The ranks of dp_shard, cp and tp are divided in another way: into the axis
+    efsdp, over which FSDP2 shards each expert, and, if the degree of expert parallelism is above 1,
+    the axis ep, whose ranks hold different experts. `experts` is None if experts are
+    sharded like all other parameters.
     """
 
     world: DeviceMesh
@@ -46,7 +47,10 @@ class Meshes:
 
     @property
     def expert_dp(self) -> DeviceMesh | None:
-        """The mesh for FSDP2 of the experts, 1-D or 2-D like `dp`; None if it is `dp`."""
+        """The mesh for FSDP2 of the experts, 1-D or 2-D like `dp`.
+
+        None if experts have no mesh of their own; FSDP2 then shards them over `dp`.
+        """
         if self.experts is None:
             return None
         replicated = axes_where(weights="replicated")
@@ -79,8 +83,8 @@ def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = Fa
     If the model `has_experts`, they get a separate mesh under expert parallelism, and also under
     tensor parallelism: TP does not shard experts, so FSDP2 shards them over the ranks of tp too.
 
-    Axes of degree 1 have no group, except dp_shard: even if nothing is sharded, mixed precision
-    needs FSDP2, and FSDP2 needs a mesh of one rank.
+    Axes of degree 1 have no group, except dp_shard: mixed precision needs FSDP2 even if nothing is
+    sharded, and FSDP2 needs a mesh, even if it has only one rank.
     """
     sharded, replicated = (axes_where(weights=kind) for kind in ("sharded", "replicated"))
     axes = [axis for axis in AXES if dims.degrees[axis] > 1 or axis == sharded[0]]

@@ -152,7 +152,10 @@ class ParallelDims:
 
     @property
     def num_expert_ranks(self) -> int:
-        """The number of ranks that hold one replica's experts: dp_shard x cp x tp = ep x efsdp."""
+        """The number of ranks that hold one replica's experts: dp_shard x cp x tp.
+
+        This equals ep x efsdp. efsdp (see Meshes) is the axis over which FSDP2 shards each expert.
+        """
         return self.degree_of(next(axis.borrows for axis in TABLE if axis.borrows))
 
     @property
@@ -161,12 +164,13 @@ class ParallelDims:
         return self.num_expert_ranks // self.ep
 
     def uses_fsdp(self, *, is_plain: bool, has_experts: bool) -> bool:
-        """Whether FSDP2 wraps the model; if not, DDP does, unless there is one replica.
+        """Whether FSDP2 wraps the model. Otherwise DDP does, if there are several replicas.
 
-        FSDP2 is also used with one shard in three cases: if the job is not plain (`is_plain`: no
-        mixed precision and no CPU offload), if experts have shards of their own, and if there are
-        replicas with tensor or pipeline parallelism. With a pipeline, DDP cannot know which
-        backward pass of the schedule is the last.
+        A job `is_plain` if it has neither mixed precision nor CPU offload. FSDP2 is used if weights
+        have more than one shard. With one shard, it is used in any of three cases: the job is not
+        plain, experts have shards of their own, or there are replicas together with tensor or
+        pipeline parallelism. (DDP must know which backward pass of a step is the last, and a
+        pipeline schedule cannot tell it.)
         """
         if not is_plain or self.fsdp_enabled:
             return True
@@ -175,7 +179,7 @@ class ParallelDims:
         return self.dp > 1 or (self.experts_are_apart(has_experts) and self.num_expert_shards > 1)
 
     def experts_are_apart(self, has_experts: bool) -> bool:
-        """Whether experts have a mesh of their own, as under EP and TP.
+        """Whether experts have a mesh of their own: under EP, and under TP even without EP.
 
         TP does not shard experts, so FSDP2 shards them over the ranks of tp too.
         """
@@ -208,18 +212,19 @@ class ParallelDims:
         return place
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `dp` parts of the samples `rank` reads, counted from 0."""
+        """The index, from 0, of the part that `rank` reads; the samples are cut into `dp` parts."""
         return self.place_on(axes_where(batch="samples"), rank)
 
     def token_rank(self, rank: int) -> int:
-        """Which of the `num_token_shards` parts of a sequence `rank` holds, counted from 0."""
+        """The index, from 0, of the part of each sequence that `rank` holds."""
         return self.place_on(axes_where(batch="tokens"), rank)
 
     def counts_loss(self, rank: int) -> bool:
         """Whether the loss of `rank` is added to the total.
 
         Several ranks, such as those of tp, compute the loss of the same tokens; this is true for
-        one of them. In a pipeline only the last stage computes a loss, so the pp axis is ignored.
+        one of them. It does not depend on the pp coordinate,
+        although in a pipeline only the last stage computes a loss.
         """
         position = self.coordinates(rank)
         same = set(axes_where(batch="same")) - set(axes_where(weights="stages"))

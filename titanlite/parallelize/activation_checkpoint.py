@@ -108,9 +108,10 @@ def apply_ac(
 
     mode "none" saves everything. "full" saves only each block's input and recomputes the block in
     the backward pass. "selective" with a number n as `selective_option` does this for every n-th
-    block. "selective" with "op" does it for every block, but saves the outputs of SAVED_OPERATORS.
-    Of matrix multiplications it saves every other one, and none of the linear layers that
-    `recompute_mm_of` names (by suffixes of their names). "memory_budget" leaves the choice to the
+    block. "selective" with "op" does it for every block, but saves the outputs of SAVED_OPERATORS:
+    attention, reduce-scatters, all-reduces, all-to-alls, max, and every second matrix
+    multiplication. Those of the linear layers that `recompute_mm_of` names (by suffixes of their
+    names) are not counted and not saved. "memory_budget" leaves the choice to the
     compiler: a budget of 0 equals "full", 1 equals "none".
 
     `save_cpu_attention` also saves the output of the CPU attention operator in blocks that are

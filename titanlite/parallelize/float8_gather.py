@@ -109,20 +109,20 @@ def precompute_scales(model: nn.Module) -> None:
     ]
     wanted = []
     for fsdp_param in weights:
-        layer, parameter = fsdp_param._module_info.module, fsdp_param.sharded_param
-        shard = _as_computed(
-            parameter._local_tensor.as_subclass(torch.Tensor), fsdp_param.mp_policy.param_dtype
-        )
+        layer = fsdp_param._module_info.module
         group = fsdp_param.mesh_info.mesh.get_group(-1).group_name
-        wanted.append(
-            (
-                amax_of(shard.to(fsdp_param.device), None),
-                _groups_of(layer, group, fsdp_param._orig_size),
-            )
-        )
+        groups = _groups_of(layer, group, fsdp_param._orig_size)
+        wanted.append((amax_of_shard(fsdp_param), groups))
     for fsdp_param, amax in zip(weights, reduce_max(wanted), strict=True):
         parameter = fsdp_param.sharded_param
         fsdp_param._module_info.module.precomputed = (amax, _version(parameter))
+
+
+def amax_of_shard(fsdp_param: Any) -> Tensor:
+    """The amax of this rank's shard of a weight, in the dtype from which it is cast."""
+    shard = fsdp_param.sharded_param._local_tensor.as_subclass(torch.Tensor)
+    shard = _as_computed(shard, fsdp_param.mp_policy.param_dtype)
+    return amax_of(shard.to(fsdp_param.device), None)
 
 
 def _precomputed(layer: Float8Linear) -> Tensor | None:

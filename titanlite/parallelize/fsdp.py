@@ -61,8 +61,8 @@ def apply_fsdp(
 
     `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the
     backward pass. "default" frees all units but the head and the last block, which the backward
-    pass needs first. If `pipelined`, "default" equals "never", because each microbatch would gather
-    the units again.
+    pass needs first. If `pipelined`, "default" equals "never": otherwise each microbatch would
+    gather the units again.
 
     Gradients are summed, not averaged: the loss is already divided by the number of targets of the
     whole step. Raises TitanliteError for an invalid argument, and for a weight that is tied between
@@ -83,10 +83,7 @@ def apply_fsdp(
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     reshard = {"always": True, "never": False, "default": not pipelined}[reshard_after_forward]
     offload = (
-        # Pinning needs an accelerator's driver: https://github.com/pytorch/pytorch/issues/150240
-        CPUOffloadPolicy(pin_memory=pin_memory and torch.cuda.is_available())
-        if cpu_offload
-        else OffloadPolicy()
+        CPUOffloadPolicy(pin_memory=pin_memory and can_pin()) if cpu_offload else OffloadPolicy()
     )
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
@@ -141,6 +138,14 @@ def apply_fsdp(
             # FSDP2 implements a division, even by one, as PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
     return units
+
+
+def can_pin() -> bool:
+    """Whether CPU memory can be pinned: that needs an accelerator's driver.
+
+    Source: https://github.com/pytorch/pytorch/issues/150240
+    """
+    return torch.cuda.is_available()
 
 
 def _placement_of_experts(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:

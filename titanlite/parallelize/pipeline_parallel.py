@@ -43,8 +43,8 @@ def split_model(
     """Copies of `model`, one per stage, each with only the modules that the stage names.
 
     Modules keep their names. A module of another stage is removed from its ModuleDict, or set to
-    None if it is an attribute. `stages` must name each module once; modules that no stage names are
-    in every copy. A tied weight becomes a parameter of every stage that has one of its names
+    None if it is an attribute. No module may be named by two stages; modules that no stage names
+    are in every copy. A tied weight becomes a parameter of every stage that has one of its names
     (stage_copies.py). `forward(stage, x, ...)` becomes the forward of every stage if it is given.
     Raises TitanliteError for a name that the model does not have.
     """
@@ -153,10 +153,11 @@ class PipelineRunner:
     between stages. These have dtype `dtype` and are sharded `num_shards` ways along `sequence_dim`,
     or replicated if that is None. `example` is one of this rank's microbatches; only its shapes and
     dtypes are used. A batch has `schedule.num_microbatches` microbatches. If PyTorch has a schedule
-    of the name `schedule.name`, it runs; otherwise, or with `from_table`, PyTorch's runtime
-    executes the table of `schedule`. `tied` is find_tied of the whole model. If it is given, the
-    caller must call the runner's `copies.sum_gradients()` after the last batch of a step, which
-    sums the gradients of tied weights over stages.
+    class named `schedule.name`, that class is used. Otherwise, or with `from_table`, PyTorch's
+    general runtime executes the list of actions that `schedule` has for each rank. `tied` is
+    find_tied of the whole model. If it is given, the caller must call the runner's
+    `copies.sum_gradients()` after the last batch of a step, which sums the gradients of tied
+    weights over stages.
     """
 
     def __init__(
@@ -246,7 +247,8 @@ class PipelineRunner:
     def forward(self, batch: Batch) -> Any:
         """The model's output for a batch, on the rank with the last stage; None elsewhere.
 
-        Runs without a schedule: PyTorch's V-shaped schedules cannot run only forward passes.
+        Runs without a schedule, because PyTorch's V-shaped schedules cannot run forward passes
+        alone.
         """
         self.copies.update_followers()
         shapes = self._shapes(batch.num_sequences)

@@ -29,8 +29,9 @@ class ParallelPlan:
     the blocks; each group is one FSDP unit. `attention` is the name, within a block, of the module
     that takes q, k and v, and `is_causal` says whether it is causal. `sequence_dim` is the
     dimension along which tensor parallelism shards the activations between blocks; None if they
-    are replicated (no sequence parallelism). `stage_forward(stage, x, ...)` is the forward of a
-    pipeline stage if the model's own cannot skip modules that are None.
+    are replicated (no sequence parallelism). In a pipeline stage, the modules of
+    other stages are None (split_model). If the model's own forward cannot skip those,
+    `stage_forward(stage, x, ...)` is the forward of a stage.
     """
 
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)

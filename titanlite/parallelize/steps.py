@@ -30,7 +30,7 @@ from titanlite.parallelize.ddp import apply_ddp
 from titanlite.parallelize.expert_parallel import apply_ep
 from titanlite.parallelize.float8 import apply_float8, compact, describe_skipped
 from titanlite.parallelize.float8_linear import has_hardware
-from titanlite.parallelize.fsdp import apply_fsdp
+from titanlite.parallelize.fsdp import apply_fsdp, can_pin
 from titanlite.parallelize.plan import ParallelPlan, find_blocks, match_modules
 from titanlite.parallelize.tensor_parallel import apply_tp
 from titanlite.plan_row import PlanRow
@@ -306,7 +306,7 @@ def data_parallel(part: Part) -> PlanRow:
     if is_mixed:
         notes.append(f"computes in {param}, reduces in {reduce}")
     if training.enable_cpu_offload:
-        pinned = training.cpu_offload_pin_memory and torch.cuda.is_available()
+        pinned = training.cpu_offload_pin_memory and can_pin()
         notes.append(f"parameters on the CPU, {'pinned' if pinned else 'not pinned'}")
     return PlanRow("data parallel", requested, active, "; ".join(notes))
 

@@ -62,12 +62,12 @@ class GatherColwise(RingStyle):
     """Gather a module's input once for several linear layers, sharded by their output features.
 
     `layers` names these layers, children of the module. The module must pass the first argument of
-    its forward to them and use it for nothing else. It is called with that argument by position or
-    by keyword. Input: this argument's local shard along `dim`. It is all-gathered in the forward
-    pass, and its gradient reduce-scattered in the backward pass, once for all layers. Output of
-    each layer: the local shard of the last dimension. The layers run as one matrix product, because
-    each shard alone is too narrow to be fast. Layers with a method `product`, such as float8
-    layers, run one by one. The module's other arguments are unchanged.
+    its forward to them and use it for nothing else. The module's callers can pass that argument by
+    position or by keyword. Input: this argument's local shard along `dim`. It is all-gathered in
+    the forward pass, and its gradient reduce-scattered in the backward pass, once for all layers.
+    Output of each layer: the local shard of the last dimension. The layers run as one matrix
+    product, because each shard alone is too narrow to be fast. Layers with a method `product`, such
+    as float8 layers, run one by one. The module's other arguments are unchanged.
     """
 
     def __init__(self, dim: int, *layers: str) -> None:
@@ -154,11 +154,13 @@ class RowwiseLocal(RingStyle):
 
 
 class NormLocal(ParallelStyle):
-    """A replicated norm on local shards: of the sequence, or of heads if it normalizes each head.
+    """A replicated norm, applied to a local shard of the sequence, or of the heads.
 
-    Takes RMSNorm, LayerNorm, and any other module without submodules whose parameters are vectors
-    that it applies to each position. Input and output: the local shard. The gradients of its
-    parameters are Partial over the ranks; FSDP2 reduces them, or the step does so before it
+    It is a shard of the heads if the norm works on each head separately.
+
+    Takes RMSNorm, LayerNorm, and any other module that has no submodules, if its parameters are
+    vectors that it applies to each position. Input and output: the local shard. The gradients of
+    its parameters are Partial over the ranks; FSDP2 reduces them, or the step does so before it
     computes the gradient norm.
     """
 
@@ -253,10 +255,13 @@ class EmbeddingRowwise(ParallelStyle):
 
 
 class TokenDropoutLocal(ParallelStyle):
-    """A TokenDropout on the local shard of its input along `dim`.
+    """Applies a TokenDropout to the local shard of its input along `dim`.
 
-    If `dim` is the batch or sequence dimension, each rank uses the numbers of its own tokens
-    (`token_numbers` of Batch). If `dim` is -1, the features are sharded. No collective.
+    TokenDropout (titanlite/dropout.py) is dropout whose masks depend on the seed and on each
+    token's index among all tokens of the run, so they are the same under every plan. If `dim` is
+    the batch or sequence dimension, each rank uses the numbers of its own tokens (`token_numbers`
+    of Batch). If `dim` is -1, the features are sharded, and each rank uses its columns of the
+    masks. No collective.
     """
 
     def __init__(self, dim: int) -> None:

@@ -63,7 +63,8 @@ def apply_tp(
     `plan` is a ParallelPlan or a plain dictionary of module name to style, and defaults to the plan
     registered for the model's class. A key that matches no module is skipped with a warning, as in
     `parallelize_module`; keys in `known_unmatched` give no warning. With `rings`, GatherColwise and
-    RowwiseLocal overlap their collectives with their products.
+    RowwiseLocal run each collective as a ring of P2P messages that overlap with the matrix
+    multiplication (asynchronous tensor parallelism).
 
     An embedding table with fewer rows than ranks is replicated, because FSDP2 refuses the empty
     shard of a rank without rows.

@@ -114,6 +114,18 @@ def run_ranks(
     return [cloudpickle.loads(results[rank]) for rank in range(num_ranks)]
 
 
+def start_fork_server() -> None:
+    """Start the process from which local ranks are forked, unless it runs; returns at once.
+
+    It needs longer for its imports than a command needs to read and check a job, so a command that
+    will certainly start ranks calls this first.
+    """
+    prepare_environment()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    with _ignoring_interrupts(), _off_working_directory(_own_paths()):
+        multiprocessing.forkserver.ensure_running()
+
+
 class Ranks:
     """Local processes that each run `serve(place, connection)` and exchange bytes with the caller.
 
@@ -130,12 +142,9 @@ class Ranks:
         max_ranks: int | None = None,
     ) -> None:
         check_local_ranks(num_ranks, allowed=max_ranks)
-        prepare_environment()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        own = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
-        with _ignoring_interrupts(), _off_working_directory(own):
-            multiprocessing.forkserver.ensure_running()
+        own = _own_paths()
+        start_fork_server()
         # Only `close` removes it: ranks need it until they have ended, also at interpreter exit.
         self._folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
         self._ranks: list[_Rank] = []
@@ -173,6 +182,11 @@ class Ranks:
     def folder(self) -> Path:
         """The folder that the ranks share, in which they meet; it is removed with them."""
         return self._folder
+
+    def dismiss(self) -> None:
+        """Close the connections, so that `serve` returns on every rank; `close` waits for them."""
+        for rank in self._ranks:
+            rank.connection.close()
 
     def terminate(self) -> None:
         """Kill the processes now; `close` waits until they have ended."""
@@ -364,6 +378,10 @@ def _off_working_directory(own: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         _set_environment(own)
+
+
+def _own_paths() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
 
 
 def _set_environment(values: Mapping[str, str | None]) -> None:

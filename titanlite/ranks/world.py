@@ -56,7 +56,7 @@ class World:
         _set_group_timeouts(seconds)
 
     def allowing(self, seconds: float, key: str) -> AbstractContextManager[None]:
-        """A context in which the watchdog has the timeout `seconds`, called `key` in a report.
+        """A context in which the watchdog's timeout is `seconds`; a report names it `key`.
 
         The caller must also set this timeout on the process groups used in the context.
         """
@@ -65,7 +65,11 @@ class World:
         return self.watch.allowing(seconds, key)
 
     def explaining(self) -> AbstractContextManager[None]:
-        """A context: a communication error inside is reported before outer contexts are closed."""
+        """A context manager. A communication error inside it is reported at once.
+
+        It is reported before the enclosing `with` blocks clean up, because the cleanup may itself
+        wait for other ranks.
+        """
         return contextlib.nullcontext() if self.watch is None else self.watch.explaining()
 
     def name_places(self, describe_place: Callable[[int], str]) -> None:
@@ -76,8 +80,8 @@ class World:
     def name_groups(self, axes: Mapping[str, str]) -> None:
         """Set the axis of each process group, for reports.
 
-        It also sets the timeout of these groups, which is torch's default in a new group, to that
-        of the world.
+        A new group has torch's default timeout; this method also sets the timeout of these groups
+        to the world's timeout.
         """
         if self.watch is not None:
             self.watch.name_groups(axes)
@@ -98,8 +102,9 @@ def open_world(
 
     Its backend is gloo on CPU and NCCL on CUDA.
 
-    Divides the machine's cores among its ranks and sets the C allocator's thresholds. If all ranks
-    are on one node, gloo and NCCL use the loopback interface.
+    Divides the machine's cores among its ranks. Lets malloc reuse all freed memory instead of
+    returning it to the system, which would cost each step new page faults. If all ranks are on one
+    node, gloo and NCCL use the loopback interface.
 
     If ranks wait for each other for too long, or a rank is lost, the run ends with a report, and
     LostWorldError is raised here. For local ranks the report is the launcher's RankError; otherwise

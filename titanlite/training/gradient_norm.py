@@ -25,8 +25,9 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Reduce all Partial gradients, with one all-reduce for each mesh axis and dtype.
 
     A weight that is replicated over the tensor axis and used on sharded activations has a Partial
-    gradient in DTensor. FSDP2 reduces it; plain tensor parallelism does not. These gradients are
-    many and small (norms, tables), so they are joined into one tensor.
+    gradient in DTensor. FSDP2 reduces it; plain tensor parallelism does not. There are many
+    of these gradients, and most are small, so those of one axis and dtype are joined into one
+    tensor.
     """
     pending: dict[tuple[DeviceMesh, int, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = {}
     for parameter in parameters:

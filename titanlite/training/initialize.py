@@ -40,15 +40,16 @@ def initialize(
     tied: Mapping[str, str] | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Allocate a model built on "meta" on `device` and give it its initial values.
+    """Allocate, on `device`, a model that was built on "meta", and give it its initial values.
 
-    With `values`, the whole parameters and buffers by canonical name, each rank copies its shards
-    of them. Otherwise values depend only on `seed` and the parameter's name, not on the plan or the
-    device: they are drawn on the CPU in float32, with one full parameter in memory at a time. The
-    model can define `init_parameter(name, parameter, generator)`. By default matrices are normal
-    with standard deviation 0.02; vectors are one if they are called weight, else zero. A model with
-    buffers sets them in `init_buffers()`; `initialize` also gives every
-    TokenDropout the key of its random masks.
+    If `values` is given, it is a dict from name to whole parameter or buffer, and each rank copies
+    its shards. The names are those of the model before it is parallelized. Otherwise values depend
+    only on `seed` and the parameter's name, not on the plan or the device: they are drawn on the
+    CPU in float32, with one full parameter in memory at a time. The model can define
+    `init_parameter(name, parameter, generator)`. By default matrices are normal with standard
+    deviation 0.02; vectors are one if they are called weight, else zero. A model with buffers sets
+    them in `init_buffers()`; `initialize` also gives every TokenDropout the key of its random
+    masks.
 
     A tied weight is drawn once, from the generator of its first name. For a pipeline stage, give
     find_tied of the whole model as `tied`: the stage may hold a weight under a further name.

@@ -155,7 +155,10 @@ def build_scheduler(
     decay_type: str = "linear",
     min_lr_factor: float = 0.0,
 ) -> LambdaLR:
-    """Linear warm-up, a constant rate, decay to `min_lr_factor` times it (arXiv 2404.06395)."""
+    """A learning-rate schedule: linear warm-up, a constant rate, and a decay.
+
+    The decay ends at `min_lr_factor` times the constant rate (arXiv 2404.06395).
+    """
     return LambdaLR(
         optimizer,
         lambda step: lr_factor(

@@ -30,7 +30,7 @@ def agreements(
         tensor = tensor_of(parameter)
         if tensor is not None and name in reference:
             whole = reference[name]
-            found[name] = agreement(local_part(tensor.detach()), same_part(whole, parameter), whole)
+            found[name] = agreement(local_part(tensor).detach(), same_part(whole, parameter), whole)
         elif tensor is not None or name in reference:
             found[name] = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
     return found
@@ -38,11 +38,12 @@ def agreements(
 
 def state_agreements(job: Job, record: Any) -> dict[str, Agreement]:
     """The optimizer state compared with the reference's; missing entries count as differing."""
-    own, known = optimizer_state(job), record["state"]
+    parameters = job.parameters
+    own, known = state_of(job.trainer.optimizer, parameters), record["state"]
     found = {
         name: agreement_of(tensor, like, known.get(name)) for name, (tensor, like) in own.items()
     }
-    names = tuple(f"{name}." for name in job.parameters)
+    names = tuple(f"{name}." for name in parameters)
     for name in known.keys() - own.keys():
         if name.startswith(names):
             found[name] = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
@@ -53,7 +54,7 @@ def agreement_of(tensor: Tensor, like: Tensor, known: Tensor | None) -> Agreemen
     """This rank's part of a tensor compared with the reference's; `like` has its placements."""
     if known is None:
         return Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
-    return agreement(local_part(tensor.detach()), same_part(known, like), known)
+    return agreement(local_part(tensor).detach(), same_part(known, like), known)
 
 
 def optimizer_state(job: Job) -> dict[str, tuple[Tensor, Tensor]]:

@@ -44,6 +44,7 @@ class RankPool:
         self.timeout_seconds = timeout_seconds
         self._ranks: Ranks | None = None
         self._num_calls = 0
+        self._is_busy = False
 
     def __enter__(self) -> RankPool:
         return self
@@ -64,17 +65,36 @@ class RankPool:
             self._ranks = Ranks(serve, self.num_ranks, self.max_ranks)
         return self._ranks
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call was submitted whose results have not been taken."""
+        return self._is_busy
+
     def call(self, function: Callable[..., Any] | str, *args: Any) -> list[Any]:
         """Run `function(world, *args)` on each rank; returns the results in rank order.
 
         A function given as "module:function" is imported on the ranks only. Raises RankError, and
         ends all ranks, if one raises, dies or exceeds the timeout.
         """
+        self.submit(function, *args)
+        return self.results()
+
+    def submit(self, function: Callable[..., Any] | str, *args: Any) -> None:
+        """Start a call, whose results `results` returns; there is one call at a time."""
+        assert not self._is_busy
         ranks = self.start()
         self._num_calls += 1
+        self._is_busy = True
         message = cloudpickle.dumps((function, args))
         for rank in range(self.num_ranks):
             ranks.send(rank, message)
+
+    def results(self) -> list[Any]:
+        """Wait for the submitted call, at most for the timeout from now; see `call`."""
+        ranks = self._ranks
+        assert ranks is not None
+        assert self._is_busy
+        self._is_busy = False
         answers: dict[int, bytes] = {}
         deadline = time.monotonic() + self.timeout_seconds
         try:
@@ -88,9 +108,15 @@ class RankPool:
             raise
         return [cloudpickle.loads(answers[rank]) for rank in range(self.num_ranks)]
 
+    def dismiss(self) -> None:
+        """Let the processes end; `close` waits for them."""
+        if self._ranks is not None:
+            self._ranks.dismiss()
+
     def close(self, *, now: bool = False) -> None:
         """End the processes: at once with `now`, else after each has left its process group."""
         ranks, self._ranks = self._ranks, None
+        self._is_busy = False
         if ranks is not None:
             if now:
                 ranks.terminate()

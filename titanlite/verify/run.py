@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,9 @@ from titanlite.verify.sequences import cut_again, leave_out_targets, look_at_dat
 Patch = Callable[[], AbstractContextManager[Any]]
 """A context manager that is entered while a plan is built and run, such as a bug to find."""
 
+# The time between two looks for a file that another process is to write.
+WAIT_SECONDS = 0.005
+
 
 def step_file(folder: str, step: int) -> Path:
     """The file of the reference's record of `step`; step 0 is the start."""
@@ -70,16 +75,17 @@ def run_reference(
     steps: int,
     folder: str,
     microbatches: Microbatches | None = None,
+    is_beside: bool = False,
 ) -> ReferenceRun:
     """Train the job for `steps` steps on one process and write a record of each into `folder`.
 
-    With `microbatches`, a step's batch is split into these instead of the job's own.
+    With `microbatches`, a step's batch is split into these instead of the job's own. With
+    `is_beside`, the plan runs at the same time, and the reference uses half of the cores.
     """
-    with open_job(world, resolved) as job:
+    threads = _half_of_threads() if is_beside else contextlib.nullcontext()
+    with threads, open_job(world, resolved) as job:
         drawn = draw_zero_parameters(job, None)
-        torch.save(
-            {"weights": _whole(job.whole_parameters()), "drawn": drawn}, step_file(folder, 0)
-        )
+        _store({"weights": _whole(job.whole_parameters()), "drawn": drawn}, folder, 0)
         run = ReferenceRun([ReferenceStep()])
         start = load(folder, 0)["weights"]
         problems = list(one_seed_for_all(start))
@@ -120,7 +126,7 @@ def run_reference(
                 "buffers": {name: b.detach().cpu().clone() for name, b in all_buffers(job).items()},
                 "routing": {} if microbatches else routing_record(routed),
             }
-            torch.save(record, step_file(folder, step))
+            _store(record, folder, step)
             left_over = left_over or list(left_over_gradients(job, step))
             problems += recurrence.problems(step, batches, record, run.steps[step])
             if resolved.config.validation.enable and step in (1, steps):
@@ -260,11 +266,84 @@ def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
         gc.collect()
 
 
+@contextlib.contextmanager
+def _half_of_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, before // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Named tensors, joined by dtype: reading a file takes time for each tensor in it."""
+
+    shapes: dict[str, tuple[torch.dtype, torch.Size]]
+    joined: dict[torch.dtype, Tensor]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> _Packed:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors.values():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+        return cls(
+            {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()},
+            {dtype: torch.cat(parts) for dtype, parts in by_dtype.items()},
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        parts = {
+            dtype: iter(
+                joined.split([shape.numel() for own, shape in self.shapes.values() if own == dtype])
+            )
+            for dtype, joined in self.joined.items()
+        }
+        return {
+            name: next(parts[dtype]).view(shape) for name, (dtype, shape) in self.shapes.items()
+        }
+
+
+def _is_named_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, Tensor) for one in value.values())
+
+
+def _store(record: Mapping[str, Any], folder: str, step: int) -> None:
+    """Write the reference's record of a step. The file appears when it is complete."""
+    file = step_file(folder, step)
+    packed = {
+        key: _Packed.of(value) if _is_named_tensors(value) else value
+        for key, value in record.items()
+    }
+    torch.save(packed, file.with_suffix(".part"))
+    os.replace(file.with_suffix(".part"), file)
+
+
+def _saved_file(resolved: ResolvedJob) -> Path:
+    """The file that appears when the checkpoint of the job's last step is complete."""
+    return Path(resolved.config.job.dump_folder) / "saved"
+
+
+def _wait_for(file: Path) -> None:
+    """Wait until `file` exists. If its writer fails, the launcher of both ends this process."""
+    while not file.exists():
+        time.sleep(WAIT_SECONDS)
+
+
 def load(folder: str, step: int) -> Any:
-    """The reference's record of a step, its tensors mapped from the file."""
+    """The reference's record of a step, its tensors mapped from the file.
+
+    Waits for the reference if it has not completed the step.
+    """
+    _wait_for(step_file(folder, step))
     # This program wrote the file, in a folder that only its user can write to. torch's restricted
     # unpickler is written in Python and takes a tenth of a small verification.
-    return torch.load(step_file(folder, step), mmap=True, weights_only=False)
+    record = torch.load(step_file(folder, step), mmap=True, weights_only=False)
+    return {
+        key: value.tensors() if isinstance(value, _Packed) else value
+        for key, value in record.items()
+    }
 
 
 @torch.no_grad()
@@ -308,6 +387,8 @@ def _save_and_load(job: Job, step: int, record: Any, problems: list[str]) -> Ran
         if job.config.checkpoint.async_mode != "disabled":
             # Train on while the checkpoint is written: this must not change what is saved.
             job.trainer.step(job.draw())
+    if job.world.is_first:
+        _saved_file(job.resolved).touch()
     again = build_job(job.resolved, job.world)
     with Checkpoints(again) as checkpoints:
         if checkpoints.first_step != step + 1:
@@ -332,12 +413,13 @@ def _save_and_load(job: Job, step: int, record: Any, problems: list[str]) -> Ran
 def resume_alone(world: World, resolved: ResolvedJob, step: int, folder: str) -> RankStep:
     """Load a plan's checkpoint on one process and compare it with the reference's `step`.
 
-    If ranks store shards in each other's place, they load them back correctly; one process does
-    not.
+    Waits until the plan has saved it. If ranks store shards in each other's place, they load them
+    back correctly; one process does not.
     """
     from titanlite.checkpoint.run import Checkpoints
 
     with open_job(world, resolved) as job:
+        _wait_for(_saved_file(resolved))
         with Checkpoints(job):
             pass
         return _loaded(job, load(folder, step))

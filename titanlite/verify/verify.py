@@ -43,7 +43,7 @@ from titanlite.verify.jobs import (
     saving_job,
 )
 from titanlite.verify.pool import RankPool
-from titanlite.verify.record import RankRun, RankStep, ReferenceStep
+from titanlite.verify.record import RankRun, ReferenceStep
 from titanlite.verify.result import Result
 from titanlite.verify.words import name_ranks
 
@@ -122,6 +122,10 @@ class Verifier:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            # The ranks of all pools end at the same time.
+            for pool in self._pools.values():
+                pool.dismiss()
         self._exits.__exit__(*error)
 
     def verify(
@@ -153,22 +157,47 @@ class Verifier:
         parts = plan.global_batch_size // alone.config.training.local_batch_size
         found = Verification(plan, dtype, steps, parts)
         on_start(found)
-        # The plan's ranks start while the reference runs.
-        self.pool(plan.dims.world_size).start()
-        reference = self._reference(alone, steps, microbatches_of(plan))
-        found.narrowed = reference.narrowed
-        if parts > 1:
-            # Plan and reference both accumulate, so a bug in that would be in both.
-            self._check_accumulation(found)
-        try:
-            with self._saving(plan, reloads) as job_that_saves:
-                runs = self._run(
-                    job_that_saves, reference, steps, patch, reloads=reloads, replay=replay
+        runs: list[RankRun] = []
+        ranks = self.pool(plan.dims.world_size)
+        ranks.start()
+        with self._saving(plan, reloads) as job_that_saves:
+
+            def start_plan(folder: str) -> None:
+                self._start_run(
+                    job_that_saves, folder, steps, patch, reloads=reloads, replay=replay
                 )
+
+            # The plan runs beside the reference, one step behind it. A reference in parts is
+            # checked first: plan and reference both accumulate, so a bug in that would be in both.
+            is_beside = parts == 1 and plan.dims.world_size > 1
+            try:
+                reference = self._reference(
+                    alone, steps, microbatches_of(plan), start_plan if is_beside else None
+                )
+            except BaseException:
+                if ranks.is_busy:
+                    ranks.close(now=True)
+                raise
+            found.narrowed = reference.narrowed
+            if parts > 1:
+                self._check_accumulation(found)
+            try:
+                if not ranks.is_busy:
+                    start_plan(reference.folder)
+                waits = reloads and ranks is not self.pool(1)
+                if waits:
+                    self._start_resume_alone(job_that_saves, reference, steps)
+                runs = ranks.results()
                 if reloads and all(run.reloaded for run in runs):
-                    runs[0].reloaded_alone = self._resume_alone(job_that_saves, reference, steps)
-        except RankError as error:
-            found.error = error
+                    if not waits:
+                        self._start_resume_alone(job_that_saves, reference, steps)
+                    (runs[0].reloaded_alone,) = self.pool(1).results()
+            except RankError as error:
+                found.error = error
+            if self.pool(1).is_busy:
+                # No checkpoint was saved.
+                self.pool(1).close(now=True)
+        if found.error is not None:
             found.findings = [found.error_finding]
             if cures := self._cures(found, reference, steps, patch):
                 words = f"the plan runs, and agrees with one process, if {' or if '.join(cures)}"
@@ -219,28 +248,39 @@ class Verifier:
         patch: Patch | None = None,
         microbatches: Microbatches | None = None,
         *,
-        reloads: bool = False,
         replay: bool = False,
     ) -> list[RankRun]:
         """Run a job on its ranks for `steps` steps and measure it against the reference."""
-        return self.pool(job.dims.world_size).call(
+        self._start_run(job, reference.folder, steps, patch, microbatches, replay=replay)
+        return self.pool(job.dims.world_size).results()
+
+    def _start_run(
+        self,
+        job: ResolvedJob,
+        folder: str,
+        steps: int,
+        patch: Patch | None = None,
+        microbatches: Microbatches | None = None,
+        *,
+        reloads: bool = False,
+        replay: bool = False,
+    ) -> None:
+        """Start such a run; `folder` is the reference's, which may still be running."""
+        self.pool(job.dims.world_size).submit(
             "titanlite.verify.run:run_plan",
             job,
             steps,
-            reference.folder,
+            folder,
             patch,
             microbatches,
             reloads,
             replay,
         )
 
-    def _resume_alone(self, saved: ResolvedJob, reference: Reference, step: int) -> RankStep:
-        """What one process loads of the checkpoint of `saved`."""
+    def _start_resume_alone(self, saved: ResolvedJob, reference: Reference, step: int) -> None:
+        """Let one process load the checkpoint of `saved`, as soon as it is complete."""
         job = saving_job(reference.job, saved.config.job.dump_folder)
-        (found,) = self.pool(1).call(
-            "titanlite.verify.run:resume_alone", job, step, reference.folder
-        )
-        return found
+        self.pool(1).submit("titanlite.verify.run:resume_alone", job, step, reference.folder)
 
     @contextlib.contextmanager
     def _saving(self, plan: ResolvedJob, reloads: bool) -> Iterator[ResolvedJob]:
@@ -350,15 +390,31 @@ class Verifier:
         return cures
 
     def _reference(
-        self, alone: ResolvedJob, steps: int, microbatches: Microbatches | None = None
+        self,
+        alone: ResolvedJob,
+        steps: int,
+        microbatches: Microbatches | None = None,
+        start_plan: Callable[[str], None] | None = None,
     ) -> Reference:
+        """Run a job on one process, or return the earlier run of the same job.
+
+        While it runs, `start_plan` is called with its folder, in which each step's record appears.
+        """
         key = alone.config.model_dump_json(exclude_unset=True), steps, microbatches
         if key not in self._references:
             folder = tempfile.mkdtemp(dir=self._folder)
             try:
-                (run,) = self.pool(1).call(
-                    "titanlite.verify.run:run_reference", alone, steps, folder, microbatches
+                self.pool(1).submit(
+                    "titanlite.verify.run:run_reference",
+                    alone,
+                    steps,
+                    folder,
+                    microbatches,
+                    start_plan is not None,
                 )
+                if start_plan is not None:
+                    start_plan(folder)
+                (run,) = self.pool(1).results()
             except RankError as error:
                 raise TitanliteError(
                     f"{error.rank_traceback}\nthe job does not run on one process: "

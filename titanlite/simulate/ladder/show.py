@@ -78,7 +78,10 @@ def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
         for event in gpu.events
         if event.kind == "join"
     ]
-    caption = "F, B: forward and backward of a part of a layer; a colour for each item; -: messages"
+    caption = (
+        "F, B: forward and backward of a part of a layer; a colour for each item; -: messages; "
+        ".: waiting"
+    )
     timeline = replace(drawn, caption=caption)
     write_pictures(options, [timeline])
     return "\n\n".join(
