@@ -442,7 +442,7 @@ TOPICS = {
         "From how many rows on does a product take longer to compute than to read its weights?",
         "w peak / (2 memory bandwidth)",
         _roofline,
-        "plan.md",
+        "plan_time.md",
         is_timed=True,
     ),
 }
