@@ -33,7 +33,7 @@ from titanlite.plan.fuse import is_fusible
 from titanlite.plan.segments import Stage
 
 SLACK = 0.02
-"""Times that a search compares are extrapolated, by at most this share too low (docs/plan_search.md)."""
+"""Extrapolated times, which a search compares, are at most this share too low."""
 
 
 class Floor(NamedTuple):
