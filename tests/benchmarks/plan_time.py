@@ -1,9 +1,10 @@
 """The predicted time of a step against the measured one, in CPU-seconds summed over all ranks.
 
-    python tests/benchmarks/plan_time.py [--hardware FILE] [--steps 8] [job ...]
+    python tests/benchmarks/plan_time.py [--hardware FILE] [--rounds 3] [--steps 8] [job ...]
 
-Without a file, this machine is calibrated first. Wall time on shared cores is noise. Compiled
-blocks are run and planned as eager code.
+A round calibrates this machine, unless a file is given, and then measures each job. The table has
+the medians over the rounds, since a shared machine's speed changes from minute to minute. Wall time
+on shared cores is noise. Compiled blocks are run and planned as eager code.
 """
 
 from __future__ import annotations
@@ -89,10 +90,27 @@ def predict(job: str, hardware: Hardware) -> float:
     return total * resolved.dims.world_size / len(ranks)
 
 
-def compare(jobs: Iterable[str], hardware: Hardware, steps: int = 8) -> list[Row]:
+def compare(
+    jobs: Iterable[str], rounds: int = 3, steps: int = 8, hardware: str | None = None
+) -> list[Row]:
+    """The medians over `rounds`, in each of which this machine is calibrated unless `hardware`."""
     jobs = list(jobs)
-    measured = measure(jobs, steps)
-    return [Row(job, measured[job], predict(job, hardware)) for job in jobs]
+    of_rounds: list[list[Row]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            if hardware is None:
+                calibrate(f"{folder}/cpu.toml", lambda line: None)
+            known = load_hardware(hardware or f"{folder}/cpu.toml")
+            measured = measure(jobs, steps)
+            of_rounds.append([Row(job, measured[job], predict(job, known)) for job in jobs])
+    return [
+        Row(
+            of_job[0].job,
+            statistics.median(row.measured for row in of_job),
+            statistics.median(row.predicted for row in of_job),
+        )
+        for of_job in zip(*of_rounds, strict=True)
+    ]
 
 
 def errors(rows: Iterable[Row]) -> tuple[float, float]:
@@ -104,16 +122,11 @@ def errors(rows: Iterable[Row]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hardware", help="the file of a calibration of this machine")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("jobs", nargs="*", default=JOBS)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = arguments.hardware
-        if path is None:
-            path = f"{folder}/cpu.toml"
-            calibrate(path)
-        hardware = load_hardware(path)
-    rows = compare(arguments.jobs, hardware, arguments.steps)
+    rows = compare(arguments.jobs, arguments.rounds, arguments.steps, arguments.hardware)
     print("CPU-seconds of a step over all ranks")
     print(f"{'job':16} {'measured':>9} {'predicted':>9} {'error':>7}")
     for row in rows:

@@ -90,6 +90,12 @@ def test_composed_steps_with_a_split_backward_pass_equal_traced_ones(plan: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
+def test_a_composed_pipeline_that_frees_weights_equals_a_traced_one(schedule: str) -> None:
+    check("pp2_tp2_fsdp2", f"{SCHEDULE}{schedule}", f"{P}fsdp_reshard_after_forward=always")
+
+
+@pytest.mark.slow
 def test_a_composed_pipeline_that_accumulates_batches_equals_a_traced_one() -> None:
     check("pp2_tp2_fsdp2", BF16, "--training.local_batch_size=8")
 

@@ -130,8 +130,10 @@ class Bounds:
             for number in numbers:
                 of = self._stage_bytes(stages[number][0], data)
                 held += of.held
-                kept = max(of.activations - boundary, of.gradients)
-                largest = max(largest, of.gathered + kept)
+                activations = of.activations - boundary
+                if not data.regathers:
+                    activations += of.gathered
+                largest = max(largest, activations, of.gathered + of.gradients)
             most = max(most, held + largest)
         return Floor(seconds, most)
 

@@ -25,8 +25,10 @@ from titanlite.schedule.actions import (
     COMPUTE_KINDS,
     FORWARD,
     FULL_BACKWARD,
+    REDUCE_GRAD,
     SEND_B,
     SEND_F,
+    UNSHARD,
 )
 
 START, HOLD, RELEASE, END = "start", "hold", "release", "end"
@@ -288,16 +290,27 @@ class _Composer:
         before = index * schedule.num_microbatches
         held = 0
         made: set[int] = set()
-        known: dict[tuple[str, int, bool], Segment] = {}
+        # The stages whose weights are gathered.
+        whole: set[int] = set()
+        known: dict[tuple[str, int, bool, bool], Segment] = {}
         for kind, stage, microbatch in self._table[place]:
             # FSDP2 has reduced the whole gradients of the batch before.
             has_gradients = stage in made or not (is_first or self._data.is_fsdp)
             if kind in (FULL_BACKWARD, BACKWARD_WEIGHT):
                 made.add(stage)
-            key = kind, stage, has_gradients
+            is_gathered = not self._data.regathers or stage in whole
+            if self._data.regathers:
+                # Only PyTorch's runtime gathers a stage before its first action needs it.
+                if kind == UNSHARD and (is_gathered or not self._segments.is_runtime):
+                    continue
+                if kind in (UNSHARD, FULL_BACKWARD):
+                    whole.add(stage)
+                elif kind in (FORWARD, REDUCE_GRAD):
+                    whole.discard(stage)
+            key = kind, stage, has_gradients, is_gathered
             segment = known.get(key)
             if segment is None:
-                variant = Variant(stage, is_first, is_last, has_gradients)
+                variant = Variant(stage, is_first, is_last, has_gradients, is_gathered)
                 segment = known[key] = self._segments.of(kind, variant)
             number = -1 if microbatch is None else before + microbatch
             yield Done(kind, stage, number, segment)
@@ -306,7 +319,7 @@ class _Composer:
                 held = kept
                 yield Done(HOLD, -1, -1, self._segments.hold(kept))
         num_sent = 0
-        if self._segments.keeps_sent:
+        if self._segments.is_runtime:
             num_sent = sum(kind in (SEND_F, SEND_B) for kind, _, _ in self._table[place])
         if held or num_sent:
             yield Done(RELEASE, -1, -1, self._segments.release(num_sent, held))

@@ -68,6 +68,8 @@ class Replication:
         self._casts = pieces.casts if self.num_shards > 1 else {}
         self._always = policy == "always"
         self._reshards = self._always or (policy == "default" and not dims.pp_enabled)
+        self.regathers = self._always and dims.pp_enabled and self.is_fsdp
+        """Whether each forward pass of a pipeline's stage frees its weights."""
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -60,13 +60,14 @@ class Variant(NamedTuple):
     """What actions of a kind differ in: they are alike if this is equal.
 
     `is_first` and `is_last`: of the batches that a step accumulates. `has_gradients`: an earlier
-    microbatch has left gradients.
+    microbatch has left gradients. `is_gathered`: the weights of the stage are whole before it.
     """
 
     stage: int
     is_first: bool
     is_last: bool
     has_gradients: bool = False
+    is_gathered: bool = True
 
 
 class Segments:
@@ -86,13 +87,13 @@ class Segments:
         self._token_axes: tuple[tuple[str, int], ...] = axes
         self._shared, self._is_quick = shared.segments, is_quick
         of = resolved.pipeline
-        # PyTorch's runtime of schedules with several stages a rank waits for all sends at the end.
-        self.keeps_sent = of is not None and (
+        # PyTorch's runtime of schedules with several stages a rank. It waits for sends at the end.
+        self.is_runtime = of is not None and (
             of.is_from_file or of.schedule.num_stages > of.schedule.num_ranks
         )
         # Its stage of several keeps an output until its backward pass, and that of a single stage
         # until it has the next one.
-        self.kept_output_bytes = 0 if self.keeps_sent else pieces.output_bytes
+        self.kept_output_bytes = 0 if self.is_runtime else pieces.output_bytes
         self._known: dict[tuple[Any, ...], Segment] = {}
         self._stage_keys: dict[int, tuple[int, ...]] = {}
 
@@ -110,9 +111,10 @@ class Segments:
             # Stages of the same parts are alike.
             parts = self._stage_keys[stage] = tuple(id(part) for _, part in self.stages[stage])
         boundaries = self._boundaries(kind, stage)
-        reduces = self.data.key if kind in (UNSHARD, REDUCE_GRAD, BATCH) else self.data.is_fsdp
+        communicates = kind in (UNSHARD, REDUCE_GRAD, BATCH) or self.data.regathers
+        reduces = self.data.key if communicates else self.data.is_fsdp
         key = (kind, parts, variant[1:], reduces, boundaries, self._is_quick)
-        key = *key, self._token_axes, self.keeps_sent, self.data.splits_backward
+        key = *key, self._token_axes, self.is_runtime, self.data.splits_backward
         if key not in self._shared:
             make = self._batch if kind == BATCH else self._action
             self._shared[key] = make(kind, variant)
@@ -142,35 +144,13 @@ class Segments:
                 for num_bytes in buckets.get(name, ()):
                     data.all_reduce_bucket(builder, num_bytes, Place(name, BACKWARD_PHASE))
             return builder.segment()
-        last_block = next((name for name, _ in reversed(parts) if name not in ENDS), "")
         here: set[str] = set()
-        for name, part in parts:
-            place = Place(name, FORWARD_PHASE)
-            for unit, weights in data.units(name, part):
-                if unit not in here:
-                    data.finish_gather(
-                        builder, weights, data.start_gather(builder, weights, place), place
-                    )
-                    here.add(unit)
-            builder.add(part.forward, part=name)
-            if data.frees(is_needed_first=name in ("after", last_block)):
-                for unit, weights in data.units(name, part):
-                    if not (name == "before" and data.is_shared(unit)):
-                        data.free(builder, weights)
-                        here.discard(unit)
+        self._gathered_forward(builder, parts, here)
         started: dict[str, tuple[int, ...]] = {}
         pending = Pending()
         for index, (name, part) in reversed(list(enumerate(parts))):
             place = Place(name, BACKWARD_PHASE)
-            for unit, weights in data.units(name, part):
-                if unit not in here:
-                    numbers = started.get(unit) or data.start_gather(builder, weights, place)
-                    data.finish_gather(builder, weights, numbers, place)
-            if index:
-                # The units of the part before are gathered meanwhile.
-                for unit, weights in data.units(*parts[index - 1]):
-                    if unit not in here:
-                        started[unit] = data.start_gather(builder, weights, place)
+            self._gather_for_backward(builder, parts, index, here, started)
             builder.add(part.backward, part=name)
             for unit, weights in data.reduced_units(name, part):
                 if name == "after" and data.is_shared(unit):
@@ -188,16 +168,65 @@ class Segments:
         data.end_reduce(builder, pending)
         return builder.segment()
 
+    def _gathered_forward(self, builder: Builder, parts: Stage, here: set[str]) -> None:
+        """A forward pass that gathers the units which are not `here`, and updates `here`."""
+        data = self.data
+        last_block = next((name for name, _ in reversed(parts) if name not in ENDS), "")
+        has_head = parts[-1][0] == "after"
+        for name, part in parts:
+            place = Place(name, FORWARD_PHASE)
+            for unit, weights in data.units(name, part):
+                if unit not in here:
+                    numbers = data.start_gather(builder, weights, place)
+                    data.finish_gather(builder, weights, numbers, place)
+                    here.add(unit)
+            builder.add(part.forward, part=name)
+            if data.frees(is_needed_first=name in ("after", last_block)):
+                for unit, weights in data.units(name, part):
+                    if not (name == "before" and has_head and data.is_shared(unit)):
+                        data.free(builder, weights)
+                        here.discard(unit)
+
+    def _gather_for_backward(
+        self,
+        builder: Builder,
+        parts: Stage,
+        index: int,
+        here: set[str],
+        started: dict[str, tuple[int, ...]],
+    ) -> None:
+        """Gather the units of a part that are not `here`, before its backward pass.
+
+        Those of the part before it are gathered meanwhile: `started` has their numbers.
+        """
+        name, part = parts[index]
+        place, data = Place(name, BACKWARD_PHASE), self.data
+        for unit, weights in data.units(name, part):
+            if unit not in here:
+                numbers = started.get(unit) or data.start_gather(builder, weights, place)
+                data.finish_gather(builder, weights, numbers, place)
+        if index:
+            for unit, weights in data.units(*parts[index - 1]):
+                if unit not in here:
+                    started[unit] = data.start_gather(builder, weights, place)
+
     def _action(self, kind: str, variant: Variant) -> Segment:
         """An action of a pipeline."""
         parts, data = self.stages[variant.stage], self.data
         builder = Builder(self._token_axes)
         has_gradients = variant.has_gradients
-        if kind == FORWARD:
+        here: set[str] = set()
+        if variant.is_gathered:
+            here.update(unit for name, part in parts for unit, _ in data.units(name, part))
+        if kind == FORWARD and data.regathers:
+            self._gathered_forward(builder, parts, here)
+        elif kind == FORWARD:
             for _, part in parts:
                 builder.add(part.forward)
         elif kind == FULL_BACKWARD:
-            for name, part in reversed(parts):
+            started: dict[str, tuple[int, ...]] = {}
+            for index, (name, part) in reversed(list(enumerate(parts))):
+                self._gather_for_backward(builder, parts, index, here, started)
                 builder.add(part.backward, adds_to_gradients=has_gradients and not data.is_fsdp)
                 data.keep_gradients(builder, part, Place(name, BACKWARD_PHASE), has_gradients)
         elif kind in (BACKWARD_INPUT, BACKWARD_WEIGHT):
@@ -217,7 +246,7 @@ class Segments:
             # Tensors of the model's own forward, and the gradient that is sent, end here.
             for category in ("temporary", BUFFERS):
                 builder.free(category)
-            if self.keeps_sent and parts[-1][0] == "after" and kind != BACKWARD_INPUT:
+            if self.is_runtime and parts[-1][0] == "after" and kind != BACKWARD_INPUT:
                 sign = 1 if kind == FORWARD else -1
                 builder.allocate("temporary", sign * self._pieces.output_bytes)
         if boundaries := self._boundaries(kind, variant.stage):
@@ -251,7 +280,7 @@ class Segments:
         peer = self._pipeline.schedule.stage_to_rank[other]
         builder = Builder()
         builder.start(name, "pp", self._pieces.boundary_bytes, self._dims.pp, place, peer)
-        if kind == SEND_B and self.keeps_sent:
+        if kind == SEND_B and self.is_runtime:
             builder.allocate(BUFFERS, self._pieces.boundary_bytes)
         return builder.segment()
 
@@ -287,7 +316,7 @@ class Segments:
             return -(not is_last)
         if kind not in (FULL_BACKWARD, BACKWARD_WEIGHT):
             return 0
-        frees_output = not (is_last or is_local or self.keeps_sent)
+        frees_output = not (is_last or is_local or self.is_runtime)
         had_gradient = kind == BACKWARD_WEIGHT and not is_last
         return (stage > 0) - frees_output + had_gradient
 
