@@ -225,6 +225,18 @@ def test_gpus_do_not_count_on_cpu() -> None:
             "parallelism: dp_shard 3 x tp 3 needs 9 ranks, but there are 4; "
             "give degrees that multiply to 4, or start 9 ranks",
         ),
+        (
+            {SHARD: 2, TP: 2},
+            1,
+            "parallelism: dp_shard 2 x tp 2 needs 4 ranks, but there is 1; "
+            "give degrees that multiply to 1, or start 4 ranks",
+        ),
+        (
+            {SHARD: -1, TP: 2, "context_parallel_degree": 2},
+            1,
+            "parallelism: cp 2 x tp 2 needs a multiple of 4 ranks, but there is 1; "
+            "give degrees that multiply to 1, or start 4 ranks",
+        ),
     ],
 )
 def test_degrees_that_do_not_make_up_the_world(

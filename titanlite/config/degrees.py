@@ -54,10 +54,12 @@ def _misfit(config: JobConfig, dims: ParallelDims, world_size: int | None, rest:
     axes = [axis for axis in dict.fromkeys(order) if dims.degrees[axis] > 1]
     for axis in axes if rest else ["dp_shard", *axes]:
         room, remainder = divmod(world_size, needed // dims.degrees[axis])
+        if remainder:
+            continue
         legal = divisors(room) if rest else [room]
         if axis == "tp":
             legal = [tp for tp in legal if _takes(config, dataclasses.replace(dims, tp=tp))]
-        if remainder == 0 and legal:
+        if legal:
             give = nearest(dims.degrees[axis], legal)
             if axis == "dp_shard":
                 give += " (or -1 for the remaining ranks)"
