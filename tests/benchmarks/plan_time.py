@@ -3,21 +3,23 @@
     python tests/benchmarks/plan_time.py [--hardware FILE] [--rounds 3] [--steps 8] [job ...]
 
 A round calibrates this machine, unless a file is given, and then measures each job. The table has
-the medians over the rounds, since a shared machine's speed changes from minute to minute. Wall time
-on shared cores is noise. Compiled blocks are run and planned as eager code.
+the medians over the rounds. A shared machine's speed changes from minute to minute, so each step is
+measured in units of a probe that runs beside it, and multiplied by the probe's CPU-seconds in the
+calibration. Wall time on shared cores is noise. Compiled blocks are run and planned as eager code.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config import JobConfig, load_config, resolve_job
-from titanlite.plan.calibrate import calibrate, median_step
+from titanlite.plan.calibrate import calibrate, typical_step
 from titanlite.plan.cost import Cost
 from titanlite.plan.hardware import Hardware, load_hardware
 from titanlite.plan.measure import time_steps
@@ -65,16 +67,17 @@ def config_of(job: str) -> JobConfig:
 
 
 def measure(jobs: Iterable[str], steps: int) -> dict[str, float]:
-    """The CPU-seconds of a step of each job: the median step."""
+    """The CPU time of a step of each job, in units of the probe."""
     by_size: dict[int, dict[str, JobConfig]] = {}
     for job in jobs:
         config = config_of(job)
         by_size.setdefault(resolve_job(config, None).dims.world_size, {})[job] = config
     found = {}
     for num_ranks, configs in by_size.items():
-        of_jobs = zip(*run_ranks(time_steps, num_ranks, list(configs.values()), steps), strict=True)
+        of_ranks = run_ranks(time_steps, num_ranks, list(configs.values()), steps)
+        of_jobs = zip(*(one.values for one in of_ranks), strict=True)
         for job, of_job in zip(configs, of_jobs, strict=True):
-            found[job] = median_step(of_job)
+            found[job] = typical_step(of_job)
     return found
 
 
@@ -101,8 +104,11 @@ def compare(
             if hardware is None:
                 calibrate(f"{folder}/cpu.toml", lambda line: None)
             known = load_hardware(hardware or f"{folder}/cpu.toml")
+            unit = known.overhead.probe_seconds
+            if not unit:
+                sys.exit(f"--hardware: {hardware} has no probe_seconds; calibrate it again")
             measured = measure(jobs, steps)
-            of_rounds.append([Row(job, measured[job], predict(job, known)) for job in jobs])
+            of_rounds.append([Row(job, unit * measured[job], predict(job, known)) for job in jobs])
     return [
         Row(
             of_job[0].job,

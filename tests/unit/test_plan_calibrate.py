@@ -49,7 +49,7 @@ def test_the_file_has_the_costs_of_the_measurements() -> None:
     ]
     # A step takes longer than its operators.
     steps = [(0.5, tiny_job())]
-    found = parse_hardware(hardware_text(samples, steps, transfers), "cpu.toml")
+    found = parse_hardware(hardware_text(samples, steps, transfers, 0.005), "cpu.toml")
     assert found.kind == "cpu"
     cost = Cost(found)
     for one, seconds in samples:
@@ -60,5 +60,6 @@ def test_the_file_has_the_costs_of_the_measurements() -> None:
     assert cost.communication(message).seconds == pytest.approx(expected, rel=0.02)
     # What the operators of the tiny job do not explain is the host's.
     overhead = found.overhead
+    assert overhead.probe_seconds == 0.005
     assert overhead.step_seconds > 0 or overhead.launch_seconds > 0
     assert all(math.isfinite(value) for value in (overhead.collective_seconds, found.peak("bf16")))

@@ -1,6 +1,8 @@
 """`titanlite plan --calibrate FILE`: measure this machine's CPU and write its hardware file.
 
 All figures are CPU-seconds of one rank with one thread, since wall time on shared cores is noise.
+They are measured in units of a probe that runs beside, and multiplied by its median CPU-seconds, so
+they hold for the machine's median speed during the calibration.
 Operators are timed where they run: in the steps of small models, by a dispatch mode, and each one's
 time is fitted to its bytes and FLOPs. Collectives of gloo are timed on local ranks. What is left of
 the steps of tiny jobs is the host's time for operators, collectives and messages. measure.py
@@ -43,6 +45,7 @@ from titanlite.plan.measure import (
     time_operators,
     time_operators_alone,
     time_steps,
+    typical,
 )
 from titanlite.plan.planning import representatives
 from titanlite.ranks.launch import run_ranks
@@ -99,6 +102,8 @@ LEAST_SECONDS = 4e-6
 # An operator that was seen with few bytes only is taken to move more of them as others do: one
 # sample of so many bytes at the common rate, with this weight.
 COMMON_BYTES, COMMON_WEIGHT = 1 << 20, 0.1
+# How often a fit is repeated, with errors relative to what the fit before gives.
+FITS = 4
 
 
 def calibrate(path: str, say: Callable[[str], None] = print) -> None:
@@ -120,7 +125,8 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
     model, length, size, dtype = MODELS[0]
     shared = [_job(model, length, size, **{"dtype": dtype, **plan}) for plan in SHARED]
     of_ranks += run_ranks(time_operators, 2, shared)
-    samples = [sample for one in of_ranks for sample in one]
+    samples = [sample for one in of_ranks for sample in one.values]
+    probes = [seconds for one in of_ranks for seconds in one.probes]
     steps: list[Step] = []
     transfers: Transfers = []
     for num_ranks, plans in TINY.items():
@@ -130,19 +136,30 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
             for plan in plans
             for blocks in TINY_BLOCKS
         ]
-        of_jobs = zip(*run_ranks(time_steps, num_ranks, configs, TINY_STEPS), strict=True)
+        of_ranks = run_ranks(time_steps, num_ranks, configs, TINY_STEPS)
+        probes += [seconds for one in of_ranks for seconds in one.probes]
+        of_jobs = zip(*(one.values for one in of_ranks), strict=True)
         for config, of_job in zip(configs, of_jobs, strict=True):
-            steps.append((median_step(of_job), config))
+            steps.append((typical_step(of_job), config))
         if num_ranks > 1:
-            for same in zip(*run_ranks(time_collectives, num_ranks), strict=True):
-                transfers.append((*same[0][:3], statistics.median(one[3] for one in same)))
-    Path(path).write_text(hardware_text(samples, steps, transfers), encoding="utf-8")
+            of_ranks = run_ranks(time_collectives, num_ranks)
+            probes += [seconds for one in of_ranks for seconds in one.probes]
+            for same in zip(*(one.values for one in of_ranks), strict=True):
+                transfers.append((*same[0][:3], statistics.fmean(one[3] for one in same)))
+    unit = statistics.median(probes)
+    text = hardware_text(
+        [(operator, unit * taken) for operator, taken in samples],
+        [(unit * taken, config) for taken, config in steps],
+        [(*transfer, unit * taken) for *transfer, taken in transfers],
+        unit,
+    )
+    Path(path).write_text(text, encoding="utf-8")
     say(f"wrote {path} after {time.monotonic() - started:.0f} s")
 
 
-def median_step(of_ranks: Iterable[Sequence[float]]) -> float:
-    """The median over steps of the CPU-seconds of all ranks; `of_ranks` has those of each rank."""
-    return statistics.median(map(sum, zip(*of_ranks, strict=True)))
+def typical_step(of_ranks: Iterable[Sequence[float]]) -> float:
+    """The CPU time of a step of all ranks; `of_ranks` has that of each step of each rank."""
+    return typical(list(map(sum, zip(*of_ranks, strict=True))))
 
 
 def _job(
@@ -179,15 +196,26 @@ def _fit(
     rows: Iterable[Sequence[float]],
     seconds: Sequence[float],
     relative_to: Sequence[float] | None = None,
+    weights: float | Sequence[float] = 1.0,
 ) -> list[float]:
-    """Factors of the columns, none negative, with the least squares of the relative errors."""
+    """Factors of the columns, none negative, with the least squares of the relative errors.
+
+    The errors are relative to `relative_to`; by default, to what the factors give. Relative to the
+    measured seconds, the factors would be too small: of two times of the same thing, the shorter
+    one would count more.
+    """
     from scipy.optimize import nnls
 
-    whole = np.maximum(np.asarray(seconds if relative_to is None else relative_to), 1e-7)
-    matrix = np.asarray(list(rows), dtype=float) / whole[:, None]
-    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
-    factors, _ = nnls(matrix / scale, np.asarray(seconds) / whole)
-    return [float(factor) for factor in factors / scale]
+    matrix, wanted = np.asarray(list(rows), dtype=float), np.asarray(seconds, dtype=float)
+    whole = np.asarray(wanted if relative_to is None else relative_to, dtype=float)
+    for _ in range(1 if relative_to is not None else FITS):
+        each = np.asarray(weights) / np.maximum(whole, 1e-7)
+        weighted = matrix * each[:, None]
+        scale = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
+        factors, _ = nnls(weighted / scale, wanted * each)
+        factors /= scale
+        whole = matrix @ factors
+    return [float(factor) for factor in factors]
 
 
 def _fit_operators(samples: Sequence[Sample]) -> dict[str, list[float]]:
@@ -213,12 +241,12 @@ def _fit_operators(samples: Sequence[Sample]) -> dict[str, list[float]]:
         # Where all samples are of one size, this tells a call's time from that of its bytes.
         rows.append((1.0, 0, 0))
         times = [*(seconds for _, seconds in of), LEAST_SECONDS]
-        whole = list(times)
+        weights = [1.0] * len(times)
         if Cost.kind(of[0][0]) == MEMORY_BOUND:
             rows.append((0.0, COMMON_BYTES, 0))
             times.append(COMMON_BYTES * per_byte)
-            whole.append(times[-1] / COMMON_WEIGHT)
-        found[name] = _fit(rows, times, whole)
+            weights.append(COMMON_WEIGHT)
+        found[name] = _fit(rows, times, weights=weights)
     # Under a dispatch mode short operators find cold caches. What all have is the host's time,
     # which the tiny jobs give.
     common = statistics.median(factors[0] for factors in found.values())
@@ -280,11 +308,13 @@ def hardware_text(
     samples: Sequence[Sample],
     steps: Sequence[Step],
     transfers: Transfers,
+    probe_seconds: float,
 ) -> str:
     """The hardware file of these measurements.
 
     `samples` are operators with their seconds, `steps` jobs with the CPU-seconds of a step over
-    all ranks, `transfers` collectives with the CPU-seconds of a rank.
+    all ranks, `transfers` collectives with the CPU-seconds of a rank; `probe_seconds` are those of
+    the probe.
     """
     peaks: dict[str, float] = {}
     for one, seconds in samples:
@@ -310,7 +340,8 @@ def hardware_text(
     host = _fit_host(steps, before)
     overhead = "".join(f"{name}_seconds = {seconds:.4g}\n" for name, seconds in host.items())
     why = "# What is left of the steps of tiny jobs."
-    return f"{general}\n{why}\n[overhead]\nkernel_seconds = 0.0\n{overhead}{tables}"
+    probe = f"# Of the calibration's probe.\nprobe_seconds = {probe_seconds:.4g}\n"
+    return f"{general}\n{why}\n[overhead]\nkernel_seconds = 0.0\n{overhead}{probe}{tables}"
 
 
 def _general_text(

@@ -134,7 +134,8 @@ class Overhead:
     pipeline and `exchange_seconds` for one of a ring. Each rank beyond two adds `peer_seconds` to a
     collective. `recomputed_seconds` is what activation checkpointing costs a CPU for each operator
     that it recomputes, beside the operator. `step_seconds` is what a step costs a CPU, however
-    small it is.
+    small it is. `probe_seconds` is what the probe of the calibration took (measure.py), to compare
+    the CPU's speed with that at another time.
     """
 
     launch_seconds: float
@@ -146,6 +147,7 @@ class Overhead:
     peer_seconds: float = 0.0
     recomputed_seconds: float = 0.0
     step_seconds: float = 0.0
+    probe_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
