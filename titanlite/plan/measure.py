@@ -129,9 +129,12 @@ def time_operators_alone(
 
 def time_collectives(place: Place) -> Timings:
     """The CPU time of this rank for each collective, by bytes (Transfers)."""
+    import torch
+
     from titanlite.ranks.world import open_world
 
     with open_world(place) as world:
+        torch.set_num_threads(1)
         probe = Probe()
         return Timings(_time_collectives(world.rank, world.size, probe), probe.seconds)
 
