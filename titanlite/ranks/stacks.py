@@ -71,7 +71,10 @@ def _dump_of_this_thread() -> Callable[[int], None]:
     get_state: Any = ctypes.pythonapi.PyThreadState_Get
     get_state.restype = ctypes.c_void_p
     state = ctypes.c_void_p(get_state())
-    dump: Any = ctypes.pythonapi._Py_DumpTraceback
+    dump: Any = getattr(ctypes.pythonapi, "_Py_DumpTraceback", None)
+    if dump is None:
+        # An interpreter that hides its own functions: a run without recorded stacks is well.
+        return lambda file: None
     dump.argtypes, dump.restype = [ctypes.c_int, ctypes.c_void_p], None
     return lambda file: dump(file, state)
 
