@@ -11,7 +11,15 @@ from math import lcm
 from titanlite.schedule.timeline import Timeline
 from titanlite.simulate.exact import exact
 from titanlite.simulate.gpu import ETHERNET
-from titanlite.simulate.ladder.rungs import CLIMB, RUNGS, Rung, ladder_table, make_rungs, run_rung
+from titanlite.simulate.ladder.rungs import (
+    CLIMB,
+    RUNGS,
+    Rung,
+    check_runs,
+    ladder_table,
+    make_rungs,
+    run_rung,
+)
 from titanlite.simulate.network import Link, Network
 from titanlite.simulate.options import Parser, check_outputs, factor, number, whole
 from titanlite.simulate.output import write
@@ -35,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     check_outputs(options, FILES)
     rungs = _rungs(options)
     workload, network = make_workload(options), make_network(options)
+    for rung in rungs:
+        check_runs(rung, workload)
     runs = [run_rung(rung, workload, network, options.sleep) for rung in rungs]
     if not options.quiet:
         print(

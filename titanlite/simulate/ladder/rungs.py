@@ -128,18 +128,7 @@ def run_program(
     sleep: bool = False,
 ) -> tuple[Measured, Cluster]:
     """Run `program` on the ranks of `rung`, check its outcomes, and measure it."""
-    if rung.grid.num_ranks > MAX_RANKS:
-        raise SimulationError(
-            f"{rung.name}: {rung.grid.num_ranks} ranks; the ladder runs a thread for each rank, "
-            f"and at most {MAX_RANKS}"
-        )
-    if workload.multiplications > MAX_MULTIPLICATIONS:
-        raise SimulationError(
-            f"the workload takes {workload.multiplications:.1e} multiplications of integers; the "
-            f"ladder runs at most {MAX_MULTIPLICATIONS:.1e}; give fewer items, layers, tokens or "
-            "channels (width)"
-        )
-    check_divides(rung.grid, workload, rung.microbatch_items)
+    check_runs(rung, workload)
     cluster = Cluster(rung.grid.num_ranks, network, sleep=sleep)
     check_outcomes(rung, workload, cluster.run(program))
     gpus = cluster.gpus
@@ -159,6 +148,22 @@ def run_program(
         max(gpu.peak_memory_units for gpu in gpus),
     )
     return measured, cluster
+
+
+def check_runs(rung: Rung, workload: Workload) -> None:
+    """Raise SimulationError if `rung` cannot run with `workload`, or would take too long."""
+    if rung.grid.num_ranks > MAX_RANKS:
+        raise SimulationError(
+            f"{rung.name}: {rung.grid.num_ranks} ranks; the ladder runs a thread for each rank, "
+            f"and at most {MAX_RANKS}"
+        )
+    if workload.multiplications > MAX_MULTIPLICATIONS:
+        raise SimulationError(
+            f"the workload takes {workload.multiplications:.1e} multiplications of integers; the "
+            f"ladder runs at most {MAX_MULTIPLICATIONS:.1e}; give fewer items, layers, tokens or "
+            "channels (width)"
+        )
+    check_divides(rung.grid, workload, rung.microbatch_items)
 
 
 def check_outcomes(rung: Rung, workload: Workload, outcomes: Sequence[Outcome]) -> None:
@@ -211,7 +216,10 @@ def run_ladder(
     rungs: Sequence[Rung] = RUNGS,
     sleep: bool = False,
 ) -> list[Measured]:
-    """Run `rungs` in order."""
+    """Run `rungs` in order. Raises SimulationError before the first if one of them cannot run."""
+    workload = workload or Workload()
+    for rung in rungs:
+        check_runs(rung, workload)
     return [run_rung(rung, workload, network, sleep)[0] for rung in rungs]
 
 
