@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     needs_help = not rest or {"-h", "--help"} & set(rest)
     if is_process and name in COMMANDS and COMMANDS[name].starts_ranks and not needs_help:
         # The fork server's imports take longer than the command's own.
-        from titanlite.ranks.launch import start_fork_server
+        from titanlite.ranks.fork_server import start_fork_server
 
         start_fork_server()
     with ending_with_the_output():

@@ -11,7 +11,8 @@ from titanlite.callbacks import Callback, Callbacks, TrainResult
 from titanlite.config import JobConfig, read_values
 from titanlite.config.load import read_file
 from titanlite.errors import ConfigError, RankError
-from titanlite.ranks.launch import prepare_environment, torchrun_place
+from titanlite.ranks.fork_server import prepare_environment
+from titanlite.ranks.launch import torchrun_place
 from titanlite.run import train_on_rank
 from titanlite.start import check_start, run_job
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from titanlite.callbacks import Callbacks, Recording, TrainResult
 from titanlite.config import ResolvedJob, read_job
 from titanlite.plan.local import print_memory
-from titanlite.ranks.launch import Place, prepare_environment, torchrun_place
+from titanlite.ranks.fork_server import prepare_environment
+from titanlite.ranks.launch import Place, torchrun_place
 from titanlite.ranks.signals import StopRequest, ending_with_the_output
 from titanlite.start import check_start, run_job, telling_errors
 

@@ -1,15 +1,18 @@
 """Local ranks: results in order, and no failure of a rank that hangs or leaves anything behind."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
 from titanlite.errors import ConfigError, RankError
+from titanlite.ranks import fork_server
 from titanlite.ranks.launch import Place, choose_device, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +59,22 @@ def test_a_killed_rank_is_named():
 
     with pytest.raises(RankError, match="rank 1: was killed by SIGKILL"):
         run_ranks(die_on_one, 2)
+
+
+def _crash(place):
+    from titanlite.ranks.world import open_world
+
+    with open_world(place):
+        ctypes.string_at(8)
+
+
+def test_ranks_that_all_crash_leave_a_stack():
+    with pytest.raises(RankError, match="rank 0: was killed by SIGSEGV") as caught:
+        run_ranks(_crash, 2)
+    first, *_, crashed, last = caught.value.rank_traceback.splitlines()
+    assert first == "Python stack of rank 0, as last recorded (most recent call last):"
+    assert crashed.endswith("in _crash")
+    assert last.endswith("in string_at")
 
 
 def test_ranks_that_do_not_end_are_named_and_ended():
@@ -114,6 +133,17 @@ def test_nothing_in_the_working_directory_is_imported(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{(str(folder), None, str(ROOT))}\n"
+
+
+def test_a_folder_too_long_for_a_socket_is_refused(monkeypatch):
+    monkeypatch.setattr(fork_server, "SHORT_FOLDERS", ())
+    monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'x' * 90}")
+    with pytest.raises(ConfigError) as caught:
+        fork_server.start_fork_server()
+    assert caught.value.problems == (
+        f"environment: TMPDIR is /tmp/{'x' * 90}, which is too long for the path of a Unix socket; "
+        "set it to a folder whose path has at most 71 characters",
+    )
 
 
 def test_cuda_without_gpus_is_refused(monkeypatch):

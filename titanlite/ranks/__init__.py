@@ -1,6 +1,7 @@
 """The processes of a run: starting ranks, rendezvous, stopping, and ending a run that hangs.
 
-launch.py machine.py   local ranks, and how many of them this machine can run
+launch.py fork_server.py machine.py   local ranks, the process they are forked from, and how many
+                       of them this machine can run
 world.py attempt.py    the process group, device, threads and allocator of a rank; restarts
 signals.py             SIGINT and SIGTERM as a request to stop
 watch.py               the watchdog thread in each rank, which detects hung and lost ranks

@@ -1,7 +1,8 @@
 """Start local ranks: one process per rank on this machine; none of them outlives the caller.
 
 Importing this module does not import torch, so the launcher stays small. A fork server imports
-torch once and never runs an operation, so forking it is always safe; every rank is forked from it.
+torch once and never runs an operation, so forking it is always safe; every rank is forked from it
+(fork_server.py).
 Functions are sent with cloudpickle, so functions defined in a notebook work too.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
@@ -30,6 +30,7 @@ from typing import Any
 import cloudpickle
 
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError, number_ranks
+from titanlite.ranks.fork_server import own_paths, set_environment, start_fork_server
 from titanlite.ranks.machine import check_local_ranks
 from titanlite.ranks.signals import StopRequest, flush_output
 
@@ -41,8 +42,6 @@ ALARM_SECONDS = 5.0
 # The folder for faults in the rendezvous folder of local ranks. In it, a file that marks the alarm,
 # and the report (titanlite/ranks/watch.py).
 FAULTS, ALARM, REPORT = "faults", "alarm", "report.json"
-
-PRELOAD = ["titanlite.preload"]
 
 
 @dataclass(frozen=True)
@@ -114,18 +113,6 @@ def run_ranks(
     return [cloudpickle.loads(results[rank]) for rank in range(num_ranks)]
 
 
-def start_fork_server() -> None:
-    """Start the process from which local ranks are forked, unless it runs; returns at once.
-
-    It needs longer for its imports than a command needs to read and check a job, so a command that
-    will certainly start ranks calls this first.
-    """
-    prepare_environment()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    with _ignoring_interrupts(), _off_working_directory(_own_paths()):
-        multiprocessing.forkserver.ensure_running()
-
-
 class Ranks:
     """Local processes that each run `serve(place, connection)` and exchange bytes with the caller.
 
@@ -143,7 +130,7 @@ class Ranks:
     ) -> None:
         check_local_ranks(num_ranks, allowed=max_ranks)
         context = multiprocessing.get_context("forkserver")
-        own = _own_paths()
+        own = own_paths()
         start_fork_server()
         # Only `close` removes it: ranks need it until they have ended, also at interpreter exit.
         self._folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
@@ -208,7 +195,7 @@ class Ranks:
         if any(kind != "message" for kind, _ in outcomes.values()):
             # A failing rank makes its peers fail, and a peer's error may arrive first.
             self._hear_out(set(pending) - set(outcomes), outcomes)
-            _raise_first_cause(outcomes, self._report())
+            _raise_first_cause(outcomes, self._report(), self._last_stack)
         return {rank: what for rank, (_, what) in outcomes.items()}
 
     def _hear_out(self, waiting: set[int], outcomes: dict[int, tuple[str, Any]]) -> None:
@@ -227,6 +214,14 @@ class Ranks:
         with contextlib.suppress(FileNotFoundError):
             return json.loads((self._folder / FAULTS / REPORT).read_text())
         return None
+
+    def _last_stack(self, rank: int) -> str:
+        """The stack at which a rank has crashed, or the one recorded last; "" without any."""
+        from titanlite.ranks.last_words import read_black_box  # imports torch
+
+        stack = read_black_box(str(self._folder / FAULTS / f"stack-{rank}"))
+        heading = f"Python stack of rank {rank}, as last recorded (most recent call last):"
+        return "\n  ".join([heading, *stack]) if stack else ""
 
     def _take(self, pending: Collection[int], deadline: float | None) -> dict[int, tuple[str, Any]]:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -257,7 +252,11 @@ class _Rank:
     connection: Connection
 
 
-def _raise_first_cause(outcomes: dict[int, tuple[str, Any]], report: dict[str, Any] | None) -> None:
+def _raise_first_cause(
+    outcomes: dict[int, tuple[str, Any]],
+    report: dict[str, Any] | None,
+    last_stack: Callable[[int], str],
+) -> None:
     failed = [(rank, *outcome) for rank, outcome in sorted(outcomes.items())]
     deaths = [(index, what) for index, kind, what in failed if kind == "death"]
     errors = [(index, what) for index, kind, what in failed if kind == "error"]
@@ -277,7 +276,7 @@ def _raise_first_cause(outcomes: dict[int, tuple[str, Any]], report: dict[str, A
         raise RankError(index, what["message"], what["traceback"])
     index, exit_code = deaths[0]
     if exit_code is not None and exit_code < 0:
-        raise RankError(index, _how_ended(exit_code))
+        raise RankError(index, _how_ended(exit_code), last_stack(index))
     raise RankError(index, f"exited with status {exit_code} without a result")
 
 
@@ -310,7 +309,7 @@ def _run_rank(
 ) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.path[:] = path
-    _set_environment(own)
+    set_environment(own)
     _end_with(lifeline, place.folder)
     try:
         cloudpickle.loads(call)(place, connection)
@@ -362,66 +361,6 @@ def _hidden_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-@contextlib.contextmanager
-def _off_working_directory(own: Mapping[str, str | None]) -> Iterator[None]:
-    """Processes started inside import nothing from the working directory; `own` is restored after.
-
-    multiprocessing starts its helpers with `python -c`, which searches the working directory first:
-    a socket.py in a downloaded folder would run. Python 3.10 does not support PYTHONSAFEPATH.
-    """
-    source = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (own["PYTHONPATH"], source)))
-    _set_environment({"PYTHONSAFEPATH": "1", "PYTHONPATH": path})
-    try:
-        yield
-    finally:
-        _set_environment(own)
-
-
-def _own_paths() -> dict[str, str | None]:
-    return {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
-
-
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-def prepare_environment() -> None:
-    """Set the environment variables that libraries read when torch is imported, unless set."""
-    # Threads that spin while they wait take cores from working threads if there are more runnable
-    # threads than cores: on a busy machine that is twenty times slower. Threads that sleep at once
-    # make small operations twice as slow. GNU OpenMP, which PyTorch's Linux wheels include, can do
-    # both: it spins for some microseconds, then sleeps.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # Otherwise the profiler logs to stderr on every rank.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
-
-@contextlib.contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C, and so do ranks forked from them.
-
-    The caller ends them. They ignore SIGTERM too, since the fork server must outlive the ranks;
-    ranks do not ignore it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _end_with(lifeline: Connection, folder: Path) -> None:

@@ -160,8 +160,9 @@ def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
         return {"store": dist.HashStore()}, None
     if place.rendezvous.startswith("file://"):
         path = Path(place.rendezvous.removeprefix("file://"))
+        # Not by the URL: PyTorch takes what follows a ? or # in a folder's name for its query.
         store: Any = dist.FileStore(f"{path}-watch", place.world_size)
-        return {"init_method": place.rendezvous}, store
+        return {"store": dist.FileStore(str(path), place.world_size)}, store
     rendezvous = dist.rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout)
     kept: Any = next(rendezvous)[0]
     attempt = agree_on_attempt(kept, place.rank, place.world_size, timeout.total_seconds())

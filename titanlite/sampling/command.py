@@ -22,7 +22,8 @@ from titanlite.config.data import own_length, spec_for
 from titanlite.config.load import read_file
 from titanlite.config.stored import ASKED, stored_sections
 from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.ranks.launch import Place, prepare_environment
+from titanlite.ranks.fork_server import prepare_environment
+from titanlite.ranks.launch import Place
 from titanlite.start import check_start, run_job
 
 # If the configuration in a checkpoint asks for more, the user must give --num-samples.

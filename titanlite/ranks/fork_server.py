@@ -1,0 +1,125 @@
+"""The fork server: the process from which local ranks are forked. It imports torch once for all.
+
+This module does not import torch. What the fork server imports is in titanlite/preload.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from titanlite.errors import ConfigError
+
+PRELOAD = ["titanlite.preload"]
+
+# The fork server listens on a Unix socket. Its path may have 107 bytes on Linux and 103 on macOS,
+# and multiprocessing adds two names to the folder for temporary files: pymp-12345678 and
+# listener-12345678.
+LONGEST_FOLDER_BYTES = 103 - len("/pymp-12345678/listener-12345678")
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def start_fork_server() -> None:
+    """Start the process from which local ranks are forked, unless it runs; returns at once.
+
+    It needs longer for its imports than a command needs to read and check a job, so a command that
+    will certainly start ranks calls this first.
+    """
+    prepare_environment()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    _choose_socket_folder()
+    with _ignoring_interrupts(), _off_working_directory(own_paths()):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _choose_socket_folder() -> None:
+    """Have multiprocessing put its sockets in a short folder, if that for temporary files is long.
+
+    On a cluster, TMPDIR is often a long path in a job's own storage. Raises ConfigError if no short
+    folder can be written to.
+    """
+    ours = tempfile.gettempdir()
+    if len(os.fsencode(ours)) <= LONGEST_FOLDER_BYTES:
+        return
+    for folder in SHORT_FOLDERS:
+        if os.access(folder, os.W_OK | os.X_OK):
+            tempfile.tempdir = folder
+            try:
+                multiprocessing.util.get_temp_dir()  # made once, and removed when the process ends
+            finally:
+                tempfile.tempdir = ours
+            return
+    raise ConfigError(
+        f"environment: TMPDIR is {ours}, which is too long for the path of a Unix socket; set it "
+        f"to a folder whose path has at most {LONGEST_FOLDER_BYTES} characters"
+    )
+
+
+@contextlib.contextmanager
+def _off_working_directory(own: Mapping[str, str | None]) -> Iterator[None]:
+    """Processes started inside import nothing from the working directory; `own` is restored after.
+
+    multiprocessing starts its helpers with `python -c`, which searches the working directory first:
+    a socket.py in a downloaded folder would run. Python 3.10 does not support PYTHONSAFEPATH.
+    """
+    source = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (own["PYTHONPATH"], source)))
+    set_environment({"PYTHONSAFEPATH": "1", "PYTHONPATH": path})
+    try:
+        yield
+    finally:
+        set_environment(own)
+
+
+def own_paths() -> dict[str, str | None]:
+    """The environment variables that `start_fork_server` changes, to be restored on the ranks."""
+    return {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
+
+
+def set_environment(values: Mapping[str, str | None]) -> None:
+    """Set environment variables, and remove those whose value is None."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def prepare_environment() -> None:
+    """Set the environment variables that libraries read when torch is imported, unless set."""
+    # Threads that spin while they wait take cores from working threads if there are more runnable
+    # threads than cores: on a busy machine that is twenty times slower. Threads that sleep at once
+    # make small operations twice as slow. GNU OpenMP, which PyTorch's Linux wheels include, can do
+    # both: it spins for some microseconds, then sleeps.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # Otherwise the profiler logs to stderr on every rank.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Processes started inside ignore Ctrl-C, and so do ranks forked from them.
+
+    The caller ends them. They ignore SIGTERM too, since the fork server must outlive the ranks;
+    ranks do not ignore it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
