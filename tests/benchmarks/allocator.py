@@ -45,15 +45,20 @@ def allocations(function: Callable[[], Any]) -> list[int]:
     return list(itertools.accumulate(change.num_bytes for change in changes(function)))
 
 
-def peak_bounds(function: Callable[[], Any], repeats: int = 2) -> tuple[int, int]:
-    """The most bytes that a call holds beyond those at its start: bounds, from several calls.
+# A call whose releases count for the next ones, two that are measured, and one whose allocations
+# show which releases were not seen.
+PEAK_CALLS = 4
+
+
+def peak_bounds(function: Callable[[], Any]) -> tuple[int, int]:
+    """The most bytes that a call holds beyond those at its start: bounds, from PEAK_CALLS calls.
 
     They are equal if all releases are known. After a collective, a thread of gloo drops its
     references to the tensors. If it is the last one to do so, the profiler does not see the
     release: a later allocation then has the same address, or none is ever seen. The upper bound
     counts these tensors until then, the lower bound only when they are allocated.
     """
-    calls = [changes(function) for _ in range(2 + repeats)]
+    calls = [changes(function) for _ in range(PEAK_CALLS)]
     starts = list(itertools.accumulate((len(call) for call in calls), initial=0))
     events = [change for call in calls for change in call]
     live: dict[int, int] = {}

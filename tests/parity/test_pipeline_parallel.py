@@ -263,8 +263,9 @@ def _draw(place: Place, config: JobConfig) -> list[Any]:
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "InterleavedZeroBubble", "ZB-H1"])
 def test_every_rank_has_its_row_its_name_and_what_it_sent(name: str) -> None:
-    tp: Sections = {"parallelism": {"tensor_parallel_degree": 2}}
-    of_ranks = run_ranks(_draw, 4, debug_config(JOB, pipelined(name), tp), timeout_seconds=200)
+    small: Sections = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"num_layers": 4}}
+    config = debug_config(JOB, pipelined(name, microbatch_size=2), small)
+    of_ranks = run_ranks(_draw, 4, config, timeout_seconds=200)
     timeline, _, _, table = of_ranks[0]
     assert timeline.rows == [
         "rank 0 (pp 0, tp 0)",

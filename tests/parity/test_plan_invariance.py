@@ -182,7 +182,10 @@ def test_every_shipped_plan(verifier: Verifier, path: Path, steps: int):
 
 def test_rounding_does_not_grow_over_twenty_steps():
     """With AdamW; and with SGD, which hides no wrong scale, and grouped key and value heads."""
-    plan = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}}
+    plan = {
+        "parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
+        "training": {"local_batch_size": 4},
+    }
     optimizer = {"name": "SGD", "momentum": 0.9}
     sgd = {"optimizer": optimizer, "model": {"num_kv_heads": 4}}
     references = train([debug_config(), debug_config(sgd)])
@@ -193,15 +196,19 @@ def test_rounding_does_not_grow_over_twenty_steps():
 
 def test_float32_agrees_over_ten_steps():
     single = {"training": {"dtype": "float32", "steps": 10}}
-    plan = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}}
+    plan = {
+        "parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
+        "training": {"local_batch_size": 4},
+    }
     (reference,) = train([debug_config(single)])
     (training,) = train([debug_config(single, plan)])
     assert_invariant(training, reference, 1e-4)
 
 
 def batch_of(plan: dict[str, int]) -> dict[str, dict[str, int]]:
-    """As many images at once as a pipeline's schedule needs."""
-    return {"training": {"local_batch_size": 4}} if "pipeline_parallel_degree" in plan else {}
+    """All images of a rank at once, as many as a pipeline's schedule needs."""
+    replicas = plan.get("data_parallel_replicate_degree", 1)
+    return {"training": {"local_batch_size": 2 if replicas == 4 else 4}}
 
 
 def test_mixed_precision_is_as_near_to_float32_as_one_process_is():

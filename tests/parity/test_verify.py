@@ -205,7 +205,7 @@ def test_a_reduced_matrix_and_its_overview(verifier, tmp_path):
     def run(limit: int) -> str:
         stream = io.StringIO()
         status = run_matrix(
-            num_ranks=4, folder=tmp_path, limit=limit, stream=stream, verifier=verifier
+            num_ranks=2, folder=tmp_path, limit=limit, stream=stream, verifier=verifier
         )
         assert status == 0, stream.getvalue()
         return stream.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import os
 import sys
@@ -166,7 +167,7 @@ def _read_overrides(
             elif meant:
                 found.doubtful.add(meant)
             continue
-        adapter = TypeAdapter(hints[name], config=ConfigDict(strict=True, allow_inf_nan=False))
+        adapter = _adapter(config_class, name)
         # TOML has only lists, and strict pydantic refuses a list for a tuple.
         is_tuple = typing.get_origin(hints[name]) is tuple and isinstance(value, list)
         try:
@@ -176,6 +177,13 @@ def _read_overrides(
             found.problems.append(explain(key, first, value, depth=len(first["loc"])))
             is_sure = False
     return values if is_sure else None
+
+
+@functools.cache
+def _adapter(config_class: Any, name: str) -> TypeAdapter[Any]:
+    """For one field. Making it takes a hundred times as long as reading a value with it."""
+    hint = field_types(config_class)[name]
+    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _unknown(name: str, meant: str | None, keys: dict[str, Key], model: str) -> str:
