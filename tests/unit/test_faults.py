@@ -292,15 +292,19 @@ def test_a_watch_that_fails_leaves_the_run_alone(capfd):
     assert said + "the run continues without it\n" in capfd.readouterr().err
 
 
-def test_a_healthy_rank_is_watched_without_frame_objects(monkeypatch, tmp_path):
+def test_a_healthy_rank_is_watched_without_what_can_crash_it(monkeypatch, tmp_path):
     import torch.distributed as dist
 
     from titanlite.ranks import watch as watch_module
+    from titanlite.ranks.account import c10d
 
-    def no_frames() -> Any:
-        raise AssertionError("a frame object of a thread that runs can crash the process")
+    def crash(*arguments: Any) -> Any:
+        raise AssertionError("reading this can crash a process whose main thread runs")
 
-    monkeypatch.setattr(sys, "_current_frames", no_frames)
+    # Frame objects; the flight recorder.
+    monkeypatch.setattr(sys, "_current_frames", crash)
+    monkeypatch.setattr(c10d, "_dump_fr_trace", crash)
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", crash)
     monkeypatch.setattr(watch_module, "POLL_SECONDS", 0.001)
     place = Place(0, 2, 0, 2, rendezvous=f"file://{tmp_path}/meet")
     (tmp_path / "faults").mkdir()
@@ -310,7 +314,7 @@ def test_a_healthy_rank_is_watched_without_frame_objects(monkeypatch, tmp_path):
     def is_seen() -> bool:
         """The first look may find the main thread in the start of the watchdog's thread."""
         return any(
-            "test_faults.py" in line and line.endswith("without_frame_objects")
+            "test_faults.py" in line and line.endswith("without_what_can_crash_it")
             for line in read_black_box(str(box))
         )
 
@@ -319,6 +323,32 @@ def test_a_healthy_rank_is_watched_without_frame_objects(monkeypatch, tmp_path):
         pass
     watch.close()
     assert was_seen
+
+
+def count_calls(place: Place) -> list[list[int]]:
+    import torch
+    import torch.distributed as dist
+
+    from titanlite.ranks.account import sequence_numbers
+    from titanlite.ranks.world import open_world
+
+    with open_world(place):
+        group, x = dist.new_group([0, 1]), torch.ones(2)
+        calls = [
+            lambda: dist.all_reduce(x, group=group),
+            lambda: (dist.send if place.rank == 0 else dist.recv)(x, 1 - place.rank, group=group),
+            lambda: dist.all_reduce(x),
+        ]
+        numbers = [sequence_numbers()]
+        for call in calls:
+            call()
+            numbers.append(sequence_numbers())
+        return numbers
+
+
+def test_progress_is_seen_in_collectives_and_in_messages():
+    for (world, group), *later in run_ranks(count_calls, 2, timeout_seconds=60):
+        assert later == [[world, group + 1], [world, group + 2], [world + 1, group + 2]]
 
 
 # Threads that make and free thread states without the GIL, as those of gloo do. The main thread

@@ -7,6 +7,7 @@ the waiting thread.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import math
 import os
@@ -164,6 +165,22 @@ def recorded_calls(num_remembered: int | None = None) -> list[Call]:
         for call in calls
         if call.number > last[call.group] - num_remembered or not call.is_done
     ]
+
+
+def sequence_numbers() -> list[int]:
+    """How many collectives and messages each process group has had so far.
+
+    The numbers are read without a lock, which harms nothing. The flight recorder has them too, but
+    only for a run that has failed: torch 2.13 reads its list of groups without a lock, and crashes
+    if another thread calls the first collective of a new group meanwhile.
+    """
+    numbers = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if isinstance(group, dist.ProcessGroup):
+            counting: Any = group
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                numbers.append(counting._get_sequence_number_for_group())
+    return numbers
 
 
 def dump_recorders(with_stacks: bool = True) -> dict[str, bytes]:

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from titanlite.errors import LostWorldError, TitanliteError
 from titanlite.ranks import stacks
 from titanlite.ranks.account import (
-    c10d,
     dump_recorders,
     is_overdue,
+    sequence_numbers,
     show_stack,
     show_stacks,
     take_account,
@@ -247,7 +247,7 @@ class Watch:
         gloo's collectives time out by themselves. Its P2P messages use the timeout with which their
         group was created, and NCCL's collectives return before the device has completed them.
         """
-        state = (c10d._dump_fr_trace_json(False, False), stack)
+        state = (sequence_numbers(), stack)
         now = time.monotonic()
         if state != self._still:
             self._still, self._still_since = state, now
