@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV := .venv$(TORCH:%=-torch%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two processes: ranks that wait for messages leave half a core idle. The tests of a file share ranks,
+# so one process runs them all.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-all test-versions check docs clean
 
@@ -12,7 +15,7 @@ train: $(READY)
 	$(BIN)/torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
 
 test: $(READY) check
-	$(BIN)/pytest -q -m "not slow"
+	$(BIN)/pytest -q $(WORKERS) -m "not slow"
 
 test-all: $(READY) check
 	$(BIN)/pytest -q
