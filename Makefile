@@ -5,9 +5,8 @@ PYTHON ?= python3
 VENV := .venv$(TORCH:%=-torch%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two processes: ranks that wait for messages leave half a core idle. The tests of a file share ranks,
-# so one process runs them all.
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# The tests that mostly run in one process. The others start ranks, which use all cores.
+ALONE := tests/unit tests/golden
 
 .PHONY: train test test-all test-versions check docs clean
 
@@ -15,7 +14,8 @@ train: $(READY)
 	$(BIN)/torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
 
 test: $(READY) check
-	$(BIN)/pytest -q $(WORKERS) -m "not slow"
+	$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile $(ALONE)
+	$(BIN)/pytest -q -m "not slow" $(ALONE:%=--ignore=%)
 
 test-all: $(READY) check
 	$(BIN)/pytest -q
