@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.batch import Batch, call_model, set_call
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.experts import expert_layers
 from titanlite.models import ModelSpec, load
 from titanlite.parallelize.plan import ParallelPlan, find_plan
 from titanlite.tied import find_tied, tie
@@ -107,6 +108,14 @@ def module_names(spec: ModelSpec, sizes: Any) -> tuple[str, ...]:
     blocks = modules.get(plan.blocks)
     inside = [f"{plan.blocks}.{name}" for name, _ in blocks.named_children()] if blocks else []
     return tuple(name for name in (*plan.embeddings, *inside, *plan.head) if name in modules)
+
+
+def count_experts(spec: ModelSpec, sizes: Any) -> int:
+    """The routed experts of the model's first expert layer; 0 if it has none."""
+    with torch.device("meta"):
+        model = build_model(spec, sizes, torch.float32)
+    layers = expert_layers([model]).values()
+    return next((layer.num_experts for layer in layers), 0)
 
 
 def count_flops(model: nn.Module, batch: Batch) -> int | None:

@@ -55,6 +55,13 @@ from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
 from titanlite.registry import LOSSES, METRICS
+from titanlite.tensor_account import (
+    TensorAccount,
+    account_of,
+    merged,
+    require_whole,
+    tensors_of,
+)
 from titanlite.tied import find_tied
 from titanlite.training.initialize import (
     LARGEST_WHOLE,
@@ -102,6 +109,10 @@ class Job:
     """Forward and backward FLOPs; None if they could not be counted."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """The further names of tied weights: further name -> first name."""
+    tensors: Mapping[str, TensorAccount] = field(default_factory=dict)
+    """The account of each tensor of the model; of a planned job, those of this rank's stages."""
+    plain_tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """The tensors of the plain model: name -> (kind, shape)."""
 
     @property
     def config(self) -> JobConfig:
@@ -123,6 +134,12 @@ class Job:
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, by canonical name."""
         return buffers_of(self.parts)
+
+    def holds_first(self, name: str) -> bool:
+        """Whether this rank has the first of all copies of a buffer, the one that is saved."""
+        position = self.dims.coordinates(self.world.rank)
+        is_first = all(at == 0 for axis, at in position.items() if axis != "pp")
+        return is_first and self.tensors[name].stages[0] in self.stage_numbers
 
     @property
     def stage_numbers(self) -> Sequence[int]:
@@ -233,15 +250,14 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     if config.debug.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
     world.name_places(dims.describe_place)
-    has_experts = bool(getattr(resolved.model, "num_experts", 0))
-    meshes = build_meshes(dims, world.device.type, has_experts=has_experts)
-    axes = meshes.axes_of_groups()
-    world.name_groups(axes)
     data = spec_for(config)
-    dataset = _build_dataset(resolved, "train")
-    layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     model, plan = _build_model(resolved, data)
     layers = expert_layers([model])
+    meshes = build_meshes(dims, world.device.type, has_experts=bool(layers))
+    axes = meshes.axes_of_groups()
+    world.name_groups(axes)
+    dataset = _build_dataset(resolved, "train")
+    layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     for layer in layers.values():
         layer.force_balance = config.debug.moe_force_load_balance
         if dims.cp_enabled:
@@ -249,8 +265,9 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
             layer.held_places = layout.positions(place, resolved.seq_len)
     num_experts = {name: layer.num_experts for name, layer in layers.items()}
     slow = _warn_of_slow_rings(resolved, world, model, plan)
-    tied = find_tied(model)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    tied = {canonical_name(n): canonical_name(first) for n, first in find_tied(model).items()}
+    plain = tensors_of(model, tied)
+    trained = [canonical_name(n) for n, p in model.named_parameters() if p.requires_grad]
     if not trained:
         raise ConfigError(
             f"model.name: {config.model.name} has no parameter to train, since requires_grad is "
@@ -271,10 +288,14 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
         plan,
     )
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
+    stages = (0,) if made.pipeline is None else made.pipeline.numbers
+    tensors = account_of(dict(zip(stages, made.parts, strict=True)), dims, plan, tied)
     row = None
     if materialize is not None:
         materialize(made.parts)
     else:
+        tensors = _whole_account(tensors, meshes)
+        require_whole(tensors, plain)
         row = _initialize(resolved, world, made.parts, model_bytes, by_name=by_name, tied=tied)
     if row is not None:
         made.applied.append(row)
@@ -319,7 +340,18 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
         notes=(slow,) if slow else (),
         flops_per_token=flops_per_token,
         tied=tied,
+        tensors=tensors,
+        plain_tensors=plain,
     )
+
+
+def _whole_account(own: dict[str, TensorAccount], meshes: Meshes) -> dict[str, TensorAccount]:
+    """The accounts of all pipeline stages, from those of this rank's; a collective over pp."""
+    everyone: list[Any] = [own]
+    if meshes.pp is not None:
+        everyone = [None] * meshes.pp.size()
+        dist.all_gather_object(everyone, own, group=meshes.pp.get_group())
+    return merged(everyone)
 
 
 def _count_flops(

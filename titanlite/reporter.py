@@ -254,6 +254,11 @@ class Reporter:
         """Print a line, above the progress bar if there is one."""
         self._progress.print(line)
 
+    def warn(self, text: str) -> None:
+        """Print a warning; "" is none."""
+        if text:
+            self.say(f"warning: {text}")
+
     def note_collected(self, num_objects: int) -> None:
         """Print the number of collected objects, if `training.gc_debug` is set."""
         if self._job.config.training.gc_debug:

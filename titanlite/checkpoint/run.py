@@ -31,6 +31,7 @@ from titanlite.errors import ConfigError, NonFiniteError, TitanliteError
 from titanlite.job import Job
 from titanlite.observe.quantities import format_bytes
 from titanlite.parallelize import DTYPES
+from titanlite.self_check import check_copies
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
 # How long a failing run waits for a background save.
@@ -145,10 +146,11 @@ class Checkpoints:
     def save(self, step: int, *, in_background: bool = False) -> str:
         """Save the training state after `step`; in the background only in an asynchronous mode."""
         self.wait()
+        warning = self._check(step)
         start = time.perf_counter()
         job = self._job
         pieces = {
-            **state.weight_pieces(job),
+            **self._weights(),
             **state.optimizer_pieces(job),
             **state.rng_pieces(job),
         }
@@ -168,14 +170,16 @@ class Checkpoints:
             self._times = times = [start]
             self._saving.add_done_callback(lambda _: times.append(time.perf_counter()))
             seconds = time.perf_counter() - start
-            return f"checkpoint: saving step-{step} in the background; copied in {seconds:.2g} s"
+            line = f"checkpoint: saving step-{step} in the background; copied in {seconds:.2g} s"
+            return f"{warning}{line}"
         with self._explaining(), self._ranks.patiently():
             save(pieces, folder, self._ranks.group, seal)
-        return self._said(self._saving_to, start)
+        return f"{warning}{self._said(self._saving_to, start)}"
 
     def save_weights(self, step: int) -> str:
         """Save only the weights, in checkpoint.export_dtype."""
         self.wait()
+        warning = self._check(step)
         start = time.perf_counter()
         job, section = self._job, self._section
         dtype = EXPORT_DTYPES[section.export_dtype]
@@ -194,9 +198,21 @@ class Checkpoints:
             if section.last_save_in_hf:
                 self._ranks.all_do(lambda: save_file(job, folder, dtype, seal, self._ranks))
             else:
-                save(state.weight_pieces(job, dtype), folder, self._ranks.group, seal)
+                save(self._weights(dtype), folder, self._ranks.group, seal)
         said = self._said(self._saving_to, start)
-        return f"{said}: only weights, {section.export_dtype}"
+        return f"{warning}{said}: only weights, {section.export_dtype}"
+
+    def _weights(self, dtype: torch.dtype | None = None) -> state.Pieces:
+        """This rank's shards of the weights; of a buffer, only one rank saves its copy."""
+        job = self._job
+        left_out = {f"{state.MODEL}.{n}" for n in job.buffers if not job.holds_first(n)}
+        pieces = state.weight_pieces(job, dtype)
+        return {name: piece for name, piece in pieces.items() if name not in left_out}
+
+    def _check(self, step: int) -> str:
+        """Compare the copies of tensors that are about to be saved; a line of warning, or ""."""
+        warning = check_copies(self._job, f"before step-{step} is saved")
+        return f"warning: {warning}\n" if warning else ""
 
     def wait(self) -> None:
         """Wait until the background save, if any, is done; raises its error."""
@@ -215,6 +231,7 @@ class Checkpoints:
             "plan": job.dims.describe(),
             "num_ranks": job.world.size,
             "config": job.config.model_dump(mode="json", exclude_unset=True),
+            "is_accounted": True,
             "titanlite": own_version(),
             "torch": torch.__version__,
         }

@@ -509,6 +509,11 @@ class Debug(Section):
         "if loss or gradient norm is not finite: stop before the update, skip it, or apply it",
         torchtitan=OWN,
     )
+    check_copies: bool = key(
+        True,
+        "compare copies of tensors at the start, after step 1 and before a checkpoint",
+        torchtitan=OWN,
+    )
     moe_force_load_balance: bool = key(
         False, "assign the tokens of a sequence to experts in turn, whatever their scores"
     )

@@ -43,8 +43,8 @@ def split_model(
     """Copies of `model`, one per stage, each with only the modules that the stage names.
 
     Modules keep their names. A module of another stage is removed from its ModuleDict, or set to
-    None if it is an attribute. No module may be named by two stages; modules that no stage names
-    are in every copy. A tied weight becomes a parameter of every stage that has one of its names
+    None if it is an attribute. No module may be named by two stages; modules and parameters that no
+    stage names are in every copy, and a tied weight is in every stage that has one of its names
     (stage_copies.py). `forward(stage, x, ...)` becomes the forward of every stage if it is given.
     Raises TitanliteError for a name that the model does not have.
     """
@@ -155,9 +155,8 @@ class PipelineRunner:
     dtypes are used. A batch has `schedule.num_microbatches` microbatches. If PyTorch has a schedule
     class named `schedule.name`, that class is used. Otherwise, or with `from_table`, PyTorch's
     general runtime executes the list of actions that `schedule` has for each rank. `tied` is
-    find_tied of the whole model. If it is given, the caller must call the runner's
-    `copies.sum_gradients()` after the last batch of a step, which sums the gradients of tied
-    weights over stages.
+    find_tied of the whole model. If stages share parameters, the caller must call the runner's
+    `copies.sum_gradients()` after the last batch of a step, which sums their gradients over stages.
     """
 
     def __init__(

@@ -32,6 +32,13 @@ class ParallelPlan:
     are replicated (no sequence parallelism). In a pipeline stage, the modules of
     other stages are None (split_model). If the model's own forward cannot skip those,
     `stage_forward(stage, x, ...)` is the forward of a stage.
+
+    The last three name parameters and buffers by patterns as in `tensor_parallel`. Parameters
+    without a style are trained under tensor parallelism, too (apply_tp). If it takes the wrong way
+    for one, `partial_gradients` names those whose gradient on each rank is a part of the sum over
+    the tensor axis, and `whole_gradients` those whose gradient is complete on each rank.
+    `local_buffers` names persistent buffers that may differ between ranks that read different data,
+    such as a moving average of activations.
     """
 
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -43,6 +50,9 @@ class ParallelPlan:
     is_causal: bool = True
     sequence_dim: int | None = 0
     stage_forward: Callable[..., Any] | None = None
+    partial_gradients: tuple[str, ...] = ()
+    whole_gradients: tuple[str, ...] = ()
+    local_buffers: tuple[str, ...] = ()
 
 
 def find_plan(model: nn.Module) -> ParallelPlan:
@@ -65,15 +75,15 @@ def find_plan(model: nn.Module) -> ParallelPlan:
     )
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name matches `pattern`; `*` stands for one part of a name, or within one."""
+    own, parts = name.split("."), pattern.split(".")
+    return len(own) == len(parts) and all(map(fnmatchcase, own, parts))
+
+
 def match_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """The submodules whose names match `pattern`; `*` stands for one part of a name."""
-    parts = pattern.split(".")
-    matches = {}
-    for name, module in model.named_modules():
-        name_parts = name.split(".")
-        if len(name_parts) == len(parts) and all(map(fnmatchcase, name_parts, parts)):
-            matches[name] = module
-    return matches
+    """The submodules whose names match `pattern`, as in `matches`."""
+    return {name: module for name, module in model.named_modules() if matches(name, pattern)}
 
 
 def find_container(model: nn.Module, plan: ParallelPlan, step: str) -> nn.Module:

@@ -127,6 +127,8 @@ def tensor_parallel(part: Part) -> PlanRow:
     notes.append("loss parallel" if loss_parallel else "logits gathered")
     if report.replicated:
         notes.append(f"replicated, with fewer rows than ranks: {', '.join(report.replicated)}")
+    if report.summed:
+        notes.append(f"without a style, gradients summed: {', '.join(compact(report.summed))}")
     if unmatched:
         notes.append(f"plan keys without a module: {', '.join(unmatched)}")
     return PlanRow("tensor parallel", f"TP {degree}", f"TP {meshes.tp.size()}", "; ".join(notes))
@@ -160,7 +162,13 @@ def expert_parallel(part: Part) -> PlanRow:
     """Spread experts over ranks."""
     meshes, dims = part.meshes, part.dims
     feature = "expert parallel"
-    count = apply_ep(part.model, meshes.ep, tp_mesh=meshes.tp, cp_mesh=meshes.cp)
+    count = apply_ep(
+        part.model,
+        meshes.ep,
+        tp_mesh=meshes.tp,
+        cp_mesh=meshes.cp,
+        plan=part.plan,
+    )
     known = expert_layers([part.whole or part.model])
     if not known:
         return PlanRow(feature, "off", "off")

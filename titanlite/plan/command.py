@@ -51,6 +51,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with charts")
     parser.add_argument(
+        "--tensors",
+        action="store_true",
+        help="print the account of every tensor instead: which stages hold it, how it lies on each "
+        "mesh axis, and what completes its gradient",
+    )
+    parser.add_argument(
         "--trace",
         metavar="FILE",
         help="write the predicted step as a Chrome trace, for ui.perfetto.dev",
@@ -96,6 +102,9 @@ def main(arguments: Sequence[str]) -> int:
     asked = _load([f"--job.config_file={options.job}", *rest])
     config, notes = plannable(*asked, hardware)
     resolved = resolve_job(config, options.ranks)
+    if options.tensors:
+        print("\n".join(_tensors(resolved)))
+        return 0
     if options.svg and resolved.pipeline is None:
         raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
     plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
@@ -114,6 +123,19 @@ def main(arguments: Sequence[str]) -> int:
         if options.svg:
             _write("--svg", options.svg, draw_schedules(timeline, measured))
     return 0
+
+
+def _tensors(resolved: ResolvedJob) -> list[str]:
+    """The account of every tensor as a table; raises ConfigError if a tensor has no answer."""
+    from titanlite.plan.trace import tensor_account
+    from titanlite.tensor_account import describe
+
+    accounts = tensor_account(resolved)
+    number = sum(one.kind == "parameter" for one in accounts.values())
+    buffers = len(accounts) - number
+    of_buffers = f", {buffers} persistent buffers" if buffers else ""
+    heading = f"{number} parameters{of_buffers}; {resolved.dims.describe()}"
+    return [heading, "", *describe(accounts)]
 
 
 def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | None) -> int:

@@ -31,6 +31,7 @@ from titanlite.plan.recorder import Recorder
 from titanlite.plan.scratch import BY_DEVICE
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.machine import num_cores
+from titanlite.tensor_account import TensorAccount, merged, require_whole
 from titanlite.training.shards import local_part
 
 
@@ -82,6 +83,21 @@ def applied_plan(resolved: ResolvedJob) -> tuple[PlanRow, ...]:
     """The effective plan of a job's first rank; the job is built and runs no step."""
     with _built(resolved, 0) as (job, _):
         return tuple(job.applied)
+
+
+def tensor_account(resolved: ResolvedJob) -> dict[str, TensorAccount]:
+    """The account of every tensor of a job on its number of ranks; no step runs.
+
+    Raises TitanliteError if a tensor has no answer.
+    """
+    accounts, plain = [], {}
+    for place in range(resolved.dims.pp):
+        with _built(resolved, resolved.dims.rank(pp=place)) as (job, _):
+            accounts.append(job.tensors)
+            plain = job.plain_tensors
+    whole = merged(accounts)
+    require_whole(whole, plain)
+    return whole
 
 
 @contextlib.contextmanager

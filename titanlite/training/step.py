@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.batch import Batch, call_model
 from titanlite.errors import NonFiniteError
 from titanlite.experts import Balancer
+from titanlite.gradient_sums import GradientSums
 from titanlite.mesh.parallel_dims import axes_where
 from titanlite.training.gradient_norm import (
     clip_gradients,
@@ -108,6 +109,9 @@ class Trainer:
     balancer: Balancer | None = None
     """Balances the experts of a model that has any."""
 
+    def __post_init__(self) -> None:
+        self._sums = GradientSums(self.parts)
+
     @property
     def _device(self) -> torch.device:
         return torch.device(self.world_mesh.device_type)
@@ -160,6 +164,7 @@ class Trainer:
             for loss in self._forward_backward(batch, num_targets, is_last=is_last):
                 loss_sum += loss
         reduce_partial_gradients(self.parameters)
+        self._sums.sum()
         if self.stages is not None:
             self.stages.copies.sum_gradients()
         if self.balancer is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config import Reading, read_job
+from titanlite.config.model import num_experts
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
 from titanlite.ranks.machine import check_local_ranks
@@ -98,7 +99,7 @@ def verify_one(options: Options) -> int:
         shrunk += ["generated data"] * bool(changes)
     start = check_start(reading)
     config = start.job.config
-    if options.replay_routing and not getattr(start.job.model, "num_experts", 0):
+    if options.replay_routing and not num_experts(start.job.config, start.job.model):
         raise ConfigError("--replay-routing: the model has no experts; remove it")
     source = config.job.config_file or ""
 

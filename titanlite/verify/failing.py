@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.names import canonical_name
+from titanlite.parallelize.plan import matches
 from titanlite.parallelize.styles import RingStyle
 
 
@@ -81,14 +81,9 @@ def styles_of(job: Job) -> dict[str, str]:
             if rings and isinstance(style, RingStyle):
                 text += " as a ring"
             for name in names:
-                if _matches(name, pattern):
+                if matches(name, pattern):
                     styles[name] = text
                     styles.update(
                         {f"{name}.{child}": text for child in getattr(style, "layers", ())}
                     )
     return styles
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, own = pattern.split("."), name.split(".")
-    return len(parts) == len(own) and all(map(fnmatchcase, own, parts))

@@ -175,8 +175,7 @@ class Verifier:
                     alone, steps, microbatches_of(plan), start_plan if is_beside else None
                 )
             except BaseException:
-                if ranks.is_busy:
-                    ranks.close(now=True)
+                self._close_busy()
                 raise
             found.narrowed = reference.narrowed
             if parts > 1:
@@ -194,6 +193,9 @@ class Verifier:
                     (runs[0].reloaded_alone,) = self.pool(1).results()
             except RankError as error:
                 found.error = error
+            except BaseException:
+                self._close_busy()
+                raise
             if self.pool(1).is_busy:
                 # No checkpoint was saved.
                 self.pool(1).close(now=True)
@@ -239,6 +241,12 @@ class Verifier:
             )
             self._pools[num_ranks] = self._exits.enter_context(pool)
         return self._pools[num_ranks]
+
+    def _close_busy(self) -> None:
+        """End ranks whose run has no reader any more."""
+        for pool in self._pools.values():
+            if pool.is_busy:
+                pool.close(now=True)
 
     def _run(
         self,
