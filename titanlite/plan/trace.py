@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -90,7 +90,8 @@ def tensor_account(resolved: ResolvedJob) -> dict[str, TensorAccount]:
 
     Raises TitanliteError if a tensor has no answer.
     """
-    accounts, plain = [], {}
+    accounts: list[Mapping[str, TensorAccount]] = []
+    plain: Mapping[str, tuple[str, tuple[int, ...]]] = {}
     for place in range(resolved.dims.pp):
         with _built(resolved, resolved.dims.rank(pp=place)) as (job, _):
             accounts.append(job.tensors)

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import Batch, call_model
-from titanlite.errors import NonFiniteError
+from titanlite.errors import NonFiniteError, TitanliteError
 from titanlite.experts import Balancer
 from titanlite.gradient_sums import GradientSums
 from titanlite.mesh.parallel_dims import axes_where
+from titanlite.names import canonical_name
 from titanlite.training.gradient_norm import (
     clip_gradients,
     gradient_norm,
@@ -111,6 +112,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._sums = GradientSums(self.parts)
+        self._is_complete = False
 
     @property
     def _device(self) -> torch.device:
@@ -163,6 +165,7 @@ class Trainer:
             is_last = index == len(batches) - 1
             for loss in self._forward_backward(batch, num_targets, is_last=is_last):
                 loss_sum += loss
+        self._require_gradients()
         reduce_partial_gradients(self.parameters)
         self._sums.sum()
         if self.stages is not None:
@@ -170,6 +173,23 @@ class Trainer:
         if self.balancer is not None:
             self.balancer.finish()
         return self._world_sum(loss_sum) / num_targets, num_targets
+
+    def _require_gradients(self) -> None:
+        """Raises TitanliteError if DDP has left gradients unreduced, since one did not come.
+
+        DDP reduces a bucket when all of its gradients are there, and says nothing of one that is
+        not, until the next step.
+        """
+        if self._is_complete or not _is_replica(self.parts[0]):
+            return
+        for name, parameter in self.parts[0].named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise TitanliteError(
+                    f"{canonical_name(name)}: the loss does not depend on it, so DDP waits for its "
+                    "gradient, and does not reduce those beside it; use it, set its requires_grad "
+                    "to False, or shard with FSDP instead (data_parallel_shard_degree)"
+                )
+        self._is_complete = True
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Validation:
@@ -282,7 +302,7 @@ class Trainer:
         model: Any = self.parts[0]
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(enabled)
-        elif hasattr(model, "set_requires_gradient_sync"):
+        elif _is_replica(model):
             model.set_requires_gradient_sync(enabled)
 
     def _world_sum(self, value: Tensor) -> float:
@@ -292,3 +312,8 @@ class Trainer:
         values = values if self.is_counted else torch.zeros_like(values)
         dist.all_reduce(values)
         return values.tolist()
+
+
+def _is_replica(part: nn.Module) -> bool:
+    """Whether DDP wraps the part."""
+    return hasattr(part, "set_requires_gradient_sync") and not isinstance(part, FSDPModule)

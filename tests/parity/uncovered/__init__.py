@@ -2,7 +2,7 @@
 
 from titanlite.models import ModelSpec, register
 
-for name, model in (
+for name, build in (
     ("scaled", "Scaled"),
     ("scaled_sp", "ScaledSP"),
     ("undeclared_sp", "UndeclaredSP"),
@@ -20,7 +20,7 @@ for name, model in (
         ModelSpec(
             name=name,
             config="rotary_model.config:RotaryConfig",
-            build=f"uncovered.model:{model}",
+            build=f"uncovered.model:{build}",
             plan="uncovered.plan:PLANS",
         )
     )
