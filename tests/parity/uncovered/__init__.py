@@ -3,6 +3,7 @@
 from titanlite.models import ModelSpec, register
 
 for name, build in (
+    ("covered", "RotaryModel"),
     ("scaled", "Scaled"),
     ("scaled_sp", "ScaledSP"),
     ("undeclared_sp", "UndeclaredSP"),

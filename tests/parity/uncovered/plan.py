@@ -21,6 +21,7 @@ def _with_experts(plan: ParallelPlan) -> ParallelPlan:
 
 
 PLANS: dict[type[nn.Module], object] = {
+    RotaryModel: WHOLE,
     model.Scaled: WHOLE,
     model.ScaledSP: replace(SHARDED, partial_gradients=("shift",)),
     model.UndeclaredSP: SHARDED,
