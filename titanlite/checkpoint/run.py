@@ -149,11 +149,7 @@ class Checkpoints:
         warning = self._check(step)
         start = time.perf_counter()
         job = self._job
-        pieces = {
-            **self._weights(),
-            **state.optimizer_pieces(job),
-            **state.rng_pieces(job),
-        }
+        pieces = {**self._weights(), **state.optimizer_pieces(job)}
         folder = self._folder.unfinished(step, self._token)
         seal = self._sealer(
             folder,

@@ -21,6 +21,7 @@ from titanlite.experts import Balancer
 from titanlite.gradient_sums import GradientSums
 from titanlite.mesh.parallel_dims import axes_where
 from titanlite.names import canonical_name
+from titanlite.training.generators import Generators
 from titanlite.training.gradient_norm import (
     clip_gradients,
     gradient_norm,
@@ -109,6 +110,8 @@ class Trainer:
     """What `evaluate` computes besides the loss."""
     balancer: Balancer | None = None
     """Balances the experts of a model that has any."""
+    generators: Generators | None = None
+    """Seeds the random generators before each step and each validation."""
 
     def __post_init__(self) -> None:
         self._sums = GradientSums(self.parts)
@@ -157,6 +160,8 @@ class Trainer:
 
     def compute_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Run the forward and backward passes of a step; returns (mean loss, number of targets)."""
+        if self.generators is not None:
+            self.generators.start_step(self.scheduler.last_epoch + 1)
         num_targets = self._count_targets(batches)
         if self.balancer is not None:
             self.balancer.start(self._count_sequences(batches))
@@ -172,6 +177,8 @@ class Trainer:
             self.stages.copies.sum_gradients()
         if self.balancer is not None:
             self.balancer.finish()
+        if self.generators is not None:
+            self.generators.end_step()
         return self._world_sum(loss_sum) / num_targets, num_targets
 
     def _require_gradients(self) -> None:
@@ -196,6 +203,8 @@ class Trainer:
         """The mean loss and the metrics of all ranks' batches; ranks must have equally many."""
         # The sum and the count of the loss, then of each metric.
         totals = torch.zeros(1 + len(self.metrics), 2, dtype=torch.float64, device=self._device)
+        if self.generators is not None:
+            self.generators.start_validation()
         for part in self.parts:
             part.eval()
         for batch in batches:

@@ -95,8 +95,8 @@ def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
         if axis == "pp":
             yield (
                 f"{who} {be(who)} correct only after a sum over the stages that hold a copy of "
-                f"this weight{words}: each stage has only the gradient of its own use of the weight. "
-                "Sum the gradients of the copies before the optimizer step"
+                f"this weight{words}: each stage has only the gradient of its own use of the "
+                "weight. Sum the gradients of the copies before the optimizer step"
             )
             continue
         is_of_plan = axis == "tp" and isinstance(e, JobEvidence)
