@@ -55,6 +55,7 @@ from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
 from titanlite.registry import LOSSES, METRICS
+from titanlite.settings import start_settings
 from titanlite.tied import find_tied
 from titanlite.training.initialize import (
     LARGEST_WHOLE,
@@ -230,8 +231,9 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     `materialize` is given, it allocates the parts of the model instead, without initial values.
     """
     config, dims = resolved.config, resolved.dims
-    if config.debug.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
+    start_settings(
+        deterministic=config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+    )
     world.name_places(dims.describe_place)
     has_experts = bool(getattr(resolved.model, "num_experts", 0))
     meshes = build_meshes(dims, world.device.type, has_experts=has_experts)

@@ -60,8 +60,7 @@ class Checkpoints:
         self._folder = CheckpointFolder(Path(job.config.job.dump_folder) / section.folder)
         self._saves = section.enable and not section.load_only
         self._copies = Copies(
-            lasting=section.async_mode == "async_with_pinned_mem",
-            pinned=job.world.device.type == "cuda",
+            job.world.device, lasting=section.async_mode == "async_with_pinned_mem"
         )
         self._saving: concurrent.futures.Future[Any] | None = None
         self._saving_to = Path()
