@@ -93,7 +93,7 @@ def job(folder, **plan):
         "validation": {
             "enable": True, "freq": 2, "local_batch_size": 2, "metrics": ["margin"]
         },
-        "checkpoint": {"enable": True, "interval": 2},
+        "checkpoint": {"enable": True, "interval": 2, "async_mode": "async"},
         "activation_checkpoint": {"mode": "none"},
         "sampling": {"num_samples": 0},
         "parallelism": {"data_parallel_shard_degree": 1, **plan},
@@ -108,10 +108,16 @@ def on_step(event):
         raise ValueError("on purpose")
 
 titled = []
+
+def on_checkpoint(event):
+    # A collective call: all ranks come here at the same step.
+    assert len(list(event.job.whole_parameters())) == 8
+    titled.append(event.checkpoint.name)
+
 two = titanlite.train(
     job("two", tensor_parallel_degree=2),
     on_validation=lambda event: titled.append(event.validation_loss),
-    on_checkpoint=lambda event: titled.append(event.checkpoint.name),
+    on_checkpoint=on_checkpoint,
     on_end=lambda event: open(f"end{event.job.world.rank}", "w").write(json.dumps(titled)),
 )
 try:
