@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ from titanlite.errors import LostWorldError, TitanliteError
 from titanlite.ranks import stacks
 from titanlite.ranks.account import (
     dump_recorders,
+    gpu_is_overdue,
     is_overdue,
     sequence_numbers,
     show_stack,
@@ -66,7 +68,8 @@ class Traces:
 class Watch:
     """The watchdog of one rank. The main thread calls `explain` if it has an error.
 
-    `store` is shared by all ranks and used by nothing else. `describe_place` gives the mesh
+    `store` is shared by all ranks and used by nothing else. `on_gpu` says that ranks communicate by
+    NCCL. `describe_place` gives the mesh
     coordinates of any rank, so that a report has them for ranks that do not respond, too.
     """
 
@@ -77,6 +80,8 @@ class Watch:
         timeout_seconds: float,
         traces: Traces | None = None,
         describe_place: Callable[[int], str] = lambda rank: "",
+        *,
+        on_gpu: bool = False,
     ) -> None:
         self._rank, self._world_size = place.rank, place.world_size
         self._store = store
@@ -94,6 +99,7 @@ class Watch:
         self._timeout_key = "comm.init_timeout_seconds"
         self._still_since = time.monotonic()
         self._still: Any = None
+        self._on_gpu, self._gpu_seen = on_gpu, -math.inf
         self.describe_place = describe_place
         self._axes: dict[str, str] = {}
         self._box = BlackBox(self._folder, place.rank, self._main)
@@ -246,6 +252,9 @@ class Watch:
 
         gloo's collectives time out by themselves. Its P2P messages use the timeout with which their
         group was created, and NCCL's collectives return before the device has completed them.
+
+        A rank on a GPU that has not moved for so long may still be well, in a long kernel or a long
+        computation on the CPU. So its flight recorder is read only once in each timeout.
         """
         state = (sequence_numbers(), stack)
         now = time.monotonic()
@@ -253,7 +262,14 @@ class Watch:
             self._still, self._still_since = state, now
             return False
         seconds = now - self._still_since
-        return seconds > self._timeout_seconds and is_overdue(stack, seconds)
+        if seconds <= self._timeout_seconds:
+            return False
+        if is_overdue(stack, seconds):
+            return True
+        if not self._on_gpu or now - self._gpu_seen <= self._timeout_seconds:
+            return False
+        self._gpu_seen = now
+        return gpu_is_overdue()
 
     def _end_together(self, reason: str) -> None:
         is_reporter = self._store.add("alarm", 1) == 1
@@ -368,9 +384,11 @@ def watching(
     timeout_seconds: float,
     traces: Traces | None,
     describe_place: Callable[[int], str],
+    *,
+    on_gpu: bool = False,
 ) -> Iterator[Watch]:
     """Inside, a Watch runs in this rank. Raises LostWorldError for errors reported elsewhere."""
-    watch = Watch(place, store, timeout_seconds, traces, describe_place)
+    watch = Watch(place, store, timeout_seconds, traces, describe_place, on_gpu=on_gpu)
     with before_abort(watch.prepare_abort):
         try:
             with watch.explaining():

@@ -135,7 +135,14 @@ def open_world(
         exits.callback(_leave_group)
         if store is not None:
             watch = exits.enter_context(
-                watching(place, store, init_timeout_seconds, traces, describe_place)
+                watching(
+                    place,
+                    store,
+                    init_timeout_seconds,
+                    traces,
+                    describe_place,
+                    on_gpu=device_type == "cuda",
+                )
             )
         dist.init_process_group(
             backend,
