@@ -2,8 +2,8 @@
 
 They belong to the process, so a run must not find those of the run before it, nor leave its own.
 Only this module changes them. `own_settings` puts back what a run has changed; open_world enters
-it, and so does whatever builds one job after another in a world. `start_settings` gives each
-setting of a job the value that the job asks for, or else its usual value, when the job is built.
+it, and so does whatever builds one job after another in a world. When a job is built,
+`start_settings` sets what the job may not mention; the steps then set what it asks for.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from titanlite.ranks.fork_server import set_environment
 
 
 class Setting(NamedTuple):
-    """A setting of torch: an attribute of a module, and the value that a job usually has."""
+    """A setting of torch: an attribute of a module."""
 
     module: str
     name: str
-    usual: Any
 
 
-MEMORY_BUDGET = Setting("torch._functorch.config", "activation_memory_budget", 1.0)
-DDP_GRAPHS = Setting("torch._dynamo.config", "optimize_ddp", True)
-FUSES_PRODUCTS = Setting("torch._inductor.config", "_micro_pipeline_tp", False)
-LAST_PASS = Setting("torch._inductor.config", "post_grad_custom_post_pass", None)
-CACHE_TAG = Setting("torch.compiler.config", "cache_key_tag", "")
-# Every job that compiles sets it; for another it has no meaning.
-COMPILE_THREADS = Setting("torch._inductor.config", "compile_threads", None)
+MEMORY_BUDGET = Setting("torch._functorch.config", "activation_memory_budget")
+DDP_GRAPHS = Setting("torch._dynamo.config", "optimize_ddp")
+FUSES_PRODUCTS = Setting("torch._inductor.config", "_micro_pipeline_tp")
+LAST_PASS = Setting("torch._inductor.config", "post_grad_custom_post_pass")
+COMPILE_THREADS = Setting("torch._inductor.config", "compile_threads")
+CACHE_TAG = Setting("torch.compiler.config", "cache_key_tag")
+# The values for a job that does not ask for others. The other settings are set by each build, one
+# way or the other, or have no meaning for a job that does not set them.
+USUAL = {MEMORY_BUDGET: 1.0, DDP_GRAPHS: True}
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RECORDER = "TORCH_FR_BUFFER_SIZE"
@@ -59,12 +60,12 @@ def change(setting: Setting, value: Any) -> None:
 
 
 def start_settings(*, deterministic: bool = False, warn_only: bool = False) -> None:
-    """Set what each job of a process needs anew: no setting of an earlier job stays."""
+    """Undo what an earlier job of this process has set and a later one does not mention."""
     _set_deterministic((deterministic, warn_only))
-    for setting in (MEMORY_BUDGET, DDP_GRAPHS, FUSES_PRODUCTS, LAST_PASS, CACHE_TAG):
+    for setting, value in USUAL.items():
         # A setting whose module is not imported has its usual value.
         if setting.module in sys.modules:
-            change(setting, setting.usual)
+            change(setting, value)
 
 
 @contextlib.contextmanager
