@@ -69,3 +69,15 @@ def test_a_cpu_job_with_offload_and_saves_opens_no_context(tmp_path: Path, mode:
 def test_the_gpus_are_counted_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.Path, "exists", lambda _: True)
     assert count_gpus() == 2
+
+
+def test_nothing_asks_whether_the_machine_has_gpus_to_decide_what_a_job_does() -> None:
+    """What a machine has says nothing of where a job runs: that is its device."""
+    root = Path(titanlite.__file__).parent
+    asking = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if "cuda.is_available" in path.read_text()
+    }
+    # A mend of inductor that only GPUs need; and a job that is planned for a GPU.
+    assert asking == {"parallelize/torchao.py", "plan/fake_world.py"}
