@@ -107,7 +107,10 @@ class Checkpoints:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a background save has failed; `wait` raises its error on every rank."""
+        """Whether a background save has failed on this rank.
+
+        The run then stops, which the ranks agree on, and `wait` raises the error on every rank.
+        """
         return self._saving is not None and self._saving.done() and bool(self._saving.exception())
 
     @property
