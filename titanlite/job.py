@@ -56,6 +56,7 @@ from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
 from titanlite.registry import LOSSES, METRICS
+from titanlite.settings import start_settings
 from titanlite.tensor_account import (
     TensorAccount,
     account_of,
@@ -254,8 +255,9 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     `materialize` is given, it allocates the parts of the model instead, without initial values.
     """
     config, dims = resolved.config, resolved.dims
-    if config.debug.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
+    start_settings(
+        deterministic=config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+    )
     world.name_places(dims.describe_place)
     data = spec_for(config)
     model, plan = _build_model(resolved, data)

@@ -122,6 +122,7 @@ class Reporter:
                 profiling.profiler_active,
                 profiling.profiler_warmup,
                 first_step=self._first_step,
+                device_type=world.device.type,
             )
         )
         self._snapshots = self._exits.enter_context(

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import state
@@ -61,8 +62,7 @@ class Checkpoints:
         self._folder = CheckpointFolder(Path(job.config.job.dump_folder) / section.folder)
         self._saves = section.enable and not section.load_only
         self._copies = Copies(
-            lasting=section.async_mode == "async_with_pinned_mem",
-            pinned=job.world.device.type == "cuda",
+            job.world.device, lasting=section.async_mode == "async_with_pinned_mem"
         )
         self._saving: concurrent.futures.Future[Any] | None = None
         self._saving_to = Path()
@@ -108,7 +108,10 @@ class Checkpoints:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a background save has failed; `wait` raises its error on every rank."""
+        """Whether a background save has failed on this rank.
+
+        The run then stops, which the ranks agree on, and `wait` raises the error on every rank.
+        """
         return self._saving is not None and self._saving.done() and bool(self._saving.exception())
 
     @property
@@ -123,23 +126,27 @@ class Checkpoints:
         must pass the same arguments.
         """
         self._has_gone_on = True
-        if self._saving is not None and self._saving.done() and not self.has_failed:
+        line = ""
+        if self._is_due(step, is_last=is_last, stops=stops):
+            # This waits for the background save before it.
+            line = self._save_now(step, is_last=is_last, stops=stops)
+        elif self._saving is not None and self._all_are_done(self._saving):
             self.wait()
-        line = self._save_if_due(step, is_last=is_last, stops=stops)
         ended, self._ended = self._ended, ""
         return "\n".join(filter(None, (ended, line)))
 
     def take_saved(self) -> list[Path]:
-        """The checkpoints that were completed since the last call."""
+        """The checkpoints completed since the last call; every rank gets them at the same step."""
         saved, self._saved = self._saved, []
         return saved
 
-    def _save_if_due(self, step: int, *, is_last: bool, stops: bool) -> str:
+    def _is_due(self, step: int, *, is_last: bool, stops: bool) -> bool:
         section = self._section
         is_first = step == 1 and section.enable_first_step_checkpoint
-        if not self._saves or not (is_last or stops or is_first or step % section.interval == 0):
-            return ""
-        if is_last and section.last_save_model_only:
+        return self._saves and (is_last or stops or is_first or step % section.interval == 0)
+
+    def _save_now(self, step: int, *, is_last: bool, stops: bool) -> str:
+        if is_last and self._section.last_save_model_only:
             return self.save_weights(step)
         return self.save(step, in_background=not (is_last or stops))
 
@@ -209,6 +216,17 @@ class Checkpoints:
         """Compare the copies of tensors that are about to be saved; a line of warning, or ""."""
         warning = check_copies(self._job, f"before step-{step} is saved")
         return f"warning: {warning}\n" if warning else ""
+
+    @staticmethod
+    def _all_are_done(saving: concurrent.futures.Future[Any]) -> bool:
+        """Whether a background save is done on every rank; a collective call.
+
+        The ranks finish at different times, but must act at the same step: on_checkpoint may
+        communicate. They agree over training's group, since the saving thread uses the other one.
+        """
+        is_pending = torch.tensor(int(not saving.done()))
+        dist.all_reduce(is_pending, op=dist.ReduceOp.MAX)
+        return not is_pending.item()
 
     def wait(self) -> None:
         """Wait until the background save, if any, is done; raises its error."""

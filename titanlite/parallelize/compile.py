@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
 import torch
-import torch._inductor.config
-import torch.compiler.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite import settings
 from titanlite.experts import expert_layers
 from titanlite.parallelize.arguments import Plan, as_plan, check_choice, check_flags
 from titanlite.parallelize.plan import find_container
@@ -40,10 +38,9 @@ def apply_compile(
         known = torch._dynamo.list_backends(exclude_tags=())
         check_choice("apply_compile", "backend", backend, known)
     # All ranks compile at the same time, so each uses only its share of the cores.
-    torch._inductor.config.compile_threads = torch.get_num_threads()
+    settings.change(settings.COMPILE_THREADS, torch.get_num_threads())
     if dist.is_initialized() and dist.get_rank() != 0:
-        # Its warnings about activation checkpointing are shown on rank 0 only.
-        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+        settings.silence_compiler()
     container = find_container(model, plan, "compile")
     blocks = list(container.named_children())
     for key, block in blocks:
@@ -65,7 +62,7 @@ def keep_caches_apart(tp_mesh: DeviceMesh | None) -> None:
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     if tp_mesh is not None:
         tag += f" {tp_mesh.get_group().group_name} {tp_mesh.get_local_rank()}"
-    torch.compiler.config.cache_key_tag = tag
+    settings.change(settings.CACHE_TAG, tag)
 
 
 def _wait_for_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -31,6 +30,7 @@ from titanlite.parallelize.arguments import (
     check_mesh,
 )
 from titanlite.parallelize.plan import find_blocks
+from titanlite.settings import ignore_warnings
 from titanlite.tied import find_tied
 
 RESHARD = ("default", "always", "never")
@@ -83,10 +83,12 @@ def apply_fsdp(
         # FSDP2 warns about views because in-place changes to them would skip a hook. The output of
         # a tensor-parallel style is such a view if it is the local tensor of a DTensor, and so is
         # that of a frozen linear layer.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        ignore_warnings("FSDP2-wrapped module .* returned a view tensor")
     reshard = {"always": True, "never": False, "default": not pipelined}[reshard_after_forward]
     offload = (
-        CPUOffloadPolicy(pin_memory=pin_memory and can_pin()) if cpu_offload else OffloadPolicy()
+        CPUOffloadPolicy(pin_memory=pin_memory and can_pin(dp_mesh.device_type))
+        if cpu_offload
+        else OffloadPolicy()
     )
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
@@ -148,12 +150,12 @@ def apply_fsdp(
     return units
 
 
-def can_pin() -> bool:
-    """Whether CPU memory can be pinned: that needs an accelerator's driver.
+def can_pin(device_type: str) -> bool:
+    """Whether the ranks of this device can pin CPU memory: that needs a CUDA context.
 
     Source: https://github.com/pytorch/pytorch/issues/150240
     """
-    return torch.cuda.is_available()
+    return device_type == "cuda"
 
 
 def _keep_scalars(model: nn.Module, dp_mesh: DeviceMesh) -> set[nn.Parameter]:

@@ -314,7 +314,7 @@ def data_parallel(part: Part) -> PlanRow:
     if is_mixed:
         notes.append(f"computes in {param}, reduces in {reduce}")
     if training.enable_cpu_offload:
-        pinned = training.cpu_offload_pin_memory and can_pin()
+        pinned = training.cpu_offload_pin_memory and can_pin(meshes.world.device_type)
         notes.append(f"parameters on the CPU, {'pinned' if pinned else 'not pinned'}")
     return PlanRow("data parallel", requested, active, "; ".join(notes))
 

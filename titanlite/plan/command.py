@@ -109,8 +109,6 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
     plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
     plan.notes.extend(notes)
-    print(_first_screen(resolved, plan), end="\n\n")
-    print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
     if options.json:
         _write("--json", options.json, json.dumps(figures(plan), indent=1))
     if options.html:
@@ -122,6 +120,9 @@ def main(arguments: Sequence[str]) -> int:
             _write("--trace", options.trace, make_trace(timeline))
         if options.svg:
             _write("--svg", options.svg, draw_schedules(timeline, measured))
+    # Files first: what reads the output may close it early, as `head` does.
+    print(_first_screen(resolved, plan), end="\n\n")
+    print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
     return 0
 
 
@@ -160,8 +161,6 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
     space = report.make_space(config, reading.draft(num_ranks), num_ranks, hardware, keys)
     report.terminal_note()
     result = report.run_search(space, hardware, exhaustive=options.exhaustive)
-    print(report.show_search(result, hardware))
-    print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
     found = report.search_figures(result, hardware)
     if options.json:
         _write("--json", options.json, json.dumps(found, indent=1))
@@ -171,6 +170,8 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
         # The job as it was given: it may run on another device than the one it is planned for.
         best = override(asked, result.best[0].changes)
         _write("--best", options.best, report.write_toml(best))
+    print(report.show_search(result, hardware))
+    print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
     return 0 if result.best and not result.failures else 1
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +30,7 @@ from titanlite.plan.recorder import Recorder
 from titanlite.plan.scratch import BY_DEVICE
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.machine import num_cores
+from titanlite.settings import ignore_warnings, own_settings
 from titanlite.tensor_account import TensorAccount, merged, require_whole
 from titanlite.training.shards import local_part
 
@@ -106,9 +106,9 @@ def _built(resolved: ResolvedJob, rank: int) -> Iterator[tuple[Job, FakeTensorMo
     """The job of `rank`, with fake tensors of that mode; its fake world exists inside."""
     planned = _planned_device(resolved)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(own_settings())
         # What torch warns of, a run of the job says too.
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+        ignore_warnings(category=UserWarning, module=r"torch\.")
         device = "cpu" if offloads(resolved) else planned
         world = stack.enter_context(fake_world(rank, resolved.dims.world_size, device))
         stack.enter_context(stand_ins(planned))

@@ -200,7 +200,10 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Validation:
-        """The mean loss and the metrics of all ranks' batches; ranks must have equally many."""
+        """The mean loss and the metrics of all ranks' batches; ranks must have equally many.
+
+        Raises TitanliteError, on all ranks, if no batch of any rank has a target.
+        """
         # The sum and the count of the loss, then of each metric.
         totals = torch.zeros(1 + len(self.metrics), 2, dtype=torch.float64, device=self._device)
         if self.generators is not None:
@@ -226,6 +229,11 @@ class Trainer:
                 if isinstance(module, FSDPModule):
                     module.reshard()
         (loss_sum, num_targets), *sums = self._world_sums(totals)
+        if not num_targets:
+            raise TitanliteError(
+                "validation.dataset: the samples that are read have no target, so their loss has "
+                "no mean; give a data set with targets, or set validation.enable = false"
+            )
         means = [total / count if count else math.nan for total, count in sums]
         return Validation(loss_sum / num_targets, dict(zip(self.metrics, means, strict=True)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 def verify_one(options: Options) -> int:
     """Verify the job that the options name."""
     from titanlite.verify.report import format_header, format_verification, to_json
-    from titanlite.verify.verify import Verification, Verifier
+    from titanlite.verify.verify import Verifier
 
     if options.json:
         _require_writable(options.json)
@@ -103,13 +104,15 @@ def verify_one(options: Options) -> int:
         raise ConfigError("--replay-routing: the model has no experts; remove it")
     source = config.job.config_file or ""
 
+    def show(text: str) -> None:
+        # A reader that has closed the output must not cost the file that is asked for.
+        with contextlib.suppress(*([BrokenPipeError] if options.json else [])):
+            print(text, flush=True)
+
     steps = options.steps or DEFAULT_STEPS
     if options.until_stable:
         steps, begins = steps_until_stable(config)
-        print(f"{steps} steps: {', '.join(begins)}", flush=True)
-
-    def show_header(found: Verification) -> None:
-        print(format_header(found, source, shrunk), end="\n\n", flush=True)
+        show(f"{steps} steps: {', '.join(begins)}")
 
     with Verifier(start.device_type, max_ranks=config.job.max_local_ranks) as verifier:
         found = verifier.verify(
@@ -118,13 +121,13 @@ def verify_one(options: Options) -> int:
             reloads=True,
             dtype=options.dtype,
             replay=options.replay_routing,
-            on_start=show_header,
+            on_start=lambda found: show(format_header(found, source, shrunk) + "\n"),
         )
+    if options.json:
+        _write(options.json, json.dumps(to_json(found, source, shrunk), indent=1) + "\n")
     print(format_verification(found))
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
-    if options.json:
-        _write(options.json, json.dumps(to_json(found, source, shrunk), indent=1) + "\n")
     return 0 if found.agrees else 1
 
 

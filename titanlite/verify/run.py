@@ -28,6 +28,7 @@ from titanlite.errors import TitanliteError
 from titanlite.job import Job, build_job
 from titanlite.ranks.account import recorded_calls
 from titanlite.ranks.world import World
+from titanlite.settings import own_settings
 from titanlite.training.initialize import generator_for
 from titanlite.training.shards import local_part, shard_of, whole_tensor
 from titanlite.verify.agreement import (
@@ -252,21 +253,20 @@ def check_formats(world: World, resolved: ResolvedJob, patch: Patch | None) -> t
 @contextlib.contextmanager
 def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
     """Build the job in a world that is reused from job to job."""
-    # Otherwise shapes of this job could find compiled code of the previous one.
-    torch._dynamo.reset()
-    # Ranks forked from one process share its random state; ranks on different machines do not. A
-    # different seed on each rank makes missing seeds show up here too.
-    seed = hash((world.rank, time.monotonic_ns())) % 2**32
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    try:
-        job = build_job(resolved, world)
-        # Nor does the job seed its steps: what it draws differs from run to run, and shows up.
-        job.trainer.generators = None
-        yield job
-    finally:
-        gc.collect()
+    with own_settings():
+        # Ranks forked from one process share its random state; ranks on different machines do not.
+        # A different seed on each rank makes missing seeds show up here too.
+        seed = hash((world.rank, time.monotonic_ns())) % 2**32
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            job = build_job(resolved, world)
+            # Nor does the job seed its steps: what it draws differs from run to run, and shows up.
+            job.trainer.generators = None
+            yield job
+        finally:
+            gc.collect()
 
 
 @contextlib.contextmanager
