@@ -8,6 +8,7 @@ verification, sampling and benchmarks all run on a Job.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from titanlite.attention import Layout, make_layout
 from titanlite.batch import Batch, check_forward, takes
 from titanlite.config import ResolvedJob, load_model_spec
 from titanlite.config.data import source_arguments, spec_for
+from titanlite.config.degrees import DEGREES
 from titanlite.config.schema import JobConfig
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, read_batch
 from titanlite.data.spec import Dataset, DatasetSpec
@@ -50,6 +52,7 @@ from titanlite.parallelize.async_tensor_parallel import (
 )
 from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.parallelize.float8 import choose_layers, none_left, refused_shapes
+from titanlite.parallelize.plan import NEEDED, lacks_plan
 from titanlite.parallelize.tensor_parallel import check_tied_placements
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
@@ -261,15 +264,9 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = draws_by_name(model)
     flops_per_token = _count_flops(resolved, model, data, dataset)
-    made = split_and_parallelize(
-        model,
-        config,
-        dims,
-        meshes,
-        resolved.pipeline,
-        _example(resolved, data, dataset, layout),
-        plan,
-    )
+    example = _example(resolved, data, dataset, layout)
+    with _as_config_error():
+        made = split_and_parallelize(model, config, dims, meshes, resolved.pipeline, example, plan)
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
     row = None
     if materialize is not None:
@@ -395,9 +392,13 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
     spec = load_model_spec(resolved.config)
     with torch.device("meta"):
         model = build_model(spec, resolved.model, DTYPES[resolved.config.training.dtype])
-    try:
+    with _as_config_error():
         check_forward(model, ["positions", "token_numbers", *data.fields])
         plan = plan_of(spec, model)
+        for axis in NEEDED if plan.is_derived else ():
+            if resolved.dims.degrees[axis] > 1:
+                why = lacks_plan(model, axis)
+                raise ConfigError(f"parallelism.{DEGREES[axis]}: {why}, or give 1")
         if resolved.dims.tp_enabled:
             check_tied_placements(
                 model,
@@ -405,11 +406,18 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
                 resolved.dims.tp,
                 loss_parallel=uses_loss_parallel(resolved.config, resolved.dims),
             )
+    return model, plan
+
+
+@contextlib.contextmanager
+def _as_config_error() -> Iterator[None]:
+    """Inside, a TitanliteError about the model becomes a ConfigError."""
+    try:
+        yield
     except ConfigError:
         raise
     except TitanliteError as error:
-        raise ConfigError(f"model.name: {error}") from None
-    return model, plan
+        raise ConfigError(f"model.name: {error}") from error.__cause__
 
 
 def _initialize(

@@ -72,7 +72,7 @@ def apply_tp(
     A tied weight is distributed once, and all its names keep one DTensor. Raises TitanliteError for
     an invalid argument, and if the plan gives the names of a tied weight different placements.
     """
-    plan = as_plan("apply_tp", model, plan)
+    plan = as_plan("apply_tp", model, plan, axis="tp")
     check_mesh("apply_tp", "tp_mesh", tp_mesh)
     check_flags("apply_tp", loss_parallel=loss_parallel)
     styles = _styles_of(plan, loss_parallel)
