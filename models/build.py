@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.batch import Batch, call_model, set_call
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError, TitanliteError, user_line
 from titanlite.models import ModelSpec, load
 from titanlite.parallelize.plan import ParallelPlan, check_plan, find_blocks, find_plan, lacks_plan
 from titanlite.tied import find_tied, tie
@@ -25,7 +25,23 @@ def build_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype) -> nn.Module:
     ConfigError if the registered functions cannot be imported or do not return a model.
     """
     inputs, output = _load(spec, "inputs"), _load(spec, "output")
-    model = _load(spec, "build")(sizes)
+    build = _load(spec, "build")
+    try:
+        model = build(sizes)
+    except TitanliteError:
+        raise
+    except Exception as error:  # a user's model may raise anything
+        where = f" ({line})" if (line := user_line(error)) else ""
+        advice = "correct it"
+        if "meta tensors" in str(error):
+            advice = (
+                'the model is built on the "meta" device, without values: compute what depends on '
+                "values in forward, or in init_weights()"
+            )
+        raise ConfigError(
+            f"model.name: building {spec.name} fails with {type(error).__name__}: {error}{where}; "
+            f"{advice}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model.name: `build` of {spec.name} returns a {type(model).__name__}; return an "

@@ -200,7 +200,16 @@ def set_call(
 
         def only_output(module: nn.Module, _inputs: Any, result: Any) -> Any:
             passes_on = hasattr(module, PASSES_ON) and isinstance(result, tuple)
-            return result if isinstance(result, Tensor) or passes_on else output(result)
+            if isinstance(result, Tensor) or passes_on:
+                return result
+            try:
+                return output(result)
+            except Exception as error:  # a user's function may raise anything
+                raise TitanliteError(
+                    f"`output` fails on the {type(result).__name__} that forward of "
+                    f"{type(module).__name__} returns, with {type(error).__name__}: {error}; "
+                    "correct it where the model is registered"
+                ) from error
 
         model.register_forward_hook(only_output)
 

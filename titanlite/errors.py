@@ -79,9 +79,9 @@ def user_line(error: BaseException) -> str:
     "" if there is none. The shipped models count as a user's code.
     """
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        module = f"{frame.f_globals.get('__name__', '')}."
-        is_ours = module.startswith("titanlite.") and not module.startswith("titanlite.models.")
-        if not is_ours and not module.startswith("torch."):
+        package, _, rest = frame.f_globals.get("__name__", "").partition(".")
+        is_model = rest.startswith("models.") and rest != "models.build"
+        if package not in ("titanlite", "torch") or (package == "titanlite" and is_model):
             path = frame.f_code.co_filename
             text = linecache.getline(path, number).strip()
             place = f"{path.rpartition('/')[2]}, line {number}"

@@ -26,7 +26,7 @@ from titanlite.config.degrees import DEGREES
 from titanlite.config.schema import JobConfig
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, read_batch
 from titanlite.data.spec import Dataset, DatasetSpec
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError, TitanliteError, user_line
 from titanlite.experts import Balancer, expert_layers
 from titanlite.mesh.device_mesh import Meshes, build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
@@ -567,4 +567,20 @@ def _build_dataset(resolved: ResolvedJob, split: str) -> Dataset:
     config = resolved.config
     name = config.training.dataset if split == "train" else config.validation_dataset
     arguments = source_arguments(config, resolved.model, resolved.seq_len, split)
-    return spec_for(config, name).make(**arguments)
+    key = f"{arguments['path_key'].partition('.')[0]}.dataset"
+    try:
+        dataset = spec_for(config, name).make(**arguments)
+    except TitanliteError:
+        raise
+    except Exception as error:  # a user's data set may raise anything
+        where = f" ({line})" if (line := user_line(error)) else ""
+        raise ConfigError(
+            f"{key}: building {name} fails with {type(error).__name__}: {error}{where}; correct it"
+        ) from error
+    for needed in ("sample", "num_samples"):
+        if not hasattr(dataset, needed):
+            raise ConfigError(
+                f"{key}: {name} is a {type(dataset).__name__}, which has no `{needed}`; give it "
+                "sample(index) and num_samples, the number of samples or None"
+            )
+    return dataset

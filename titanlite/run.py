@@ -57,6 +57,7 @@ def train_on_rank(
     A run that saves checkpoints resumes from the newest one, and stops early on request.
     """
     from titanlite.checkpoint.run import Checkpoints
+    from titanlite.failing import naming_failures
     from titanlite.job import build_job
     from titanlite.ranks.watch import Traces
     from titanlite.ranks.world import open_world
@@ -94,7 +95,8 @@ def train_on_rank(
                 reporter.say(checkpoints.save(0))
                 return recording.end()
             for step in range(checkpoints.first_step, config.training.steps + 1):
-                result = job.step(step)
+                with naming_failures(job):
+                    result = job.step(step)
                 if step == checkpoints.first_step:
                     world.set_timeout(comm.train_timeout_seconds)
                 if step % config.training.gc_freq == 0 or config.training.gc_debug:

@@ -220,12 +220,69 @@ class _Stage(PipelineStage):
             del part.set_requires_gradient_sync
 
 
+@torch.no_grad()
+def sent_by_stages(plain_parts: Sequence[nn.Module], batch: Batch) -> list[tuple[Tensor, ...]]:
+    """What each stage but the last sends to the next for `batch`, all on "meta".
+
+    Runs all stages as split_model returns them. Raises TitanliteError if one does not run, because
+    its forward uses a module of another stage, or if it returns something that cannot be sent.
+    """
+    x: Any = None
+    sent = []
+    last = len(plain_parts) - 1
+    for stage, part in enumerate(plain_parts):
+        name = type(part).__name__
+        try:
+            x = call_model(part, batch, x)
+        except Exception as error:  # a user's forward may raise anything
+            advice = _lacking(plain_parts, stage, error)
+            if stage == last and not advice:
+                break  # it may need values, and its output is not needed here
+            if not advice:
+                source = "the model's input" if stage == 0 else f"what stage {stage - 1} returns"
+                given = _in_words(batch.input if stage == 0 else x)
+                advice = f"its first argument is {source}, {given}"
+            where = f" ({line})" if (line := user_line(error)) else ""
+            raise TitanliteError(
+                f"stage {stage} of {name} fails in forward{where} with {type(error).__name__}: "
+                f"{error}; {advice}"
+            ) from error
+        if stage == last:
+            break
+        outputs = _tensors(x)
+        if not outputs or not all(isinstance(one, Tensor) for one in outputs):
+            raise TitanliteError(
+                f"stage {stage} of {name} returns {_in_words(x)}; return a tensor, or a tuple of "
+                "tensors, which are the first arguments of the next stage"
+            )
+        sent.append(outputs)
+    return sent
+
+
+def _lacking(plain_parts: Sequence[nn.Module], stage: int, error: Exception) -> str:
+    """What to do if a stage fails because it lacks a module; "" if that is not the reason."""
+    own = {name for name, _ in plain_parts[stage].named_modules()}
+    others = dict.fromkeys(name for part in plain_parts for name, _ in part.named_modules())
+    lacks = [name for name in others if name not in own and name.rpartition(".")[0] in own]
+    leaves = {name.rpartition(".")[2] for name in lacks}
+    is_key = isinstance(error, KeyError) and str(error.args[0]) in leaves
+    is_index = isinstance(error, IndexError) and bool(leaves)
+    if not (lacks and (is_key or is_index or "'NoneType'" in str(error))):
+        return ""
+    shown = ", ".join(lacks[:6]) + (", ..." if len(lacks) > 6 else "")
+    return (
+        f"this stage lacks {shown}, which other stages have: let forward skip a module that is "
+        "None, as in `x if self.embed is None else self.embed(x)`, and go over the blocks that "
+        "are there, as in `for block in self.blocks`; or give the plan a stage_forward"
+    )
+
+
 def _tensors(x: Any) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
 def _in_words(x: Any) -> str:
-    """A stage's output: "a float32 tensor [2, 8]", "a tuple of 2", "a dict"."""
+    """A stage's output: "a float32 tensor [2, 8]", "a tuple of ...", "a dict"."""
     if isinstance(x, Tensor):
         return f"a {str(x.dtype).removeprefix('torch.')} tensor {list(x.shape)}"
     if isinstance(x, tuple):
@@ -384,44 +441,13 @@ class PipelineRunner:
                     yield name, place, parameter
 
     def _activations(self, batch_size: int) -> list[tuple[Tensor, ...]]:
-        """What each stage but the last sends to the next, as sharded on this rank, on "meta".
-
-        Raises TitanliteError if a stage does not run: its forward uses a module of another stage,
-        or returns something else than a tensor or a tuple of tensors.
-        """
-        if batch_size in self._known:
-            return self._known[batch_size]
-        # Only shapes matter, so the batch repeats one sequence.
-        batch = join([self._example.rows(0, 1)] * batch_size)
-        x: Any = None
-        activations = []
-        with torch.no_grad():
-            for stage, part in enumerate(self._plain_parts):
-                is_last = stage == len(self._plain_parts) - 1
-                try:
-                    x = call_model(part, batch, x)
-                except Exception as error:
-                    lacking = self._lacking(stage, error)
-                    if is_last and not lacking:
-                        break  # it may need values, and nobody needs its output here
-                    name, line = type(part).__name__, user_line(error)
-                    raise TitanliteError(
-                        f"stage {stage} of {name} fails in forward ({line}) with "
-                        f"{type(error).__name__}: {error}; {lacking or self._received(stage, x)}"
-                    ) from error
-                if is_last:
-                    break
-                sent = _tensors(x)
-                if not sent or not all(isinstance(one, Tensor) for one in sent):
-                    raise TitanliteError(
-                        f"stage {stage} of {type(part).__name__} returns {_in_words(x)}; return a "
-                        "tensor, or a tuple of tensors, which are the first arguments of the next "
-                        "stage"
-                    )
-                x = sent if isinstance(x, tuple) else x
-                activations.append(tuple(map(self._sharded, sent)))
-        self._known[batch_size] = activations
-        return activations
+        """What each stage but the last sends to the next, as sharded on this rank, on "meta"."""
+        if batch_size not in self._known:
+            # Only shapes matter, so the batch repeats one sequence.
+            batch = join([self._example.rows(0, 1)] * batch_size)
+            sent = sent_by_stages(self._plain_parts, batch)
+            self._known[batch_size] = [tuple(map(self._sharded, of_stage)) for of_stage in sent]
+        return self._known[batch_size]
 
     def _sharded(self, activation: Tensor) -> Tensor:
         """An activation as this rank sends it. One that has gradients has the pipeline's dtype."""
@@ -431,31 +457,6 @@ class PipelineRunner:
         is_float = activation.is_floating_point()
         dtype = self._dtype if is_float else activation.dtype
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=is_float)
-
-    def _lacking(self, stage: int, error: Exception) -> str:
-        """What to do if a stage fails because it lacks a module; "" if that is not the reason."""
-        own = {name for name, _ in self._plain_parts[stage].named_modules()}
-        lacks = [
-            name
-            for part in self._plain_parts
-            for name, _ in part.named_modules()
-            if name not in own and name.rpartition(".")[0] in own
-        ]
-        leaves = {name.rpartition(".")[2] for name in lacks}
-        is_key = isinstance(error, KeyError) and str(error.args[0]) in leaves
-        if not (is_key or isinstance(error, IndexError) or "'NoneType'" in str(error)) or not lacks:
-            return ""
-        shown = ", ".join(lacks[:6]) + (", ..." if len(lacks) > 6 else "")
-        return (
-            f"this stage lacks {shown}, which other stages have: let forward skip a module that is "
-            "None, as in `x if self.embed is None else self.embed(x)`, and go over the blocks that "
-            "are there, as in `for block in self.blocks`; or give the plan a stage_forward"
-        )
-
-    def _received(self, stage: int, x: Any) -> str:
-        if stage == 0:
-            return f"its first argument is the model's input, {_in_words(self._example.input)}"
-        return f"its first arguments are what stage {stage - 1} returns, {_in_words(x)}"
 
     def _make_stage(self, stage: int) -> _Stage:
         """The stage with all shapes given, so that PyTorch does not run the model to infer them."""

@@ -144,6 +144,12 @@ def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
                 f"names, ({names!r},)"
             )
         for name in names:
+            if plan.blocks is not None and f"{plan.blocks}.".startswith(f"{name}." if name else ""):
+                raise TitanliteError(
+                    f"`{group}` of the plan of {type(model).__name__} names "
+                    f"{repr(name) if name else 'the whole model'}, which has the blocks "
+                    f"'{plan.blocks}' in it; name the modules outside the blocks"
+                )
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 children = ", ".join(child for child, _ in model.named_children())

@@ -99,15 +99,47 @@ def apply_tp(
             whole = _style_of_short_table(module, style, tp_mesh.size())
             try:
                 parallelize_module(module, tp_mesh, whole or style)
-            except TitanliteError as error:
+            except Exception as error:  # a style may raise anything
+                what = f"{name or 'the model'} ({type(module).__name__})"
+                if isinstance(error, TitanliteError):
+                    raise TitanliteError(f"tensor-parallel plan, {what}: {error}") from None
                 raise TitanliteError(
-                    f"tensor-parallel plan, {name or 'the model'}: {error}"
-                ) from None
+                    f"tensor-parallel plan, {describe_entry(pattern, style)} on {what}: "
+                    f"{' '.join(str(error).split()) or type(error).__name__}; "
+                    f"{_instead(name, module, style)}"
+                ) from error
             _share_distributed(model, tied)
             (replicated if whole else parallelized).append(name)
     return TensorParallelReport(
         tuple(parallelized), tuple(replicated), tuple(unmatched), made_rings
     )
+
+
+def describe_entry(pattern: str, style: ParallelStyle) -> str:
+    """An entry of a tensor-parallel plan in words, such as '"head": RowwiseParallel(...)'."""
+    shown = [
+        f"{key}={value}"
+        for key in ("input_layouts", "output_layouts", "dim", "scatter_dim", "layers")
+        if (value := getattr(style, key, None)) is not None
+    ]
+    return f'"{pattern}": {type(style).__name__}({", ".join(shown)})'
+
+
+def _instead(name: str, module: nn.Module, style: ParallelStyle) -> str:
+    """What to do if `style` refuses `module`."""
+    leave = "leave it out of the plan, and it is replicated"
+    if not isinstance(style, ColwiseParallel | RowwiseParallel) or isinstance(
+        module, nn.Linear | nn.Embedding
+    ):
+        return f"correct the entry, or {leave}"
+    inside = [
+        f"{name}.{child}" if name else child
+        for child, part in module.named_modules()
+        if isinstance(part, nn.Linear | nn.Embedding)
+    ]
+    if inside:
+        return f"name linear layers and embeddings, such as {', '.join(inside[:3])}, or {leave}"
+    return leave
 
 
 def check_tied_placements(

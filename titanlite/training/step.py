@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import Batch, call_model
-from titanlite.errors import NonFiniteError
+from titanlite.errors import NonFiniteError, TitanliteError
 from titanlite.experts import Balancer
 from titanlite.mesh.parallel_dims import axes_where
 from titanlite.training.gradient_norm import (
@@ -246,6 +246,11 @@ class Trainer:
 
         def loss_function(outputs: Any, batch: Batch) -> Tensor:
             loss = self.loss.total(outputs, batch)
+            if not loss.requires_grad:
+                raise TitanliteError(
+                    "the loss has no gradient: the model or the loss computes it under "
+                    "torch.no_grad(), detaches it, or uses no trained parameter"
+                )
             sums.append(loss.detach())
             return loss / num_targets
 
