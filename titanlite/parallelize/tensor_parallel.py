@@ -100,11 +100,12 @@ def apply_tp(
             try:
                 parallelize_module(module, tp_mesh, whole or style)
             except Exception as error:  # a style may raise anything
-                what = f"{name or 'the model'} ({type(module).__name__})"
+                what = name or "the model"
                 if isinstance(error, TitanliteError):
                     raise TitanliteError(f"tensor-parallel plan, {what}: {error}") from None
                 raise TitanliteError(
-                    f"tensor-parallel plan, {describe_entry(pattern, style)} on {what}: "
+                    f"tensor-parallel plan, {describe_entry(pattern, style)} on {what} "
+                    f"({type(module).__name__}): "
                     f"{' '.join(str(error).split()) or type(error).__name__}; "
                     f"{_instead(name, module, style)}"
                 ) from error
