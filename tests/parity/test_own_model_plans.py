@@ -109,7 +109,7 @@ TWICE = (Replicate(), Replicate())
             "tensor_parallel",
             'blocks.0 (tensor-parallel plan: "blocks.*": PrepareModuleInput(input_layouts='
             "(Replicate(), Replicate()))) receives [2, 8] float32 and fails with ValueError: "
-            "module inputs and input_layouts should have same length! (test_own_model_plans.py, line ",
+            "module inputs and input_layouts should have same length! (test_own_model_plans.py, ",
         ),
         (
             Unused,

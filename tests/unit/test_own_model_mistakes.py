@@ -199,7 +199,9 @@ def test_a_model_without_a_plan_trains_and_its_plan_says_what_was_found(
         "! blocks a list none there is no plan, and several lists may be the blocks: blocks "
         "(4 of Block), decoder (4 of Block)"
     ) in shown
-    assert "! activation checkpoint selective 2 off on by default, but of blocks" in shown
+    assert (
+        "! activation checkpoint selective 2 off it is on by default, and works on blocks" in shown
+    )
     asked = job(TwoLists, plan=None, folder=tmp_path, activation_checkpoint={"mode": "full"})
     assert line_of(lambda: titanlite.train(asked)) == (
         "model.name: TwoLists has no obvious list of blocks, and activation checkpointing works on "

@@ -73,7 +73,7 @@ def split_model(
             parent = part.get_submodule(parent_name)
             if isinstance(parent, nn.ModuleDict | nn.ModuleList | nn.Sequential):
                 if type(parent) is nn.ModuleList:
-                    parent.num_blocks = len(parent)
+                    vars(parent)["num_blocks"] = len(parent)
                     parent.__class__ = StageList
                 # `del parent[leaf]` would renumber a list.
                 del parent._modules[leaf]
@@ -98,7 +98,7 @@ class StageList(nn.ModuleList):
         return self.num_blocks
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())  # type: ignore[arg-type]
+        return iter(self._modules.values())
 
     def __getitem__(self, index: Any) -> Any:
         chosen = range(len(self))[index]

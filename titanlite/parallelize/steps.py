@@ -218,7 +218,9 @@ def activation_checkpoint(part: Part) -> PlanRow:
         requested += f" {section.selective_ac_option}"
     is_default = "mode" not in section.model_fields_set
     if is_default and part.plan.blocks is None and section.mode != "none":
-        return PlanRow("activation checkpoint", requested, "off", "on by default, but of blocks")
+        return PlanRow(
+            "activation checkpoint", requested, "off", "on by default, and works on blocks"
+        )
     report = apply_ac(
         model,
         section.mode,
