@@ -218,9 +218,8 @@ def activation_checkpoint(part: Part) -> PlanRow:
         requested += f" {section.selective_ac_option}"
     is_default = "mode" not in section.model_fields_set
     if is_default and part.plan.blocks is None and section.mode != "none":
-        return PlanRow(
-            "activation checkpoint", requested, "off", "on by default, and works on blocks"
-        )
+        why = "it is on by default, and works on blocks"
+        return PlanRow("activation checkpoint", requested, "off", why)
     report = apply_ac(
         model,
         section.mode,
