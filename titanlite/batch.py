@@ -182,6 +182,8 @@ Inputs = Mapping[str, str] | Callable[[Batch], Mapping[str, Any]] | None
 """The arguments of a model's forward besides the first: argument -> field, or a function."""
 
 INPUTS = "titanlite_inputs"
+PASSES_ON = "titanlite_passes_on"
+"""The attribute of a pipeline stage that is not the last: it may return a tuple of tensors."""
 
 
 def set_call(
@@ -190,14 +192,25 @@ def set_call(
     """Set how a model, and every stage that is split off it, is called and what it returns.
 
     `inputs` gives the arguments of its forward besides the first; by default an argument gets the
-    field of its name. `output` is applied to a result that is not a tensor.
+    field of its name. `output` is applied to a result that is not a tensor, except to a tuple that
+    a pipeline stage passes to the next one.
     """
     if inputs is not None:
         setattr(model, INPUTS, inputs)
     if output is not None:
 
-        def only_output(_module: nn.Module, _inputs: Any, result: Any) -> Any:
-            return result if isinstance(result, Tensor) else output(result)
+        def only_output(module: nn.Module, _inputs: Any, result: Any) -> Any:
+            passes_on = hasattr(module, PASSES_ON) and isinstance(result, tuple)
+            if isinstance(result, Tensor) or passes_on:
+                return result
+            try:
+                return output(result)
+            except Exception as error:  # a user's function may raise anything
+                raise TitanliteError(
+                    f"`output` fails on the {type(result).__name__} that forward of "
+                    f"{type(module).__name__} returns, with {type(error).__name__}: {error}; "
+                    "correct it where the model is registered"
+                ) from error
 
         model.register_forward_hook(only_output)
 
@@ -277,9 +290,15 @@ def _check_inputs(module: nn.Module, fields: Collection[str]) -> None:
         raise TitanliteError(f"`inputs` names {wrong}; correct it")
 
 
-def call_model(module: nn.Module, batch: Batch, x: Tensor | None = None) -> Any:
-    """The output of a model for a batch, or of a stage for `x`, the previous stage's output."""
-    return module(batch.input if x is None else x, **asked_for(module, batch))
+def call_model(
+    module: nn.Module, batch: Batch, x: Tensor | tuple[Tensor, ...] | None = None
+) -> Any:
+    """The output of a model for a batch, or of a stage for `x`, the previous stage's output.
+
+    The tensors of a tuple are the stage's first arguments.
+    """
+    first = x if isinstance(x, tuple) else (batch.input if x is None else x,)
+    return module(*first, **asked_for(module, batch))
 
 
 def _cut(field: Tensor, dim: int, start: int, stop: int) -> Tensor:

@@ -8,6 +8,7 @@ verification, sampling and benchmarks all run on a Job.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ from titanlite.attention import Layout, make_layout
 from titanlite.batch import Batch, call_model, check_forward, join, takes
 from titanlite.config import ResolvedJob, load_model_spec
 from titanlite.config.data import source_arguments, spec_for
+from titanlite.config.degrees import DEGREES
 from titanlite.config.schema import JobConfig
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, read_batch
 from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.draws import Draws, find_draws, separate_draws
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError, TitanliteError, user_line
 from titanlite.experts import Balancer, expert_layers
 from titanlite.mesh.device_mesh import Meshes, build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where
@@ -51,6 +53,7 @@ from titanlite.parallelize.async_tensor_parallel import (
 )
 from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.parallelize.float8 import choose_layers, none_left, refused_shapes
+from titanlite.parallelize.plan import NEEDED, lacks_plan
 from titanlite.parallelize.tensor_parallel import check_tied_placements, shards_sequence
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
@@ -289,7 +292,8 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     flops_per_token = _count_flops(resolved, model, data, dataset)
     example, loss = _example(resolved, data, dataset, layout), _loss_of(config, data)
     draws = _find_draws(resolved, model, example, loss)
-    made = split_and_parallelize(model, config, dims, meshes, resolved.pipeline, example, plan)
+    with _as_config_error():
+        made = split_and_parallelize(model, config, dims, meshes, resolved.pipeline, example, plan)
     made.applied += _separate_draws(resolved, world, made.parts, draws, plan)
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
     stages = (0,) if made.pipeline is None else made.pipeline.numbers
@@ -433,9 +437,13 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
     spec = load_model_spec(resolved.config)
     with torch.device("meta"):
         model = build_model(spec, resolved.model, DTYPES[resolved.config.training.dtype])
-    try:
+    with _as_config_error():
         check_forward(model, ["positions", "token_numbers", "sample_keys", *data.fields])
         plan = plan_of(spec, model)
+        for axis in NEEDED if plan.is_derived else ():
+            if resolved.dims.degrees[axis] > 1:
+                why = lacks_plan(model, axis)
+                raise ConfigError(f"parallelism.{DEGREES[axis]}: {why}, or give 1")
         if resolved.dims.tp_enabled:
             check_tied_placements(
                 model,
@@ -443,11 +451,18 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
                 resolved.dims.tp,
                 loss_parallel=uses_loss_parallel(resolved.config, resolved.dims),
             )
+    return model, plan
+
+
+@contextlib.contextmanager
+def _as_config_error() -> Iterator[None]:
+    """Inside, a TitanliteError about the model becomes a ConfigError."""
+    try:
+        yield
     except ConfigError:
         raise
     except TitanliteError as error:
-        raise ConfigError(f"model.name: {error}") from None
-    return model, plan
+        raise ConfigError(f"model.name: {error}") from error.__cause__
 
 
 def _initialize(
@@ -649,4 +664,20 @@ def _build_dataset(resolved: ResolvedJob, split: str) -> Dataset:
     config = resolved.config
     name = config.training.dataset if split == "train" else config.validation_dataset
     arguments = source_arguments(config, resolved.model, resolved.seq_len, split)
-    return spec_for(config, name).make(**arguments)
+    key = f"{arguments['path_key'].partition('.')[0]}.dataset"
+    try:
+        dataset = spec_for(config, name).make(**arguments)
+    except TitanliteError:
+        raise
+    except Exception as error:  # a user's data set may raise anything
+        where = f" ({line})" if (line := user_line(error)) else ""
+        raise ConfigError(
+            f"{key}: building {name} fails with {type(error).__name__}: {error}{where}; correct it"
+        ) from error
+    for needed in ("sample", "num_samples"):
+        if not hasattr(dataset, needed):
+            raise ConfigError(
+                f"{key}: {name} is a {type(dataset).__name__}, which has no `{needed}`; give it "
+                "sample(index) and num_samples, the number of samples or None"
+            )
+    return dataset

@@ -288,6 +288,10 @@ class Reporter:
         wanted, name = sampling.num_samples, data.sample_name
         if wanted == 0:
             return
+        if not data.has_tokens:
+            if "num_samples" in sampling.model_fields_set:
+                self._progress.print(f"nothing is sampled: {data.name} has no tokens")
+            return
         self._progress.print(
             f"sampling {wanted} {_plural(name, wanted)}, "
             f"{sampling.num_tokens or job.resolved.seq_len:,} {data.token_name}s each"

@@ -58,6 +58,7 @@ def train_on_rank(
     """
     from titanlite.checkpoint.run import Checkpoints
     from titanlite.draws import generators_restored
+    from titanlite.failing import naming_failures
     from titanlite.job import build_job
     from titanlite.ranks.watch import Traces
     from titanlite.ranks.world import open_world
@@ -98,7 +99,8 @@ def train_on_rank(
                 reporter.say(checkpoints.save(0))
                 return recording.end()
             for step in range(checkpoints.first_step, config.training.steps + 1):
-                result = job.step(step)
+                with naming_failures(job):
+                    result = job.step(step)
                 if step == checkpoints.first_step:
                     reporter.warn(check_copies(job, f"after step {step}"))
                     world.set_timeout(comm.train_timeout_seconds)

@@ -96,7 +96,7 @@ def test_more_plans(verifier: Verifier, case: str) -> None:
 def test_a_parameter_without_use_stops_ddp(verifier: Verifier) -> None:
     with pytest.raises(TitanliteError) as caught:
         verifier.pool(2).call(step_of, config("unused", REPLICATE))
-    assert str(caught.value).startswith("spare: the loss does not depend on it, so DDP waits for ")
+    assert str(caught.value).startswith("the loss does not depend on spare, and DDP waits for ")
 
 
 def test_an_undeclared_gradient_is_found_with_its_remedy(verifier: Verifier) -> None:

@@ -460,7 +460,11 @@ def test_a_users_own_model_trains_and_draws(tmp_path):
 @pytest.mark.parametrize(
     ("part", "text", "message"),
     [
-        ("plan", "PLANS = {}", "model.name: Bigram has no parallelize plan; "),
+        (
+            "plan",
+            MODEL["plan.py"].replace('"output"', '"outputs"'),
+            "model.name: `head` of the plan of Bigram names 'outputs', ",
+        ),
         (
             "plan",
             "PLAN = {}",

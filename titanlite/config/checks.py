@@ -306,6 +306,24 @@ def _context_parallel(job: Draft) -> Iterator[str]:
     """The CP degree (twice that for "headtail") times the TP degree divides the sequence length."""
     if not job.dims.cp_enabled:
         return
+    spec = DATASETS.get(job.config.training.dataset)
+    if spec is not None and not spec.has_tokens:
+        dims = {name: dim for name, dim in spec.fields.items() if dim is not None}
+        name = quote(job.config.training.dataset)
+        if not dims:
+            yield (
+                f"parallelism.context_parallel_degree: {name} has no token dimension to split: "
+                "`fields` of its registration gives None for every field; give the dimension of "
+                "the tokens there, or set this degree to 1"
+            )
+            return
+        if own_length(job.model) is None:
+            what = ", ".join(f"{field} along {dim}" for field, dim in dims.items())
+            yield (
+                f"parallelism.context_parallel_degree: the fields of {name} are split ({what}), "
+                "but their length is not known; give the model's configuration class `seq_len`"
+            )
+            return
     layout = job.config.parallelism.context_parallel_load_balancer
     chunks = 2 if layout == "headtail" else 1
     if job.seq_len % (job.dims.cp * chunks * job.dims.tp):

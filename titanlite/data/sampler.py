@@ -6,14 +6,15 @@ size. The plan only determines which rank reads which samples, and in how many m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from titanlite.batch import Batch, FieldDims, make_batch
 from titanlite.data.spec import Dataset
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, TitanliteError, user_line
 from titanlite.keyed import sample_keys
 
 
@@ -108,7 +109,7 @@ def read_batch(
     set. Raises ConfigError if a sample does not have exactly the registered fields.
     """
     indices = list(indices)
-    samples = [_fields_of(dataset.sample(index)) for index in indices]
+    samples = [_fields_of(_sample(dataset, index)) for index in indices]
     for sample in samples[:1]:
         if sample.keys() - {"tokens"} != fields.keys() - {"tokens"}:
             raise ConfigError(
@@ -121,7 +122,7 @@ def read_batch(
                 "training.dataset: a sample without tokens needs `targets`, an integer per sample "
                 "or token, with -100 where none counts"
             )
-    stacked = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    stacked = {name: _stack(name, [sample[name] for sample in samples]) for name in samples[0]}
     keys = sample_keys(torch.tensor(indices), seed)
     if "tokens" not in stacked:
         dims = {name: _dims_of(fields[name]) for name in stacked}
@@ -142,8 +143,38 @@ def read_batch(
 
 def first_tokens(dataset: Dataset, indices: Iterable[int], count: int | None = None) -> Tensor:
     """The first `count` tokens of these samples (all if None): int64 [N, count]."""
-    samples = [_fields_of(dataset.sample(index))["tokens"][:count] for index in indices]
+    samples = [_fields_of(_sample(dataset, index))["tokens"][:count] for index in indices]
     return torch.stack(samples)
+
+
+def _sample(dataset: Dataset, index: int) -> Tensor | Mapping[str, Tensor]:
+    """A sample; raises ConfigError if the data set fails."""
+    try:
+        return dataset.sample(index)
+    except TitanliteError:
+        raise
+    except Exception as error:  # a user's data set may raise anything
+        where = f" ({line})" if (line := user_line(error)) else ""
+        raise ConfigError(
+            f"training.dataset: sample({index}) of {type(dataset).__name__} raises "
+            f"{type(error).__name__}: {error}{where}; correct the data set"
+        ) from error
+
+
+def _stack(name: str, values: Sequence[Any]) -> Tensor:
+    """One field of several samples; raises ConfigError if they are not tensors of one shape."""
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"training.dataset: the field `{name}` of a sample is "
+                f"{type(value).__name__} {value!r}; make it a tensor"
+            )
+        if value.shape != values[0].shape:
+            raise ConfigError(
+                f"training.dataset: the field `{name}` has the shapes {list(values[0].shape)} and "
+                f"{list(value.shape)} in two samples of a batch; pad or cut them to one shape"
+            )
+    return torch.stack(list(values))
 
 
 def _dims_of(sequence: int | None) -> FieldDims:

@@ -163,7 +163,7 @@ def apply_ac(
         place = int(key) if key.isdigit() else index
         if (place + 1) % every == 0:
             container.register_module(key, checkpoint_wrapper(block, **options))
-            wrapped.append(f"{plan.blocks}.{key}")
+            wrapped.append(plan.block_name(key))
     return RecomputationReport(tuple(wrapped), tally)
 
 

@@ -117,7 +117,7 @@ def apply_fsdp(
 
     modules = dict(model.named_modules())
     embeddings, head = (
-        [modules[name] for name in names if name in modules]
+        [part for name in names if name in modules for part in _with_forward(modules[name])]
         for names in (plan.embeddings, plan.head)
     )
     blocks = find_blocks(model, plan)
@@ -148,6 +148,13 @@ def apply_fsdp(
             # FSDP2 implements a division, even by one, as PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
     return units
+
+
+def _with_forward(module: nn.Module) -> list[nn.Module]:
+    """`module`, or the children of a list: a list has no forward, so FSDP2 refuses it."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [part for child in module.children() for part in _with_forward(child)]
+    return [module]
 
 
 def can_pin(device_type: str) -> bool:

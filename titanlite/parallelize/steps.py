@@ -221,6 +221,13 @@ def activation_checkpoint(part: Part) -> PlanRow:
     # Needed if AOTAutograd traces the CPU operator's recomputation in a graph with DTensors.
     cut = dims.tp > 1 and dims.cp == 1
     save_cpu_attention = compiled and cut and section.mode in ("full", "selective")
+    requested: str = section.mode
+    if section.mode == "selective":
+        requested += f" {section.selective_ac_option}"
+    is_default = "mode" not in section.model_fields_set
+    if is_default and part.plan.blocks is None and section.mode != "none":
+        why = "it is on by default, and works on blocks"
+        return PlanRow("activation checkpoint", requested, "off", why)
     report = apply_ac(
         model,
         section.mode,
@@ -235,9 +242,6 @@ def activation_checkpoint(part: Part) -> PlanRow:
         plan=part.plan,
     )
     part.recomputation = report
-    requested: str = section.mode
-    if section.mode == "selective":
-        requested += f" {section.selective_ac_option}"
     if section.mode == "none":
         return PlanRow("activation checkpoint", "off", "off")
     if section.mode == "memory_budget":
@@ -293,7 +297,8 @@ def data_parallel(part: Part) -> PlanRow:
     )
     num_shards = dims.num_weight_shards
     active = _data_parallel_name(dims.dp_replicate, num_shards)
-    notes = [f"{units} units", f"reshard after forward: {parallelism.fsdp_reshard_after_forward}"]
+    notes = ["1 unit" if units == 1 else f"{units} units"]
+    notes.append(f"reshard after forward: {parallelism.fsdp_reshard_after_forward}")
     if dims.cp_enabled:
         reason = f"the {dims.cp} ranks of cp share one set of weights, so FSDP2 shards over them"
         notes.insert(0, reason)

@@ -83,7 +83,7 @@ def apply_tp(
     different placements, and for a module without a style that mixes the tokens of a sequence
     which the plan shards.
     """
-    plan = as_plan("apply_tp", model, plan)
+    plan = as_plan("apply_tp", model, plan, axis="tp")
     check_mesh("apply_tp", "tp_mesh", tp_mesh)
     check_flags("apply_tp", loss_parallel=loss_parallel)
     styles = _styles_of(plan, loss_parallel)
@@ -110,10 +110,16 @@ def apply_tp(
             whole = _style_of_short_table(module, style, tp_mesh.size())
             try:
                 parallelize_module(module, tp_mesh, whole or style)
-            except TitanliteError as error:
+            except Exception as error:  # a style may raise anything
+                what = name or "the model"
+                if isinstance(error, TitanliteError):
+                    raise TitanliteError(f"tensor-parallel plan, {what}: {error}") from None
                 raise TitanliteError(
-                    f"tensor-parallel plan, {name or 'the model'}: {error}"
-                ) from None
+                    f"tensor-parallel plan, {describe_entry(pattern, style)} on {what} "
+                    f"({type(module).__name__}): "
+                    f"{' '.join(str(error).split()) or type(error).__name__}; "
+                    f"{_instead(name, module, style)}"
+                ) from error
             _share_distributed(model, tied)
             (replicated if whole else parallelized).append(name)
     summed = _partial_gradients(model, plan, styles)
@@ -153,7 +159,7 @@ def _partial_gradients(
         if not is_partial and not any(matches(name, pattern) for pattern in plan.whole_gradients):
             # A router has the tokens of this rank (apply_ep), and so have experts.
             is_partial = name.startswith(routers) or (is_sharded and name.startswith(experts))
-            if is_sharded and not is_partial and name.startswith(f"{plan.blocks}."):
+            if is_sharded and not is_partial and plan.is_in_block(name):
                 above = _gathered_by(owner, styled)
                 if above is None:
                     _refuse_mixing(owner, modules[owner])
@@ -169,11 +175,7 @@ def _partial_gradients(
 
 def shards_sequence(plan: ParallelPlan) -> bool:
     """Whether the plan's styles leave activations in blocks sharded over the sequence."""
-    in_blocks = [
-        style
-        for pattern, style in plan.tensor_parallel.items()
-        if pattern.startswith(f"{plan.blocks}.")
-    ]
+    in_blocks = [style for name, style in plan.tensor_parallel.items() if plan.is_in_block(name)]
     return plan.sequence_dim is not None and any(map(_has_sequence_shards, in_blocks))
 
 
@@ -218,6 +220,33 @@ def _refuse_mixing(name: str, module: nn.Module) -> None:
             "gathers its input, such as PrepareModuleInput, or leave activations whole with "
             "sequence_dim=None and styles without sequence shards"
         )
+
+
+def describe_entry(pattern: str, style: ParallelStyle) -> str:
+    """An entry of a tensor-parallel plan in words, such as '"head": RowwiseParallel(...)'."""
+    shown = [
+        f"{key}={value}"
+        for key in ("input_layouts", "output_layouts", "dim", "scatter_dim", "layers")
+        if (value := getattr(style, key, None)) is not None
+    ]
+    return f'"{pattern}": {type(style).__name__}({", ".join(shown)})'
+
+
+def _instead(name: str, module: nn.Module, style: ParallelStyle) -> str:
+    """What to do if `style` refuses `module`."""
+    leave = "leave it out of the plan, and it is replicated"
+    if not isinstance(style, ColwiseParallel | RowwiseParallel) or isinstance(
+        module, nn.Linear | nn.Embedding
+    ):
+        return f"correct the entry, or {leave}"
+    inside = [
+        f"{name}.{child}" if name else child
+        for child, part in module.named_modules()
+        if isinstance(part, nn.Linear | nn.Embedding)
+    ]
+    if inside:
+        return f"name linear layers and embeddings, such as {', '.join(inside[:3])}, or {leave}"
+    return leave
 
 
 def check_tied_placements(

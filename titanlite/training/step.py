@@ -189,13 +189,18 @@ class Trainer:
         """
         if self._is_complete or not _is_replica(self.parts[0]):
             return
-        for name, parameter in self.parts[0].named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                raise TitanliteError(
-                    f"{canonical_name(name)}: the loss does not depend on it, so DDP waits for its "
-                    "gradient, and does not reduce those beside it; use it, set its requires_grad "
-                    "to False, or shard with FSDP instead (data_parallel_shard_degree)"
-                )
+        unused = [
+            canonical_name(name)
+            for name, parameter in self.parts[0].named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        if unused:
+            shown = ", ".join(unused[:6]) + (", ..." if len(unused) > 6 else "")
+            raise TitanliteError(
+                f"the loss does not depend on {shown}, and DDP waits for the gradient of every "
+                "trained parameter; set requires_grad of these to False, or shard with FSDP "
+                "(parallelism.data_parallel_shard_degree)"
+            )
         self._is_complete = True
 
     @torch.no_grad()
@@ -288,6 +293,11 @@ class Trainer:
 
         def loss_function(outputs: Any, batch: Batch) -> Tensor:
             loss = self.loss.total(outputs, batch)
+            if not loss.requires_grad:
+                raise TitanliteError(
+                    "the loss has no gradient: the model or the loss computes it under "
+                    "torch.no_grad(), detaches it, or uses no trained parameter"
+                )
             sums.append(loss.detach())
             return loss / num_targets
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from titanlite.batch import join
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
+from titanlite.failing import naming_failures
 from titanlite.job import Job, build_job
 from titanlite.ranks.account import recorded_calls
 from titanlite.ranks.world import World
@@ -42,7 +43,6 @@ from titanlite.verify.agreement import (
     same_part,
     state_agreements,
 )
-from titanlite.verify.failing import naming_failures
 from titanlite.verify.formulas import (
     left_over_gradients,
     optimizer_problems,
@@ -187,7 +187,7 @@ def run_plan(
             batches = leave_out_targets(job, batches, record["fields"])
             batches = cut_again(batches, microbatches)
             with (
-                naming_failures(job) if step == 1 else contextlib.nullcontext(),
+                naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
                 followed_routing(job, batches, record["routing"], replay=replay) as moved,
             ):
                 done = job.trainer.step(batches, on_gradients=look)
