@@ -628,7 +628,7 @@ def _separate_draws(
         sharded = shards_sequence(plan)
         place = resolved.dims.coordinates(world.rank)["tp"]
         undecided = separate_draws(
-            parts, draws, place, world.device, blocks=plan.blocks, blocks_are_sharded=sharded
+            parts, draws, place, world.device, blocks=plan.blocks or "", blocks_are_sharded=sharded
         )
         notes += [undecided] if undecided else []
     return [PlanRow("plan invariance", "on", "off", "; ".join(notes))]
