@@ -81,10 +81,10 @@ def structure_of(model: nn.Module) -> Structure:
         if isinstance(child, nn.ModuleList) and len(child) > 0
     ]
     if inner is None or len(lists) != 1:
-        derived = derive_plan(model).blocks
+        deeper = derive_plan(model).blocks
         attentions = [module for module in model.modules() if hasattr(module, ATTENTION)]
-        if derived and all(getattr(module, "is_causal", False) for module in attentions):
-            return Structure(base, derived, (), (), None, is_derived=True)
+        if deeper and all(getattr(module, "is_causal", False) for module in attentions):
+            return Structure(base, deeper, (), (), None, is_derived=True)
         known = ", ".join(f"{name} ({what})" for name, what in block_lists(model).items())
         raise ValueError(
             "has no single list of blocks in its base model"

@@ -183,12 +183,12 @@ def test_the_one_obvious_list_of_blocks_is_found() -> None:
 def test_a_model_without_a_plan_trains_and_its_plan_says_what_was_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def screen(**values: Any) -> str:
+    def screen(plan: ParallelPlan | None = None, **values: Any) -> str:
         def stop(_: object) -> None:
             raise RuntimeError("the first screen is enough")
 
         with pytest.raises(titanlite.RankError):
-            titanlite.train(job(plan=None, folder=tmp_path, **values), on_step=stop)
+            titanlite.train(job(plan=plan, folder=tmp_path, **values), on_step=stop)
         return " ".join(capsys.readouterr().out.split())
 
     shown = screen()
@@ -202,6 +202,9 @@ def test_a_model_without_a_plan_trains_and_its_plan_says_what_was_found(
     assert (
         "! activation checkpoint selective 2 off it is on by default, and works on blocks" in shown
     )
+    off = {"mode": "none"}
+    shown = screen(ParallelPlan(), activation_checkpoint=off)
+    assert "! blocks layers none the model has no such module; its lists are blocks (4" in shown
     asked = job(TwoLists, plan=None, folder=tmp_path, activation_checkpoint={"mode": "full"})
     assert line_of(lambda: titanlite.train(asked)) == (
         "model.name: TwoLists has no obvious list of blocks, and activation checkpointing works on "
@@ -262,11 +265,6 @@ def test_other_axes_need_a_plan(axis: str, key: str, needed: str) -> None:
             ParallelPlan(blocks="blocks", head=("blocks",)),
             "`head` of the plan of Net names 'blocks', which has the blocks 'blocks' in it; name "
             "the modules outside the blocks",
-        ),
-        (
-            ParallelPlan(),
-            "Net has no module 'layers', whose children are the blocks that FSDP works on; name it "
-            "in the plan's `blocks`; its lists are blocks (4 of Block)",
         ),
     ],
 )

@@ -149,7 +149,8 @@ def split_and_parallelize(
     """
     plan = plan or find_plan(model)
     if pipeline_plan is None or meshes.pp is None:
-        found = [_derived_blocks(model, plan)] if plan.is_derived else []
+        has_blocks = plan.blocks is None or find_blocks(model, plan)
+        found = [] if has_blocks and not plan.is_derived else [_blocks_row(model, plan)]
         applied, report = parallelize(model, config, dims, meshes, plan)
         off = PlanRow("pipeline parallel", "off", "off")
         return Parallelized([model], None, [*found, off, *applied], report)
@@ -191,16 +192,19 @@ def split_and_parallelize(
     return Parallelized(list(parts.values()), pipeline, rows, recomputation)
 
 
-def _derived_blocks(model: nn.Module, plan: ParallelPlan) -> PlanRow:
-    """The blocks that derive_plan has found in a plain model."""
+def _blocks_row(model: nn.Module, plan: ParallelPlan) -> PlanRow:
+    """The blocks of a plain model that nobody has named, or not rightly."""
     lists = block_lists(model)
+    known = ", ".join(f"{name} ({what})" for name, what in lists.items())
+    if not plan.is_derived:
+        note = "the model has no such module" + (f"; its lists are {known}" if known else "")
+        return PlanRow("blocks", str(plan.blocks), "none", note)
     if plan.blocks is not None:
         name = plan.blocks or type(model).__name__
         return PlanRow("blocks", name, name, f"found without a plan: {lists[name]}")
     note = "there is no plan, and the model has no list of blocks"
     if lists:
-        found = ", ".join(f"{name} ({what})" for name, what in lists.items())
-        note = f"there is no plan, and several lists may be the blocks: {found}"
+        note = f"there is no plan, and several lists may be the blocks: {known}"
     return PlanRow("blocks", "a list", "none", note)
 
 

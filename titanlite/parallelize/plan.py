@@ -152,9 +152,10 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
-    """Raises TitanliteError if `blocks`, `embeddings` or `head` names a module `model` lacks."""
-    if plan.blocks is not None:
-        find_container(model, plan, "FSDP")
+    """Raises TitanliteError if `embeddings` or `head` names a module that `model` lacks.
+
+    `blocks` may name none: FSDP and DDP then work without, and other steps raise an error.
+    """
     known = dict(model.named_modules())
     for group in ("embeddings", "head"):
         names = getattr(plan, group)
