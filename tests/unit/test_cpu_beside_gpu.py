@@ -43,7 +43,7 @@ def test_a_cpu_job_with_offload_and_saves_opens_no_context(tmp_path: Path, mode:
             "job": {"dump_folder": str(tmp_path), "device": "cpu"},
             "model": {"flavor": "debug"},
             "training": {
-                "dataset": "digits",
+                "dataset": "synthetic",
                 "local_batch_size": 2,
                 "global_batch_size": 4,
                 "steps": 2,

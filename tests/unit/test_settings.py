@@ -46,7 +46,7 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 SMALL: Sections = {
     "model": {"flavor": "debug"},
-    "training": {"dataset": "digits", "local_batch_size": 2, "global_batch_size": 4, "steps": 2},
+    "training": {"dataset": "synthetic", "local_batch_size": 2, "global_batch_size": 4, "steps": 2},
     "activation_checkpoint": {"mode": "none"},
     "sampling": {"num_samples": 0},
 }
