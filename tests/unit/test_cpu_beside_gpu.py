@@ -43,7 +43,7 @@ def test_a_cpu_job_with_offload_and_saves_opens_no_context(tmp_path: Path, mode:
             "job": {"dump_folder": str(tmp_path), "device": "cpu"},
             "model": {"flavor": "debug"},
             "training": {
-                "dataset": "digits",
+                "dataset": "synthetic",
                 "local_batch_size": 2,
                 "global_batch_size": 4,
                 "steps": 2,
@@ -53,7 +53,7 @@ def test_a_cpu_job_with_offload_and_saves_opens_no_context(tmp_path: Path, mode:
             "activation_checkpoint": {"mode": "full"},
             "checkpoint": {"enable": True, "interval": 1, "async_mode": mode},
             "profiling": {
-                "enable_profiling": True,
+                "enable_profiling": mode == "disabled",
                 "profile_freq": 2,
                 "profiler_active": 1,
                 "profiler_warmup": 1,
