@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.experts import Balancer, expert_layers
 from titanlite.mesh.device_mesh import Meshes, build_meshes
-from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.mesh.parallel_dims import ParallelDims, axes_where
 from titanlite.models import load
 from titanlite.models.build import build_model, count_flops, initial_model, plan_of
 from titanlite.names import canonical_name
@@ -54,7 +54,7 @@ from titanlite.parallelize.tensor_parallel import check_tied_placements
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
-from titanlite.registry import LOSSES, METRICS
+from titanlite.registry import LOSSES, METRICS, is_over_batch
 from titanlite.tied import find_tied
 from titanlite.training.initialize import (
     LARGEST_WHOLE,
@@ -63,6 +63,7 @@ from titanlite.training.initialize import (
     move_buffers,
     whole_values,
 )
+from titanlite.training.loss import BatchLoss, batch_dims
 from titanlite.training.metrics import Validation
 from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler, find_rules
 from titanlite.training.shards import buffers_of, parameters_of, whole_tensor
@@ -261,6 +262,12 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = draws_by_name(model)
     flops_per_token = _count_flops(resolved, model, data, dataset)
+    output_dims = None
+    if is_over_batch(config.training.loss):
+        sample = read_batch(dataset, [0], data.fields)
+        output_dims = batch_dims(
+            model, sample.to(torch.device("meta"), DTYPES[config.training.dtype])
+        )
     made = split_and_parallelize(
         model,
         config,
@@ -280,6 +287,17 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
         made.applied.append(row)
     made.applied += [*_describe_groups(config, rules), *frozen]
     trainer = _build_trainer(resolved, world, meshes, made, data, axes, rules, tied)
+    if is_over_batch(config.training.loss):
+        groups = [
+            meshes.world[axis].get_group()
+            for axis in axes_where(batch="samples")
+            if dims.degrees[axis] > 1
+        ]
+        total = BatchLoss(trainer.loss.total, groups, output_dims)
+        trainer.loss = replace(trainer.loss, total=total)
+        where = " x ".join(axis for axis in axes_where(batch="samples") if dims.degrees[axis] > 1)
+        note = f"outputs gathered over {where}" if groups else "nothing to gather"
+        made.applied.append(PlanRow("loss", "whole batch", "whole batch", note))
     if num_experts:
         trainer.balancer = Balancer(
             expert_layers(made.parts),

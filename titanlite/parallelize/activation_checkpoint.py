@@ -174,11 +174,10 @@ def apply_ac(
         # In a pipeline stage, blocks keep their keys of the whole model.
         place = int(key) if key.isdigit() else index
         if (place + 1) % every == 0:
-            own = {"checkpoint_fn": _checkpoint, "states": BufferStates()}
-            container.register_module(
-                key,
-                checkpoint_wrapper(block, **(own if has_buffers(block) else {}), **options),
-            )
+            own = dict(options)
+            if has_buffers(block):
+                own |= {"checkpoint_fn": _checkpoint, "states": BufferStates()}
+            container.register_module(key, checkpoint_wrapper(block, **own))
             wrapped.append(f"{plan.blocks}.{key}")
     return RecomputationReport(tuple(wrapped), tally)
 

@@ -107,6 +107,9 @@ def _refuse_changed_buffers(compiled: nn.Module, block: nn.Module, name: str) ->
                 )
         found.clear()
 
+    # Otherwise Dynamo fails on a buffer that is assigned, before the check can name it.
+    if hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     compiled.register_forward_pre_hook(before)
     compiled.register_forward_hook(after)
 
