@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ from titanlite.parallelize.tensor_parallel import check_tied_placements, shards_
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
-from titanlite.registry import LOSSES, METRICS
+from titanlite.registry import LOSSES, METRICS, is_over_batch
 from titanlite.settings import start_settings
 from titanlite.tensor_account import (
     TensorAccount,
@@ -76,7 +76,7 @@ from titanlite.training.initialize import (
     move_buffers,
     whole_values,
 )
-from titanlite.training.loss import NEXT_TOKEN, Loss
+from titanlite.training.loss import NEXT_TOKEN, BatchLoss, Loss, batch_dims
 from titanlite.training.metrics import Validation
 from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler, find_rules
 from titanlite.training.shards import buffers_of, parameters_of, whole_tensor
@@ -290,6 +290,12 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = draws_by_name(model)
     flops_per_token = _count_flops(resolved, model, data, dataset)
+    output_dims = None
+    if is_over_batch(config.training.loss):
+        sample = read_batch(dataset, [0], data.fields)
+        output_dims = batch_dims(
+            model, sample.to(torch.device("meta"), DTYPES[config.training.dtype])
+        )
     example, loss = _example(resolved, data, dataset, layout), _loss_of(config, data)
     draws = _find_draws(resolved, model, example, loss)
     with _as_config_error():
@@ -309,6 +315,17 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
         made.applied.append(row)
     made.applied += [*_describe_groups(config, rules), *frozen]
     trainer = _build_trainer(resolved, world, meshes, made, loss, axes, rules, tied)
+    if is_over_batch(config.training.loss):
+        groups = [
+            meshes.world[axis].get_group()
+            for axis in axes_where(batch="samples")
+            if dims.degrees[axis] > 1
+        ]
+        total = BatchLoss(trainer.loss.total, groups, output_dims)
+        trainer.loss = replace(trainer.loss, total=total)
+        where = " x ".join(axis for axis in axes_where(batch="samples") if dims.degrees[axis] > 1)
+        note = f"outputs gathered over {where}" if groups else "nothing to gather"
+        made.applied.append(PlanRow("loss", "whole batch", "whole batch", note))
     if num_experts:
         trainer.balancer = Balancer(
             expert_layers(made.parts),

@@ -40,7 +40,7 @@ from titanlite.config.toml import quote
 from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where, divisors
-from titanlite.registry import LOSSES, METRICS
+from titanlite.registry import LOSSES, METRICS, is_over_batch
 
 
 def check_machine(config: JobConfig, device_type: str) -> None:
@@ -542,6 +542,40 @@ def _batch(job: Draft) -> Iterator[str]:
         yield (
             f"training.global_batch_size: {batch} is not a multiple of {at_once} "
             f"(local_batch_size {local} x data-parallel degree {job.dims.dp}); give {legal}"
+        )
+
+
+@reads(
+    *("training.loss", "training.local_batch_size", "training.global_batch_size", "validation"),
+    *("experimental.custom_import", *PIPELINE_KEYS),
+    *("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"),
+)
+def _batch_loss(job: Draft) -> Iterator[str]:
+    """With a loss over the whole batch, all samples of a step are computed at once, and those of a
+    validation in batches of the same size."""
+    name = job.config.training.loss
+    if name is None or not is_over_batch(name):
+        return
+    batch, dp, pipeline = job.global_batch_size, job.dims.dp, job.pipeline
+    local = job.config.training.local_batch_size
+    over = f"the loss {quote(name)} is over the whole batch"
+    if batch > local * dp and batch % dp == 0:
+        yield (
+            f"training.global_batch_size: {over}, so it cannot be accumulated in "
+            f"{batch // (local * dp)} parts; set training.local_batch_size to {batch // dp}, or "
+            f"training.global_batch_size to {local * dp}"
+        )
+    if pipeline is not None and pipeline.microbatch_size < local:
+        yield (
+            f"parallelism.pipeline_parallel_microbatch_size: {over}, so a pipeline cannot cut it "
+            f"into {local // pipeline.microbatch_size} microbatches; set "
+            "parallelism.pipeline_parallel_degree to 1"
+        )
+    validation = job.config.validation
+    if validation.enable and validation.local_batch_size * dp != batch and batch % dp == 0:
+        yield (
+            f"validation.local_batch_size: {over}, so a validation needs batches of the same "
+            f"{batch} samples; give {batch // dp}"
         )
 
 

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 import titanlite.attention  # noqa: F401 (registers the operator of ring attention)
 from titanlite import settings
@@ -23,6 +28,7 @@ from titanlite.parallelize.arguments import (
     check_flags,
     check_names,
 )
+from titanlite.parallelize.buffers import BufferStates, around, has_buffers
 from titanlite.parallelize.plan import find_container
 from titanlite.parallelize.ring_product import PRODUCT_SCATTER
 
@@ -109,6 +115,9 @@ def apply_ac(
     names) are not counted and not saved. "memory_budget" leaves the choice to the
     compiler: a budget of 0 equals "full", 1 equals "none".
 
+    Recomputing a block uses the buffers as its forward pass found them, and leaves them as they
+    are: BatchNorm's statistics and counters of any module change once (buffers.py).
+
     `save_cpu_attention` also saves the output of the CPU attention operator in blocks that are
     recomputed whole.
     Compiled tensor-parallel blocks need it: AOTAutograd assumes that recomputing this operator
@@ -162,9 +171,35 @@ def apply_ac(
         # In a pipeline stage, blocks keep their keys of the whole model.
         place = int(key) if key.isdigit() else index
         if (place + 1) % every == 0:
-            container.register_module(key, checkpoint_wrapper(block, **options))
+            own = dict(options)
+            if has_buffers(block):
+                own |= {"checkpoint_fn": _checkpoint, "states": BufferStates()}
+            container.register_module(key, checkpoint_wrapper(block, **own))
             wrapped.append(plan.block_name(key))
     return RecomputationReport(tuple(wrapped), tally)
+
+
+def _checkpoint(
+    block: nn.Module, *args: Any, states: BufferStates, debug: bool, **options: Any
+) -> Any:
+    """Checkpoint a call of a block that has buffers."""
+    options = {"use_reentrant": False, "debug": debug, **options}
+    if torch.compiler.is_compiling():
+        return checkpoint(block, *args, **options)
+    forward, recomputation = states.contexts(block)
+    if not debug:
+        options["context_fn"] = partial(
+            around, (forward, recomputation), options.get("context_fn", noop_context_fn)
+        )
+        return checkpoint(block, *args, **options)
+    # With debug, torch accepts no contexts but its own.
+    calls = [recomputation, forward]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with calls.pop() if len(calls) == 2 else recomputation:
+            return block(*args, **kwargs)
+
+    return checkpoint(run, *args, **options)
 
 
 def _block_interval(selective_option: object) -> int:
