@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.batch import Batch, call_model, set_call
-from titanlite.draws import generators_restored
 from titanlite.errors import ConfigError, TitanliteError, user_line
 from titanlite.experts import expert_layers
 from titanlite.models import ModelSpec, load
 from titanlite.parallelize.plan import ParallelPlan, check_plan, find_blocks, find_plan, lacks_plan
+from titanlite.settings import generators_restored
 from titanlite.tied import find_tied, tie
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from titanlite.names import canonical_name
+from titanlite.settings import generators_restored
 
 LOSS = "the loss"
 
@@ -87,19 +88,6 @@ def find_draws(model: nn.Module, run: Callable[[nn.Module], Callable[[], Any]]) 
 def _states_outside_torch() -> tuple[Any, ...]:
     numpy: Any = np.random.get_state()
     return random.getstate(), numpy[1].tobytes(), numpy[2]
-
-
-@contextlib.contextmanager
-def generators_restored() -> Iterator[None]:
-    """On exit, the generators of torch, Python and NumPy are as they were on entry."""
-    states = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
 
 def _drawing_modules(model: nn.Module) -> Iterator[str]:

@@ -57,7 +57,6 @@ def train_on_rank(
     A run that saves checkpoints resumes from the newest one, and stops early on request.
     """
     from titanlite.checkpoint.run import Checkpoints
-    from titanlite.draws import generators_restored
     from titanlite.failing import naming_failures
     from titanlite.job import build_job
     from titanlite.ranks.watch import Traces
@@ -69,7 +68,6 @@ def train_on_rank(
     comm = config.comm
     folder = Path(config.job.dump_folder) / comm.save_traces_folder
     with (
-        generators_restored(),
         StopRequest(place.orders, enabled=config.checkpoint.saves) as stop,
         open_world(
             place,

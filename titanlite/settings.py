@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
@@ -84,14 +85,24 @@ def own_settings() -> Iterator[None]:
         undo.callback(_set_ignored, set(SAC_IGNORED_OPS))
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         undo.callback(_set_deterministic, _deterministic())
-        undo.callback(torch.set_rng_state, torch.get_rng_state())
-        undo.callback(random.setstate, random.getstate())
-        if (numpy := sys.modules.get("numpy")) is not None:
-            undo.callback(numpy.random.set_state, numpy.random.get_state())
+        undo.enter_context(generators_restored())
         undo.callback(_drop_compiled_code)
         undo.callback(_undo.remove, undo)
         _undo.append(undo)
         yield
+
+
+@contextlib.contextmanager
+def generators_restored() -> Iterator[None]:
+    """On exit, the generators of torch, Python and NumPy are as they were on entry."""
+    states = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def prepare_process(*, one_node: bool, num_recorded: int, num_threads: int) -> None:
