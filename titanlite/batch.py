@@ -39,7 +39,8 @@ class Batch:
     [B, ...], such as images. "targets", [B, T] or [B], is masked by IGNORE_INDEX. A batch of tokens
     has "positions", the index of each token in its sequence, [T], or [B, T] if it differs between
     sequences. If it comes from a data set, it also has "token_numbers" [B, T], the number of each
-    token among all tokens of a run (see dropout.py).
+    token among all tokens of a run (see dropout.py). Every batch from a data set has "sample_keys"
+    [B], from which random numbers are drawn (see keyed.py).
     """
 
     fields: Mapping[str, Tensor]
@@ -231,7 +232,7 @@ def _names_taken(module: nn.Module, names: Collection[str]) -> list[str]:
     parameters = list(inspect.signature(module.forward).parameters.values())
     taken = {parameter.name for parameter in parameters[1:]}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        taken |= set(names) - {"targets", "token_numbers", parameters[0].name}
+        taken |= set(names) - {"targets", "token_numbers", "sample_keys", parameters[0].name}
     return [name for name in names if name in taken]
 
 

@@ -18,16 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.attention import Layout, make_layout
-from titanlite.batch import Batch, check_forward, takes
+from titanlite.batch import Batch, call_model, check_forward, join, takes
 from titanlite.config import ResolvedJob, load_model_spec
 from titanlite.config.data import source_arguments, spec_for
 from titanlite.config.schema import JobConfig
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, read_batch
 from titanlite.data.spec import Dataset, DatasetSpec
+from titanlite.draws import Draws, find_draws, separate_draws
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.experts import Balancer, expert_layers
 from titanlite.mesh.device_mesh import Meshes, build_meshes
-from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.mesh.parallel_dims import ParallelDims, axes_where
 from titanlite.models import load
 from titanlite.models.build import build_model, count_flops, initial_model, plan_of
 from titanlite.names import canonical_name
@@ -56,6 +57,7 @@ from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
 from titanlite.registry import LOSSES, METRICS
 from titanlite.tied import find_tied
+from titanlite.training.generators import Generators
 from titanlite.training.initialize import (
     LARGEST_WHOLE,
     draws_by_name,
@@ -63,6 +65,7 @@ from titanlite.training.initialize import (
     move_buffers,
     whole_values,
 )
+from titanlite.training.loss import NEXT_TOKEN, Loss
 from titanlite.training.metrics import Validation
 from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler, find_rules
 from titanlite.training.shards import buffers_of, parameters_of, whole_tensor
@@ -102,6 +105,8 @@ class Job:
     """Forward and backward FLOPs; None if they could not be counted."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """The further names of tied weights: further name -> first name."""
+    draws: Draws = field(default_factory=Draws)
+    """The modules that draw from torch's own generators."""
 
     @property
     def config(self) -> JobConfig:
@@ -146,6 +151,8 @@ class Job:
 
     def draw(self) -> list[Batch]:
         """This rank's part of the next global batch, as one batch per accumulation step."""
+        if self.trainer.generators is not None:
+            self.trainer.generators.start_reading(self.sampler.state)
         return [self._own_part(batch) for batch in self.sampler.draw()]
 
     def evaluate(self) -> float:
@@ -261,15 +268,10 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = draws_by_name(model)
     flops_per_token = _count_flops(resolved, model, data, dataset)
-    made = split_and_parallelize(
-        model,
-        config,
-        dims,
-        meshes,
-        resolved.pipeline,
-        _example(resolved, data, dataset, layout),
-        plan,
-    )
+    example, loss = _example(resolved, data, dataset, layout), _loss_of(config, data)
+    draws = _find_draws(resolved, model, example, loss)
+    made = split_and_parallelize(model, config, dims, meshes, resolved.pipeline, example, plan)
+    made.applied += _separate_draws(resolved, world, made.parts, draws, plan)
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
     row = None
     if materialize is not None:
@@ -279,7 +281,7 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     if row is not None:
         made.applied.append(row)
     made.applied += [*_describe_groups(config, rules), *frozen]
-    trainer = _build_trainer(resolved, world, meshes, made, data, axes, rules, tied)
+    trainer = _build_trainer(resolved, world, meshes, made, loss, axes, rules, tied)
     if num_experts:
         trainer.balancer = Balancer(
             expert_layers(made.parts),
@@ -307,6 +309,7 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
             dp_rank=dims.data_rank(world.rank),
             local_batch_size=config.training.local_batch_size,
             fields=data.fields,
+            seed=config.debug.seed,
         ),
         dataset=dataset,
         validation_dataset=(
@@ -319,6 +322,7 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
         notes=(slow,) if slow else (),
         flops_per_token=flops_per_token,
         tied=tied,
+        draws=draws,
     )
 
 
@@ -396,7 +400,7 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
     with torch.device("meta"):
         model = build_model(spec, resolved.model, DTYPES[resolved.config.training.dtype])
     try:
-        check_forward(model, ["positions", "token_numbers", *data.fields])
+        check_forward(model, ["positions", "token_numbers", "sample_keys", *data.fields])
         plan = plan_of(spec, model)
         if resolved.dims.tp_enabled:
             check_tied_placements(
@@ -475,7 +479,7 @@ def _build_trainer(
     world: World,
     meshes: Meshes,
     made: Parallelized,
-    data: DatasetSpec,
+    loss: Loss,
     axes: dict[str, str],
     rules: Mapping[str, Rule],
     tied: Mapping[str, str],
@@ -508,8 +512,6 @@ def _build_trainer(
         decay_type=config.lr_scheduler.decay_type,
         min_lr_factor=config.lr_scheduler.min_lr_factor,
     )
-    own = config.training.loss
-    loss = load(data.loss) if own is None else LOSSES[own].load()
     if config.compile.enable and "loss" in config.compile.components:
         loss = loss.compiled(config.compile.backend)
     return Trainer(
@@ -526,7 +528,61 @@ def _build_trainer(
         non_finite=config.debug.non_finite,
         before_update=OrderCheck(axes) if config.comm.mode == "debug" and world.size > 1 else None,
         metrics={name: METRICS[name].load() for name in config.validation.metrics},
+        generators=Generators(
+            config.debug.seed,
+            dims.data_rank(world.rank),
+            dims.token_rank(world.rank),
+            dims.place_on(axes_where(weights="stages"), world.rank),
+            world.device,
+        ),
     )
+
+
+def _loss_of(config: JobConfig, data: DatasetSpec) -> Loss:
+    own = config.training.loss
+    loss: Loss = load(data.loss) if own is None else LOSSES[own].load()
+    return loss
+
+
+def _find_draws(resolved: ResolvedJob, model: nn.Module, example: Batch, loss: Loss) -> Draws:
+    """What the plain model draws for a microbatch of a rank; `example` has some rows of one."""
+    if type(model).__module__.startswith("titanlite.models.") and loss is NEXT_TOKEN:
+        # titanlite's own models draw nothing; running a large one takes seconds.
+        return Draws()
+    size = resolved.config.training.local_batch_size
+    if resolved.pipeline is not None:
+        size = resolved.pipeline.microbatch_size
+    batch = join([example.rows(0, 1)] * size)
+
+    def run(model: nn.Module) -> Callable[[], Any]:
+        outputs = call_model(model, batch)
+        return lambda: loss.total(outputs, batch)
+
+    return find_draws(model, run)
+
+
+def _separate_draws(
+    resolved: ResolvedJob,
+    world: World,
+    parts: list[nn.Module],
+    draws: Draws,
+    plan: ParallelPlan,
+) -> list[PlanRow]:
+    """Make ranks of tp draw as they should; a row of the effective plan if the model draws."""
+    if not draws.shapes:
+        return []
+    notes = [
+        f"{draws.describe()} {draws.verb} from torch's own generators, which depends on the plan; "
+        "TokenDropout and keyed_normal do not (docs/randomness.md)"
+    ]
+    if resolved.dims.tp_enabled:
+        sharded = plan.sequence_dim is not None
+        place = resolved.dims.coordinates(world.rank)["tp"]
+        undecided = separate_draws(
+            parts, draws, place, world.device, blocks=plan.blocks, blocks_are_sharded=sharded
+        )
+        notes += [undecided] if undecided else []
+    return [PlanRow("plan invariance", "on", "off", "; ".join(notes))]
 
 
 def _describe_groups(config: JobConfig, rules: Mapping[str, Rule]) -> list[PlanRow]:

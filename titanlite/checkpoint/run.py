@@ -147,11 +147,7 @@ class Checkpoints:
         self.wait()
         start = time.perf_counter()
         job = self._job
-        pieces = {
-            **state.weight_pieces(job),
-            **state.optimizer_pieces(job),
-            **state.rng_pieces(job),
-        }
+        pieces = {**state.weight_pieces(job), **state.optimizer_pieces(job)}
         folder = self._folder.unfinished(step, self._token)
         seal = self._sealer(
             folder,

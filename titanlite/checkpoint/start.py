@@ -177,13 +177,8 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
     if "optimizer" not in left_out:
         state.check_optimizer(job, numbers.optimizer.name)
         _use(path, ranks, lambda: pieces.update(state.make_optimizer_state(job, stored)))
-    # A random generator belongs to a rank, and ranks of different plans do not correspond.
-    rng = state.rng_pieces(job) if manifest.plan == job.dims.describe() else {}
-    # A checkpoint saved on CPU has no state of a GPU's generator.
-    rng = {name: piece for name, piece in rng.items() if name in stored}
-    _read(pieces | rng, path, ranks, metadata)
+    _read(pieces, path, ranks, metadata)
     _use(path, ranks, lambda: state.check_counts(job))
-    _use(path, ranks, lambda: state.restore_rng(job, rng))
     if "lr_scheduler" not in left_out:
         state.restore_schedule(job, numbers.lr_scheduler)
     if "dataloader" not in left_out:

@@ -14,6 +14,7 @@ from torch import Tensor
 from titanlite.batch import Batch, FieldDims, make_batch
 from titanlite.data.spec import Dataset
 from titanlite.errors import ConfigError
+from titanlite.keyed import sample_keys
 
 
 class GlobalBatchSampler:
@@ -21,8 +22,8 @@ class GlobalBatchSampler:
 
     `state`, the global index of the next sample, is the only state to save and restore; it does not
     depend on the plan. `fields` are the fields of a sample besides its tokens, each with the
-    dimension that counts tokens in it (see DatasetSpec). Raises ConfigError if the global batch
-    does not divide evenly.
+    dimension that counts tokens in it (see DatasetSpec). `seed` is that of the keys of the samples.
+    Raises ConfigError if the global batch does not divide evenly.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class GlobalBatchSampler:
         dp_rank: int,
         local_batch_size: int,
         fields: Mapping[str, int | None] | None = None,
+        seed: int = 0,
     ) -> None:
         if global_batch_size % (dp_degree * local_batch_size):
             raise ConfigError(
@@ -47,6 +49,7 @@ class GlobalBatchSampler:
         self._dp_rank = dp_rank
         self._local_batch_size = local_batch_size
         self._fields = fields or {}
+        self._seed = seed
 
     def draw(self) -> list[Batch]:
         """This rank's batches of the next step, of `local_batch_size` sequences each.
@@ -56,9 +59,10 @@ class GlobalBatchSampler:
         """
         first = self.state + self._dp_rank * self._rank_batch_size
         self.state += self._global_batch_size
+        size, stop = self._local_batch_size, first + self._rank_batch_size
         return [
-            read_batch(self._dataset, range(start, start + self._local_batch_size), self._fields)
-            for start in range(first, first + self._rank_batch_size, self._local_batch_size)
+            read_batch(self._dataset, range(start, start + size), self._fields, self._seed)
+            for start in range(first, stop, size)
         ]
 
 
@@ -92,10 +96,16 @@ def iterate_once(
         yield batch.leave_out(torch.arange(local_batch_size)[:, None] >= num_valid)
 
 
-def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, int | None]) -> Batch:
+def read_batch(
+    dataset: Dataset,
+    indices: Iterable[int],
+    fields: Mapping[str, int | None],
+    seed: int | None = None,
+) -> Batch:
     """The samples with these indices as a batch; tokens are numbered by index and position.
 
-    Raises ConfigError if a sample does not have exactly the registered fields.
+    The keys of the samples are functions of `seed` and index, or with None those of a validation
+    set. Raises ConfigError if a sample does not have exactly the registered fields.
     """
     indices = list(indices)
     samples = [_fields_of(dataset.sample(index)) for index in indices]
@@ -112,8 +122,10 @@ def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, in
                 "or token, with -100 where none counts"
             )
     stacked = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    keys = sample_keys(torch.tensor(indices), seed)
     if "tokens" not in stacked:
-        return Batch(stacked, {name: _dims_of(fields[name]) for name in stacked})
+        dims = {name: _dims_of(fields[name]) for name in stacked}
+        return Batch({**stacked, "sample_keys": keys}, {**dims, "sample_keys": FieldDims(0, None)})
     more = {
         name: (stacked[name], _dims_of(dim))
         for name, dim in fields.items()
@@ -122,6 +134,7 @@ def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, in
     seq_len = stacked["tokens"].size(1)
     numbers = torch.tensor(indices)[:, None] * seq_len + torch.arange(seq_len)
     more["token_numbers"] = (numbers, FieldDims(0, 1))
+    more["sample_keys"] = (keys, FieldDims(0, None))
     return make_batch(
         stacked["tokens"], stacked.get("targets"), stacked.get("positions"), more=more
     )

@@ -19,6 +19,7 @@ from titanlite.batch import Batch, call_model
 from titanlite.errors import NonFiniteError
 from titanlite.experts import Balancer
 from titanlite.mesh.parallel_dims import axes_where
+from titanlite.training.generators import Generators
 from titanlite.training.gradient_norm import (
     clip_gradients,
     gradient_norm,
@@ -107,6 +108,8 @@ class Trainer:
     """What `evaluate` computes besides the loss."""
     balancer: Balancer | None = None
     """Balances the experts of a model that has any."""
+    generators: Generators | None = None
+    """Seeds the random generators before each step and each validation."""
 
     @property
     def _device(self) -> torch.device:
@@ -151,6 +154,8 @@ class Trainer:
 
     def compute_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Run the forward and backward passes of a step; returns (mean loss, number of targets)."""
+        if self.generators is not None:
+            self.generators.start_step(self.scheduler.last_epoch + 1)
         num_targets = self._count_targets(batches)
         if self.balancer is not None:
             self.balancer.start(self._count_sequences(batches))
@@ -171,6 +176,8 @@ class Trainer:
         """The mean loss and the metrics of all ranks' batches; ranks must have equally many."""
         # The sum and the count of the loss, then of each metric.
         totals = torch.zeros(1 + len(self.metrics), 2, dtype=torch.float64, device=self._device)
+        if self.generators is not None:
+            self.generators.start_validation()
         for part in self.parts:
             part.eval()
         for batch in batches:

@@ -261,7 +261,10 @@ def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
     random.seed(seed)
     np.random.seed(seed)
     try:
-        yield build_job(resolved, world)
+        job = build_job(resolved, world)
+        # Nor does the job seed its steps: what it draws differs from run to run, and shows up.
+        job.trainer.generators = None
+        yield job
     finally:
         gc.collect()
 

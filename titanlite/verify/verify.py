@@ -484,11 +484,13 @@ class Verifier:
         unlike = [f for f in failures(again, Tolerance("float64")) if f.kind != "lr"]
         if unlike:
             first = unlike[0]
+            (who,) = self.pool(1).call("titanlite.verify.narrow:find_random", reference.job)
+            which = f": {who} from torch's own generators" if who else ""
             raise ConfigError(
                 f"model.name: on one process the same batch gives another {_what(first)} at step "
                 f"{first.step} the second time (difference {first.difference:.0e}), so the model "
-                "is random; set dropout to 0 to verify, or use titanlite.dropout.TokenDropout, "
-                "whose masks do not depend on the plan"
+                f"is random{which}; set dropout to 0 to verify, or draw what depends on the sample "
+                "alone, by titanlite.TokenDropout and titanlite.keyed_normal (docs/randomness.md)"
             )
         (mixing,) = self.pool(1).call("titanlite.verify.narrow:find_mixing", reference.job)
         if mixing:
