@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.batch import Batch, call_model, set_call
+from titanlite.draws import generators_restored
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.models import ModelSpec, load
 from titanlite.parallelize.plan import ParallelPlan, find_plan
@@ -76,24 +77,19 @@ def initial_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype, seed: int) ->
     The values come from its constructor, then from the registered `init`, or else from the model's
     `init_weights()` if it has one, and then from `init_buffers()` if it has that.
     """
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with generators_restored(), torch.device("cpu"):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        try:
-            model = build_model(spec, sizes, torch.float32)
-            init: Callable[[Any], Any] | None = _load(spec, "init")
-            with torch.no_grad():
-                if init is not None:
-                    init(model)
-                elif callable(own := getattr(model, "init_weights", None)):
-                    own()
-                if callable(own := getattr(model, "init_buffers", None)):
-                    own()
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+        model = build_model(spec, sizes, torch.float32)
+        init: Callable[[Any], Any] | None = _load(spec, "init")
+        with torch.no_grad():
+            if init is not None:
+                init(model)
+            elif callable(own := getattr(model, "init_weights", None)):
+                own()
+            if callable(own := getattr(model, "init_buffers", None)):
+                own()
     set_dtype(model, dtype)
     return model
 

@@ -59,38 +59,47 @@ class Draws:
 
 
 def find_draws(model: nn.Module, run: Callable[[nn.Module], Callable[[], Any]]) -> Draws:
-    """The modules that draw when `run` runs a copy of `model` in training, and then its loss.
+    """The modules that draw when `run` runs a copy of `model`, and then its loss.
 
-    `run(model)` returns the model's outputs after a forward pass, in a function that computes the
-    loss. The model may be on "meta". If it does not run there, its modules are searched for those
-    that draw by their class. The generators are left as they were.
+    `run(model)` runs a forward pass and returns a function that computes the loss. The model may be
+    on "meta". If it does not run there, its modules are searched for those that draw by their
+    class. The generators are left as they were.
     """
-    model = copy.deepcopy(model).train()
-    classes = {
-        canonical_name(name): type(module).__name__ for name, module in model.named_modules()
-    }
-    states = random.getstate(), np.random.get_state()
-    found: dict[str, list[Shape] | None] = {}
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), inside_modules(model) as inside:
-        watch = _Watch(inside)
+    classes = {canonical_name(name): type(m).__name__ for name, m in model.named_modules()}
+    watch = _Watch()
+    found = watch.found
+    with generators_restored(), torch.no_grad():
+        before = _states_outside_torch()
         try:
-            with watch:
-                loss = run(model)
-                inside[:] = [(LOSS, 0)]
+            # A forward pass may keep tensors in the model.
+            copied = copy.deepcopy(model)
+            with inside_modules(copied) as watch.inside, watch:
+                loss = run(copied)
+                watch.inside[:] = [(LOSS, 0)]
                 loss()
-            found |= watch.found
         except Exception:  # any operator of a user's model may need values
-            found |= watch.found | dict.fromkeys(_drawing_modules(model))
-        drawn = random.getstate() != states[0] or _differ(np.random.get_state(), states[1])
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-    if drawn:
-        found.setdefault("", None)
+            found |= dict.fromkeys(_drawing_modules(model))
+        if _states_outside_torch() != before:
+            found.setdefault("", None)
     return Draws(found, {name: classes[name] for name in found if name in classes})
 
 
-def _differ(one: Any, other: Any) -> bool:
-    return one[2] != other[2] or not np.array_equal(one[1], other[1])
+def _states_outside_torch() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2]
+
+
+@contextlib.contextmanager
+def generators_restored() -> Iterator[None]:
+    """On exit, the generators of torch, Python and NumPy are as they were on entry."""
+    states = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def _drawing_modules(model: nn.Module) -> Iterator[str]:
@@ -162,15 +171,15 @@ def _shape_of(func: Any, args: Sequence[Any]) -> Shape:
 class _Watch(TorchDispatchMode):
     """Records the draws of each innermost module."""
 
-    def __init__(self, inside: list[tuple[str, int]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, list[Shape] | None] = {}
-        self._inside = inside
+        self.inside: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_draw(func, args, kwargs):
-            name, call = self._inside[-1] if self._inside else ("", 0)
+            name, call = self.inside[-1] if self.inside else ("", 0)
             of_module = self.found.setdefault(canonical_name(name), [])
             if call == 0 and of_module is not None:
                 of_module.append(_shape_of(func, args))

@@ -57,6 +57,7 @@ def train_on_rank(
     A run that saves checkpoints resumes from the newest one, and stops early on request.
     """
     from titanlite.checkpoint.run import Checkpoints
+    from titanlite.draws import generators_restored
     from titanlite.job import build_job
     from titanlite.ranks.watch import Traces
     from titanlite.ranks.world import open_world
@@ -66,6 +67,7 @@ def train_on_rank(
     comm = config.comm
     folder = Path(config.job.dump_folder) / comm.save_traces_folder
     with (
+        generators_restored(),
         StopRequest(place.orders, enabled=config.checkpoint.saves) as stop,
         open_world(
             place,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from titanlite.config import JobConfig, load_config, resolve_job
 from titanlite.errors import ConfigError
@@ -39,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "    def __init__(self, sizes):\n"
         "        super().__init__(sizes)\n"
         "        for block in self.blocks.values():\n"
-        "            block.down = nn.Sequential(block.down, nn.Dropout(0.3))\n"
+        "            block.norm2 = nn.Sequential(block.norm2, nn.Dropout(0.3))\n"
     )
     with (folder / "dit/__init__.py").open("a") as file:
         parts = '"dit.random:Random", "dit.sizes:Sizes", plan="dit.plan:PLAN"'
@@ -80,14 +82,14 @@ def test_verify_names_the_module_that_is_random(folder: Path, verifier: Verifier
     with pytest.raises(ConfigError) as caught:
         verifier.verify(config(folder, FSDP, "--model.name=random"), steps=1)
     assert (
-        "so the model is random: blocks.*.down.* (Dropout) draws from torch's own generators; set "
+        "so the model is random: blocks.*.norm2.* (Dropout) draws from torch's own generators; set "
         "dropout to 0 to verify, or draw what depends on the sample alone, by "
         "titanlite.TokenDropout and titanlite.keyed_normal (docs/randomness.md)"
     ) in str(caught.value)
 
 
-def losses_of(world: World, runs: list[JobConfig]) -> list[tuple[list[float], float]]:
-    """The losses of each run, from its newest checkpoint on, and its validation loss."""
+def losses_of(world: World, runs: list[JobConfig]) -> list[tuple[list[float], float, str]]:
+    """The losses of each run from its newest checkpoint on, its validation loss, its replicas."""
     from titanlite.checkpoint.run import Checkpoints
     from titanlite.job import build_job
 
@@ -100,7 +102,11 @@ def losses_of(world: World, runs: list[JobConfig]) -> list[tuple[list[float], fl
             for step in range(checkpoints.first_step, config.training.steps + 1):
                 losses.append(job.step(step).loss)
                 checkpoints.after_step(step)
-            results.append((losses, job.evaluate()))
+            digest = hashlib.sha256()
+            for parameter in job.parameters.values():
+                if not isinstance(parameter, DTensor):
+                    digest.update(parameter.detach().numpy().tobytes())
+            results.append((losses, job.evaluate(), digest.hexdigest()))
     return results
 
 
@@ -114,25 +120,29 @@ def test_a_run_with_dropout_resumes_to_the_bit(folder: Path, verifier: Verifier)
             f"--job.dump_folder={folder}/{name}",
         )
         more = ("--model.name=random", "--training.steps=4", "--validation.steps=1")
-        return config(folder, FSDP, *saves, *more, *options)
+        return config(folder, *saves, *more, *options)
 
     runs = [
-        run("a"),
-        run("a", "--checkpoint.load_step=2"),
-        run("b"),
-        run("c", "--debug.seed=1"),
+        run("a", FSDP),
+        run("a", FSDP, "--checkpoint.load_step=2"),
+        run("b", FSDP),
+        run("c", FSDP, "--debug.seed=1"),
+        run("d", TP),
     ]
-    for straight, resumed, again, other in verifier.pool(2).call(losses_of, runs):
+    of_ranks = verifier.pool(2).call(losses_of, runs)
+    for straight, resumed, again, other, _ in of_ranks:
         assert len(straight[0]) == 4
         assert resumed[0] == straight[0][2:]
         assert resumed[1] == straight[1]
         assert again == straight
         assert not set(other[0]) & set(straight[0])
+    # Weights that ranks of tp replicate stay the same on both, below a dropout too.
+    assert of_ranks[0][-1] == of_ranks[1][-1]
 
 
 def test_the_dit_learns(folder: Path, verifier: Verifier) -> None:
     longer = config(folder, "--training.steps=30", "--optimizer.lr=0.003", "--validation.steps=4")
-    ((losses, validation),) = verifier.pool(1).call(losses_of, [longer])[0]
+    ((losses, validation, _),) = verifier.pool(1).call(losses_of, [longer])[0]
     # An image of zeros and ones against noise of variance 1.
     assert sum(losses[:3]) / 3 > 1.4
     assert validation < 0.9 * losses[0]

@@ -190,6 +190,13 @@ def test_the_seed_decides_what_is_drawn_in_any_order_of_jobs() -> None:
     assert [alike(a, b) for a, b in zip(first, again, strict=True)] == [ALL] * 3
     assert [alike(a, b) for a, b in zip(first, other, strict=True)] == [set()] * 3
     assert alike(first[0], first[1]) == set(), "steps draw anew"
+    with built() as job:
+        batches = job.draw()
+        for number in range(2):
+            # A step that is run again, to find out where a NaN came from, draws the same.
+            job.trainer.compute_gradients(batches)
+            (part,) = job.parts
+            assert torch.equal(part.noise, first[0]["noise"]), number
     assert 0.4 < (first[0]["hidden"] == 0).float().mean() < 0.6
 
 

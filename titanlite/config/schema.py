@@ -498,7 +498,7 @@ class Debug(Section):
     """Randomness, and non-finite losses"""
 
     seed: int = key(
-        0, "seed of weights, data order and sampling", torchtitan=None, ge=0, le=2**63 - 1
+        0, "seed of weights, data order, noise and sampling", torchtitan=None, ge=0, le=2**63 - 1
     )
     deterministic: bool = key(False, "use only deterministic algorithms")
     deterministic_warn_only: bool = key(
