@@ -284,6 +284,12 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
     return generators
 
 
+def generator_states(device: torch.device) -> list[bytes]:
+    """The states of the default generators of the CPU and of `device`."""
+    with _disable_current_modes():
+        return [one.get_state().numpy().tobytes() for one in default_generators(device)]
+
+
 class _ByShape(TorchDispatchMode):
     """Decides for each draw, by its shape, whether it is one of a shard."""
 

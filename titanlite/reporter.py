@@ -201,11 +201,13 @@ class Reporter:
         flops_per_second = None
         if job.flops_per_token is not None:
             flops_per_second = tokens_per_second * job.flops_per_token
+        generators = job.trainer.generators
+        draws = generators is not None and generators.has_drawn and not job.draws.shapes
         most = torch.tensor(
-            [peak_memory_bytes(job.world.device), int(stops)], device=job.world.device
+            [peak_memory_bytes(job.world.device), int(stops), int(draws)], device=job.world.device
         )
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        memory_bytes, any_stops = most.tolist()
+        memory_bytes, any_stops, any_draws = most.tolist()
         record = StepRecord(
             step=step,
             loss=result.loss,
@@ -235,6 +237,12 @@ class Reporter:
             self._progress.print(f"each block {job.recomputation.tally.describe()}")
         if step == self._first_step and job.fusions is not None:
             self._progress.print(f"async tensor parallel: {job.fusions.describe()}")
+        if step == self._first_step and any_draws:
+            # The model did not run on "meta", so the effective plan does not say it.
+            self._progress.print(
+                "plan invariance does not hold: the model draws from torch's own generators "
+                "(docs/randomness.md)"
+            )
         self._progress.update(record)
         with self._writing():
             self._profiler.step()

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -424,3 +425,29 @@ def test_the_effective_plan_says_that_plan_invariance_does_not_hold() -> None:
     )
     with built(model={"p": 0.0}) as job:
         assert not [row for row in job.applied if row.feature == "plan invariance"]
+
+
+class Hidden(Net):
+    """Draws in a function, and does not run on "meta"."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks.values():
+            x = block(F.dropout(x, 0.5 * len(x.detach().isfinite().nonzero()) / x.numel()))
+        return self.head(x).mean(1)
+
+
+def test_a_draw_that_the_plan_cannot_tell_is_told_after_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from titanlite.reporter import Reporter
+
+    register_model("net_hidden", Hidden, Sizes, plan=REPLICATED)
+    said = "plan invariance does not hold: the model draws from torch's own generators"
+    for net, expected in (("hidden", True), ("replicated", False)):
+        folder = {"dump_folder": str(tmp_path / net)}
+        with built(net=net, model={"p": 0.0}, job=folder) as job, Reporter(job) as reporter:
+            assert not job.draws.shapes
+            for step in (1, 2):
+                reporter.record(step, job.step(step))
+        assert capsys.readouterr().out.count(said) == int(expected)

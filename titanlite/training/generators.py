@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from titanlite.draws import default_generators, generator_states
 
 
 @dataclass
@@ -30,6 +32,9 @@ class Generators:
     device: torch.device
     first_sample: int = 0
     """The number of the first sample of the step."""
+    has_drawn: bool = False
+    """Whether a step has drawn from torch's generators."""
+    _fresh: list[bytes] = field(default_factory=list)
 
     def start_reading(self, first_sample: int) -> None:
         """Before a batch is read: equal on all ranks that read the same samples."""
@@ -43,6 +48,11 @@ class Generators:
         """
         place = self.data_rank, self.token_rank, self.stage
         self._start("step", number, self.first_sample, *place)
+        self._fresh = generator_states(self.device)
+
+    def end_step(self) -> None:
+        """After the backward pass of a step: notes in `has_drawn` whether it has drawn."""
+        self.has_drawn = self.has_drawn or generator_states(self.device) != self._fresh
 
     def start_validation(self) -> None:
         """Before a validation: the same in each, so that their losses can be compared."""
@@ -52,9 +62,7 @@ class Generators:
         text = ":".join(map(str, ("generators", self.seed, *key)))
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
         # Not torch.manual_seed, which queues calls for GPUs that this process does not use.
-        torch.default_generator.manual_seed(seed >> 1)
-        if self.device.type == "cuda" and torch.cuda.is_initialized():
-            with torch.cuda.device(self.device):
-                torch.cuda.manual_seed(seed >> 1)
+        for generator in default_generators(self.device):
+            generator.manual_seed(seed >> 1)
         random.seed(seed)
         np.random.seed(seed % 2**32)

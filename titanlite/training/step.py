@@ -169,6 +169,8 @@ class Trainer:
             self.stages.copies.sum_gradients()
         if self.balancer is not None:
             self.balancer.finish()
+        if self.generators is not None:
+            self.generators.end_step()
         return self._world_sum(loss_sum) / num_targets, num_targets
 
     @torch.no_grad()
