@@ -260,7 +260,7 @@ def _on_own_stream(place: int, device: torch.device) -> Callable[[], Any]:
     @contextlib.contextmanager
     def stream() -> Iterator[None]:
         with _disable_current_modes():
-            drawn = int(torch.randint(2**62, (), generator=torch.default_generator))
+            drawn = int(torch.randint(2**62, (), generator=torch.default_generator, device="cpu"))
             generators = default_generators(device)
             states = [generator.get_state() for generator in generators]
             for generator in generators:
