@@ -33,7 +33,7 @@ from titanlite.config.data import (
 )
 from titanlite.config.degrees import DEGREES
 from titanlite.config.keys import one_of
-from titanlite.config.model import size_problems
+from titanlite.config.model import num_experts, size_problems
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
@@ -87,6 +87,11 @@ class Draft:
     def seq_len(self) -> int:
         """Tokens in a sequence."""
         return sequence_length(self.config, self.model)
+
+    @functools.cached_property
+    def num_experts(self) -> int:
+        """The experts of a block; 0 without any."""
+        return num_experts(self.config, self.model)
 
     @property
     def pipeline(self) -> PipelinePlan | None:
@@ -301,6 +306,24 @@ def _context_parallel(job: Draft) -> Iterator[str]:
     """The CP degree (twice that for "headtail") times the TP degree divides the sequence length."""
     if not job.dims.cp_enabled:
         return
+    spec = DATASETS.get(job.config.training.dataset)
+    if spec is not None and not spec.has_tokens:
+        dims = {name: dim for name, dim in spec.fields.items() if dim is not None}
+        name = quote(job.config.training.dataset)
+        if not dims:
+            yield (
+                f"parallelism.context_parallel_degree: {name} has no token dimension to split: "
+                "`fields` of its registration gives None for every field; give the dimension of "
+                "the tokens there, or set this degree to 1"
+            )
+            return
+        if own_length(job.model) is None:
+            what = ", ".join(f"{field} along {dim}" for field, dim in dims.items())
+            yield (
+                f"parallelism.context_parallel_degree: the fields of {name} are split ({what}), "
+                "but their length is not known; give the model's configuration class `seq_len`"
+            )
+            return
     layout = job.config.parallelism.context_parallel_load_balancer
     chunks = 2 if layout == "headtail" else 1
     if job.seq_len % (job.dims.cp * chunks * job.dims.tp):
@@ -382,9 +405,8 @@ def _experts_by_operator(job: Draft) -> Iterator[str]:
     ac, parallelism = job.config.activation_checkpoint, job.config.parallelism
     by_operator = ac.mode == "selective" and ac.selective_ac_option == "op"
     own_shards = job.dims.ep_enabled or job.dims.tp_enabled
-    has_experts = bool(getattr(job.model, "num_experts", 0))
     always = parallelism.fsdp_reshard_after_forward == "always"
-    if by_operator and own_shards and has_experts and always and job.dims.pp_enabled:
+    if by_operator and own_shards and always and job.dims.pp_enabled and job.num_experts:
         yield (
             f'{RESHARD}: "always" does not work with activation_checkpoint.selective_ac_option '
             '"op" in a pipeline of blocks with experts, because PyTorch would gather the experts '
@@ -421,10 +443,12 @@ def _loss_parallel(job: Draft) -> Iterator[str]:
 def _expert_parallel(job: Draft) -> Iterator[str]:
     """The EP degree divides the product of the FSDP, CP and TP degrees, and the number of experts;
     each expert can be sharded over the ranks that EP leaves."""
-    dims, experts = job.dims, getattr(job.model, "num_experts", 0)
+    dims = job.dims
+    if not dims.ep_enabled:
+        return
+    experts = job.num_experts
     if not experts:
-        if dims.ep_enabled:
-            yield f"{EP}: {dims.ep}, but the model has no experts; remove this key"
+        yield f"{EP}: {dims.ep}, but the model has no experts; remove this key"
         return
     room = dims.num_expert_ranks
     legal = [degree for degree in divisors(room) if experts % degree == 0]
@@ -442,7 +466,7 @@ def _expert_parallel(job: Draft) -> Iterator[str]:
 @reads(MODEL, "debug.moe_force_load_balance")
 def _forced_balance(job: Draft) -> Iterator[str]:
     """debug.moe_force_load_balance needs a model with experts."""
-    if job.config.debug.moe_force_load_balance and not getattr(job.model, "num_experts", 0):
+    if job.config.debug.moe_force_load_balance and not job.num_experts:
         yield "debug.moe_force_load_balance: the model has no experts; remove this key"
 
 

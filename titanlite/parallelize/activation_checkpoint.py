@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 import titanlite.attention  # noqa: F401 (registers the operator of ring attention)
+from titanlite import settings
 from titanlite.errors import TitanliteError
 from titanlite.parallelize.arguments import (
     Plan,
@@ -56,11 +56,9 @@ SAVED_OPERATORS = (
 )
 # The hooks of an FSDP unit inside a block, such as its experts, name what they do to the profiler,
 # and do not do the same in the forward pass and in its recomputation.
-SAC_IGNORED_OPS.update(
-    {
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    }
+IGNORED_OPERATORS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
 )
 MODES = ("none", "full", "selective", "memory_budget")
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -150,10 +148,9 @@ def apply_ac(
     if mode == "none":
         return RecomputationReport(())
     if mode == "memory_budget":
-        import torch._functorch.config
-
-        torch._functorch.config.activation_memory_budget = memory_budget
+        settings.change(settings.MEMORY_BUDGET, memory_budget)
         return RecomputationReport(())
+    settings.ignore_when_saving(IGNORED_OPERATORS)
     options: dict[str, Any] = {
         "preserve_rng_state": preserve_rng_state,
         "determinism_check": determinism_check,
@@ -178,7 +175,7 @@ def apply_ac(
             if has_buffers(block):
                 own |= {"checkpoint_fn": _checkpoint, "states": BufferStates()}
             container.register_module(key, checkpoint_wrapper(block, **own))
-            wrapped.append(f"{plan.blocks}.{key}")
+            wrapped.append(plan.block_name(key))
     return RecomputationReport(tuple(wrapped), tally)
 
 

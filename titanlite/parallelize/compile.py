@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
 import torch
 import torch._functorch.config
-import torch._inductor.config
-import torch.compiler.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -17,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _NormBase
 
+from titanlite import settings
 from titanlite.errors import TitanliteError
 from titanlite.experts import expert_layers
 from titanlite.names import canonical_name
@@ -46,10 +44,9 @@ def apply_compile(
         known = torch._dynamo.list_backends(exclude_tags=())
         check_choice("apply_compile", "backend", backend, known)
     # All ranks compile at the same time, so each uses only its share of the cores.
-    torch._inductor.config.compile_threads = torch.get_num_threads()
+    settings.change(settings.COMPILE_THREADS, torch.get_num_threads())
     if dist.is_initialized() and dist.get_rank() != 0:
-        # Its warnings about activation checkpointing are shown on rank 0 only.
-        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+        settings.silence_compiler()
     container = find_container(model, plan, "compile")
     blocks = list(container.named_children())
     for key, block in blocks:
@@ -60,7 +57,7 @@ def apply_compile(
         compiled.register_forward_pre_hook(_wait_for_inputs)
         recomputes = torch._functorch.config.activation_memory_budget < 1
         if has_buffers(block) and (recomputes or isinstance(block, CheckpointWrapper)):
-            _refuse_changed_buffers(compiled, block, f"{plan.blocks}.{key}")
+            _refuse_changed_buffers(compiled, block, plan.block_name(key))
         container.register_module(key, compiled)
     return len(blocks)
 
@@ -74,7 +71,7 @@ def keep_caches_apart(tp_mesh: DeviceMesh | None) -> None:
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     if tp_mesh is not None:
         tag += f" {tp_mesh.get_group().group_name} {tp_mesh.get_local_rank()}"
-    torch.compiler.config.cache_key_tag = tag
+    settings.change(settings.CACHE_TAG, tag)
 
 
 def _refuse_changed_buffers(compiled: nn.Module, block: nn.Module, name: str) -> None:
@@ -108,8 +105,8 @@ def _refuse_changed_buffers(compiled: nn.Module, block: nn.Module, name: str) ->
         found.clear()
 
     # Otherwise Dynamo fails on a buffer that is assigned, before the check can name it.
-    if hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    if hasattr(torch._dynamo.config, settings.SKIPS_SIDE_EFFECTS.name):
+        settings.change(settings.SKIPS_SIDE_EFFECTS, True)
     compiled.register_forward_pre_hook(before)
     compiled.register_forward_hook(after)
 

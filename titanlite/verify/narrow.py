@@ -1,6 +1,6 @@
-"""On a rank: finds modules that round to a narrower dtype, and what mixes sequences.
+"""On a rank: finds modules that round to a narrower dtype or are random, and what mixes samples.
 
-Both are found in forward passes of the model on one process.
+They are found in forward passes of the model on one process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.batch import Batch, call_model, join
 from titanlite.config import ResolvedJob
+from titanlite.draws import inside_modules
 from titanlite.job import Job
 from titanlite.parallelize.float8_linear import Float8Linear
 from titanlite.ranks.world import World
@@ -40,7 +41,7 @@ def narrowed_in(model: nn.Module, run: Callable[[], Any]) -> tuple[str, ...]:
     """The modules of `model` that convert a tensor to a narrower dtype while `run` runs it."""
     layers = model.named_modules()
     watch = _Conversions({name for name, layer in layers if isinstance(layer, Float8Linear)})
-    with torch.no_grad(), unchanged_buffers(model), _watching(model, watch.inside), watch:
+    with torch.no_grad(), unchanged_buffers(model), inside_modules(model) as watch.inside, watch:
         run()
     return tuple(watch.found)
 
@@ -103,6 +104,14 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
+def find_random(world: World, resolved: ResolvedJob) -> str:
+    """The modules that draw from torch's own generators, in words; "" if none is found."""
+    from titanlite.verify.run import open_job
+
+    with open_job(world, resolved) as job:
+        return f"{job.draws.describe()} {job.draws.verb}" if job.draws.shapes else ""
+
+
 class _Conversions(TorchDispatchMode):
     """Records conversions to a narrower floating-point dtype, by innermost module."""
 
@@ -110,7 +119,7 @@ class _Conversions(TorchDispatchMode):
         super().__init__()
         self.left_out = left_out
         self.found: dict[str, None] = {}
-        self.inside: list[str] = []
+        self.inside: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -122,30 +131,12 @@ class _Conversions(TorchDispatchMode):
             and output.is_floating_point()
             and output.dtype.itemsize < given.dtype.itemsize
         ):
-            where = self.inside[-1] if self.inside else ""
+            where = self.inside[-1][0] if self.inside else ""
             if where in self.left_out:
                 return output
             dtypes = f"{given.dtype} to {output.dtype}".replace("torch.", "")
             self.found[f"{where or 'the model'} ({dtypes})"] = None
         return output
-
-
-@contextlib.contextmanager
-def _watching(model: nn.Module, inside: list[str]) -> Iterator[None]:
-    """Inside, `inside` is the stack of the names of the modules whose forward is running."""
-    hooks: list[Any] = []
-    for name, module in model.named_modules():
-        hooks.append(
-            module.register_forward_pre_hook(lambda _, inputs, name=name: inside.append(name))
-        )
-        hooks.append(
-            module.register_forward_hook(lambda _, inputs, output: (inside.pop(), None)[1])
-        )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()

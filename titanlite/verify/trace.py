@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titanlite.batch import Batch, has_own_inputs, join, takes
 from titanlite.config import ResolvedJob
+from titanlite.failing import styles_of
 from titanlite.job import Job
 from titanlite.names import canonical_name
 from titanlite.parallelize.float8_linear import Float8Linear
@@ -26,7 +27,6 @@ from titanlite.registry import is_over_batch
 from titanlite.training.shards import local_part, shard_of
 from titanlite.verify.agreement import agreement, placements_of
 from titanlite.verify.cells import cells_file, cells_of, cut_cells, shares_of
-from titanlite.verify.failing import styles_of
 from titanlite.verify.jobs import Microbatches, microbatches_of
 from titanlite.verify.narrow import unchanged_buffers
 from titanlite.verify.outputs import Outputs, recorded

@@ -176,8 +176,7 @@ class Verifier:
                     alone, steps, microbatches_of(plan), start_plan if is_beside else None
                 )
             except BaseException:
-                if ranks.is_busy:
-                    ranks.close(now=True)
+                self._close_busy()
                 raise
             found.narrowed = reference.narrowed
             if parts > 1:
@@ -195,6 +194,9 @@ class Verifier:
                     (runs[0].reloaded_alone,) = self.pool(1).results()
             except RankError as error:
                 found.error = error
+            except BaseException:
+                self._close_busy()
+                raise
             if self.pool(1).is_busy:
                 # No checkpoint was saved.
                 self.pool(1).close(now=True)
@@ -240,6 +242,12 @@ class Verifier:
             )
             self._pools[num_ranks] = self._exits.enter_context(pool)
         return self._pools[num_ranks]
+
+    def _close_busy(self) -> None:
+        """End ranks whose run has no reader any more."""
+        for pool in self._pools.values():
+            if pool.is_busy:
+                pool.close(now=True)
 
     def _run(
         self,
@@ -488,11 +496,13 @@ class Verifier:
         unlike = [f for f in failures(again, Tolerance("float64")) if f.kind != "lr"]
         if unlike:
             first = unlike[0]
+            (who,) = self.pool(1).call("titanlite.verify.narrow:find_random", reference.job)
+            which = f": {who} from torch's own generators" if who else ""
             raise ConfigError(
                 f"model.name: on one process the same batch gives another {_what(first)} at step "
                 f"{first.step} the second time (difference {first.difference:.0e}), so the model "
-                "is random; set dropout to 0 to verify, or use titanlite.dropout.TokenDropout, "
-                "whose masks do not depend on the plan"
+                f"is random{which}; set dropout to 0 to verify, or draw what depends on the sample "
+                "alone, by titanlite.TokenDropout and titanlite.keyed_normal (docs/randomness.md)"
             )
         (mixing,) = self.pool(1).call("titanlite.verify.narrow:find_mixing", reference.job)
         if mixing.module:
