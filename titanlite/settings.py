@@ -38,7 +38,9 @@ DDP_GRAPHS = Setting("torch._dynamo.config", "optimize_ddp")
 FUSES_PRODUCTS = Setting("torch._inductor.config", "_micro_pipeline_tp")
 LAST_PASS = Setting("torch._inductor.config", "post_grad_custom_post_pass")
 COMPILE_THREADS = Setting("torch._inductor.config", "compile_threads")
-SIDE_EFFECTS = Setting("torch._dynamo.config", "skip_fwd_side_effects_in_bwd_under_checkpoint")
+SKIPS_SIDE_EFFECTS = Setting(
+    "torch._dynamo.config", "skip_fwd_side_effects_in_bwd_under_checkpoint"
+)
 CACHE_TAG = Setting("torch.compiler.config", "cache_key_tag")
 # The values for a job that does not ask for others. The other settings are set by each build, one
 # way or the other, or have no meaning for a job that does not set them.

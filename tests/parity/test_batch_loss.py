@@ -43,7 +43,8 @@ from clip.model import Clip, Sizes, contrastive
 
 
 def mean(outputs, batch):
-    return outputs[0].square().flatten(1).sum(1).add(outputs[1][:, 0]).mean()
+    image, text, scale = outputs
+    return (image[:, 0] * text[:, 1]).mean() * scale
 
 
 class Normed(Clip):
@@ -64,7 +65,7 @@ titanlite.register_model("normed", Normed, Sizes, plan="clip.model:PLAN")
 
 def each(outputs, batch):
     image, text, scale = outputs
-    return -(image * text).sum() * scale.sum()
+    return -(image * text).sum() * scale
 """
 
 

@@ -105,8 +105,8 @@ def _refuse_changed_buffers(compiled: nn.Module, block: nn.Module, name: str) ->
         found.clear()
 
     # Otherwise Dynamo fails on a buffer that is assigned, before the check can name it.
-    if hasattr(torch._dynamo.config, settings.SIDE_EFFECTS.name):
-        settings.change(settings.SIDE_EFFECTS, True)
+    if hasattr(torch._dynamo.config, settings.SKIPS_SIDE_EFFECTS.name):
+        settings.change(settings.SKIPS_SIDE_EFFECTS, True)
     compiled.register_forward_pre_hook(before)
     compiled.register_forward_hook(after)
 

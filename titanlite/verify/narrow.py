@@ -1,4 +1,4 @@
-"""On a rank: finds modules that round to a narrower dtype or are random, and what mixes sequences.
+"""On a rank: finds modules that round to a narrower dtype or are random, and what mixes samples.
 
 They are found in forward passes of the model on one process.
 """
