@@ -22,9 +22,11 @@ from titanlite.parallelize.tensor_parallel import describe_entry
 from titanlite.ranks.watch import is_communication_error
 
 # torch logs the stack of an error that it raises, too, if shapes under a style do not fit.
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(
-    lambda record: not record.getMessage().startswith("failed while attempting to run meta")
-)
+LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("failed while attempting to run meta")
 
 
 @contextlib.contextmanager
@@ -37,6 +39,7 @@ def naming_failures(job: Job, *, every: bool = False) -> Iterator[None]:
     or with `every` become a RuntimeError that names the module. An error of communication is left
     as it is, since another rank has its cause.
     """
+    LOGGER.addFilter(_is_new)
     try:
         yield
     except Exception as error:
@@ -83,6 +86,8 @@ def naming_failures(job: Job, *, every: bool = False) -> Iterator[None]:
         given = ", ".join(map(_shape_of, inputs)) or "nothing"
         text = f"{name or 'the model'}{entry} receives {given} and {what}"
         raise kind(f"{text}; {advice}" if advice else text) from error
+    finally:
+        LOGGER.removeFilter(_is_new)
 
 
 MIXED = "mixed torch.Tensor and DTensor"

@@ -44,7 +44,7 @@ SKIPS_SIDE_EFFECTS = Setting(
 CACHE_TAG = Setting("torch.compiler.config", "cache_key_tag")
 # The values for a job that does not ask for others. The other settings are set by each build, one
 # way or the other, or have no meaning for a job that does not set them.
-USUAL = {MEMORY_BUDGET: 1.0, DDP_GRAPHS: True}
+USUAL = {MEMORY_BUDGET: 1.0, DDP_GRAPHS: True, SKIPS_SIDE_EFFECTS: False}
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RECORDER = "TORCH_FR_BUFFER_SIZE"
@@ -67,8 +67,8 @@ def start_settings(*, deterministic: bool = False, warn_only: bool = False) -> N
     """Undo what an earlier job of this process has set and a later one does not mention."""
     _set_deterministic((deterministic, warn_only))
     for setting, value in USUAL.items():
-        # A setting whose module is not imported has its usual value.
-        if setting.module in sys.modules:
+        # A setting whose module is not imported has its usual value; older torch lacks some.
+        if hasattr(sys.modules.get(setting.module), setting.name):
             change(setting, value)
 
 

@@ -237,7 +237,6 @@ ALLOWED = {
     "titanlite/plan/measure.py": "one thread while it measures, in a world",
     "titanlite/verify/run.py": "half of the threads while the plan runs beside the reference",
     "titanlite/equivalence/building.py": "the default dtype while a model is built",
-    "titanlite/checkpoint/state.py": "the random state that a checkpoint holds",
 }
 CHANGING_CALLS = ("torch.set_", "torch.use_", "torch.cuda.set_", "torch.backends.", "os.putenv")
 CHANGING_METHODS = ("setdefault", "pop", "update", "clear")
