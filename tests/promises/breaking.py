@@ -171,11 +171,20 @@ def _run(arguments: Sequence[str], folder: Path, seconds: float) -> tuple[int | 
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            # A broken library may leave ranks behind, which are in the same process group.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # A broken library may leave ranks behind, in sessions of their own, too.
+            for number in [process.pid, *_processes_of(folder)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
             process.wait()
     return status, output.read_text(encoding="utf-8", errors="replace")
+
+
+def _processes_of(folder: Path) -> Iterator[int]:
+    """The processes that import the library from `folder` (Linux; none elsewhere)."""
+    for about in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"PYTHONPATH={folder}".encode() in about.read_bytes():
+                yield int(about.parent.name)
 
 
 def main(names: Sequence[str]) -> int:

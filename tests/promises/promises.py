@@ -107,7 +107,7 @@ PROMISES = [
         Break(
             "Checkpoints.__exit__",
             "if isinstance(error, NonFiniteError) and",
-            "if error is None and",
+            "if False and",
         ),
         ("parity/test_non_finite.py", "parity/test_checkpoint_faults.py"),
     ),
@@ -567,3 +567,46 @@ PROMISES = [
         ("lab/test_lab_exercises.py",),
     ),
 ]
+
+FIRST_SURVIVORS = (
+    "the memory budget of the compiler",
+    "the random state of recomputation",
+    "a graph break ends the run",
+    "ranks of tp do not share compiled code",
+    "ranks end with their parent",
+    "freed memory is kept",
+    "the timeout of training",
+    "advice about a bad checkpoint",
+    "deterministic algorithms",
+    "all ranks collect garbage together",
+    "a run without fusions stops",
+    "plan keys without a module are shown",
+    "random generators are restored",
+    "the schedule is not loaded if it is excluded",
+    "a checkpoint's folder is flushed",
+    "a checkpoint after the first step",
+    "selective checkpointing saves ring attention",
+    "another seed gives other samples",
+    "Dynamo's DDP optimizer",
+    "weights tied between blocks are refused",
+    "the gradient norm is computed in float32",
+    "positions of another layout are refused",
+    "verify finds a missing seed",
+    "the memory of the largest rank",
+    "a picture of the pipeline every profile_freq steps",
+    "the logged learning rate",
+    "the registered initialization",
+    "frozen tensors are shown",
+    "callbacks get the newest metrics",
+    "the fastest measured step is drawn",
+    "unfused attention has four products in the backward pass",
+    "gathered keys overlap with computation",
+    "learn shows what was measured",
+)
+"""The promises that survived the first run, with the tests that were named then.
+
+Four of them had no plain verdict. "ranks end with their parent" and "gathered keys overlap with
+computation" did not end in time. "the timeout of training" was met only by the time limit of a test
+of another thing, on a busy machine. "weights tied between blocks are refused" had a test, in a file
+that was not named.
+"""
