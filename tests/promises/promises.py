@@ -25,7 +25,11 @@ PROMISES = [
         Break(
             "apply_ac", "activation_memory_budget = memory_budget", "activation_memory_budget = 1.0"
         ),
-        ("unit/test_activation_checkpoint.py", "parity/test_plan_invariance.py"),
+        (
+            "unit/test_compile.py::test_a_block_keeps_no_more_than_its_budget",
+            "unit/test_activation_checkpoint.py",
+            "parity/test_plan_invariance.py",
+        ),
     ),
     Promise(
         "early stop of recomputation",
@@ -43,7 +47,11 @@ PROMISES = [
             "preserve_rng_state=section.preserve_rng_state,",
             "preserve_rng_state=False,",
         ),
-        ("unit/test_activation_checkpoint.py", "parity/test_plan_invariance.py"),
+        (
+            "unit/test_activation_checkpoint.py::test_recomputation_draws_the_random_numbers_of_the_forward_pass",
+            "unit/test_activation_checkpoint.py",
+            "parity/test_plan_invariance.py",
+        ),
     ),
     Promise(
         "a graph break ends the run",
@@ -51,6 +59,7 @@ PROMISES = [
         "If Dynamo cannot trace a block as one graph (a graph break), the run fails",
         Break("apply_compile", "whole = fullgraph and", "whole = False and"),
         (
+            "unit/test_compile.py::test_a_graph_break_is_an_error",
             "unit/test_observe_compiling.py",
             "parity/test_parallelize_by_hand.py",
             "parity/test_plan_invariance.py",
@@ -61,7 +70,11 @@ PROMISES = [
         "docs/compile.md",
         "titanlite adds the name of the rank's tp group and its tp coordinate to the key",
         Break("keep_caches_apart", ' {tp_mesh.get_local_rank()}"', '"'),
-        ("unit/test_observe_compiling.py", "parity/test_plan_invariance.py"),
+        (
+            "unit/test_compile.py::test_ranks_of_tp_have_their_own_compiled_code",
+            "unit/test_observe_compiling.py",
+            "parity/test_plan_invariance.py",
+        ),
     ),
     # Processes.
     Promise(
@@ -77,6 +90,7 @@ PROMISES = [
         "The ranks end with their parent process",
         Break("_end_with.watch", "os.kill(os.getpid(), signal.SIGKILL)", "pass"),
         (
+            "unit/test_launch.py::test_a_rank_ends_when_its_launcher_does",
             "unit/test_launch.py",
             "parity/test_train_script.py",
             "parity/test_checkpoint_faults.py",
@@ -87,7 +101,12 @@ PROMISES = [
         "docs/performance.md",
         "makes glibc keep this memory in every run",
         Break("open_world", "keep_freed_memory()", "pass"),
-        ("unit/test_launch.py", "unit/test_training.py", "parity/test_train_script.py"),
+        (
+            "unit/test_launch.py::test_a_rank_keeps_the_memory_of_its_tensors",
+            "unit/test_launch.py",
+            "unit/test_training.py",
+            "parity/test_train_script.py",
+        ),
     ),
     Promise(
         "the timeout of training",
@@ -95,6 +114,7 @@ PROMISES = [
         "until the end of the first step, and `comm.train_timeout_seconds` after it",
         Break("train_on_rank", "world.set_timeout(comm.train_timeout_seconds)", "pass"),
         (
+            "unit/test_run.py::test_a_pipeline_of_two_ranks",
             "unit/test_faults.py",
             "parity/test_train_script.py",
             "parity/test_stuck_messages.py",
@@ -109,7 +129,11 @@ PROMISES = [
             "if isinstance(error, NonFiniteError) and",
             "if False and",
         ),
-        ("parity/test_non_finite.py", "parity/test_checkpoint_faults.py"),
+        (
+            "unit/test_run.py::test_a_checkpoint_whose_first_step_is_not_finite_is_named",
+            "parity/test_non_finite.py",
+            "parity/test_checkpoint_faults.py",
+        ),
     ),
     Promise(
         "a watchdog that fails says so",
@@ -129,6 +153,7 @@ PROMISES = [
             "(lambda *_, **__: None)(",
         ),
         (
+            "unit/test_run.py::test_only_deterministic_algorithms_are_used",
             "unit/test_training.py",
             "unit/test_start.py",
             "parity/test_train_script.py",
@@ -140,7 +165,12 @@ PROMISES = [
         "docs/configuration.md",
         "steps between Python garbage collections",
         Break("_collecting_by_hand", "gc.disable()", "pass"),
-        ("unit/test_training.py", "parity/test_train_script.py", "parity/test_outputs.py"),
+        (
+            "unit/test_run.py::test_garbage_is_collected_at_the_same_steps_on_every_rank",
+            "unit/test_training.py",
+            "parity/test_train_script.py",
+            "parity/test_outputs.py",
+        ),
     ),
     Promise(
         "the whole configuration is written",
@@ -148,6 +178,7 @@ PROMISES = [
         "`--job.save_config_file=job.toml` writes them to a file in `job.dump_folder`",
         Break("Reporter._enter", "if config.job.save_config_file:", "if False:"),
         (
+            "unit/test_run.py::test_the_whole_configuration_is_written",
             "unit/test_config.py",
             "parity/test_train_script.py",
             "parity/test_outputs.py",
@@ -177,14 +208,22 @@ PROMISES = [
         "docs/async_tp.md",
         "prints the counts after the first step, and stops the run if there are none",
         Break("Job.step", "self.fusions.require()", "pass"),
-        ("parity/test_async_tensor_parallel.py", "unit/test_observe_compiling.py"),
+        (
+            "parity/test_async_tensor_parallel.py::test_a_step_without_a_fusion_ends_the_run",
+            "parity/test_async_tensor_parallel.py",
+            "unit/test_observe_compiling.py",
+        ),
     ),
     Promise(
         "plan keys without a module are shown",
         "docs/tensor_parallel.md",
         "A key that matches no module is skipped with a warning. It is also listed in the",
         Break("tensor_parallel", "if unmatched:", "if unmatched is None:"),
-        ("unit/test_effective_plan.py", "parity/test_parallelize_by_hand.py"),
+        (
+            "unit/test_effective_plan.py::test_plan_keys_without_a_module_are_listed",
+            "unit/test_effective_plan.py",
+            "parity/test_parallelize_by_hand.py",
+        ),
     ),
     # Checkpoints.
     Promise(
@@ -204,6 +243,7 @@ PROMISES = [
         "The states of the ranks' random generators are stored too, but restored only",
         Break("restore_rng", "torch.set_rng_state(piece.local)", "pass"),
         (
+            "unit/test_run.py::test_a_resumed_run_draws_the_random_numbers_that_come_next",
             "unit/test_checkpoint_files.py",
             "parity/test_checkpoint_resume.py",
             "parity/test_checkpoint_faults.py",
@@ -222,6 +262,7 @@ PROMISES = [
         'state that is not loaded: "optimizer", "lr_scheduler", "dataloader", "train_state"',
         Break("_load_training", 'if "lr_scheduler" not in left_out:', "if True:"),
         (
+            "unit/test_run.py::test_state_that_is_excluded_is_not_loaded",
             "parity/test_checkpoint_resume.py",
             "parity/test_checkpoint_commands.py",
             "parity/test_checkpoint_faults.py",
@@ -232,7 +273,11 @@ PROMISES = [
         "docs/checkpoint.md",
         "Then rank 0 writes the manifest, flushes it and the folder, renames the",
         Break("CheckpointFolder.commit", "flush_folder(unfinished)", "pass"),
-        ("unit/test_checkpoint_files.py", "parity/test_checkpoint_faults.py"),
+        (
+            "unit/test_checkpoint_files.py::test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk",
+            "unit/test_checkpoint_files.py",
+            "parity/test_checkpoint_faults.py",
+        ),
     ),
     Promise(
         "a checkpoint after the first step",
@@ -243,7 +288,11 @@ PROMISES = [
             "step == 1 and section.enable_first_step_checkpoint",
             "False",
         ),
-        ("parity/test_checkpoint_resume.py", "parity/test_checkpoint_commands.py"),
+        (
+            "unit/test_run.py::test_the_first_checkpoint_is_that_of_the_first_step",
+            "parity/test_checkpoint_resume.py",
+            "parity/test_checkpoint_commands.py",
+        ),
     ),
     # Compare.
     Promise(
@@ -251,7 +300,10 @@ PROMISES = [
         "docs/compare.md",
         "each rank gets another random state, so that a missing seed shows up",
         Break("_Measuring.run", "hash((world.rank, time.monotonic_ns())) % 2**32", "0"),
-        ("parity/test_compare.py",),
+        (
+            "parity/test_compare.py::test_ranks_that_rely_on_equal_random_numbers_without_a_seed_differ",
+            "parity/test_compare.py",
+        ),
     ),
     # Context parallelism.
     Promise(
@@ -260,6 +312,7 @@ PROMISES = [
         "The mode `op` saves the operator's `out` and `lse` instead of recomputing them.",
         Break("SAVED_OPERATORS", "    torch.ops.titanlite.ring_attention.default,\n", ""),
         (
+            "parity/test_ring_attention.py::test_inside_checkpointing_and_compilation",
             "unit/test_activation_checkpoint.py",
             "parity/test_ring_attention.py",
             "parity/test_communication.py",
@@ -286,6 +339,7 @@ PROMISES = [
         "| `debug.seed` | `--seed` | another seed gives other samples |",
         Break("_for_sampling", '"debug.seed": asked.seed,', ""),
         (
+            "unit/test_sample.py::test_options_replace_what_the_job_says_about_sampling",
             "unit/test_sample.py",
             "parity/test_checkpoint_commands.py",
             "parity/test_text_plans.py",
@@ -298,6 +352,7 @@ PROMISES = [
         "`compile.enable` also turns on Dynamo's DDP optimizer.",
         Break("data_parallel", "compiled=config.compile.enable", "compiled=False"),
         (
+            "unit/test_effective_plan.py::test_ddp_of_compiled_blocks_uses_the_optimizer_of_dynamo",
             "unit/test_observe_compiling.py",
             "parity/test_communication.py",
             "parity/test_plan_invariance.py",
@@ -323,7 +378,11 @@ PROMISES = [
             'if any(place.startswith("block ")',
             'if "" in apart and any(place.startswith("block ")',
         ),
-        ("parity/test_tied_weights.py", "unit/test_parallelize_arguments.py"),
+        (
+            "parity/test_parallelize_by_hand.py::test_tied_weights_are_not_untied_in_silence",
+            "parity/test_tied_weights.py",
+            "unit/test_parallelize_arguments.py",
+        ),
     ),
     Promise(
         "replicas reduce once in a step",
@@ -358,6 +417,7 @@ PROMISES = [
             "dtype = counted[0].dtype",
         ),
         (
+            "unit/test_training.py::test_the_norm_of_gradients_in_bfloat16_is_that_of_their_values",
             "unit/test_training.py",
             "parity/test_parallelize_by_hand.py",
             "parity/test_plan_invariance.py",
@@ -395,7 +455,11 @@ PROMISES = [
         "docs/huggingface.md",
         "raises an error for positions that are not those of the layout",
         Break("_check_positions", "(given.cpu() == own).all()", "given.numel()"),
-        ("parity/test_hf.py", "parity/test_hf_folders.py"),
+        (
+            "parity/test_hf.py::test_positions_that_are_not_those_of_the_layout_are_refused",
+            "parity/test_hf.py",
+            "parity/test_hf_folders.py",
+        ),
     ),
     # Plan invariance and verify.
     Promise(
@@ -410,7 +474,11 @@ PROMISES = [
         "docs/verify.md",
         "Each rank starts with a different random state, as ranks on different machines do",
         Break("open_job", "hash((world.rank, time.monotonic_ns())) % 2**32", "0"),
-        ("parity/test_verify.py", "unit/test_verify_input.py"),
+        (
+            "unit/test_verify_input.py::test_every_rank_of_every_run_starts_with_a_random_state_of_its_own",
+            "parity/test_verify.py",
+            "unit/test_verify_input.py",
+        ),
     ),
     # What a run shows.
     Promise(
@@ -429,7 +497,12 @@ PROMISES = [
             "memory_bytes, any_stops = most.tolist()",
             "memory_bytes, any_stops = peak_memory_bytes(job.world.device), int(most[1])",
         ),
-        ("unit/test_observe_metrics.py", "parity/test_outputs.py", "parity/test_train_script.py"),
+        (
+            "unit/test_run.py::test_a_pipeline_of_two_ranks",
+            "unit/test_observe_metrics.py",
+            "parity/test_outputs.py",
+            "parity/test_train_script.py",
+        ),
     ),
     Promise(
         "a picture of the pipeline every profile_freq steps",
@@ -437,6 +510,7 @@ PROMISES = [
         "writes a diagram (SVG) and a Chrome trace every `profile_freq` steps",
         Break("Reporter._draws_pipeline", "step % config.profiling.profile_freq == 0 or ", ""),
         (
+            "unit/test_run.py::test_a_pipeline_of_two_ranks",
             "unit/test_observe_profiling.py",
             "unit/test_schedule_drawing.py",
             "parity/test_pipeline_parallel.py",
@@ -448,14 +522,22 @@ PROMISES = [
         "docs/own_model.md",
         "The logged learning rate is the one without a multiplier.",
         Break("base_lr", ' / group.get("lr_multiplier", 1.0)', ""),
-        ("parity/test_parameter_groups.py", "unit/test_training.py"),
+        (
+            "parity/test_parameter_groups.py::test_one_group_for_each_rule",
+            "parity/test_parameter_groups.py",
+            "unit/test_training.py",
+        ),
     ),
     Promise(
         "the registered initialization",
         "docs/own_model.md",
         "Then titanlite calls the function given as `register_model(..., init=)`",
         Break("initial_model", "if init is not None:", "if init is model:"),
-        ("parity/test_own_model.py", "parity/test_torchtitan_job.py"),
+        (
+            "parity/test_own_model.py::test_initial_values_depend_on_the_seed_alone",
+            "parity/test_own_model.py",
+            "parity/test_torchtitan_job.py",
+        ),
     ),
     Promise(
         "frozen tensors are shown",
@@ -466,14 +548,22 @@ PROMISES = [
             "*_describe_groups(config, rules), *frozen]",
             "*_describe_groups(config, rules)]",
         ),
-        ("parity/test_frozen.py", "unit/test_effective_plan.py"),
+        (
+            "parity/test_frozen.py::test_only_adapters_change_and_every_plan_agrees",
+            "parity/test_frozen.py",
+            "unit/test_effective_plan.py",
+        ),
     ),
     Promise(
         "callbacks get the newest metrics",
         "docs/own_model.md",
         "`validation_loss`, `metrics` and `checkpoint` are the newest ones",
         Break("Recording.after_step", ", metrics=validation.metrics", ""),
-        ("parity/test_from_python.py", "parity/test_metrics.py"),
+        (
+            "unit/test_run.py::test_callbacks_get_what_is_newest",
+            "parity/test_from_python.py",
+            "parity/test_metrics.py",
+        ),
     ),
     # The planner.
     Promise(
@@ -481,7 +571,11 @@ PROMISES = [
         "docs/plan.md",
         "or a folder of them, of which the fastest is drawn",
         Break("_read_measured", "return min(timelines", "return max(timelines"),
-        ("unit/test_plan_command.py", "unit/test_plan_report.py"),
+        (
+            "unit/test_plan_command.py::test_of_a_folder_of_measured_steps_the_fastest_is_drawn",
+            "unit/test_plan_command.py",
+            "unit/test_plan_report.py",
+        ),
     ),
     Promise(
         "masked blocks of keys are skipped",
@@ -499,7 +593,12 @@ PROMISES = [
         "docs/plan_published.md",
         "as the time of two matrix products (four in the backward pass)",
         Break("Cost._unfused", "backward = 2 * products +", "backward = products +"),
-        ("unit/test_plan_timing.py", "unit/test_plan_hardware.py", "unit/test_plan_compose.py"),
+        (
+            "unit/test_plan_timing.py::test_operators_are_bound_by_operations_or_by_memory",
+            "unit/test_plan_timing.py",
+            "unit/test_plan_hardware.py",
+            "unit/test_plan_compose.py",
+        ),
     ),
     Promise(
         "gathered keys overlap with computation",
@@ -510,7 +609,12 @@ PROMISES = [
             "        yield rank, kv\n        work.wait()\n",
             "        work.wait()\n        yield rank, kv\n",
         ),
-        ("parity/test_ring_attention.py", "unit/test_plan_waits.py", "parity/test_plan_trace.py"),
+        (
+            "parity/test_ring_attention.py::test_the_own_block_is_computed_while_the_others_arrive",
+            "parity/test_ring_attention.py",
+            "unit/test_plan_waits.py",
+            "parity/test_plan_trace.py",
+        ),
     ),
     Promise(
         "a plan leaves 8% of the memory free",
@@ -557,7 +661,11 @@ PROMISES = [
         "docs/learn.md",
         "next to the same number simulated and measured.",
         Break("answer", "show_number(numbers.measured)", "show_number(numbers.simulated)"),
-        ("unit/test_learn.py", "parity/test_learn_page.py"),
+        (
+            "unit/test_learn.py::test_an_answer_shows_all_three_numbers",
+            "unit/test_learn.py",
+            "parity/test_learn_page.py",
+        ),
     ),
     Promise(
         "an exercise is judged by its steps",
