@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.batch import Batch, call_model, set_call
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError, TitanliteError, user_line
+from titanlite.experts import expert_layers
 from titanlite.models import ModelSpec, load
-from titanlite.parallelize.plan import ParallelPlan, find_plan
+from titanlite.parallelize.plan import ParallelPlan, check_plan, find_blocks, find_plan, lacks_plan
+from titanlite.settings import generators_restored
 from titanlite.tied import find_tied, tie
 
 
@@ -25,7 +27,23 @@ def build_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype) -> nn.Module:
     ConfigError if the registered functions cannot be imported or do not return a model.
     """
     inputs, output = _load(spec, "inputs"), _load(spec, "output")
-    model = _load(spec, "build")(sizes)
+    build = _load(spec, "build")
+    try:
+        model = build(sizes)
+    except TitanliteError:
+        raise
+    except Exception as error:  # a user's model may raise anything
+        where = f" ({line})" if (line := user_line(error)) else ""
+        advice = "correct it"
+        if "meta tensors" in str(error):
+            advice = (
+                'the model is built on the "meta" device, without values: compute what depends on '
+                "values in forward, or in init_weights()"
+            )
+        raise ConfigError(
+            f"model.name: building {spec.name} fails with {type(error).__name__}: {error}{where}; "
+            f"{advice}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model.name: `build` of {spec.name} returns a {type(model).__name__}; return an "
@@ -37,7 +55,10 @@ def build_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def plan_of(spec: ModelSpec, model: nn.Module) -> ParallelPlan:
-    """The parallel plan of a plain model; raises TitanliteError if it has none."""
+    """The parallel plan of a plain model, derived from the model if none is registered.
+
+    Raises TitanliteError if it names modules that the model lacks.
+    """
     plan = _load(spec, "plan")
     if isinstance(plan, Mapping):
         plan = plan.get(type(model))
@@ -48,7 +69,9 @@ def plan_of(spec: ModelSpec, model: nn.Module) -> ParallelPlan:
             f"`plan` of {spec.name} is a {type(plan).__name__}; give a ParallelPlan, a dict from "
             "model class to ParallelPlan, or a function from the model to its plan"
         )
-    return plan or find_plan(model)
+    plan = plan or find_plan(model)
+    check_plan(model, plan)
+    return plan
 
 
 def set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -76,37 +99,43 @@ def initial_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype, seed: int) ->
     The values come from its constructor, then from the registered `init`, or else from the model's
     `init_weights()` if it has one, and then from `init_buffers()` if it has that.
     """
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with generators_restored(), torch.device("cpu"):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        try:
-            model = build_model(spec, sizes, torch.float32)
-            init: Callable[[Any], Any] | None = _load(spec, "init")
-            with torch.no_grad():
-                if init is not None:
-                    init(model)
-                elif callable(own := getattr(model, "init_weights", None)):
-                    own()
-                if callable(own := getattr(model, "init_buffers", None)):
-                    own()
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+        model = build_model(spec, sizes, torch.float32)
+        init: Callable[[Any], Any] | None = _load(spec, "init")
+        with torch.no_grad():
+            if init is not None:
+                init(model)
+            elif callable(own := getattr(model, "init_weights", None)):
+                own()
+            if callable(own := getattr(model, "init_buffers", None)):
+                own()
     set_dtype(model, dtype)
     return model
 
 
 def module_names(spec: ModelSpec, sizes: Any) -> tuple[str, ...]:
-    """The modules between which a pipeline can split: the plan's embeddings, blocks and head."""
+    """The modules between which a pipeline can split: the plan's embeddings, blocks and head.
+
+    Raises TitanliteError if no plan is registered.
+    """
     with torch.device("meta"):
         model = build_model(spec, sizes, torch.float32)
     plan = plan_of(spec, model)
-    modules = dict(model.named_modules())
-    blocks = modules.get(plan.blocks)
-    inside = [f"{plan.blocks}.{name}" for name, _ in blocks.named_children()] if blocks else []
-    return tuple(name for name in (*plan.embeddings, *inside, *plan.head) if name in modules)
+    if plan.is_derived:
+        raise TitanliteError(lacks_plan(model, "pp"))
+    inside = map(plan.block_name, find_blocks(model, plan))
+    return (*plan.embeddings, *inside, *plan.head)
+
+
+def count_experts(spec: ModelSpec, sizes: Any) -> int:
+    """The routed experts of the model's first expert layer; 0 if it has none."""
+    with torch.device("meta"):
+        model = build_model(spec, sizes, torch.float32)
+    layers = expert_layers([model]).values()
+    return next((layer.num_experts for layer in layers), 0)
 
 
 def count_flops(model: nn.Module, batch: Batch) -> int | None:

@@ -2,6 +2,7 @@
 
     train, make_config, load_config     train a job from Python (docs/own_model.md)
     register_model, register_dataset, register_loss, register_metric    make your own known to a job
+    keyed_normal, keyed_uniform, TokenDropout    random numbers of a sample (docs/randomness.md)
     compare, assert_parallel_equals_reference    verify any parallel code (docs/compare.md)
     export, load_weights                Hugging Face folders (docs/huggingface.md)
     apply_tp, apply_fsdp, Trainer, ...  the pieces of a loop by hand (docs/by_hand.md)
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from titanlite.checkpoint.by_hand import Loaded, load_checkpoint, save_checkpoint
     from titanlite.checkpoint.hf_by_hand import export, load_weights
     from titanlite.config import JobConfig, load_config, make_config
+    from titanlite.dropout import TokenDropout
     from titanlite.equivalence.comparison import (
         Comparer,
         Comparison,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     )
     from titanlite.errors import ConfigError, RankError, TitanliteError
     from titanlite.from_python import train
+    from titanlite.keyed import keyed_normal, keyed_uniform, sample_keys
     from titanlite.mesh.device_mesh import Meshes, build_meshes
     from titanlite.mesh.parallel_dims import ParallelDims
     from titanlite.parallelize import (
@@ -81,6 +84,10 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Register": {
         "registry": ("register_model", "register_dataset", "register_loss", "register_metric"),
+    },
+    "Random numbers": {
+        "keyed": ("keyed_normal", "keyed_uniform", "sample_keys"),
+        "dropout": ("TokenDropout",),
     },
     "Verify": {
         "equivalence.comparison": (
@@ -177,6 +184,7 @@ __all__ = [
     "RowwiseLocal",
     "StepResult",
     "TitanliteError",
+    "TokenDropout",
     "TokenDropoutLocal",
     "TrainResult",
     "Trainer",
@@ -199,6 +207,8 @@ __all__ = [
     "find_tied",
     "gradient_norm",
     "initialize",
+    "keyed_normal",
+    "keyed_uniform",
     "load_checkpoint",
     "load_config",
     "load_weights",
@@ -216,6 +226,7 @@ __all__ = [
     "register_ring_attention",
     "ring_attention",
     "run_ranks",
+    "sample_keys",
     "save_checkpoint",
     "split_model",
     "token_loss_sum",

@@ -39,7 +39,8 @@ class Batch:
     [B, ...], such as images. "targets", [B, T] or [B], is masked by IGNORE_INDEX. A batch of tokens
     has "positions", the index of each token in its sequence, [T], or [B, T] if it differs between
     sequences. If it comes from a data set, it also has "token_numbers" [B, T], the number of each
-    token among all tokens of a run (see dropout.py).
+    token among all tokens of a run (see dropout.py). Every batch from a data set has "sample_keys"
+    [B], from which random numbers are drawn (see keyed.py).
     """
 
     fields: Mapping[str, Tensor]
@@ -181,6 +182,8 @@ Inputs = Mapping[str, str] | Callable[[Batch], Mapping[str, Any]] | None
 """The arguments of a model's forward besides the first: argument -> field, or a function."""
 
 INPUTS = "titanlite_inputs"
+PASSES_ON = "titanlite_passes_on"
+"""The attribute of a pipeline stage that is not the last: it may return a tuple of tensors."""
 
 
 def set_call(
@@ -189,14 +192,25 @@ def set_call(
     """Set how a model, and every stage that is split off it, is called and what it returns.
 
     `inputs` gives the arguments of its forward besides the first; by default an argument gets the
-    field of its name. `output` is applied to a result that is not a tensor.
+    field of its name. `output` is applied to a result that is not a tensor, except to a tuple that
+    a pipeline stage passes to the next one.
     """
     if inputs is not None:
         setattr(model, INPUTS, inputs)
     if output is not None:
 
-        def only_output(_module: nn.Module, _inputs: Any, result: Any) -> Any:
-            return result if isinstance(result, Tensor) else output(result)
+        def only_output(module: nn.Module, _inputs: Any, result: Any) -> Any:
+            passes_on = hasattr(module, PASSES_ON) and isinstance(result, tuple)
+            if isinstance(result, Tensor) or passes_on:
+                return result
+            try:
+                return output(result)
+            except Exception as error:  # a user's function may raise anything
+                raise TitanliteError(
+                    f"`output` fails on the {type(result).__name__} that forward of "
+                    f"{type(module).__name__} returns, with {type(error).__name__}: {error}; "
+                    "correct it where the model is registered"
+                ) from error
 
         model.register_forward_hook(only_output)
 
@@ -231,7 +245,7 @@ def _names_taken(module: nn.Module, names: Collection[str]) -> list[str]:
     parameters = list(inspect.signature(module.forward).parameters.values())
     taken = {parameter.name for parameter in parameters[1:]}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        taken |= set(names) - {"targets", "token_numbers", parameters[0].name}
+        taken |= set(names) - {"targets", "token_numbers", "sample_keys", parameters[0].name}
     return [name for name in names if name in taken]
 
 
@@ -276,9 +290,15 @@ def _check_inputs(module: nn.Module, fields: Collection[str]) -> None:
         raise TitanliteError(f"`inputs` names {wrong}; correct it")
 
 
-def call_model(module: nn.Module, batch: Batch, x: Tensor | None = None) -> Any:
-    """The output of a model for a batch, or of a stage for `x`, the previous stage's output."""
-    return module(batch.input if x is None else x, **asked_for(module, batch))
+def call_model(
+    module: nn.Module, batch: Batch, x: Tensor | tuple[Tensor, ...] | None = None
+) -> Any:
+    """The output of a model for a batch, or of a stage for `x`, the previous stage's output.
+
+    The tensors of a tuple are the stage's first arguments.
+    """
+    first = x if isinstance(x, tuple) else (batch.input if x is None else x,)
+    return module(*first, **asked_for(module, batch))
 
 
 def _cut(field: Tensor, dim: int, start: int, stop: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 import bisect
 import contextlib
+import linecache
+import traceback
 from collections.abc import Collection, Iterator, Sequence
 
 
@@ -69,6 +71,22 @@ class OrderError(TitanliteError):
 
 class LostWorldError(TitanliteError):
     """Communication between the ranks failed; the cause is reported elsewhere."""
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of a traceback outside torch and titanlite: "net.py, line 5: x = f(x)".
+
+    "" if there is none. The shipped models count as a user's code.
+    """
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        package, _, rest = frame.f_globals.get("__name__", "").partition(".")
+        is_model = rest.startswith("models.") and rest != "models.build"
+        if package not in ("titanlite", "torch") or (package == "titanlite" and is_model):
+            path = frame.f_code.co_filename
+            text = linecache.getline(path, number).strip()
+            place = f"{path.rpartition('/')[2]}, line {number}"
+            return f"{place}: {text}" if text else place
+    return ""
 
 
 def nearest(value: int, legal: Sequence[int]) -> str:

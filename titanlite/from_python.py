@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from titanlite.callbacks import Callback, Callbacks, TrainResult
 from titanlite.config import JobConfig, read_values
 from titanlite.config.load import read_file
 from titanlite.errors import ConfigError, RankError
-from titanlite.ranks.fork_server import prepare_environment
+from titanlite.ranks.fork_server import prepared_environment
 from titanlite.ranks.launch import torchrun_place
 from titanlite.run import train_on_rank
 from titanlite.start import check_start, run_job
@@ -35,29 +34,25 @@ def train(
     Under torchrun every process calls this, and each gets the same result. Raises ConfigError with
     all mistakes of the job, and RankError if a rank or a callback fails.
     """
-    prepare_environment()
     place = torchrun_place()
     world = None if place is None or place.world_size == 1 else place
     if isinstance(config, (str, Path)):
         config = read_file(str(config))
     read = config if isinstance(config, JobConfig) else read_values(config)
     callbacks = Callbacks(on_step, on_validation, on_checkpoint, on_end)
-    hook = sys.excepthook
     try:
-        start = check_start(read, world, trains=True)
-        if start.job.config.memory_estimation.enable:
-            raise ConfigError(
-                "memory_estimation.enable: true estimates memory and does not train; call "
-                "`titanlite train`, or write false"
-            )
-        return run_job(train_on_rank, start, world, callbacks)
+        with prepared_environment():
+            start = check_start(read, world, trains=True)
+            if start.job.config.memory_estimation.enable:
+                raise ConfigError(
+                    "memory_estimation.enable: true estimates memory and does not train; call "
+                    "`titanlite train`, or write false"
+                )
+            return run_job(train_on_rank, start, world, callbacks)
     except RankError as error:
         if error.rank_traceback and error.__cause__ is None:
             raise error from _RankTraceback(error.rank_traceback)
         raise
-    finally:
-        # A process group in this process replaces it, to print the rank before each line.
-        sys.excepthook = hook
 
 
 class _RankTraceback(Exception):

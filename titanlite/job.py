@@ -8,9 +8,10 @@ verification, sampling and benchmarks all run on a Job.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,16 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.attention import Layout, make_layout
-from titanlite.batch import Batch, check_forward, takes
+from titanlite.batch import Batch, call_model, check_forward, join, takes
 from titanlite.config import ResolvedJob, load_model_spec
 from titanlite.config.data import source_arguments, spec_for
+from titanlite.config.degrees import DEGREES
 from titanlite.config.schema import JobConfig
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, read_batch
 from titanlite.data.spec import Dataset, DatasetSpec
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.draws import Draws, find_draws, separate_draws
+from titanlite.errors import ConfigError, TitanliteError, user_line
 from titanlite.experts import Balancer, expert_layers
 from titanlite.mesh.device_mesh import Meshes, build_meshes
-from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.mesh.parallel_dims import ParallelDims, axes_where
 from titanlite.models import load
 from titanlite.models.build import build_model, count_flops, initial_model, plan_of
 from titanlite.names import canonical_name
@@ -50,12 +53,22 @@ from titanlite.parallelize.async_tensor_parallel import (
 )
 from titanlite.parallelize.compile import keep_caches_apart
 from titanlite.parallelize.float8 import choose_layers, none_left, refused_shapes
-from titanlite.parallelize.tensor_parallel import check_tied_placements
+from titanlite.parallelize.plan import NEEDED, lacks_plan
+from titanlite.parallelize.tensor_parallel import check_tied_placements, shards_sequence
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.world import World
-from titanlite.registry import LOSSES, METRICS
+from titanlite.registry import LOSSES, METRICS, is_over_batch
+from titanlite.settings import start_settings
+from titanlite.tensor_account import (
+    TensorAccount,
+    account_of,
+    merged,
+    require_whole,
+    tensors_of,
+)
 from titanlite.tied import find_tied
+from titanlite.training.generators import Generators
 from titanlite.training.initialize import (
     LARGEST_WHOLE,
     draws_by_name,
@@ -63,6 +76,7 @@ from titanlite.training.initialize import (
     move_buffers,
     whole_values,
 )
+from titanlite.training.loss import NEXT_TOKEN, BatchLoss, Loss, batch_dims
 from titanlite.training.metrics import Validation
 from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler, find_rules
 from titanlite.training.shards import buffers_of, parameters_of, whole_tensor
@@ -102,6 +116,12 @@ class Job:
     """Forward and backward FLOPs; None if they could not be counted."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """The further names of tied weights: further name -> first name."""
+    tensors: Mapping[str, TensorAccount] = field(default_factory=dict)
+    """The account of each tensor of the model; of a planned job, those of this rank's stages."""
+    plain_tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """The tensors of the plain model: name -> (kind, shape)."""
+    draws: Draws = field(default_factory=Draws)
+    """The modules that draw from torch's own generators."""
 
     @property
     def config(self) -> JobConfig:
@@ -123,6 +143,12 @@ class Job:
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, by canonical name."""
         return buffers_of(self.parts)
+
+    def holds_first(self, name: str) -> bool:
+        """Whether this rank has the first of all copies of a buffer, the one that is saved."""
+        position = self.dims.coordinates(self.world.rank)
+        is_first = all(at == 0 for axis, at in position.items() if axis != "pp")
+        return is_first and self.tensors[name].stages[0] in self.stage_numbers
 
     @property
     def stage_numbers(self) -> Sequence[int]:
@@ -146,6 +172,8 @@ class Job:
 
     def draw(self) -> list[Batch]:
         """This rank's part of the next global batch, as one batch per accumulation step."""
+        if self.trainer.generators is not None:
+            self.trainer.generators.start_reading(self.sampler.state)
         return [self._own_part(batch) for batch in self.sampler.draw()]
 
     def evaluate(self) -> float:
@@ -230,18 +258,18 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     `materialize` is given, it allocates the parts of the model instead, without initial values.
     """
     config, dims = resolved.config, resolved.dims
-    if config.debug.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
+    start_settings(
+        deterministic=config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+    )
     world.name_places(dims.describe_place)
-    has_experts = bool(getattr(resolved.model, "num_experts", 0))
-    meshes = build_meshes(dims, world.device.type, has_experts=has_experts)
-    axes = meshes.axes_of_groups()
-    world.name_groups(axes)
     data = spec_for(config)
-    dataset = _build_dataset(resolved, "train")
-    layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     model, plan = _build_model(resolved, data)
     layers = expert_layers([model])
+    meshes = build_meshes(dims, world.device.type, has_experts=bool(layers))
+    axes = meshes.axes_of_groups()
+    world.name_groups(axes)
+    dataset = _build_dataset(resolved, "train")
+    layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     for layer in layers.values():
         layer.force_balance = config.debug.moe_force_load_balance
         if dims.cp_enabled:
@@ -249,8 +277,9 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
             layer.held_places = layout.positions(place, resolved.seq_len)
     num_experts = {name: layer.num_experts for name, layer in layers.items()}
     slow = _warn_of_slow_rings(resolved, world, model, plan)
-    tied = find_tied(model)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    tied = {canonical_name(n): canonical_name(first) for n, first in find_tied(model).items()}
+    plain = tensors_of(model, tied)
+    trained = [canonical_name(n) for n, p in model.named_parameters() if p.requires_grad]
     if not trained:
         raise ConfigError(
             f"model.name: {config.model.name} has no parameter to train, since requires_grad is "
@@ -261,25 +290,42 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = draws_by_name(model)
     flops_per_token = _count_flops(resolved, model, data, dataset)
-    made = split_and_parallelize(
-        model,
-        config,
-        dims,
-        meshes,
-        resolved.pipeline,
-        _example(resolved, data, dataset, layout),
-        plan,
-    )
+    output_dims = None
+    if is_over_batch(config.training.loss):
+        sample = read_batch(dataset, [0], data.fields)
+        output_dims = batch_dims(
+            model, sample.to(torch.device("meta"), DTYPES[config.training.dtype])
+        )
+    example, loss = _example(resolved, data, dataset, layout), _loss_of(config, data)
+    draws = _find_draws(resolved, model, example, loss)
+    with _as_config_error():
+        made = split_and_parallelize(model, config, dims, meshes, resolved.pipeline, example, plan)
+    made.applied += _separate_draws(resolved, world, made.parts, draws, plan)
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
+    stages = (0,) if made.pipeline is None else made.pipeline.numbers
+    tensors = account_of(dict(zip(stages, made.parts, strict=True)), dims, plan, tied)
     row = None
     if materialize is not None:
         materialize(made.parts)
     else:
+        tensors = _whole_account(tensors, meshes)
+        require_whole(tensors, plain)
         row = _initialize(resolved, world, made.parts, model_bytes, by_name=by_name, tied=tied)
     if row is not None:
         made.applied.append(row)
     made.applied += [*_describe_groups(config, rules), *frozen]
-    trainer = _build_trainer(resolved, world, meshes, made, data, axes, rules, tied)
+    trainer = _build_trainer(resolved, world, meshes, made, loss, axes, rules, tied)
+    if is_over_batch(config.training.loss):
+        groups = [
+            meshes.world[axis].get_group()
+            for axis in axes_where(batch="samples")
+            if dims.degrees[axis] > 1
+        ]
+        total = BatchLoss(trainer.loss.total, groups, output_dims)
+        trainer.loss = replace(trainer.loss, total=total)
+        where = " x ".join(axis for axis in axes_where(batch="samples") if dims.degrees[axis] > 1)
+        note = f"outputs gathered over {where}" if groups else "nothing to gather"
+        made.applied.append(PlanRow("loss", "whole batch", "whole batch", note))
     if num_experts:
         trainer.balancer = Balancer(
             expert_layers(made.parts),
@@ -307,6 +353,7 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
             dp_rank=dims.data_rank(world.rank),
             local_batch_size=config.training.local_batch_size,
             fields=data.fields,
+            seed=config.debug.seed,
         ),
         dataset=dataset,
         validation_dataset=(
@@ -319,7 +366,19 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
         notes=(slow,) if slow else (),
         flops_per_token=flops_per_token,
         tied=tied,
+        tensors=tensors,
+        plain_tensors=plain,
+        draws=draws,
     )
+
+
+def _whole_account(own: dict[str, TensorAccount], meshes: Meshes) -> dict[str, TensorAccount]:
+    """The accounts of all pipeline stages, from those of this rank's; a collective over pp."""
+    everyone: list[Any] = [own]
+    if meshes.pp is not None:
+        everyone = [None] * meshes.pp.size()
+        dist.all_gather_object(everyone, own, group=meshes.pp.get_group())
+    return merged(everyone)
 
 
 def _count_flops(
@@ -395,9 +454,13 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
     spec = load_model_spec(resolved.config)
     with torch.device("meta"):
         model = build_model(spec, resolved.model, DTYPES[resolved.config.training.dtype])
-    try:
-        check_forward(model, ["positions", "token_numbers", *data.fields])
+    with _as_config_error():
+        check_forward(model, ["positions", "token_numbers", "sample_keys", *data.fields])
         plan = plan_of(spec, model)
+        for axis in NEEDED if plan.is_derived else ():
+            if resolved.dims.degrees[axis] > 1:
+                why = lacks_plan(model, axis)
+                raise ConfigError(f"parallelism.{DEGREES[axis]}: {why}, or give 1")
         if resolved.dims.tp_enabled:
             check_tied_placements(
                 model,
@@ -405,11 +468,18 @@ def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, P
                 resolved.dims.tp,
                 loss_parallel=uses_loss_parallel(resolved.config, resolved.dims),
             )
+    return model, plan
+
+
+@contextlib.contextmanager
+def _as_config_error() -> Iterator[None]:
+    """Inside, a TitanliteError about the model becomes a ConfigError."""
+    try:
+        yield
     except ConfigError:
         raise
     except TitanliteError as error:
-        raise ConfigError(f"model.name: {error}") from None
-    return model, plan
+        raise ConfigError(f"model.name: {error}") from error.__cause__
 
 
 def _initialize(
@@ -475,7 +545,7 @@ def _build_trainer(
     world: World,
     meshes: Meshes,
     made: Parallelized,
-    data: DatasetSpec,
+    loss: Loss,
     axes: dict[str, str],
     rules: Mapping[str, Rule],
     tied: Mapping[str, str],
@@ -508,8 +578,6 @@ def _build_trainer(
         decay_type=config.lr_scheduler.decay_type,
         min_lr_factor=config.lr_scheduler.min_lr_factor,
     )
-    own = config.training.loss
-    loss = load(data.loss) if own is None else LOSSES[own].load()
     if config.compile.enable and "loss" in config.compile.components:
         loss = loss.compiled(config.compile.backend)
     return Trainer(
@@ -526,7 +594,61 @@ def _build_trainer(
         non_finite=config.debug.non_finite,
         before_update=OrderCheck(axes) if config.comm.mode == "debug" and world.size > 1 else None,
         metrics={name: METRICS[name].load() for name in config.validation.metrics},
+        generators=Generators(
+            config.debug.seed,
+            dims.data_rank(world.rank),
+            dims.token_rank(world.rank),
+            dims.place_on(axes_where(weights="stages"), world.rank),
+            world.device,
+        ),
     )
+
+
+def _loss_of(config: JobConfig, data: DatasetSpec) -> Loss:
+    own = config.training.loss
+    loss: Loss = load(data.loss) if own is None else LOSSES[own].load()
+    return loss
+
+
+def _find_draws(resolved: ResolvedJob, model: nn.Module, example: Batch, loss: Loss) -> Draws:
+    """What the plain model draws for a microbatch of a rank; `example` has some rows of one."""
+    if type(model).__module__.startswith("titanlite.models.") and loss is NEXT_TOKEN:
+        # titanlite's own models draw nothing; running a large one takes seconds.
+        return Draws()
+    size = resolved.config.training.local_batch_size
+    if resolved.pipeline is not None:
+        size = resolved.pipeline.microbatch_size
+    batch = join([example.rows(0, 1)] * size)
+
+    def run(model: nn.Module) -> Callable[[], Any]:
+        outputs = call_model(model, batch)
+        return lambda: loss.total(outputs, batch)
+
+    return find_draws(model, run)
+
+
+def _separate_draws(
+    resolved: ResolvedJob,
+    world: World,
+    parts: list[nn.Module],
+    draws: Draws,
+    plan: ParallelPlan,
+) -> list[PlanRow]:
+    """Make ranks of tp draw as they should; a row of the effective plan if the model draws."""
+    if not draws.shapes:
+        return []
+    notes = [
+        f"{draws.describe()} {draws.verb} from torch's own generators, which depends on the plan; "
+        "TokenDropout and keyed_normal do not (docs/randomness.md)"
+    ]
+    if resolved.dims.tp_enabled:
+        sharded = shards_sequence(plan)
+        place = resolved.dims.coordinates(world.rank)["tp"]
+        undecided = separate_draws(
+            parts, draws, place, world.device, blocks=plan.blocks or "", blocks_are_sharded=sharded
+        )
+        notes += [undecided] if undecided else []
+    return [PlanRow("plan invariance", "on", "off", "; ".join(notes))]
 
 
 def _describe_groups(config: JobConfig, rules: Mapping[str, Rule]) -> list[PlanRow]:
@@ -559,4 +681,20 @@ def _build_dataset(resolved: ResolvedJob, split: str) -> Dataset:
     config = resolved.config
     name = config.training.dataset if split == "train" else config.validation_dataset
     arguments = source_arguments(config, resolved.model, resolved.seq_len, split)
-    return spec_for(config, name).make(**arguments)
+    key = f"{arguments['path_key'].partition('.')[0]}.dataset"
+    try:
+        dataset = spec_for(config, name).make(**arguments)
+    except TitanliteError:
+        raise
+    except Exception as error:  # a user's data set may raise anything
+        where = f" ({line})" if (line := user_line(error)) else ""
+        raise ConfigError(
+            f"{key}: building {name} fails with {type(error).__name__}: {error}{where}; correct it"
+        ) from error
+    for needed in ("sample", "num_samples"):
+        if not hasattr(dataset, needed):
+            raise ConfigError(
+                f"{key}: {name} is a {type(dataset).__name__}, which has no `{needed}`; give it "
+                "sample(index) and num_samples, the number of samples or None"
+            )
+    return dataset

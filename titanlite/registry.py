@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from titanlite import models
 from titanlite.data import catalog
@@ -59,6 +59,7 @@ class LossSpec:
     name: str
     total: str | Callable[..., Any]
     count: str | Callable[..., Any] | None
+    over: Literal["samples", "batch"] = "samples"
 
     def load(self) -> Any:
         """The Loss; imports torch."""
@@ -66,6 +67,11 @@ class LossSpec:
         from titanlite.training.loss import Loss
 
         return Loss(load(self.total), load(self.count) or Batch.count_targets)
+
+
+def is_over_batch(name: str | None) -> bool:
+    """Whether the registered loss of that name is over the whole batch."""
+    return name in LOSSES and LOSSES[name].over == "batch"
 
 
 LOSSES: dict[str, LossSpec] = {}
@@ -76,16 +82,28 @@ LOSSES_REGISTERED_BY: dict[str, set[str]] = {}
 
 
 def register_loss(
-    name: str, total: str | Callable[..., Any], count: str | Callable[..., Any] | None = None
+    name: str,
+    total: str | Callable[..., Any],
+    count: str | Callable[..., Any] | None = None,
+    *,
+    over: Literal["samples", "batch"] = "samples",
 ) -> None:
     """Register a loss, for `training.loss = "name"`.
 
     `total(outputs, batch)` is the sum of the losses of a batch, a scalar tensor, and `count(batch)`
     is the number of its terms, by default the targets that are not -100. The step divides by the
-    count of the whole global batch, so microbatches and ranks may have different counts. Raises
-    ValueError if a different loss has that name.
+    count of the whole global batch, so microbatches and ranks may have different counts.
+
+    The loss of a sample must not depend on the other samples, because each rank and microbatch has
+    only some of them, unless `over` is "batch". Then `total` gets the outputs and fields of the
+    global batch, gathered over the data-parallel ranks, and gradients flow back to the rank of each
+    sample (docs/losses.md). Such a job can neither accumulate gradients nor cut its batch into the
+    microbatches of a pipeline. Raises ValueError for another `over`, and if a different loss has
+    that name.
     """
-    spec = LossSpec(name, total, count)
+    if over not in ("samples", "batch"):
+        raise ValueError(f'over: {over!r} is not one of its values; give "samples" or "batch"')
+    spec = LossSpec(name, total, count, over)
     models.enter(spec, LOSSES, LOSSES_REGISTERED_BY, "loss")
 
 

@@ -122,6 +122,7 @@ class Reporter:
                 profiling.profiler_active,
                 profiling.profiler_warmup,
                 first_step=self._first_step,
+                device_type=world.device.type,
             )
         )
         self._snapshots = self._exits.enter_context(
@@ -201,11 +202,13 @@ class Reporter:
         flops_per_second = None
         if job.flops_per_token is not None:
             flops_per_second = tokens_per_second * job.flops_per_token
+        generators = job.trainer.generators
+        draws = generators is not None and generators.has_drawn and not job.draws.shapes
         most = torch.tensor(
-            [peak_memory_bytes(job.world.device), int(stops)], device=job.world.device
+            [peak_memory_bytes(job.world.device), int(stops), int(draws)], device=job.world.device
         )
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        memory_bytes, any_stops = most.tolist()
+        memory_bytes, any_stops, any_draws = most.tolist()
         record = StepRecord(
             step=step,
             loss=result.loss,
@@ -235,6 +238,12 @@ class Reporter:
             self._progress.print(f"each block {job.recomputation.tally.describe()}")
         if step == self._first_step and job.fusions is not None:
             self._progress.print(f"async tensor parallel: {job.fusions.describe()}")
+        if step == self._first_step and any_draws:
+            # The model did not run on "meta", so the effective plan does not say it.
+            self._progress.print(
+                "plan invariance does not hold: the model draws from torch's own generators "
+                "(docs/randomness.md)"
+            )
         self._progress.update(record)
         with self._writing():
             self._profiler.step()
@@ -253,6 +262,11 @@ class Reporter:
     def say(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
         self._progress.print(line)
+
+    def warn(self, text: str) -> None:
+        """Print a warning; "" is none."""
+        if text:
+            self.say(f"warning: {text}")
 
     def note_collected(self, num_objects: int) -> None:
         """Print the number of collected objects, if `training.gc_debug` is set."""
@@ -273,6 +287,10 @@ class Reporter:
             self._progress.print(self._draw_curve())
         wanted, name = sampling.num_samples, data.sample_name
         if wanted == 0:
+            return
+        if not data.has_tokens:
+            if "num_samples" in sampling.model_fields_set:
+                self._progress.print(f"nothing is sampled: {data.name} has no tokens")
             return
         self._progress.print(
             f"sampling {wanted} {_plural(name, wanted)}, "

@@ -57,10 +57,12 @@ def train_on_rank(
     A run that saves checkpoints resumes from the newest one, and stops early on request.
     """
     from titanlite.checkpoint.run import Checkpoints
+    from titanlite.failing import naming_failures
     from titanlite.job import build_job
     from titanlite.ranks.watch import Traces
     from titanlite.ranks.world import open_world
     from titanlite.reporter import Reporter
+    from titanlite.self_check import check_copies
 
     config = resolved.config
     comm = config.comm
@@ -90,12 +92,15 @@ def train_on_rank(
             world.explaining(),
         ):
             recording = Recording(job, callbacks or Callbacks(), checkpoints.first_step)
+            reporter.warn(check_copies(job, "before the first step"))
             if checkpoints.is_seed:
                 reporter.say(checkpoints.save(0))
                 return recording.end()
             for step in range(checkpoints.first_step, config.training.steps + 1):
-                result = job.step(step)
+                with naming_failures(job):
+                    result = job.step(step)
                 if step == checkpoints.first_step:
+                    reporter.warn(check_copies(job, f"after step {step}"))
                     world.set_timeout(comm.train_timeout_seconds)
                 if step % config.training.gc_freq == 0 or config.training.gc_debug:
                     reporter.note_collected(gc.collect(1))

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from titanlite.mesh.parallel_dims import divisors
 from titanlite.models.hf.config import TP_TABLE, HFConfig
 from titanlite.models.hf.model import ATTENTION, build, configuration
-from titanlite.parallelize.plan import match_modules
+from titanlite.parallelize.plan import block_lists, derive_plan, match_modules
 from titanlite.parallelize.styles import NormLocal
 
 PIPELINE_TYPES = ("gemma", "gpt2", "llama", "mistral", "olmo", "olmo2", "phi3", "qwen2", "qwen3")
@@ -63,10 +63,16 @@ class Structure:
     head: tuple[str, ...]
     attention: str | None
     """The name of the attention within a block; None if the blocks have none or several."""
+    is_derived: bool = False
+    """Whether only the blocks are known, which is enough for FSDP and DDP."""
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """The structure of a model; raises ValueError if it has no list of blocks."""
+    """The structure of a model; raises ValueError if it has no obvious list of blocks.
+
+    A list elsewhere than in the base model itself (`model.decoder.layers` of OPT) is only taken if
+    its attention says that it is causal.
+    """
     base = str(getattr(model, "base_model_prefix", ""))
     inner = getattr(model, base, None) if base else None
     lists = [
@@ -75,7 +81,15 @@ def structure_of(model: nn.Module) -> Structure:
         if isinstance(child, nn.ModuleList) and len(child) > 0
     ]
     if inner is None or len(lists) != 1:
-        raise ValueError("has no single list of blocks in its base model")
+        deeper = derive_plan(model).blocks
+        attentions = [module for module in model.modules() if hasattr(module, ATTENTION)]
+        if deeper and all(getattr(module, "is_causal", False) for module in attentions):
+            return Structure(base, deeper, (), (), None, is_derived=True)
+        known = ", ".join(f"{name} ({what})" for name, what in block_lists(model).items())
+        raise ValueError(
+            "has no single list of blocks in its base model"
+            + (f", or its attention is not causal; its lists are {known}" if known else "")
+        )
     names = [
         name
         for name, child in inner.named_children()
@@ -185,6 +199,15 @@ def _missing(
     if not takes_positions or not getattr(model, "_supports_attention_backend", False):
         lacks = "attention that can be replaced" if takes_positions else "position_ids"
         yield "model.config_class", f"{name} has no {lacks}; give another model"
+    if structure.is_derived:
+        for axis, axis_degree in {"tensor": tp, "pipeline": pp, "context": cp}.items():
+            if axis_degree > 1:
+                yield (
+                    degree.format(axis),
+                    f"of {name} only the blocks are known, {structure.blocks}, which is enough "
+                    "for FSDP and DDP; give 1",
+                )
+        tp = pp = cp = 1
     wrong = _wrong_entry(config, model, structure)
     if wrong is not None:
         yield "model.values", wrong

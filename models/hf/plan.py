@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from titanlite.models.hf.families import structure_of, tensor_parallel_of
 from titanlite.models.hf.model import ATTENTION, gpt2_stage_forward, stage_forward
 from titanlite.models.hf.styles import ColwiseConv1D, JoinedHeads, RowwiseConv1D
-from titanlite.parallelize.plan import ParallelPlan
+from titanlite.parallelize.plan import ParallelPlan, derive_plan
 
 
 def plan(model: nn.Module) -> ParallelPlan:
@@ -36,6 +36,8 @@ def plan(model: nn.Module) -> ParallelPlan:
             stage_forward=gpt2_stage_forward,
         )
     structure = structure_of(model)
+    if structure.is_derived:
+        return derive_plan(model)
     has_output = isinstance(getattr(model, "lm_head", None), nn.Linear)
     return ParallelPlan(
         tensor_parallel={

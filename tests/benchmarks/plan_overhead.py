@@ -162,7 +162,8 @@ def take_turns(
     import torch
     import torch.distributed as dist
 
-    from titanlite.ranks.world import keep_freed_memory, open_world
+    from titanlite.ranks.world import open_world
+    from titanlite.settings import keeping_freed_memory
 
     turns = dist.FileStore(path)
     is_bare = place.rank == num_ranks
@@ -182,10 +183,10 @@ def take_turns(
             turns.set(f"{index}/{place.rank}", "done")
         return seconds[1:]
 
-    keep_freed_memory()
     alone = plan_config(against, PLANS["one rank"])
     if is_bare or (plan is None and not by_hand):
-        return loop(bare_loop(alone))
+        with keeping_freed_memory():
+            return loop(bare_loop(alone))
     from titanlite.job import build_job
 
     place = replace(place, world_size=num_ranks, local_world_size=num_ranks)

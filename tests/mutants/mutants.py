@@ -1028,13 +1028,12 @@ REFACTORINGS: list[Mutant] = [
         "",
         SAMPLER,
         (
-            "            read_batch(self._dataset, range(start, start + self._local_batch_size),"
-            " self._fields)\n            for start in range(first, first + self._rank_batch_size,"
-            " self._local_batch_size)\n",
+            "            read_batch(self._dataset, range(start, start + size), self._fields,"
+            " self._seed)\n            for start in range(first, stop, size)\n",
             "            read_batch(\n                self._dataset,\n"
-            "                [base + i * count + self._dp_rank for i in range(start, start +"
-            " self._local_batch_size)],\n                self._fields,\n            )\n"
-            "            for start in range(0, self._rank_batch_size, self._local_batch_size)\n",
+            "                [base + i * count + self._dp_rank for i in range(start, start + size)],\n"
+            "                self._fields,\n                self._seed,\n            )\n"
+            "            for start in range(0, self._rank_batch_size, size)\n",
         ),
         (
             "        self.state += self._global_batch_size\n",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from plans import PLANS, by_num_ranks, checksums, config_of, make_job
 from training import difference
 
@@ -54,6 +56,42 @@ def check_resumes(plans: list[str], folder: Path) -> None:
 
 def test_resumed_and_never_stopped_are_equal_to_the_bit(tmp_path):
     check_resumes(["ddp4", "fsdp4"], tmp_path)
+
+
+def note_saved(place: Place, config: JobConfig) -> list[tuple[int, list[str]]]:
+    """The steps at which this rank hears of saved checkpoints; rank 1 is slow to save the first."""
+    from titanlite.ranks.world import open_world
+
+    heard = []
+    with open_world(place) as world:
+        job = make_job(config, world)
+        with Checkpoints(job) as checkpoints:
+            for step in range(1, 8):
+                checkpoints.after_step(step, is_last=step == 7)
+                if saved := checkpoints.take_saved():
+                    # As a callback may: ranks that come here at different steps would hang.
+                    dist.barrier()
+                    heard.append((step, [path.name for path in saved]))
+                if step == 1:
+                    first = checkpoints._saving
+                    assert first is not None
+                    first.result()
+                    if world.rank == 1:
+                        checkpoints._saving = Future()
+                if step == 3 and world.rank == 1:
+                    checkpoints._saving.set_result(None)
+                if step == 5:
+                    # The save of step 5 may end at any time, and is waited for before the last.
+                    checkpoints._saving.result()
+    return heard
+
+
+def test_all_ranks_hear_of_a_checkpoint_at_the_same_step(tmp_path):
+    keys = {"async_mode": "async", "enable_first_step_checkpoint": True, "interval": 5}
+    job = config_of("single", tmp_path, **keys)
+    job = override(job, {"parallelism.data_parallel_shard_degree": 2})
+    expected = [(4, ["step-1"]), (6, ["step-5"]), (7, ["step-7"])]
+    assert run_ranks(note_saved, 2, job, timeout_seconds=60) == [expected, expected]
 
 
 @pytest.mark.slow

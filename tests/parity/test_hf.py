@@ -268,8 +268,16 @@ def test_what_other_families_lack_is_one_line() -> None:
             "BertConfig",
             {},
             {},
-            "model.config_class: BertLMHeadModel has no single list of blocks in its base model; "
+            "model.config_class: BertLMHeadModel has no single list of blocks in its base model, "
+            "or its attention is not causal; its lists are bert.encoder.layer (12 of BertLayer); "
             "give a causal language model of transformers",
+        ),
+        (
+            "OPTConfig",
+            tp,
+            {},
+            "parallelism.tensor_parallel_degree: of OPTForCausalLM only the blocks are known, "
+            "model.decoder.layers, which is enough for FSDP and DDP; give 1",
         ),
         ("NoConfig", {}, {}, "model.config_class: "),
         (

@@ -61,7 +61,13 @@ def own_metric() -> Iterator[None]:
 def validate(world: World, resolved: ResolvedJob) -> dict[str, float]:
     from titanlite.job import build_job
 
-    found = build_job(resolved, world).validate()
+    job = build_job(resolved, world)
+    found = job.validate()
+    # Without any target there is no mean: every rank says so, and the job can go on.
+    masked = (b.replace(targets=torch.full_like(b.targets, -100)) for b in job.validation_batches())
+    with pytest.raises(TitanliteError, match=r"^validation\.dataset: .* no target"):
+        job.trainer.evaluate(masked)
+    assert job.validate() == found
     return {"loss": found.loss, **found.metrics}
 
 

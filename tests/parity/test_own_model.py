@@ -13,7 +13,7 @@ from torch import nn
 
 from titanlite.batch import call_model, check_forward, make_batch, set_call
 from titanlite.config import ResolvedJob, load_config, make_config
-from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.models import ModelSpec
 from titanlite.models.build import build_model, initial_model
 from titanlite.ranks.launch import Place, run_ranks
@@ -170,7 +170,9 @@ def test_an_error_in_the_initial_values_is_reported_as_it_is(vit: Path) -> None:
     )
     option = "--parallelism.data_parallel_shard_degree=2"
     start = check_start(load_config([f"--job.config_file={vit / 'vit.toml'}", option]))
-    with pytest.raises(RankError, match=r"rank 0: ZeroDivisionError: no such noise"):
+    with pytest.raises(
+        ConfigError, match=r"vit fails with ZeroDivisionError: no such noise \(model"
+    ):
         run_ranks(build_on_rank, 2, start.job, timeout_seconds=100)
 
 

@@ -398,7 +398,7 @@ def test_a_step_that_would_do_nothing_says_so():
     for step in ("context parallelism", "activation checkpointing", "compile"):
         assert said[step] == (
             "Model has no module 'blocks', whose children are the blocks that "
-            f"{step} works on; name it in the plan's `blocks`"
+            f"{step} works on; name it in the plan's `blocks`; its lists are layers (1 of Linear)"
         )
     assert "forward of Blind takes no `positions`" in said["blind"]
     assert done == [0, 0, 0]

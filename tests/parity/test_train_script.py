@@ -460,7 +460,11 @@ def test_a_users_own_model_trains_and_draws(tmp_path):
 @pytest.mark.parametrize(
     ("part", "text", "message"),
     [
-        ("plan", "PLANS = {}", "model.name: Bigram has no parallelize plan; "),
+        (
+            "plan",
+            MODEL["plan.py"].replace('"output"', '"outputs"'),
+            "model.name: `head` of the plan of Bigram names 'outputs', ",
+        ),
         (
             "plan",
             "PLAN = {}",
@@ -614,7 +618,7 @@ def test_a_world_without_an_agent(tmp_path, is_killed):
             process.communicate()
     if is_killed:
         assert [process.returncode for process in processes] == [-signal.SIGKILL, 1]
-        assert "rank 1: lost the connection to rank 0, which hosts the store\n" in said[1]
+        assert "rank 1: lost the connection to rank 0, which hosts the store (" in said[1]
     else:
         assert [process.returncode for process in processes] == [0, 0]
         assert said == ["", ""]

@@ -109,7 +109,7 @@ def odd_job(flavor: str, **parallelism: int) -> JobConfig:
         ("not finite", "model.name: on one process the loss of step 1 is nan"),
         (
             "batch statistics",
-            "model.name: the output of output for a sequence depends on the other sequences of the",
+            r"model.name: the output of output \(Linear\) for a sequence depends on the other",
         ),
     ],
 )
@@ -117,6 +117,12 @@ def test_what_cannot_be_compared_is_refused(verifier, flavor, line, dtype):
     job = odd_job(flavor, data_parallel_replicate_degree=2, data_parallel_shard_degree=1)
     with pytest.raises(ConfigError, match=f"^{line}"):
         verifier.verify(job, steps=1, dtype=dtype)
+
+
+def test_batch_statistics_are_named_in_a_pipeline(verifier):
+    job = odd_job("batch statistics", pipeline_parallel_degree=2)
+    with pytest.raises(ConfigError, match=r"^model.name: the output of output \(Linear\) .*Group"):
+        verifier.verify(job, steps=1)
 
 
 def test_a_module_that_rounds_to_a_narrower_dtype_is_named(verifier):

@@ -1,4 +1,7 @@
-"""What activation checkpointing keeps and repeats, counted; gradients stay the same to the bit."""
+"""What activation checkpointing keeps and repeats, counted; gradients stay the same to the bit.
+
+Buffers too: recomputing a block uses their old values and changes none.
+"""
 
 import functools
 from collections import Counter
@@ -6,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlite.config import make_config
+from titanlite.errors import TitanliteError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageTransformer
 from titanlite.names import canonical_name
-from titanlite.parallelize import ParallelPlan, apply_ac
+from titanlite.parallelize import ParallelPlan, apply_ac, apply_compile
 from titanlite.parallelize.steps import Part, activation_checkpoint
 from titanlite.training.initialize import initialize
 
@@ -138,3 +143,113 @@ def test_recomputation_draws_the_random_numbers_of_the_forward_pass(keys, is_sam
     y.sum().backward()
     # The gradient of a bias is 2 where its output was kept, and 0 where it was dropped.
     assert torch.equal(linear.bias.grad != 0, y[0] != 0) == bool(is_same)
+
+
+class Buffered(nn.Module):
+    """A block whose forward pass changes buffers in one of the ways that models do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.out = kind, nn.Linear(6, 6), nn.Linear(6, 6)
+        if kind == "batch norm":
+            self.norm = nn.BatchNorm1d(6)
+        if kind == "spectral norm":
+            self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.ones(6))
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.kind == "batch norm":
+            return x + self.out(self.norm(y).tanh()).sin()
+        self.calls += 1
+        # Every second call changes the average, which the output uses.
+        new = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        if self.kind == "assigned":
+            self.average = new
+        elif self.kind == "written" or (self.kind == "sometimes" and self.calls % 2 == 0):
+            self.average = self.average.clone()
+            self.average.copy_(new)
+        elif self.kind == "data":
+            self.average.data = self.average.data.clone()
+            self.average.data.copy_(new)
+        return x + self.out((y * self.average).tanh()).sin()
+
+
+class BufferedNet(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(i): Buffered(kind) for i in range(2)})
+
+    def forward(self, x):
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+BLOCKS = ParallelPlan(tensor_parallel={}, blocks="blocks")
+
+
+def train_buffered(kind: str, mode: str, in_flight: int, **arguments):
+    """Gradients and buffers after two steps, each with several forward passes before a backward."""
+    torch.manual_seed(0)
+    model = BufferedNet(kind)
+    apply_ac(model, mode, plan=BLOCKS, **arguments)
+    for _ in range(2):
+        losses = [model(torch.randn(8, 6)).square().sum() for _ in range(in_flight)]
+        for loss in losses:
+            loss.backward()
+    named = (*model.named_buffers(), *((n, p.grad) for n, p in model.named_parameters()))
+    return {canonical_name(name): value for name, value in named if value is not None}
+
+
+@pytest.mark.parametrize(
+    "kind", ["batch norm", "spectral norm", "assigned", "written", "sometimes"]
+)
+@pytest.mark.parametrize(
+    ("mode", "arguments"),
+    [
+        ("full", {}),
+        ("full", {"early_stop": True}),
+        ("selective", {"selective_option": "2"}),
+        ("selective", {"selective_option": "op"}),
+    ],
+)
+def test_recomputation_sees_old_buffers_and_changes_none(kind, mode, arguments):
+    for in_flight in (1, 3):
+        expected = train_buffered(kind, "none", in_flight)
+        found = train_buffered(kind, mode, in_flight, **arguments)
+        assert found.keys() == expected.keys()
+        unlike = [name for name in expected if not torch.equal(found[name], expected[name])]
+        assert not unlike
+        if kind == "batch norm":
+            assert found["blocks.0.norm.num_batches_tracked"] == 2 * in_flight
+
+
+def test_what_is_written_through_data_is_seen_too():
+    expected, found = (train_buffered("data", mode, 1) for mode in ("none", "full"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_buffers_stay_the_same_tensors_and_blocks_without_any_cost_nothing():
+    model = BufferedNet("batch norm")
+    before = dict(model.named_buffers())
+    apply_ac(model, "full", plan=BLOCKS)
+    model(torch.randn(8, 6)).sum().backward()
+    after = {canonical_name(name): buffer for name, buffer in model.named_buffers()}
+    assert all(after[name] is before[name] for name in before)
+    plain = nn.ModuleDict({"blocks": nn.ModuleDict({"0": nn.Linear(2, 2)})})
+    apply_ac(plain, "full", plan=BLOCKS)
+    assert plain["blocks"]["0"].checkpoint_fn.func is torch.utils.checkpoint.checkpoint
+
+
+@pytest.mark.parametrize("mode", ["full", "memory_budget"])
+def test_compile_refuses_a_buffer_that_it_would_recompute_from(mode):
+    with torch._functorch.config.patch(activation_memory_budget=1.0):
+        model = BufferedNet("plain")
+        apply_ac(model, mode, memory_budget=0.0, plan=BLOCKS)
+        apply_compile(model, backend="aot_eager", plan=BLOCKS)
+        with pytest.raises(
+            TitanliteError, match=r"compile.enable: the forward pass changes .* blocks.0.calls,"
+        ):
+            model(torch.randn(8, 6))

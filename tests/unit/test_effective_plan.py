@@ -94,7 +94,7 @@ def test_plan_keys_without_a_module_are_listed(world: World) -> None:
 
 def test_ddp_of_compiled_blocks_uses_the_optimizer_of_dynamo(world: World) -> None:
     degrees = {"data_parallel_replicate_degree": NUM_RANKS, "data_parallel_shard_degree": 1}
-    for enable, expected in ((False, False), (True, "ddp_optimizer")):
+    for enable, expected in ((False, True), (True, "ddp_optimizer")):
         config = make_config(
             {
                 "model": {"flavor": "debug"},

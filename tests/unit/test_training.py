@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titanlite.batch import make_batch
 from titanlite.errors import TitanliteError
 from titanlite.training.gradient_norm import gradient_norm
 from titanlite.training.initialize import initialize
-from titanlite.training.loss import IGNORE_INDEX, token_loss_sum
+from titanlite.training.loss import IGNORE_INDEX, BatchLoss, batch_dims, token_loss_sum
 from titanlite.training.optimizer import build_optimizer, build_scheduler, lr_factor
 
 
@@ -132,3 +133,36 @@ def test_a_model_with_buffers_must_say_how_to_fill_them():
     Buffered.init_buffers = lambda self: self.table.copy_(torch.arange(4.0))
     initialize(model, 0, torch.device("cpu"))
     assert model.table.tolist() == [0, 1, 2, 3]
+
+
+class Pair(nn.Module):
+    def forward(self, tokens):
+        x = tokens.double()
+        return {"last": x.T, "one": x[:, 0], "scale": x.new_ones(1), "table": x.new_ones(3, 2)}
+
+
+def test_the_dimension_of_samples_is_found_in_each_output():
+    sample = make_batch(torch.zeros(1, 5, dtype=torch.long, device="meta"))
+    assert batch_dims(Pair(), sample) == [1, 0, None, None]
+
+    class Reads(nn.Module):
+        def forward(self, tokens):
+            return tokens[: int(tokens.sum())]
+
+    assert batch_dims(Reads(), sample) is None
+
+
+def test_a_validation_over_the_batch_leaves_padding_out():
+    batch = make_batch(torch.arange(20).view(4, 5))
+    batch = batch.leave_out(torch.tensor([False, False, True, True])[:, None])
+    seen = []
+
+    def total(outputs, batch):
+        seen.append((outputs["last"].shape, outputs["scale"].shape, batch.num_sequences))
+        return outputs["one"].sum()
+
+    loss = BatchLoss(total, (), [1, 0, None, None])
+    assert loss(Pair()(batch.tokens), batch) == 0 + 5 + 10 + 15
+    with torch.no_grad():
+        assert loss(Pair()(batch.tokens), batch) == 0 + 5
+    assert seen == [((5, 4), (1,), 4), ((5, 2), (1,), 2)]

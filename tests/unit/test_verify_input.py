@@ -310,17 +310,20 @@ def test_every_rank_of_every_run_starts_with_a_random_state_of_its_own() -> None
 
     from titanlite.verify import run
 
-    def draw(*_: object) -> tuple[float, ...]:
-        return float(torch.rand(())), random.random(), float(np.random.rand())
+    def draw(*_: object) -> Any:
+        numbers = float(torch.rand(())), random.random(), float(np.random.rand())
+        return SimpleNamespace(numbers=numbers, trainer=SimpleNamespace(generators="seeded"))
 
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]), patch.object(run, "build_job", draw):
             drawn = []
             for rank in (0, 1, 0):
-                world, job = SimpleNamespace(rank=rank), SimpleNamespace()
-                with run.open_job(*cast(Any, (world, job))) as numbers:
-                    drawn.append(numbers)
+                world, resolved = SimpleNamespace(rank=rank), SimpleNamespace()
+                with run.open_job(*cast(Any, (world, resolved))) as job:
+                    drawn.append(cast(Any, job).numbers)
+                    # Nor does the job seed its steps.
+                    assert job.trainer.generators is None
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -98,6 +98,7 @@ def save_checkpoint(
             plan="a loop by hand",
             num_ranks=ranks.size,
             config={},
+            is_accounted=True,
             titanlite=own_version(),
             torch=torch.__version__,
             state=state.numbers_of(trained, samples_read),
@@ -109,6 +110,11 @@ def save_checkpoint(
     ranks.from_first(lambda: place.path.mkdir(parents=True, exist_ok=True))
     try:
         pieces = {**state.weight_pieces(trained), **state.optimizer_pieces(trained)}
+        # Ranks may have other values of a buffer: those of the first are saved.
+        held = ranks.gathered(list(trained.buffers))
+        for name in trained.buffers:
+            if any(name in of_rank for of_rank in held[: ranks.rank]):
+                del pieces[f"{state.MODEL}.{name}"]
         save(pieces, unfinished, ranks.group, seal)
     except CheckpointException as error:
         rank, cause = first_failure(error)

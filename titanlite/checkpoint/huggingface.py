@@ -158,7 +158,8 @@ def save_hf_folder(
     Every rank must call this. Rank 0 holds one file of the folder in memory, in `dtype`.
     """
     buffers: dict[str, Tensor] = {}
-    for found in ranks.gathered({name: buffer.cpu() for name, buffer in job.buffers.items()}):
+    own = {n: buffer.cpu() for n, buffer in job.buffers.items() if job.holds_first(n)}
+    for found in ranks.gathered(own):
         buffers |= found
     names = Names.of(job)
     assert names.format is not None

@@ -102,8 +102,10 @@ class Manifest(_Record):
     torch.distributed.checkpoint, one .safetensors file, or a Hugging Face folder. `serial`
     increases with each checkpoint of a folder, so the newest has the largest, whatever its step.
     `shapes` has the unsharded shape of each parameter of the whole model, by canonical name.
-    `state` has the values of a TrainingState, or is empty if only weights are held. Raises
-    pydantic's ValidationError for an invalid value.
+    `state` has the values of a TrainingState, or is empty if only weights are held.
+    `is_accounted` is false for checkpoints from before titanlite had an account of every tensor:
+    they lack parts of some names, and the trained values of some parameters. Raises pydantic's
+    ValidationError for an invalid value.
     """
 
     step: Count
@@ -115,6 +117,7 @@ class Manifest(_Record):
     plan: Name
     num_ranks: Positive
     config: dict[Name, dict[str, Any]]
+    is_accounted: bool = False
     titanlite: Text
     torch: Text
     state: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import state
@@ -31,6 +32,7 @@ from titanlite.errors import ConfigError, NonFiniteError, TitanliteError
 from titanlite.job import Job
 from titanlite.observe.quantities import format_bytes
 from titanlite.parallelize import DTYPES
+from titanlite.self_check import check_copies
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
 # How long a failing run waits for a background save.
@@ -60,8 +62,7 @@ class Checkpoints:
         self._folder = CheckpointFolder(Path(job.config.job.dump_folder) / section.folder)
         self._saves = section.enable and not section.load_only
         self._copies = Copies(
-            lasting=section.async_mode == "async_with_pinned_mem",
-            pinned=job.world.device.type == "cuda",
+            job.world.device, lasting=section.async_mode == "async_with_pinned_mem"
         )
         self._saving: concurrent.futures.Future[Any] | None = None
         self._saving_to = Path()
@@ -107,7 +108,10 @@ class Checkpoints:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a background save has failed; `wait` raises its error on every rank."""
+        """Whether a background save has failed on this rank.
+
+        The run then stops, which the ranks agree on, and `wait` raises the error on every rank.
+        """
         return self._saving is not None and self._saving.done() and bool(self._saving.exception())
 
     @property
@@ -122,36 +126,37 @@ class Checkpoints:
         must pass the same arguments.
         """
         self._has_gone_on = True
-        if self._saving is not None and self._saving.done() and not self.has_failed:
+        line = ""
+        if self._is_due(step, is_last=is_last, stops=stops):
+            # This waits for the background save before it.
+            line = self._save_now(step, is_last=is_last, stops=stops)
+        elif self._saving is not None and self._all_are_done(self._saving):
             self.wait()
-        line = self._save_if_due(step, is_last=is_last, stops=stops)
         ended, self._ended = self._ended, ""
         return "\n".join(filter(None, (ended, line)))
 
     def take_saved(self) -> list[Path]:
-        """The checkpoints that were completed since the last call."""
+        """The checkpoints completed since the last call; every rank gets them at the same step."""
         saved, self._saved = self._saved, []
         return saved
 
-    def _save_if_due(self, step: int, *, is_last: bool, stops: bool) -> str:
+    def _is_due(self, step: int, *, is_last: bool, stops: bool) -> bool:
         section = self._section
         is_first = step == 1 and section.enable_first_step_checkpoint
-        if not self._saves or not (is_last or stops or is_first or step % section.interval == 0):
-            return ""
-        if is_last and section.last_save_model_only:
+        return self._saves and (is_last or stops or is_first or step % section.interval == 0)
+
+    def _save_now(self, step: int, *, is_last: bool, stops: bool) -> str:
+        if is_last and self._section.last_save_model_only:
             return self.save_weights(step)
         return self.save(step, in_background=not (is_last or stops))
 
     def save(self, step: int, *, in_background: bool = False) -> str:
         """Save the training state after `step`; in the background only in an asynchronous mode."""
         self.wait()
+        warning = self._check(step)
         start = time.perf_counter()
         job = self._job
-        pieces = {
-            **state.weight_pieces(job),
-            **state.optimizer_pieces(job),
-            **state.rng_pieces(job),
-        }
+        pieces = {**self._weights(), **state.optimizer_pieces(job)}
         folder = self._folder.unfinished(step, self._token)
         seal = self._sealer(
             folder,
@@ -168,14 +173,16 @@ class Checkpoints:
             self._times = times = [start]
             self._saving.add_done_callback(lambda _: times.append(time.perf_counter()))
             seconds = time.perf_counter() - start
-            return f"checkpoint: saving step-{step} in the background; copied in {seconds:.2g} s"
+            line = f"checkpoint: saving step-{step} in the background; copied in {seconds:.2g} s"
+            return f"{warning}{line}"
         with self._explaining(), self._ranks.patiently():
             save(pieces, folder, self._ranks.group, seal)
-        return self._said(self._saving_to, start)
+        return f"{warning}{self._said(self._saving_to, start)}"
 
     def save_weights(self, step: int) -> str:
         """Save only the weights, in checkpoint.export_dtype."""
         self.wait()
+        warning = self._check(step)
         start = time.perf_counter()
         job, section = self._job, self._section
         dtype = EXPORT_DTYPES[section.export_dtype]
@@ -194,9 +201,32 @@ class Checkpoints:
             if section.last_save_in_hf:
                 self._ranks.all_do(lambda: save_file(job, folder, dtype, seal, self._ranks))
             else:
-                save(state.weight_pieces(job, dtype), folder, self._ranks.group, seal)
+                save(self._weights(dtype), folder, self._ranks.group, seal)
         said = self._said(self._saving_to, start)
-        return f"{said}: only weights, {section.export_dtype}"
+        return f"{warning}{said}: only weights, {section.export_dtype}"
+
+    def _weights(self, dtype: torch.dtype | None = None) -> state.Pieces:
+        """This rank's shards of the weights; of a buffer, only one rank saves its copy."""
+        job = self._job
+        left_out = {f"{state.MODEL}.{n}" for n in job.buffers if not job.holds_first(n)}
+        pieces = state.weight_pieces(job, dtype)
+        return {name: piece for name, piece in pieces.items() if name not in left_out}
+
+    def _check(self, step: int) -> str:
+        """Compare the copies of tensors that are about to be saved; a line of warning, or ""."""
+        warning = check_copies(self._job, f"before step-{step} is saved")
+        return f"warning: {warning}\n" if warning else ""
+
+    @staticmethod
+    def _all_are_done(saving: concurrent.futures.Future[Any]) -> bool:
+        """Whether a background save is done on every rank; a collective call.
+
+        The ranks finish at different times, but must act at the same step: on_checkpoint may
+        communicate. They agree over training's group, since the saving thread uses the other one.
+        """
+        is_pending = torch.tensor(int(not saving.done()))
+        dist.all_reduce(is_pending, op=dist.ReduceOp.MAX)
+        return not is_pending.item()
 
     def wait(self) -> None:
         """Wait until the background save, if any, is done; raises its error."""
@@ -215,6 +245,7 @@ class Checkpoints:
             "plan": job.dims.describe(),
             "num_ranks": job.world.size,
             "config": job.config.model_dump(mode="json", exclude_unset=True),
+            "is_accounted": True,
             "titanlite": own_version(),
             "torch": torch.__version__,
         }

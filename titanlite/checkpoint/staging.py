@@ -14,22 +14,23 @@ from titanlite.checkpoint.storage import Piece
 class Copies(AsyncStager):
     """Copies pieces to CPU memory: newly allocated for each save, or reused if `lasting`.
 
-    A lasting copy always occupies its memory, but is allocated only once. If it is `pinned`, a GPU
-    copies to it at full speed. There is one copy at a time: a save must finish before the next one
-    is copied.
+    A lasting copy always occupies its memory, but is allocated only once. If the pieces are on a
+    GPU, `device`, it is pinned, so that they are copied at full speed. There is one copy at a time:
+    a save must finish before the next one is copied.
     """
 
     _synchronize_after_execute = False
 
-    def __init__(self, *, lasting: bool, pinned: bool) -> None:
-        self._lasting, self._pinned = lasting, lasting and pinned
+    def __init__(self, device: torch.device, *, lasting: bool) -> None:
+        self._device, self._lasting = device, lasting
+        self._pinned = lasting and device.type == "cuda"
         self._kept: dict[str, Tensor] = {}
 
     def stage(self, pieces: Any) -> Any:
         """The same pieces with copied tensors."""
         copies = {name: self._copy(name, piece) for name, piece in pieces.items()}
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return copies
 
     def synchronize_staging(self) -> None:

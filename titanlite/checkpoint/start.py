@@ -24,6 +24,7 @@ from titanlite.checkpoint.metadata import read_metadata
 from titanlite.checkpoint.storage import first_failure, load, stored_tensors, tensors_in, told
 from titanlite.checkpoint.weights import load_safetensors
 from titanlite.config.changes import changed_keys, changed_sizes
+from titanlite.config.pipeline import split_points
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
@@ -177,13 +178,8 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
     if "optimizer" not in left_out:
         state.check_optimizer(job, numbers.optimizer.name)
         _use(path, ranks, lambda: pieces.update(state.make_optimizer_state(job, stored)))
-    # A random generator belongs to a rank, and ranks of different plans do not correspond.
-    rng = state.rng_pieces(job) if manifest.plan == job.dims.describe() else {}
-    # A checkpoint saved on CPU has no state of a GPU's generator.
-    rng = {name: piece for name, piece in rng.items() if name in stored}
-    _read(pieces | rng, path, ranks, metadata)
+    _read(pieces, path, ranks, metadata)
     _use(path, ranks, lambda: state.check_counts(job))
-    _use(path, ranks, lambda: state.restore_rng(job, rng))
     if "lr_scheduler" not in left_out:
         state.restore_schedule(job, numbers.lr_scheduler)
     if "dataloader" not in left_out:
@@ -241,6 +237,8 @@ def _check_same_data(job: Job, path: Path, manifest: Manifest) -> None:
 
 
 def _check_model(job: Job, path: Path, manifest: Manifest) -> None:
+    if not manifest.is_accounted:
+        _check_old(job, path, manifest)
     own = {name: list(shape) for name, shape in job.parameter_shapes().items()}
     for name in sorted({*own, *manifest.shapes}):
         here, there = own.get(name, "none"), manifest.shapes.get(name, "none")
@@ -248,6 +246,31 @@ def _check_model(job: Job, path: Path, manifest: Manifest) -> None:
             raise ConfigError(
                 f"checkpoint: {path} is from another model: {name} is {there} there and {here} "
                 "here; give the [model] it was trained with, or another checkpoint"
+            )
+
+
+def _check_old(job: Job, path: Path, manifest: Manifest) -> None:
+    """Raises ConfigError if a checkpoint from before the account of tensors lacks what is needed.
+
+    Those checkpoints left out each part `module` of a name. Under a pipeline, a parameter that no
+    stage names was trained in one stage and may have been saved from another.
+    """
+    dropped = {"module", "_fsdp_wrapped_module"}
+    for name in job.parameter_shapes():
+        if dropped & set(name.split(".")):
+            short = ".".join(part for part in name.split(".") if part not in dropped)
+            raise ConfigError(
+                f"checkpoint: {path} was saved by an earlier titanlite, which left out `module` in "
+                f"names and saved {name} as {short}, like any other parameter of that name; train "
+                "again, or rename the attribute to load it"
+            )
+    staged = split_points(job.config, job.resolved.model) if "pp " in manifest.plan else ()
+    for name in job.parameter_shapes() if staged else ():
+        if not any(f"{name}.".startswith(f"{module}.") for module in staged):
+            raise ConfigError(
+                f"checkpoint: {path} was saved under a pipeline by an earlier titanlite, which may "
+                f"not have saved the trained value of {name}, a parameter that no stage names; "
+                "use a checkpoint of another plan, or train again"
             )
 
 

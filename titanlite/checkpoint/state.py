@@ -1,8 +1,9 @@
 """The training state of a job, to save and to restore.
 
-Tensors have names that are the same under every plan: model.NAME, optimizer.NAME.KEY for the
-optimizer state of a parameter (exp_avg, step, ...), and rng.RANK.DEVICE. The learning rate schedule
-and the sampler are a few numbers.
+Tensors have names that are the same under every plan: model.NAME, and optimizer.NAME.KEY for the
+optimizer state of a parameter (exp_avg, step, ...). The learning rate schedule and the sampler are
+a few numbers. Random generators are seeded by the step (training/generators.py), so they have no
+state to save; older checkpoints have rng.RANK.DEVICE, which is not read.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Trained(Protocol):
     def trainer(self) -> Updates: ...
 
 
-MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
+MODEL, OPTIMIZER = "model", "optimizer"
 
 
 def weight_pieces(job: Trained, dtype: torch.dtype | None = None) -> Pieces:
@@ -64,29 +65,6 @@ def optimizer_pieces(job: Trained) -> Pieces:
         for key, value in job.trainer.optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
-
-
-def rng_pieces(job: Job) -> Pieces:
-    """The state of this rank's random generators, for user code that uses them, such as dropout."""
-    states = {"cpu": torch.get_rng_state()}
-    if job.world.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(job.world.device)
-    return {f"{RNG}.{job.world.rank}.{kind}": _piece(state) for kind, state in states.items()}
-
-
-def restore_rng(job: Job, pieces: Pieces) -> None:
-    """Set the random generators from the `pieces` of rng_pieces, filled from a checkpoint.
-
-    Raises BrokenCheckpointError if a piece is not a valid generator state.
-    """
-    for name, piece in pieces.items():
-        try:
-            if name.endswith(".cpu"):
-                torch.set_rng_state(piece.local)
-            else:
-                torch.cuda.set_rng_state(piece.local, job.world.device)
-        except RuntimeError as error:
-            raise BrokenCheckpointError(f"{name} is not a valid generator state") from error
 
 
 def numbers_of(job: Trained, samples_read: int, data: str = "") -> dict[str, Any]:

@@ -53,6 +53,9 @@ from titanlite.checkpoint.metadata import read_metadata
 from titanlite.errors import TitanliteError
 from titanlite.files import shown
 
+# What each rank copies ahead of writing it; DCP's default.
+COPIED_AHEAD_BYTES = 10_000_000
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -103,10 +106,11 @@ def save(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None, seal: Se
     When all files are on the disk, the first rank calls `seal` with their records; after that all
     ranks return. Raises CheckpointException on every rank if any rank failed.
     """
+    is_on_gpu = any(piece.local.is_cuda for piece in pieces.values())
     with _without_group_warning(group):
         dcp.save(
             cast(dict[str, Any], pieces),
-            storage_writer=HashingWriter(folder, seal),
+            storage_writer=HashingWriter(folder, seal, copies_ahead=is_on_gpu),
             planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
@@ -211,10 +215,15 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class HashingWriter(FileSystemWriter):
-    """DCP's writer, one file per rank, flushed to the disk; calls `seal` with all checksums."""
+    """DCP's writer, one file per rank, flushed to the disk; calls `seal` with all checksums.
 
-    def __init__(self, folder: Path, seal: Seal) -> None:
-        super().__init__(folder, overwrite=False)
+    With `copies_ahead`, tensors are copied from the GPU while others are written. DCP asks for a
+    CUDA stream for that, even if all tensors are on the CPU.
+    """
+
+    def __init__(self, folder: Path, seal: Seal, *, copies_ahead: bool = False) -> None:
+        ahead = COPIED_AHEAD_BYTES if copies_ahead else 0
+        super().__init__(folder, overwrite=False, per_thread_copy_ahead=ahead)
         self._folder, self._seal = folder, seal
         self._hashing = _HashingFileSystem()
         self.fs = self._hashing

@@ -65,7 +65,7 @@ def save_safetensors(
     Every rank must call this. Rank 0 holds the whole model in memory, in `dtype`.
     """
     tensors: dict[str, Tensor] = {}
-    own_buffers = {name: buffer.cpu() for name, buffer in job.buffers.items()}
+    own_buffers = {n: buffer.cpu() for n, buffer in job.buffers.items() if job.holds_first(n)}
     for buffers in ranks.gathered(own_buffers):
         tensors |= buffers
     for name, whole in job.whole_parameters():

@@ -33,14 +33,14 @@ from titanlite.config.data import (
 )
 from titanlite.config.degrees import DEGREES
 from titanlite.config.keys import one_of
-from titanlite.config.model import size_problems
+from titanlite.config.model import num_experts, size_problems
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
 from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where, divisors
-from titanlite.registry import LOSSES, METRICS
+from titanlite.registry import LOSSES, METRICS, is_over_batch
 
 
 def check_machine(config: JobConfig, device_type: str) -> None:
@@ -87,6 +87,11 @@ class Draft:
     def seq_len(self) -> int:
         """Tokens in a sequence."""
         return sequence_length(self.config, self.model)
+
+    @functools.cached_property
+    def num_experts(self) -> int:
+        """The experts of a block; 0 without any."""
+        return num_experts(self.config, self.model)
 
     @property
     def pipeline(self) -> PipelinePlan | None:
@@ -301,6 +306,24 @@ def _context_parallel(job: Draft) -> Iterator[str]:
     """The CP degree (twice that for "headtail") times the TP degree divides the sequence length."""
     if not job.dims.cp_enabled:
         return
+    spec = DATASETS.get(job.config.training.dataset)
+    if spec is not None and not spec.has_tokens:
+        dims = {name: dim for name, dim in spec.fields.items() if dim is not None}
+        name = quote(job.config.training.dataset)
+        if not dims:
+            yield (
+                f"parallelism.context_parallel_degree: {name} has no token dimension to split: "
+                "`fields` of its registration gives None for every field; give the dimension of "
+                "the tokens there, or set this degree to 1"
+            )
+            return
+        if own_length(job.model) is None:
+            what = ", ".join(f"{field} along {dim}" for field, dim in dims.items())
+            yield (
+                f"parallelism.context_parallel_degree: the fields of {name} are split ({what}), "
+                "but their length is not known; give the model's configuration class `seq_len`"
+            )
+            return
     layout = job.config.parallelism.context_parallel_load_balancer
     chunks = 2 if layout == "headtail" else 1
     if job.seq_len % (job.dims.cp * chunks * job.dims.tp):
@@ -382,9 +405,8 @@ def _experts_by_operator(job: Draft) -> Iterator[str]:
     ac, parallelism = job.config.activation_checkpoint, job.config.parallelism
     by_operator = ac.mode == "selective" and ac.selective_ac_option == "op"
     own_shards = job.dims.ep_enabled or job.dims.tp_enabled
-    has_experts = bool(getattr(job.model, "num_experts", 0))
     always = parallelism.fsdp_reshard_after_forward == "always"
-    if by_operator and own_shards and has_experts and always and job.dims.pp_enabled:
+    if by_operator and own_shards and always and job.dims.pp_enabled and job.num_experts:
         yield (
             f'{RESHARD}: "always" does not work with activation_checkpoint.selective_ac_option '
             '"op" in a pipeline of blocks with experts, because PyTorch would gather the experts '
@@ -421,10 +443,12 @@ def _loss_parallel(job: Draft) -> Iterator[str]:
 def _expert_parallel(job: Draft) -> Iterator[str]:
     """The EP degree divides the product of the FSDP, CP and TP degrees, and the number of experts;
     each expert can be sharded over the ranks that EP leaves."""
-    dims, experts = job.dims, getattr(job.model, "num_experts", 0)
+    dims = job.dims
+    if not dims.ep_enabled:
+        return
+    experts = job.num_experts
     if not experts:
-        if dims.ep_enabled:
-            yield f"{EP}: {dims.ep}, but the model has no experts; remove this key"
+        yield f"{EP}: {dims.ep}, but the model has no experts; remove this key"
         return
     room = dims.num_expert_ranks
     legal = [degree for degree in divisors(room) if experts % degree == 0]
@@ -442,7 +466,7 @@ def _expert_parallel(job: Draft) -> Iterator[str]:
 @reads(MODEL, "debug.moe_force_load_balance")
 def _forced_balance(job: Draft) -> Iterator[str]:
     """debug.moe_force_load_balance needs a model with experts."""
-    if job.config.debug.moe_force_load_balance and not getattr(job.model, "num_experts", 0):
+    if job.config.debug.moe_force_load_balance and not job.num_experts:
         yield "debug.moe_force_load_balance: the model has no experts; remove this key"
 
 
@@ -518,6 +542,40 @@ def _batch(job: Draft) -> Iterator[str]:
         yield (
             f"training.global_batch_size: {batch} is not a multiple of {at_once} "
             f"(local_batch_size {local} x data-parallel degree {job.dims.dp}); give {legal}"
+        )
+
+
+@reads(
+    *("training.loss", "training.local_batch_size", "training.global_batch_size", "validation"),
+    *("experimental.custom_import", *PIPELINE_KEYS),
+    *("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"),
+)
+def _batch_loss(job: Draft) -> Iterator[str]:
+    """With a loss over the whole batch, all samples of a step are computed at once, and those of a
+    validation in batches of the same size."""
+    name = job.config.training.loss
+    if name is None or not is_over_batch(name):
+        return
+    batch, dp, pipeline = job.global_batch_size, job.dims.dp, job.pipeline
+    local = job.config.training.local_batch_size
+    over = f"the loss {quote(name)} is over the whole batch"
+    if batch > local * dp and batch % dp == 0:
+        yield (
+            f"training.global_batch_size: {over}, so it cannot be accumulated in "
+            f"{batch // (local * dp)} parts; set training.local_batch_size to {batch // dp}, or "
+            f"training.global_batch_size to {local * dp}"
+        )
+    if pipeline is not None and pipeline.microbatch_size < local:
+        yield (
+            f"parallelism.pipeline_parallel_microbatch_size: {over}, so a pipeline cannot cut it "
+            f"into {local // pipeline.microbatch_size} microbatches; set "
+            "parallelism.pipeline_parallel_degree to 1"
+        )
+    validation = job.config.validation
+    if validation.enable and validation.local_batch_size * dp != batch and batch % dp == 0:
+        yield (
+            f"validation.local_batch_size: {over}, so a validation needs batches of the same "
+            f"{batch} samples; give {batch // dp}"
         )
 
 

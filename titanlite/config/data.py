@@ -80,6 +80,11 @@ def spec_for(config: JobConfig, dataset: str | None = None) -> DatasetSpec:
     return DATASETS[dataset or training.dataset].for_job(keys)
 
 
+def has_tokens(config: JobConfig) -> bool:
+    """Whether the samples of the training data are tokens."""
+    return DATASETS[config.training.dataset].has_tokens
+
+
 def source_arguments(config: JobConfig, model: Any, seq_len: int, split: str) -> dict[str, Any]:
     """The arguments of DatasetSpec.make and prepare for a split, "train" or "validation"."""
     is_training = split == "train"

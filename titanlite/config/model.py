@@ -98,6 +98,20 @@ def size_problems(model: Any, dims: ParallelDims, seq_len: int) -> list[tuple[st
     return model.problems(dims, seq_len) if hasattr(model, "problems") else []
 
 
+def num_experts(config: JobConfig, model: Any) -> int:
+    """The experts of a block of the job's model of these sizes; 0 if it has none.
+
+    If the model's configuration does not tell and the model is a user's, it is built on "meta" and
+    looked at.
+    """
+    known = getattr(model, "num_experts", None)
+    if known is not None or models.is_built_in(config.model.name):
+        return known or 0
+    from titanlite.models.build import count_experts
+
+    return count_experts(load_model_spec(config), model)
+
+
 def make_model_config(config: JobConfig) -> Any:
     """The sizes of the job's model: its flavor with the overrides of [model].
 

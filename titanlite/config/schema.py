@@ -498,7 +498,7 @@ class Debug(Section):
     """Randomness, and non-finite losses"""
 
     seed: int = key(
-        0, "seed of weights, data order and sampling", torchtitan=None, ge=0, le=2**63 - 1
+        0, "seed of weights, data order, noise and sampling", torchtitan=None, ge=0, le=2**63 - 1
     )
     deterministic: bool = key(False, "use only deterministic algorithms")
     deterministic_warn_only: bool = key(
@@ -507,6 +507,11 @@ class Debug(Section):
     non_finite: Literal["stop", "skip", "ignore"] = key(
         "stop",
         "if loss or gradient norm is not finite: stop before the update, skip it, or apply it",
+        torchtitan=OWN,
+    )
+    check_copies: bool = key(
+        True,
+        "compare copies of tensors at the start, after step 1 and before a checkpoint",
         torchtitan=OWN,
     )
     moe_force_load_balance: bool = key(

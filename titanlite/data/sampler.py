@@ -6,14 +6,16 @@ size. The plan only determines which rank reads which samples, and in how many m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from titanlite.batch import Batch, FieldDims, make_batch
 from titanlite.data.spec import Dataset
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, TitanliteError, user_line
+from titanlite.keyed import sample_keys
 
 
 class GlobalBatchSampler:
@@ -21,8 +23,8 @@ class GlobalBatchSampler:
 
     `state`, the global index of the next sample, is the only state to save and restore; it does not
     depend on the plan. `fields` are the fields of a sample besides its tokens, each with the
-    dimension that counts tokens in it (see DatasetSpec). Raises ConfigError if the global batch
-    does not divide evenly.
+    dimension that counts tokens in it (see DatasetSpec). `seed` is that of the keys of the samples.
+    Raises ConfigError if the global batch does not divide evenly.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class GlobalBatchSampler:
         dp_rank: int,
         local_batch_size: int,
         fields: Mapping[str, int | None] | None = None,
+        seed: int = 0,
     ) -> None:
         if global_batch_size % (dp_degree * local_batch_size):
             raise ConfigError(
@@ -47,6 +50,7 @@ class GlobalBatchSampler:
         self._dp_rank = dp_rank
         self._local_batch_size = local_batch_size
         self._fields = fields or {}
+        self._seed = seed
 
     def draw(self) -> list[Batch]:
         """This rank's batches of the next step, of `local_batch_size` sequences each.
@@ -56,9 +60,10 @@ class GlobalBatchSampler:
         """
         first = self.state + self._dp_rank * self._rank_batch_size
         self.state += self._global_batch_size
+        size, stop = self._local_batch_size, first + self._rank_batch_size
         return [
-            read_batch(self._dataset, range(start, start + self._local_batch_size), self._fields)
-            for start in range(first, first + self._rank_batch_size, self._local_batch_size)
+            read_batch(self._dataset, range(start, start + size), self._fields, self._seed)
+            for start in range(first, stop, size)
         ]
 
 
@@ -92,13 +97,19 @@ def iterate_once(
         yield batch.leave_out(torch.arange(local_batch_size)[:, None] >= num_valid)
 
 
-def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, int | None]) -> Batch:
+def read_batch(
+    dataset: Dataset,
+    indices: Iterable[int],
+    fields: Mapping[str, int | None],
+    seed: int | None = None,
+) -> Batch:
     """The samples with these indices as a batch; tokens are numbered by index and position.
 
-    Raises ConfigError if a sample does not have exactly the registered fields.
+    The keys of the samples are functions of `seed` and index, or with None those of a validation
+    set. Raises ConfigError if a sample does not have exactly the registered fields.
     """
     indices = list(indices)
-    samples = [_fields_of(dataset.sample(index)) for index in indices]
+    samples = [_fields_of(_sample(dataset, index)) for index in indices]
     for sample in samples[:1]:
         if sample.keys() - {"tokens"} != fields.keys() - {"tokens"}:
             raise ConfigError(
@@ -111,9 +122,11 @@ def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, in
                 "training.dataset: a sample without tokens needs `targets`, an integer per sample "
                 "or token, with -100 where none counts"
             )
-    stacked = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    stacked = {name: _stack(name, [sample[name] for sample in samples]) for name in samples[0]}
+    keys = sample_keys(torch.tensor(indices), seed)
     if "tokens" not in stacked:
-        return Batch(stacked, {name: _dims_of(fields[name]) for name in stacked})
+        dims = {name: _dims_of(fields[name]) for name in stacked}
+        return Batch({**stacked, "sample_keys": keys}, {**dims, "sample_keys": FieldDims(0, None)})
     more = {
         name: (stacked[name], _dims_of(dim))
         for name, dim in fields.items()
@@ -122,6 +135,7 @@ def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, in
     seq_len = stacked["tokens"].size(1)
     numbers = torch.tensor(indices)[:, None] * seq_len + torch.arange(seq_len)
     more["token_numbers"] = (numbers, FieldDims(0, 1))
+    more["sample_keys"] = (keys, FieldDims(0, None))
     return make_batch(
         stacked["tokens"], stacked.get("targets"), stacked.get("positions"), more=more
     )
@@ -129,8 +143,38 @@ def read_batch(dataset: Dataset, indices: Iterable[int], fields: Mapping[str, in
 
 def first_tokens(dataset: Dataset, indices: Iterable[int], count: int | None = None) -> Tensor:
     """The first `count` tokens of these samples (all if None): int64 [N, count]."""
-    samples = [_fields_of(dataset.sample(index))["tokens"][:count] for index in indices]
+    samples = [_fields_of(_sample(dataset, index))["tokens"][:count] for index in indices]
     return torch.stack(samples)
+
+
+def _sample(dataset: Dataset, index: int) -> Tensor | Mapping[str, Tensor]:
+    """A sample; raises ConfigError if the data set fails."""
+    try:
+        return dataset.sample(index)
+    except TitanliteError:
+        raise
+    except Exception as error:  # a user's data set may raise anything
+        where = f" ({line})" if (line := user_line(error)) else ""
+        raise ConfigError(
+            f"training.dataset: sample({index}) of {type(dataset).__name__} raises "
+            f"{type(error).__name__}: {error}{where}; correct the data set"
+        ) from error
+
+
+def _stack(name: str, values: Sequence[Any]) -> Tensor:
+    """One field of several samples; raises ConfigError if they are not tensors of one shape."""
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"training.dataset: the field `{name}` of a sample is "
+                f"{type(value).__name__} {value!r}; make it a tensor"
+            )
+        if value.shape != values[0].shape:
+            raise ConfigError(
+                f"training.dataset: the field `{name}` has the shapes {list(values[0].shape)} and "
+                f"{list(value.shape)} in two samples of a batch; pad or cut them to one shape"
+            )
+    return torch.stack(list(values))
 
 
 def _dims_of(sequence: int | None) -> FieldDims:

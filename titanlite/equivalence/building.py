@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from titanlite.equivalence.request import Request
 from titanlite.errors import ConfigError
-from titanlite.names import canonical_name
+from titanlite.names import unwrapped_name
 
 DEFAULT_LR = 1e-3
 
@@ -33,8 +33,9 @@ class Built:
     is_reference: bool
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
-    def name_of(self, name: str) -> str:
-        own = canonical_name(name)
+    def name_of(self, module: nn.Module, name: str) -> str:
+        """The reference's name of a module, parameter or buffer of `module`."""
+        own = unwrapped_name(module, name)
         return own if self.is_reference else self.request.name_of(own)
 
     @contextlib.contextmanager
@@ -51,7 +52,7 @@ class Built:
             found: dict[str, nn.Parameter] = {}
             for module in self.modules:
                 for name, parameter in module.named_parameters():
-                    known = self.name_of(name)
+                    known = self.name_of(module, name)
                     if known in found and found[known] is not parameter:
                         raise ConfigError(
                             f"rename: two parameters of one rank become {known}, one of them "
@@ -135,7 +136,9 @@ def build(request: Request, mesh: Any, *, is_reference: bool) -> Built:
         optimizer = AdamW(parameters, lr=DEFAULT_LR, foreach=False)
     built = Built(value, modules, optimizer, request, is_reference)
     built.buffers = {
-        built.name_of(name): buffer for module in modules for name, buffer in module.named_buffers()
+        built.name_of(module, name): buffer
+        for module in modules
+        for name, buffer in module.named_buffers()
     }
     return built
 
@@ -195,8 +198,9 @@ def _check_dtype(name: str, modules: Sequence[nn.Module], dtype: str) -> None:
         for parameter, value in module.named_parameters():
             if value.is_floating_point() and value.dtype != wanted:
                 own = str(value.dtype).removeprefix("torch.")
+                known = unwrapped_name(module, parameter)
                 raise ConfigError(
-                    f"{name}: {canonical_name(parameter)} is {own}, but the comparison runs in "
-                    f"{dtype}, torch's default dtype there; build it without naming a dtype, or "
-                    'give dtype="float32"'
+                    f"{name}: {known} is {own}, but the comparison runs in {dtype}, torch's "
+                    "default dtype there; build it without naming a dtype, or give "
+                    'dtype="float32"'
                 )

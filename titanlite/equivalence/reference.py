@@ -60,8 +60,8 @@ def _run(built: Built, folder: str) -> ReferenceRecord:
     names: dict[int, list[str]] = {}
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(built.name_of(name))
-        weights[built.name_of(name)] = parameter
+        names.setdefault(id(parameter), []).append(built.name_of(model, name))
+        weights[built.name_of(model, name)] = parameter
     tied = tuple(tuple(own) for own in names.values() if len(own) > 1)
     torch.save({"weights": _copies(weights)}, step_file(folder, 0))
     record = ReferenceRecord([ReferenceStep()], tied=tied)

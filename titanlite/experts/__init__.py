@@ -12,7 +12,7 @@ Nothing here depends on a plan, except the process groups that parallelize/exper
 """
 
 from titanlite.experts.balancer import Balancer, expert_layers
-from titanlite.experts.layer import ExpertLayer
+from titanlite.experts.layer import ExpertLayer, Experts
 from titanlite.experts.router import Gate, Router
 
-__all__ = ["Balancer", "ExpertLayer", "Gate", "Router", "expert_layers"]
+__all__ = ["Balancer", "ExpertLayer", "Experts", "Gate", "Router", "expert_layers"]

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 def _draw(options: argparse.Namespace) -> int:
     if options.table or len(options.topics) != 1 or options.topics[0] not in PICTURES:
         raise ConfigError(f"--svg: name one picture, of {', '.join(PICTURES)}, and nothing else")
-    write(options.svg, PICTURES[options.topics[0]]())
+    print(write(options.svg, PICTURES[options.topics[0]]()))
     return 0
 
 

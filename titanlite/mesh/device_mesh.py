@@ -80,8 +80,9 @@ class Meshes:
 def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = False) -> Meshes:
     """Create the process groups of `dims`; every rank must call this.
 
-    If the model `has_experts`, they get a separate mesh under expert parallelism, and also under
-    tensor parallelism: TP does not shard experts, so FSDP2 shards them over the ranks of tp too.
+    Under expert parallelism, experts get a separate mesh. If the model `has_experts`, so they do
+    under tensor parallelism: TP does not shard experts, so FSDP2 shards them over the ranks of tp
+    too.
 
     Axes of degree 1 have no group, except dp_shard: mixed precision needs FSDP2 even if nothing is
     sharded, and FSDP2 needs a mesh, even if it has only one rank.
@@ -107,7 +108,7 @@ def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = Fa
         cp=world["cp"] if "cp" in axes else None,
         dp=dp,
         experts=_build_expert_mesh(dims, device_type)
-        if dims.experts_are_apart(has_experts)
+        if dims.experts_are_apart(has_experts or dims.ep_enabled)
         else None,
     )
 

@@ -8,7 +8,6 @@ fast as without the profiler.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from torch._C._profiler import (
 )
 
 from titanlite.schedule.timeline import EXCHANGE, GATHER, RECEIVE, REDUCE, SEND_TO
+from titanlite.settings import environment
 
 BACKENDS = ("gloo:", "nccl:")
 # (Part of a range's name, its kind); the first match counts.
@@ -61,22 +61,22 @@ def recording_communication() -> Iterator[list[Move]]:
     if _profiler_enabled():
         yield moves
         return
-    # Hide Kineto's messages about the start and end of profiling.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "4")
     config = ProfilerConfig(
         ProfilerState.KINETO, False, False, False, False, False, _ExperimentalConfig()
     )
-    _prepare_profiler(config, {ProfilerActivity.CPU})
-    # torch's type annotation lacks the argument for scopes.
-    enable: Any = _enable_profiler
-    enable(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
-    # The profiler's times are wall-clock times.
-    offset = time.perf_counter() - time.time()
-    result = None
-    try:
-        yield moves
-    finally:
-        result = _disable_profiler()
+    # Hide Kineto's messages about the start and end of profiling.
+    with environment(KINETO_LOG_LEVEL="4"):
+        _prepare_profiler(config, {ProfilerActivity.CPU})
+        # torch's type annotation lacks the argument for scopes.
+        enable: Any = _enable_profiler
+        enable(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+        # The profiler's times are wall-clock times.
+        offset = time.perf_counter() - time.time()
+        result = None
+        try:
+            yield moves
+        finally:
+            result = _disable_profiler()
     for event in result.events():
         name = event.name()
         if name.startswith(BACKENDS):

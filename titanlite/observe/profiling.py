@@ -39,14 +39,16 @@ def profile_steps(
     profiler_warmup: int = 3,
     *,
     first_step: int = 1,
+    device_type: str = "cpu",
 ) -> Iterator[StepCounter]:
     """Trace the last `profiler_active` steps of every `profile_freq`, with torch.profiler.
 
     Writes {folder}/iteration_N/rankR_trace.json, where N is the last step of the trace. In the
     `profiler_warmup` steps before, the profiler runs but its events are dropped, since starting it
-    distorts times. A cycle that is not finished when the run ends leaves no file. With CUDA, its
-    kernels are traced too. Open the files at https://ui.perfetto.dev. Raises ConfigError if the
-    warmup and active steps do not fit into `profile_freq`.
+    distorts times. A cycle that is not finished when the run ends leaves no file. With a
+    `device_type` of "cuda", the GPU's kernels are traced too. Open the files at
+    https://ui.perfetto.dev. Raises ConfigError if the warmup and active steps do not fit into
+    `profile_freq`.
     """
     if not enabled:
         yield StepCounter()
@@ -64,7 +66,7 @@ def profile_steps(
         profiler.export_chrome_trace(str(iteration / f"rank{rank}_trace.json"))
 
     activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
+    if device_type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(
         activities=activities,

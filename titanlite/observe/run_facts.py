@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.data import has_tokens
 from titanlite.config.keys import job_keys
 from titanlite.config.model import flavor_of, load_model_spec
 from titanlite.config.resolve import ResolvedJob
@@ -60,7 +61,7 @@ def run_facts(
         _device(config, machine, resolved.dims.world_size),
         Fact("torch", machine.torch_version),
         _model(resolved, num_parameters),
-        _sequence(resolved),
+        *_sequence(resolved),
         _data(config, data),
         _dtype(config),
         _batch(resolved),
@@ -78,7 +79,7 @@ def job_facts(resolved: ResolvedJob, num_parameters: int) -> list[Fact]:
     config = resolved.config
     return [
         _model(resolved, num_parameters),
-        _sequence(resolved),
+        *_sequence(resolved),
         _dtype(config),
         _batch(resolved),
         _optimizer(config),
@@ -127,15 +128,19 @@ def _model(resolved: ResolvedJob, num_parameters: int) -> Fact:
     return Fact("model", text)
 
 
-def _sequence(resolved: ResolvedJob) -> Fact:
+def _sequence(resolved: ResolvedJob) -> list[Fact]:
+    """The length of a sequence; no fact if a sample has none."""
+    if resolved.seq_len == 1 and not has_tokens(resolved.config):
+        return []
     text = f"{resolved.seq_len:,} token{'s' * (resolved.seq_len != 1)}"
     if vocabulary := getattr(resolved.model, "vocab_size", None):
         text += f" of a vocabulary of {vocabulary:,}"
-    return Fact("sequence", text)
+    return [Fact("sequence", text)]
 
 
 def _data(config: JobConfig, data: Data) -> Fact:
-    size = "endless" if data.num_training is None else f"{data.num_training:,} sequences"
+    word = "sequences" if has_tokens(config) else "samples"
+    size = "endless" if data.num_training is None else f"{data.num_training:,} {word}"
     text = f"{config.training.dataset}: {size}"
     if config.validation.enable:
         kept = "" if data.num_validation is None else f"{data.num_validation:,} "
@@ -176,8 +181,10 @@ def _steps(resolved: ResolvedJob, data: Data, first_step: int) -> Fact:
     count = max(0, last - first_step + 1)
     if not count:
         return Fact("steps", f"none: {last} of {last} are done")
-    tokens = resolved.global_batch_size * resolved.seq_len
-    text = f"{first_step} to {last} of {tokens:,} tokens"
+    count_of_step, word = resolved.global_batch_size, "samples"
+    if has_tokens(resolved.config):
+        count_of_step, word = count_of_step * resolved.seq_len, "tokens"
+    text = f"{first_step} to {last} of {count_of_step:,} {word}"
     if data.num_training:
         epochs = count * resolved.global_batch_size / data.num_training
         text += f", {_significant(epochs)} epochs"

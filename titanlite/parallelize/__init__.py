@@ -29,7 +29,7 @@ from titanlite.parallelize.float8 import apply_float8
 from titanlite.parallelize.float8_gather import gather_in_float8, precompute_scales
 from titanlite.parallelize.fsdp import apply_fsdp
 from titanlite.parallelize.pipeline_parallel import PipelineRunner, split_model
-from titanlite.parallelize.plan import ParallelPlan, find_blocks, find_plan
+from titanlite.parallelize.plan import ParallelPlan, block_lists, find_blocks, find_plan
 from titanlite.parallelize.steps import DTYPES, Part
 from titanlite.parallelize.tensor_parallel import apply_tp
 from titanlite.plan_row import PlanRow
@@ -149,10 +149,11 @@ def split_and_parallelize(
     """
     plan = plan or find_plan(model)
     if pipeline_plan is None or meshes.pp is None:
+        has_blocks = plan.blocks is None or find_blocks(model, plan)
+        found = [] if has_blocks and not plan.is_derived else [_blocks_row(model, plan)]
         applied, report = parallelize(model, config, dims, meshes, plan)
-        return Parallelized(
-            [model], None, [PlanRow("pipeline parallel", "off", "off"), *applied], report
-        )
+        off = PlanRow("pipeline parallel", "off", "off")
+        return Parallelized([model], None, [*found, off, *applied], report)
     tied = find_tied(model)
     plain_parts = split_model(model, pipeline_plan.stages, plan.stage_forward)
     stages = pipeline_plan.stages_of(meshes.pp.get_local_rank())
@@ -189,6 +190,22 @@ def split_and_parallelize(
         next((report.tally for report in reports if report.wrapped), None),
     )
     return Parallelized(list(parts.values()), pipeline, rows, recomputation)
+
+
+def _blocks_row(model: nn.Module, plan: ParallelPlan) -> PlanRow:
+    """The blocks of a plain model that nobody has named, or not rightly."""
+    lists = block_lists(model)
+    known = ", ".join(f"{name} ({what})" for name, what in lists.items())
+    if not plan.is_derived:
+        note = "the model has no such module" + (f"; its lists are {known}" if known else "")
+        return PlanRow("blocks", str(plan.blocks), "none", note)
+    if plan.blocks is not None:
+        name = plan.blocks or type(model).__name__
+        return PlanRow("blocks", name, name, f"found without a plan: {lists[name]}")
+    note = "there is no plan, and the model has no list of blocks"
+    if lists:
+        note = f"there is no plan, and several lists may be the blocks: {known}"
+    return PlanRow("blocks", "a list", "none", note)
 
 
 def _pipeline_parallel(plan: PipelinePlan, dims: ParallelDims) -> PlanRow:

@@ -12,12 +12,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
     CheckpointPolicy,
+    checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 import titanlite.attention  # noqa: F401 (registers the operator of ring attention)
+from titanlite import settings
 from titanlite.errors import TitanliteError
 from titanlite.parallelize.arguments import (
     Plan,
@@ -26,6 +28,7 @@ from titanlite.parallelize.arguments import (
     check_flags,
     check_names,
 )
+from titanlite.parallelize.buffers import BufferStates, around, has_buffers
 from titanlite.parallelize.plan import find_container
 from titanlite.parallelize.ring_product import PRODUCT_SCATTER
 
@@ -53,11 +56,9 @@ SAVED_OPERATORS = (
 )
 # The hooks of an FSDP unit inside a block, such as its experts, name what they do to the profiler,
 # and do not do the same in the forward pass and in its recomputation.
-SAC_IGNORED_OPS.update(
-    {
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    }
+IGNORED_OPERATORS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
 )
 MODES = ("none", "full", "selective", "memory_budget")
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -114,6 +115,9 @@ def apply_ac(
     names) are not counted and not saved. "memory_budget" leaves the choice to the
     compiler: a budget of 0 equals "full", 1 equals "none".
 
+    Recomputing a block uses the buffers as its forward pass found them, and leaves them as they
+    are: BatchNorm's statistics and counters of any module change once (buffers.py).
+
     `save_cpu_attention` also saves the output of the CPU attention operator in blocks that are
     recomputed whole.
     Compiled tensor-parallel blocks need it: AOTAutograd assumes that recomputing this operator
@@ -144,10 +148,9 @@ def apply_ac(
     if mode == "none":
         return RecomputationReport(())
     if mode == "memory_budget":
-        import torch._functorch.config
-
-        torch._functorch.config.activation_memory_budget = memory_budget
+        settings.change(settings.MEMORY_BUDGET, memory_budget)
         return RecomputationReport(())
+    settings.ignore_when_saving(IGNORED_OPERATORS)
     options: dict[str, Any] = {
         "preserve_rng_state": preserve_rng_state,
         "determinism_check": determinism_check,
@@ -168,9 +171,35 @@ def apply_ac(
         # In a pipeline stage, blocks keep their keys of the whole model.
         place = int(key) if key.isdigit() else index
         if (place + 1) % every == 0:
-            container.register_module(key, checkpoint_wrapper(block, **options))
-            wrapped.append(f"{plan.blocks}.{key}")
+            own = dict(options)
+            if has_buffers(block):
+                own |= {"checkpoint_fn": _checkpoint, "states": BufferStates()}
+            container.register_module(key, checkpoint_wrapper(block, **own))
+            wrapped.append(plan.block_name(key))
     return RecomputationReport(tuple(wrapped), tally)
+
+
+def _checkpoint(
+    block: nn.Module, *args: Any, states: BufferStates, debug: bool, **options: Any
+) -> Any:
+    """Checkpoint a call of a block that has buffers."""
+    options = {"use_reentrant": False, "debug": debug, **options}
+    if torch.compiler.is_compiling():
+        return checkpoint(block, *args, **options)
+    forward, recomputation = states.contexts(block)
+    if not debug:
+        options["context_fn"] = partial(
+            around, (forward, recomputation), options.get("context_fn", noop_context_fn)
+        )
+        return checkpoint(block, *args, **options)
+    # With debug, torch accepts no contexts but its own.
+    calls = [recomputation, forward]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with calls.pop() if len(calls) == 2 else recomputation:
+            return block(*args, **kwargs)
+
+    return checkpoint(run, *args, **options)
 
 
 def _block_interval(selective_option: object) -> int:

@@ -16,21 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanlite.errors import TitanliteError
-from titanlite.parallelize.plan import ParallelPlan, find_plan
+from titanlite.parallelize.plan import ParallelPlan, find_plan, lacks_plan
 
 Plan: TypeAlias = ParallelPlan | Mapping[str, ParallelStyle]
 
 
-def as_plan(step: str, model: nn.Module, plan: Plan | None) -> ParallelPlan:
-    """`plan` as a ParallelPlan; if None, the plan registered for the model's class.
+def as_plan(
+    step: str, model: nn.Module, plan: Plan | None, *, axis: str | None = None
+) -> ParallelPlan:
+    """`plan` as a ParallelPlan; if None, that of find_plan for the model's class.
 
     A dictionary of module name to style becomes a plan with that tensor parallelism and blocks in
-    `layers`. Raises TitanliteError for anything else.
+    `layers`. Raises TitanliteError for anything else, and for a derived plan if the step is for
+    `axis`, which needs more than blocks.
     """
     check_model(step, model)
     if plan is None:
-        return find_plan(model)
+        plan = find_plan(model)
     if isinstance(plan, ParallelPlan):
+        if axis is not None and plan.is_derived:
+            raise TitanliteError(f"{step}: {lacks_plan(model, axis)}")
         return plan
     if not isinstance(plan, Mapping):
         raise TitanliteError(

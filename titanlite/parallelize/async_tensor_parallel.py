@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite import settings
 from titanlite.errors import TitanliteError
 from titanlite.parallelize.plan import ParallelPlan, match_modules
 from titanlite.parallelize.styles import GatherColwise, RingStyle, RowwiseLocal
@@ -107,13 +108,12 @@ def warn_of_small_chunks(products: Iterable[RingProduct]) -> str:
 
 def enable_symmetric_memory(tp_mesh: DeviceMesh | None) -> None:
     """Let inductor fuse over `tp_mesh` from now on, and count fusions; None disables both."""
-    inductor: Any = torch._inductor.config
     if tp_mesh is not None:
-        inductor._micro_pipeline_tp = True
-        inductor.post_grad_custom_post_pass = _CountFusions()
-    elif isinstance(inductor.post_grad_custom_post_pass, _CountFusions):
-        inductor._micro_pipeline_tp = False
-        inductor.post_grad_custom_post_pass = None
+        settings.change(settings.FUSES_PRODUCTS, True)
+        settings.change(settings.LAST_PASS, _CountFusions())
+    elif isinstance(torch._inductor.config.post_grad_custom_post_pass, _CountFusions):
+        settings.change(settings.FUSES_PRODUCTS, False)
+        settings.change(settings.LAST_PASS, None)
     if tp_mesh is not None:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

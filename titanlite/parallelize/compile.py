@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
 import torch
-import torch._inductor.config
-import torch.compiler.config
+import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _NormBase
 
+from titanlite import settings
+from titanlite.errors import TitanliteError
 from titanlite.experts import expert_layers
+from titanlite.names import canonical_name
 from titanlite.parallelize.arguments import Plan, as_plan, check_choice, check_flags
+from titanlite.parallelize.buffers import Place, has_buffers, places_of
 from titanlite.parallelize.plan import find_container
 
 
@@ -40,10 +44,9 @@ def apply_compile(
         known = torch._dynamo.list_backends(exclude_tags=())
         check_choice("apply_compile", "backend", backend, known)
     # All ranks compile at the same time, so each uses only its share of the cores.
-    torch._inductor.config.compile_threads = torch.get_num_threads()
+    settings.change(settings.COMPILE_THREADS, torch.get_num_threads())
     if dist.is_initialized() and dist.get_rank() != 0:
-        # Its warnings about activation checkpointing are shown on rank 0 only.
-        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+        settings.silence_compiler()
     container = find_container(model, plan, "compile")
     blocks = list(container.named_children())
     for key, block in blocks:
@@ -52,6 +55,9 @@ def apply_compile(
         # Wait outside the graph: AOTAutograd silently computes wrong gradients of a pending
         # collective.
         compiled.register_forward_pre_hook(_wait_for_inputs)
+        recomputes = torch._functorch.config.activation_memory_budget < 1
+        if has_buffers(block) and (recomputes or isinstance(block, CheckpointWrapper)):
+            _refuse_changed_buffers(compiled, block, plan.block_name(key))
         container.register_module(key, compiled)
     return len(blocks)
 
@@ -65,7 +71,44 @@ def keep_caches_apart(tp_mesh: DeviceMesh | None) -> None:
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     if tp_mesh is not None:
         tag += f" {tp_mesh.get_group().group_name} {tp_mesh.get_local_rank()}"
-    torch.compiler.config.cache_key_tag = tag
+    settings.change(settings.CACHE_TAG, tag)
+
+
+def _refuse_changed_buffers(compiled: nn.Module, block: nn.Module, name: str) -> None:
+    """Raise TitanliteError when a forward pass changes a buffer that its recomputation may read.
+
+    The graph of the backward pass gets the buffer itself, which then has its new value. The running
+    statistics of batch norms may change: the outputs of a training step do not depend on them.
+    """
+    found: dict[Place, tuple[Tensor | None, int]] = {}
+
+    def state_of(place: Place) -> tuple[Tensor | None, int]:
+        tensor = place[0]._buffers.get(place[1])
+        return tensor, 0 if tensor is None else tensor._version
+
+    def before(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            found.update({place: state_of(place) for place in places_of(block)})
+
+    def after(*_: Any) -> None:
+        for place, (tensor, version) in found.items():
+            module, own = place
+            now, number = state_of(place)
+            if (now is not tensor or number != version) and not isinstance(module, _NormBase):
+                path = next(path for path, one in block.named_modules() if one is module)
+                buffer = canonical_name(".".join(filter(None, (name, path, own))))
+                raise TitanliteError(
+                    f"compile.enable: the forward pass changes the buffer {buffer}, and the "
+                    "compiler would recompute activations from its new value; set "
+                    'activation_checkpoint.mode = "none" or compile.enable = false'
+                )
+        found.clear()
+
+    # Otherwise Dynamo fails on a buffer that is assigned, before the check can name it.
+    if hasattr(torch._dynamo.config, settings.SKIPS_SIDE_EFFECTS.name):
+        settings.change(settings.SKIPS_SIDE_EFFECTS, True)
+    compiled.register_forward_pre_hook(before)
+    compiled.register_forward_hook(after)
 
 
 def _wait_for_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

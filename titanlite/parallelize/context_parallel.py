@@ -34,7 +34,7 @@ def apply_cp(
     that the plan names, if a block lacks the attention module, or if the model's forward takes no
     `positions` (it would number each rank's tokens from 0).
     """
-    plan = as_plan("apply_cp", model, plan)
+    plan = as_plan("apply_cp", model, plan, axis="cp")
     check_mesh("apply_cp", "cp_mesh", cp_mesh)
     check_choice("apply_cp", "rotate_method", rotate_method, ROTATIONS)
     if not isinstance(layout, Layout):
@@ -50,7 +50,7 @@ def apply_cp(
             block.get_submodule(plan.attention)
         except AttributeError:
             raise TitanliteError(
-                f"context parallelism needs a module {plan.blocks}.{key}.{plan.attention} that "
+                f"context parallelism needs a module {plan.block_name(key)}.{plan.attention} that "
                 "takes q, k and v; give its name in the plan's `attention`"
             ) from None
         ring = RingAttention(cp_mesh, layout, rotate_method, is_causal=plan.is_causal)

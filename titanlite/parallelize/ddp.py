@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite import settings
 from titanlite.parallelize.arguments import check_flags, check_mesh, check_model
 
 BUCKET_CAP_MB = 100
@@ -29,7 +30,7 @@ def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = 
     check_mesh("apply_ddp", "replicate_mesh", replicate_mesh)
     check_flags("apply_ddp", compiled=compiled)
     if compiled:
-        torch._dynamo.config.optimize_ddp = "ddp_optimizer"
+        settings.change(settings.DDP_GRAPHS, "ddp_optimizer")
     replica: Any = replicate(model, device_mesh=replicate_mesh, bucket_cap_mb=BUCKET_CAP_MB)
     replica.register_comm_hook(replicate_mesh.get_group(), _sum_bucket)
     _fix_layout(replica)

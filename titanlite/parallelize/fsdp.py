@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.errors import TitanliteError
 from titanlite.experts import expert_layers
+from titanlite.gradient_sums import clear_sums, sum_gradient
 from titanlite.mesh.parallel_dims import expert_shard_dim
 from titanlite.names import canonical_name
 from titanlite.parallelize.arguments import (
@@ -30,6 +30,7 @@ from titanlite.parallelize.arguments import (
     check_mesh,
 )
 from titanlite.parallelize.plan import find_blocks
+from titanlite.settings import ignore_warnings
 from titanlite.tied import find_tied
 
 RESHARD = ("default", "always", "never")
@@ -65,8 +66,10 @@ def apply_fsdp(
     gather the units again.
 
     Gradients are summed, not averaged: the loss is already divided by the number of targets of the
-    whole step. Raises TitanliteError for an invalid argument, and for a weight that is tied between
-    a block and another unit.
+    whole step. FSDP2 cannot shard a scalar parameter: it stays on every rank, and its gradient is
+    marked for GradientSums (gradient_sums.py). Raises TitanliteError for an invalid argument, for a
+    weight that is tied between a block and another unit, and for experts that apply_ep has spread
+    over ranks without `expert_mesh`.
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     plan = as_plan("apply_fsdp", model, plan)
@@ -80,14 +83,18 @@ def apply_fsdp(
         # FSDP2 warns about views because in-place changes to them would skip a hook. The output of
         # a tensor-parallel style is such a view if it is the local tensor of a DTensor, and so is
         # that of a frozen linear layer.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        ignore_warnings("FSDP2-wrapped module .* returned a view tensor")
     reshard = {"always": True, "never": False, "default": not pipelined}[reshard_after_forward]
     offload = (
-        CPUOffloadPolicy(pin_memory=pin_memory and can_pin()) if cpu_offload else OffloadPolicy()
+        CPUOffloadPolicy(pin_memory=pin_memory and can_pin(dp_mesh.device_type))
+        if cpu_offload
+        else OffloadPolicy()
     )
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
-    left = {id(parameter) for parameter in model.parameters()}
+    _check_experts(model, expert_mesh)
+    scalars = _keep_scalars(model, dp_mesh)
+    left = {id(p) for p in model.parameters() if p not in scalars}
 
     def shard(
         module: nn.Module | list[nn.Module],
@@ -105,11 +112,12 @@ def apply_fsdp(
             offload_policy=offload,
             reshard_after_forward=reshard_unit,
             shard_placement_fn=place,
+            ignored_params=scalars,
         )
 
     modules = dict(model.named_modules())
     embeddings, head = (
-        [modules[name] for name in names if name in modules]
+        [part for name in names if name in modules for part in _with_forward(modules[name])]
         for names in (plan.embeddings, plan.head)
     )
     blocks = find_blocks(model, plan)
@@ -124,6 +132,8 @@ def apply_fsdp(
         if expert_mesh is not None:
             place = _placement_of_experts(expert_mesh)
             for layer in expert_layers([block]).values():
+                # FSDP2 sums their gradients over the ranks of tp, too.
+                clear_sums(layer.experts)
                 shard(layer.experts, reshard_block, expert_mesh, place)
                 units += 1
         shard(block, reshard_block)
@@ -140,12 +150,43 @@ def apply_fsdp(
     return units
 
 
-def can_pin() -> bool:
-    """Whether CPU memory can be pinned: that needs an accelerator's driver.
+def _with_forward(module: nn.Module) -> list[nn.Module]:
+    """`module`, or the children of a list: a list has no forward, so FSDP2 refuses it."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [part for child in module.children() for part in _with_forward(child)]
+    return [module]
+
+
+def can_pin(device_type: str) -> bool:
+    """Whether the ranks of this device can pin CPU memory: that needs a CUDA context.
 
     Source: https://github.com/pytorch/pytorch/issues/150240
     """
-    return torch.cuda.is_available()
+    return device_type == "cuda"
+
+
+def _keep_scalars(model: nn.Module, dp_mesh: DeviceMesh) -> set[nn.Parameter]:
+    """The scalar parameters of `model`, with their gradients marked to be summed over `dp_mesh`."""
+    scalars = set()
+    names = dp_mesh.mesh_dim_names or ("",) * dp_mesh.ndim
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 0:
+                scalars.add(parameter)
+                for dim, axis in enumerate(names):
+                    sum_gradient(module, leaf, axis, dp_mesh.get_group(dim))
+    return scalars
+
+
+def _check_experts(model: nn.Module, expert_mesh: DeviceMesh | None) -> None:
+    """Experts of expert parallelism are reduced over other ranks than all other weights."""
+    for name, layer in expert_layers([model]).items():
+        if expert_mesh is None and layer.experts.exchange is not None:
+            raise TitanliteError(
+                f"apply_fsdp: the experts of {name} are spread over the ranks of ep, so their "
+                "gradients are reduced over other ranks than those of other weights; give "
+                "expert_mesh=meshes.expert_dp, of build_meshes"
+            )
 
 
 def _placement_of_experts(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:

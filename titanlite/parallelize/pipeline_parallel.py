@@ -9,8 +9,11 @@ torch.distributed.pipelining executes the schedule.
 
 from __future__ import annotations
 
+import ast
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -28,8 +31,8 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from titanlite.batch import Batch, asked_for, call_model, join
-from titanlite.errors import TitanliteError
+from titanlite.batch import PASSES_ON, Batch, asked_for, call_model, join
+from titanlite.errors import TitanliteError, user_line
 from titanlite.parallelize.stage_copies import StageCopies
 from titanlite.schedule import Schedule
 from titanlite.schedule.actions import COMPUTE_KINDS
@@ -42,11 +45,13 @@ def split_model(
 ) -> list[nn.Module]:
     """Copies of `model`, one per stage, each with only the modules that the stage names.
 
-    Modules keep their names. A module of another stage is removed from its ModuleDict, or set to
-    None if it is an attribute. No module may be named by two stages; modules that no stage names
-    are in every copy. A tied weight becomes a parameter of every stage that has one of its names
-    (stage_copies.py). `forward(stage, x, ...)` becomes the forward of every stage if it is given.
-    Raises TitanliteError for a name that the model does not have.
+    Modules keep their names. A module of another stage is removed from its ModuleDict or list, or
+    set to None if it is an attribute. A ModuleList becomes a StageList. No module may be named by
+    two stages; modules and parameters that no stage names are in every copy, and a tied weight is
+    in every stage that has one of its names (stage_copies.py). `forward(stage, x, ...)` becomes the
+    forward of every stage if it is given.
+    Raises TitanliteError for a name that the model does not have, and if its code numbers the
+    blocks of a ModuleList by their place in the list.
     """
     names = [name for stage in stages for name in stage]
     for name in names:
@@ -56,20 +61,87 @@ def split_model(
             raise TitanliteError(
                 f"{type(model).__name__} has no module '{name}', which a stage names"
             ) from None
+    if forward is None:
+        _check_numbering(model, names)
     parts = []
-    for stage in stages:
+    for number, stage in enumerate(stages):
         part = copy.deepcopy(model)
+        if number < len(stages) - 1:
+            setattr(part, PASSES_ON, True)
         for name in set(names) - set(stage):
             parent_name, _, leaf = name.rpartition(".")
             parent = part.get_submodule(parent_name)
-            if isinstance(parent, nn.ModuleDict):
-                del parent[leaf]
+            if isinstance(parent, nn.ModuleDict | nn.ModuleList | nn.Sequential):
+                if type(parent) is nn.ModuleList:
+                    vars(parent)["num_blocks"] = len(parent)
+                    parent.__class__ = StageList
+                # `del parent[leaf]` would renumber a list.
+                del parent._modules[leaf]
             else:
                 setattr(parent, leaf, None)
         if forward is not None:
             part.forward = MethodType(forward, part)
         parts.append(part)
     return parts
+
+
+class StageList(nn.ModuleList):
+    """The blocks of a ModuleList that a stage has; they keep their numbers.
+
+    Iteration gives these blocks. Length and index are those of the whole list: `blocks[i]` is block
+    i of the model, or None if another stage has it.
+    """
+
+    num_blocks: int
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = range(len(self))[index]
+        if isinstance(chosen, range):
+            return [own for i in chosen if (own := self._modules.get(str(i))) is not None]
+        return self._modules.get(str(chosen))
+
+
+def _check_numbering(model: nn.Module, names: Iterable[str]) -> None:
+    """Raises TitanliteError if enumerate or zip goes over a ModuleList that is split.
+
+    Both count from 0 in each stage, so a later stage would silently use wrong numbers. Only the
+    code of the class that has the list is read.
+    """
+    for parent_name in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        if type(model.get_submodule(parent_name)) is not nn.ModuleList:
+            continue
+        owner_name, _, leaf = parent_name.rpartition(".")
+        cls = type(model.get_submodule(owner_name))
+        for function in filter(inspect.isfunction, vars(cls).values()):
+            if counting := _counts_over(function, leaf):
+                raise TitanliteError(
+                    f"{cls.__name__}.{function.__name__} goes over '{leaf}' with {counting}, which "
+                    "counts the blocks of each pipeline stage from 0; use `for name, block in "
+                    f"self.{leaf}.named_children()`, whose names are numbers in the whole model"
+                )
+
+
+def _counts_over(function: Callable[..., Any], leaf: str) -> str:
+    """ "enumerate" or "zip" if a loop of the function counts an attribute with it, else ""."""
+    try:
+        code = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ""  # code that exec made has no source
+    for node in ast.walk(code):
+        if not isinstance(node, ast.For | ast.comprehension) or not isinstance(node.iter, ast.Call):
+            continue
+        called = getattr(node.iter.func, "id", "")
+        is_used = getattr(getattr(node.target, "elts", [None])[0], "id", "") != "_"
+        over = {getattr(argument, "attr", "") for argument in node.iter.args}
+        if called in ("enumerate", "zip") and is_used and leaf in over:
+            return called
+    return ""
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -88,9 +160,12 @@ def _send_contiguous(part: nn.Module, *, is_first: bool, is_last: bool) -> None:
     """Make what a stage sends contiguous, since P2P messages must be: its output and gradient."""
 
     def of_input(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _ContiguousGradient.apply(inputs[0]), *inputs[1:]
+        return tuple(_ContiguousGradient.apply(x) if x.is_floating_point() else x for x in inputs)
 
     def of_output(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            # PyTorch detaches outputs in place, which a view of an input would refuse.
+            return tuple(x.clone() if x._is_view() else x.contiguous() for x in output)
         return output.contiguous() if isinstance(output, Tensor) else output
 
     if not is_first:
@@ -145,6 +220,76 @@ class _Stage(PipelineStage):
             del part.set_requires_gradient_sync
 
 
+@torch.no_grad()
+def sent_by_stages(plain_parts: Sequence[nn.Module], batch: Batch) -> list[tuple[Tensor, ...]]:
+    """What each stage but the last sends to the next for `batch`, all on "meta".
+
+    Runs all stages as split_model returns them. Raises TitanliteError if one does not run, because
+    its forward uses a module of another stage, or if it returns something that cannot be sent.
+    """
+    x: Any = None
+    sent = []
+    last = len(plain_parts) - 1
+    for stage, part in enumerate(plain_parts):
+        name = type(part).__name__
+        try:
+            x = call_model(part, batch, x)
+        except Exception as error:  # a user's forward may raise anything
+            advice = _lacking(plain_parts, stage, error)
+            if stage == last and not advice:
+                break  # it may need values, and its output is not needed here
+            if not advice:
+                source = "the model's input" if stage == 0 else f"what stage {stage - 1} returns"
+                given = _in_words(batch.input if stage == 0 else x)
+                advice = f"its first argument is {source}, {given}"
+            where = f" ({line})" if (line := user_line(error)) else ""
+            raise TitanliteError(
+                f"stage {stage} of {name} fails in forward{where} with {type(error).__name__}: "
+                f"{error}; {advice}"
+            ) from error
+        if stage == last:
+            break
+        outputs = _tensors(x)
+        if not outputs or not all(isinstance(one, Tensor) for one in outputs):
+            raise TitanliteError(
+                f"stage {stage} of {name} returns {_in_words(x)}; return a tensor, or a tuple of "
+                "tensors, which are the first arguments of the next stage"
+            )
+        sent.append(outputs)
+    return sent
+
+
+def _lacking(plain_parts: Sequence[nn.Module], stage: int, error: Exception) -> str:
+    """What to do if a stage fails because it lacks a module; "" if that is not the reason."""
+    own = {name for name, _ in plain_parts[stage].named_modules()}
+    others = dict.fromkeys(name for part in plain_parts for name, _ in part.named_modules())
+    lacks = [name for name in others if name not in own and name.rpartition(".")[0] in own]
+    leaves = {name.rpartition(".")[2] for name in lacks}
+    is_key = isinstance(error, KeyError) and str(error.args[0]) in leaves
+    is_index = isinstance(error, IndexError) and bool(leaves)
+    if not (lacks and (is_key or is_index or "'NoneType'" in str(error))):
+        return ""
+    shown = ", ".join(lacks[:6]) + (", ..." if len(lacks) > 6 else "")
+    return (
+        f"this stage lacks {shown}, which other stages have: let forward skip a module that is "
+        "None, as in `x if self.embed is None else self.embed(x)`, and go over the blocks that "
+        "are there, as in `for block in self.blocks`; or give the plan a stage_forward"
+    )
+
+
+def _tensors(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _in_words(x: Any) -> str:
+    """A stage's output: "a float32 tensor [2, 8]", "a tuple of ...", "a dict"."""
+    if isinstance(x, Tensor):
+        return f"a {str(x.dtype).removeprefix('torch.')} tensor {list(x.shape)}"
+    if isinstance(x, tuple):
+        return f"a tuple of {', '.join(map(_in_words, x)) or 'nothing'}"
+    return "None" if x is None else f"a {type(x).__name__}"
+
+
 class PipelineRunner:
     """Runs the stages of one rank of the 1-D `pp_mesh` by a schedule.
 
@@ -155,9 +300,8 @@ class PipelineRunner:
     dtypes are used. A batch has `schedule.num_microbatches` microbatches. If PyTorch has a schedule
     class named `schedule.name`, that class is used. Otherwise, or with `from_table`, PyTorch's
     general runtime executes the list of actions that `schedule` has for each rank. `tied` is
-    find_tied of the whole model. If it is given, the caller must call the runner's
-    `copies.sum_gradients()` after the last batch of a step, which sums the gradients of tied
-    weights over stages.
+    find_tied of the whole model. If stages share parameters, the caller must call the runner's
+    `copies.sum_gradients()` after the last batch of a step, which sums their gradients over stages.
     """
 
     def __init__(
@@ -192,7 +336,7 @@ class PipelineRunner:
             self.group,
             self._device,
         )
-        self._known_shapes: dict[int, list[torch.Size]] = {}
+        self._known: dict[int, list[tuple[Tensor, ...]]] = {}
         # The batch and loss function of the running step.
         self._batch: Batch | None = None
         self._loss_function: LossFunction | None = None
@@ -251,7 +395,7 @@ class PipelineRunner:
         alone.
         """
         self.copies.update_followers()
-        shapes = self._shapes(batch.num_sequences)
+        activations = self._activations(batch.num_sequences)
         place = self.table.stage_to_rank
         rank = dist.get_rank(self.group)
         sends = []
@@ -261,12 +405,17 @@ class PipelineRunner:
                 x = call_model(part, batch)
             else:
                 if place[stage - 1] != rank:
-                    x = torch.empty(shapes[stage - 1], dtype=self._dtype, device=self._device)
-                    dist.recv(x, group=self.group, group_src=place[stage - 1])
+                    x = tuple(
+                        torch.empty_like(one, device=self._device) for one in activations[stage - 1]
+                    )
+                    for one in x:
+                        dist.recv(one, group=self.group, group_src=place[stage - 1])
                 x = call_model(part, batch, x)
             if stage < self.table.num_stages - 1 and place[stage + 1] != rank:
-                sent = x.contiguous()
-                sends.append((dist.isend(sent, group=self.group, group_dst=place[stage + 1]), sent))
+                for one in _tensors(x):
+                    sent = one.contiguous()
+                    to = place[stage + 1]
+                    sends.append((dist.isend(sent, group=self.group, group_dst=to), sent))
         for work, _ in sends:
             assert work is not None
             work.wait()
@@ -290,41 +439,36 @@ class PipelineRunner:
                     seen.add(name)
                     yield name, place, parameter
 
-    def _shapes(self, batch_size: int) -> list[torch.Size]:
-        """The shape of each activation between stages, as sharded on this rank."""
-        if batch_size in self._known_shapes:
-            return self._known_shapes[batch_size]
-        # Only shapes matter, so the batch repeats one sequence.
-        batch = join([self._example.rows(0, 1)] * batch_size)
-        x: Tensor | None = None
-        shapes = []
-        with torch.no_grad():
-            for part in self._plain_parts[:-1]:
-                x = call_model(part, batch, x)
-                assert x is not None
-                shape = list(x.shape)
-                if self._sequence_dim is not None:
-                    shape[self._sequence_dim] //= self._num_shards
-                shapes.append(torch.Size(shape))
-        self._known_shapes[batch_size] = shapes
-        return shapes
+    def _activations(self, batch_size: int) -> list[tuple[Tensor, ...]]:
+        """What each stage but the last sends to the next, as sharded on this rank, on "meta"."""
+        if batch_size not in self._known:
+            # Only shapes matter, so the batch repeats one sequence.
+            batch = join([self._example.rows(0, 1)] * batch_size)
+            sent = sent_by_stages(self._plain_parts, batch)
+            self._known[batch_size] = [tuple(map(self._sharded, of_stage)) for of_stage in sent]
+        return self._known[batch_size]
+
+    def _sharded(self, activation: Tensor) -> Tensor:
+        """An activation as this rank sends it. One that has gradients has the pipeline's dtype."""
+        shape = list(activation.shape)
+        if self._sequence_dim is not None and self._sequence_dim < len(shape):
+            shape[self._sequence_dim] //= self._num_shards
+        is_float = activation.is_floating_point()
+        dtype = self._dtype if is_float else activation.dtype
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=is_float)
 
     def _make_stage(self, stage: int) -> _Stage:
         """The stage with all shapes given, so that PyTorch does not run the model to infer them."""
-
-        def activation(index: int) -> Tensor:
-            shape = self._shapes(self._example.num_sequences)[index]
-            return torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
-
+        activations = self._activations(self._example.num_sequences)
         last = self.table.num_stages - 1
         return _Stage(
             self._parts[stage],
             stage,
             self.table.num_stages,
             self._device,
-            input_args=(self._example.input,) if stage == 0 else (activation(stage - 1),),
+            input_args=(self._example.input,) if stage == 0 else activations[stage - 1],
             # The last stage's output is not sent, so any shape will do.
-            output_args=(activation(min(stage, last - 1)),),
+            output_args=activations[min(stage, last - 1)],
             group=self.group,
         )
 

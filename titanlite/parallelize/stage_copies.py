@@ -1,10 +1,12 @@
-"""The copies of tied weights in a pipeline whose stages hold different names of one parameter.
+"""The copies of a parameter that several stages of a pipeline hold.
 
-All copies start equal, since a parameter is initialized by its first name. A stage's backward pass
-computes the gradient of its own use of the weight. `sum_gradients` adds these up: over the ranks
-that have copies by P2P messages, in the same order on each, so that equal updates keep the copies
-equal to the bit. If a rank has several copies, as in a V, only the first has a gradient and is
-updated; the others take over its values before each forward pass.
+These are tied weights, of which stages hold different names, and parameters of modules that no
+stage names, such as one of the model itself. All copies start equal, since a parameter is
+initialized by its first name. A stage's backward pass computes the gradient of its own use of the
+weight. `sum_gradients` adds these up: over the ranks that have copies by P2P messages, in the same
+order on each, so that equal updates keep the copies equal to the bit. If a rank has several copies,
+as in a V, only the first has a gradient and is updated; the others take over its values before each
+forward pass.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.names import canonical_name
 
 
 @dataclass(frozen=True)
-class _TiedWeight:
-    """A tied weight with copies in several stages, one of them at least on this rank."""
+class _Copied:
+    """A parameter with copies in several stages, one of them at least on this rank."""
 
     name: str
     places: tuple[int, ...]
@@ -32,10 +35,12 @@ class _TiedWeight:
     """This rank's copies: (stage, name there), in the order of the stages."""
     is_counted: bool
     """Whether this rank has the first of all copies."""
+    is_tied: bool
+    """Whether stages hold different names of it, so that each uses it."""
 
 
 class StageCopies:
-    """This rank's copies of tied weights, and the sums of their gradients over the stages.
+    """This rank's copies of parameters, and the sums of their gradients over the stages.
 
     `tied` is `find_tied` of the whole model. `parts` are this rank's stages; `plain_parts` are all
     stages, as split_model returns them. `group` is the process group of the pp axis, in which stage
@@ -53,41 +58,49 @@ class StageCopies:
     ) -> None:
         self._parts, self._group, self._device = parts, group, device
         self._rank = dist.get_rank(group)
-        copies: dict[str, list[tuple[int, str]]] = {first: [] for first in tied.values()}
-        for stage, part in enumerate(plain_parts):
-            for name, _ in part.named_parameters():
-                if (first := tied.get(name, name)) in copies:
-                    copies[first].append((stage, name))
+        copies = copies_in(plain_parts, tied)
         self._weights = [
-            _TiedWeight(
+            _Copied(
                 first,
                 tuple(sorted({stage_to_rank[stage] for stage, _ in found})),
                 tuple((stage, name) for stage, name in found if stage in parts),
                 found[0][0] in parts,
+                first in tied.values(),
             )
             for first, found in copies.items()
-            if len(found) > 1 and any(stage in parts for stage, _ in found)
+            if any(stage in parts for stage, _ in found)
         ]
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sum the gradient of each tied weight over its copies.
+        """Sum the gradient of each parameter over its copies.
 
         The gradients must be complete on each stage: accumulated over all microbatches, reduced
-        over data-parallel ranks, and not Partial. Every rank with a copy must call this.
+        over data-parallel ranks, and not Partial. A copy that its stage does not use has none; if
+        no stage uses the parameter, it gets none. Every rank with a copy must call this.
         """
         for weight in self._weights:
             first, *followers = self._copies_of(weight)
             if not first.requires_grad:
                 continue
+            is_used = any(copy.grad is not None for copy in (first, *followers))
             total = self._own_sum(first, followers)
             for follower in followers:
                 follower.grad = None
-            if len(weight.places) > 1:
+            if weight.is_tied and len(weight.places) > 1:
                 total.copy_(self._sum_over_ranks(weight.places, total))
+            elif len(weight.places) > 1:
+                # With the number of ranks that use it.
+                sent = torch.cat([total.flatten(), total.new_tensor([float(is_used)])])
+                summed = self._sum_over_ranks(weight.places, sent)
+                total.copy_(summed[:-1].view_as(total))
+                # A planned step has no values.
+                is_used = isinstance(summed, FakeTensor) or bool(summed[-1] > 0)
+            if not is_used and not weight.is_tied:
+                first.grad = None
 
     def summed(self, name: str) -> Tensor | None:
-        """The sum of the gradients of the tied weight `name` over its copies, which are unchanged.
+        """The sum of the gradients of the parameter `name` over its copies, which are unchanged.
 
         None if this rank has no copy of it. Every rank with a copy must call this.
         """
@@ -100,7 +113,7 @@ class StageCopies:
 
     @torch.no_grad()
     def update_followers(self) -> None:
-        """Copy the values of each tied weight to its further copies on this rank."""
+        """Copy the values of each parameter to its further copies on this rank."""
         for weight in self._weights:
             first, *followers = self._copies_of(weight)
             for follower in followers:
@@ -118,7 +131,7 @@ class StageCopies:
             for parameter in self._copies_of(weight)[weight.is_counted :]
         ]
 
-    def _copies_of(self, weight: _TiedWeight) -> list[nn.Parameter]:
+    def _copies_of(self, weight: _Copied) -> list[nn.Parameter]:
         # Looked up each time: allocating a part replaces its parameters, and wrappers rename them.
         found = []
         for stage, wanted in weight.own:
@@ -160,6 +173,21 @@ class StageCopies:
             assert work is not None
             work.wait()
         return received
+
+
+def copies_in(
+    parts: Sequence[nn.Module], tied: Mapping[str, str]
+) -> dict[str, list[tuple[int, str]]]:
+    """The parameters that several of `parts`, the stages of a model, hold: name -> (stage, name).
+
+    The first name of a tied weight stands for all; the others are in the list.
+    """
+    copies: dict[str, list[tuple[int, str]]] = {}
+    for stage, part in enumerate(parts):
+        for name, _ in part.named_parameters():
+            name = canonical_name(name)
+            copies.setdefault(tied.get(name, name), []).append((stage, name))
+    return {first: found for first, found in copies.items() if len(found) > 1}
 
 
 def _local(tensor: Tensor) -> Tensor:

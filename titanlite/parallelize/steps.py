@@ -127,6 +127,8 @@ def tensor_parallel(part: Part) -> PlanRow:
     notes.append("loss parallel" if loss_parallel else "logits gathered")
     if report.replicated:
         notes.append(f"replicated, with fewer rows than ranks: {', '.join(report.replicated)}")
+    if report.summed:
+        notes.append(f"without a style, gradients summed: {', '.join(compact(report.summed))}")
     if unmatched:
         notes.append(f"plan keys without a module: {', '.join(unmatched)}")
     return PlanRow("tensor parallel", f"TP {degree}", f"TP {meshes.tp.size()}", "; ".join(notes))
@@ -160,7 +162,13 @@ def expert_parallel(part: Part) -> PlanRow:
     """Spread experts over ranks."""
     meshes, dims = part.meshes, part.dims
     feature = "expert parallel"
-    count = apply_ep(part.model, meshes.ep, tp_mesh=meshes.tp, cp_mesh=meshes.cp)
+    count = apply_ep(
+        part.model,
+        meshes.ep,
+        tp_mesh=meshes.tp,
+        cp_mesh=meshes.cp,
+        plan=part.plan,
+    )
     known = expert_layers([part.whole or part.model])
     if not known:
         return PlanRow(feature, "off", "off")
@@ -213,6 +221,13 @@ def activation_checkpoint(part: Part) -> PlanRow:
     # Needed if AOTAutograd traces the CPU operator's recomputation in a graph with DTensors.
     cut = dims.tp > 1 and dims.cp == 1
     save_cpu_attention = compiled and cut and section.mode in ("full", "selective")
+    requested: str = section.mode
+    if section.mode == "selective":
+        requested += f" {section.selective_ac_option}"
+    is_default = "mode" not in section.model_fields_set
+    if is_default and part.plan.blocks is None and section.mode != "none":
+        why = "it is on by default, and works on blocks"
+        return PlanRow("activation checkpoint", requested, "off", why)
     report = apply_ac(
         model,
         section.mode,
@@ -227,9 +242,6 @@ def activation_checkpoint(part: Part) -> PlanRow:
         plan=part.plan,
     )
     part.recomputation = report
-    requested: str = section.mode
-    if section.mode == "selective":
-        requested += f" {section.selective_ac_option}"
     if section.mode == "none":
         return PlanRow("activation checkpoint", "off", "off")
     if section.mode == "memory_budget":
@@ -285,7 +297,8 @@ def data_parallel(part: Part) -> PlanRow:
     )
     num_shards = dims.num_weight_shards
     active = _data_parallel_name(dims.dp_replicate, num_shards)
-    notes = [f"{units} units", f"reshard after forward: {parallelism.fsdp_reshard_after_forward}"]
+    notes = ["1 unit" if units == 1 else f"{units} units"]
+    notes.append(f"reshard after forward: {parallelism.fsdp_reshard_after_forward}")
     if dims.cp_enabled:
         reason = f"the {dims.cp} ranks of cp share one set of weights, so FSDP2 shards over them"
         notes.insert(0, reason)
@@ -306,7 +319,7 @@ def data_parallel(part: Part) -> PlanRow:
     if is_mixed:
         notes.append(f"computes in {param}, reduces in {reduce}")
     if training.enable_cpu_offload:
-        pinned = training.cpu_offload_pin_memory and can_pin()
+        pinned = training.cpu_offload_pin_memory and can_pin(meshes.world.device_type)
         notes.append(f"parameters on the CPU, {'pinned' if pinned else 'not pinned'}")
     return PlanRow("data parallel", requested, active, "; ".join(notes))
 

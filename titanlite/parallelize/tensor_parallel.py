@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -21,8 +21,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.errors import TitanliteError
+from titanlite.experts import Experts, expert_layers
+from titanlite.gradient_sums import sum_gradient
 from titanlite.parallelize.arguments import Plan, as_plan, check_flags, check_mesh
-from titanlite.parallelize.plan import ParallelPlan, match_modules
+from titanlite.parallelize.plan import ParallelPlan, match_modules, matches
 from titanlite.parallelize.styles import (
     EmbeddingLocal,
     EmbeddingRowwise,
@@ -40,13 +42,14 @@ class TensorParallelReport:
     """What apply_tp did: modules parallelized, tables replicated, plan keys without a module.
 
     `rings` maps the modules whose collective and product overlap in a ring to the names of their
-    styles.
+    styles. `summed` are the trained parameters without a style whose gradients the step sums.
     """
 
     parallelized: tuple[str, ...]
     replicated: tuple[str, ...]
     unmatched: tuple[str, ...]
     rings: Mapping[str, str] = field(default_factory=dict)
+    summed: tuple[str, ...] = ()
 
 
 def apply_tp(
@@ -69,10 +72,18 @@ def apply_tp(
     An embedding table with fewer rows than ranks is replicated, because FSDP2 refuses the empty
     shard of a rank without rows.
 
-    A tied weight is distributed once, and all its names keep one DTensor. Raises TitanliteError for
-    an invalid argument, and if the plan gives the names of a tied weight different placements.
+    A tied weight is distributed once, and all its names keep one DTensor.
+
+    A trained parameter without a style stays replicated. If the plan shards the sequence between
+    blocks, one inside a block works on a shard of the sequence, so its gradient is a part of a sum,
+    and is marked for GradientSums (gradient_sums.py), as are those that the plan names in
+    `partial_gradients`. Any other is taken to have its whole gradient on each rank.
+
+    Raises TitanliteError for an invalid argument, if the plan gives the names of a tied weight
+    different placements, and for a module without a style that mixes the tokens of a sequence
+    which the plan shards.
     """
-    plan = as_plan("apply_tp", model, plan)
+    plan = as_plan("apply_tp", model, plan, axis="tp")
     check_mesh("apply_tp", "tp_mesh", tp_mesh)
     check_flags("apply_tp", loss_parallel=loss_parallel)
     styles = _styles_of(plan, loss_parallel)
@@ -83,11 +94,11 @@ def apply_tp(
     unmatched: list[str] = []
     made_rings: dict[str, str] = {}
     for pattern, style in styles.items():
-        matches = match_modules(model, pattern)
+        matched = match_modules(model, pattern)
         if rings and isinstance(style, RingStyle):
             style = style.as_ring()
-            made_rings |= dict.fromkeys(matches, type(style).__name__)
-        if not matches:
+            made_rings |= dict.fromkeys(matched, type(style).__name__)
+        if not matched:
             unmatched.append(pattern)
             if pattern not in known_unmatched:
                 warnings.warn(
@@ -95,19 +106,147 @@ def apply_tp(
                     f"{type(model).__name__}; skipped",
                     stacklevel=2,
                 )
-        for name, module in matches.items():
+        for name, module in matched.items():
             whole = _style_of_short_table(module, style, tp_mesh.size())
             try:
                 parallelize_module(module, tp_mesh, whole or style)
-            except TitanliteError as error:
+            except Exception as error:  # a style may raise anything
+                what = name or "the model"
+                if isinstance(error, TitanliteError):
+                    raise TitanliteError(f"tensor-parallel plan, {what}: {error}") from None
                 raise TitanliteError(
-                    f"tensor-parallel plan, {name or 'the model'}: {error}"
-                ) from None
+                    f"tensor-parallel plan, {describe_entry(pattern, style)} on {what} "
+                    f"({type(module).__name__}): "
+                    f"{' '.join(str(error).split()) or type(error).__name__}; "
+                    f"{_instead(name, module, style)}"
+                ) from error
             _share_distributed(model, tied)
             (replicated if whole else parallelized).append(name)
+    summed = _partial_gradients(model, plan, styles)
+    for name in summed:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        differs = not isinstance(module, Experts)
+        sum_gradient(module, leaf, "tp", tp_mesh.get_group(), differs=differs)
     return TensorParallelReport(
-        tuple(parallelized), tuple(replicated), tuple(unmatched), made_rings
+        tuple(parallelized), tuple(replicated), tuple(unmatched), made_rings, summed
     )
+
+
+# Modules whose output for a token depends on other tokens.
+MIXING = (nn.MultiheadAttention, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
+
+
+def _partial_gradients(
+    model: nn.Module, plan: ParallelPlan, styles: Mapping[str, ParallelStyle]
+) -> tuple[str, ...]:
+    """The trained parameters without a style of which each rank computes a part of the gradient."""
+    modules = dict(model.named_modules())
+    styled = {
+        name: style for pattern, style in styles.items() for name in match_modules(model, pattern)
+    }
+    layers = expert_layers([model])
+    experts, routers = (
+        tuple(f"{name}.{part}." for name in layers) for part in ("experts", "router")
+    )
+    is_sharded = shards_sequence(plan)
+    found = []
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        if isinstance(parameter, DTensor):
+            continue
+        is_partial = any(matches(name, pattern) for pattern in plan.partial_gradients)
+        if not is_partial and not any(matches(name, pattern) for pattern in plan.whole_gradients):
+            # A router has the tokens of this rank (apply_ep), and so have experts.
+            is_partial = name.startswith(routers) or (is_sharded and name.startswith(experts))
+            if is_sharded and not is_partial and plan.is_in_block(name):
+                above = _gathered_by(owner, styled)
+                if above is None:
+                    _refuse_mixing(owner, modules[owner])
+                # In a module whose input is gathered and nothing is sharded, all ranks compute the
+                # same.
+                is_partial = above is None or any(
+                    isinstance(p, DTensor) for p in modules[above].parameters()
+                )
+        if is_partial and parameter.requires_grad:
+            found.append(name)
+    return tuple(found)
+
+
+def shards_sequence(plan: ParallelPlan) -> bool:
+    """Whether the plan's styles leave activations in blocks sharded over the sequence."""
+    in_blocks = [style for name, style in plan.tensor_parallel.items() if plan.is_in_block(name)]
+    return plan.sequence_dim is not None and any(map(_has_sequence_shards, in_blocks))
+
+
+def _has_sequence_shards(style: ParallelStyle) -> bool:
+    if isinstance(style, GatherColwise | RowwiseLocal | NormLocal | SequenceParallel):
+        return True
+    if not isinstance(style, KNOWN_STYLES):
+        return True
+    layouts: list[object] = []
+    for name in ("input_layouts", "output_layouts"):
+        value = getattr(style, name, None)
+        layouts += value if isinstance(value, tuple | list) else [value]
+    return any(isinstance(layout, Shard) and layout.dim != -1 for layout in layouts)
+
+
+def _gathered_by(name: str, styled: Mapping[str, ParallelStyle]) -> str | None:
+    """The innermost module around `name`, or itself, whose input its style gathers."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        above = ".".join(parts[:count])
+        style = styled.get(above)
+        if isinstance(style, PrepareModuleInputOutput):
+            style = style.prepare_module_input
+        if isinstance(style, PrepareModuleInput):
+            desired = (
+                *(style.desired_input_layouts or ()),
+                *style.desired_input_kwarg_layouts.values(),
+            )
+            if any(isinstance(layout, Replicate) for layout in desired):
+                return above
+    return None
+
+
+def _refuse_mixing(name: str, module: nn.Module) -> None:
+    convolves = isinstance(module, nn.modules.conv._ConvNd) and any(
+        n > 1 for n in module.kernel_size
+    )
+    if convolves or isinstance(module, MIXING):
+        raise TitanliteError(
+            f"{name}: a {type(module).__name__} mixes the tokens of a sequence, which the "
+            "tensor-parallel plan shards between blocks, and has no style; give it one that "
+            "gathers its input, such as PrepareModuleInput, or leave activations whole with "
+            "sequence_dim=None and styles without sequence shards"
+        )
+
+
+def describe_entry(pattern: str, style: ParallelStyle) -> str:
+    """An entry of a tensor-parallel plan in words, such as '"head": RowwiseParallel(...)'."""
+    shown = [
+        f"{key}={value}"
+        for key in ("input_layouts", "output_layouts", "dim", "scatter_dim", "layers")
+        if (value := getattr(style, key, None)) is not None
+    ]
+    return f'"{pattern}": {type(style).__name__}({", ".join(shown)})'
+
+
+def _instead(name: str, module: nn.Module, style: ParallelStyle) -> str:
+    """What to do if `style` refuses `module`."""
+    leave = "leave it out of the plan, and it is replicated"
+    if not isinstance(style, ColwiseParallel | RowwiseParallel) or isinstance(
+        module, nn.Linear | nn.Embedding
+    ):
+        return f"correct the entry, or {leave}"
+    inside = [
+        f"{name}.{child}" if name else child
+        for child, part in module.named_modules()
+        if isinstance(part, nn.Linear | nn.Embedding)
+    ]
+    if inside:
+        return f"name linear layers and embeddings, such as {', '.join(inside[:3])}, or {leave}"
+    return leave
 
 
 def check_tied_placements(

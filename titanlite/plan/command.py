@@ -51,6 +51,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with charts")
     parser.add_argument(
+        "--tensors",
+        action="store_true",
+        help="print the account of every tensor instead: which stages hold it, how it lies on each "
+        "mesh axis, and what completes its gradient",
+    )
+    parser.add_argument(
         "--trace",
         metavar="FILE",
         help="write the predicted step as a Chrome trace, for ui.perfetto.dev",
@@ -96,12 +102,13 @@ def main(arguments: Sequence[str]) -> int:
     asked = _load([f"--job.config_file={options.job}", *rest])
     config, notes = plannable(*asked, hardware)
     resolved = resolve_job(config, options.ranks)
+    if options.tensors:
+        print("\n".join(_tensors(resolved)))
+        return 0
     if options.svg and resolved.pipeline is None:
         raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
     plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
     plan.notes.extend(notes)
-    print(_first_screen(resolved, plan), end="\n\n")
-    print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
     if options.json:
         _write("--json", options.json, json.dumps(figures(plan), indent=1))
     if options.html:
@@ -113,7 +120,23 @@ def main(arguments: Sequence[str]) -> int:
             _write("--trace", options.trace, make_trace(timeline))
         if options.svg:
             _write("--svg", options.svg, draw_schedules(timeline, measured))
+    # Files first: what reads the output may close it early, as `head` does.
+    print(_first_screen(resolved, plan), end="\n\n")
+    print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
     return 0
+
+
+def _tensors(resolved: ResolvedJob) -> list[str]:
+    """The account of every tensor as a table; raises ConfigError if a tensor has no answer."""
+    from titanlite.plan.trace import tensor_account
+    from titanlite.tensor_account import describe
+
+    accounts = tensor_account(resolved)
+    number = sum(one.kind == "parameter" for one in accounts.values())
+    buffers = len(accounts) - number
+    of_buffers = f", {buffers} persistent buffers" if buffers else ""
+    heading = f"{number} parameters{of_buffers}; {resolved.dims.describe()}"
+    return [heading, "", *describe(accounts)]
 
 
 def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | None) -> int:
@@ -138,8 +161,6 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
     space = report.make_space(config, reading.draft(num_ranks), num_ranks, hardware, keys)
     report.terminal_note()
     result = report.run_search(space, hardware, exhaustive=options.exhaustive)
-    print(report.show_search(result, hardware))
-    print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
     found = report.search_figures(result, hardware)
     if options.json:
         _write("--json", options.json, json.dumps(found, indent=1))
@@ -149,6 +170,8 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
         # The job as it was given: it may run on another device than the one it is planned for.
         best = override(asked, result.best[0].changes)
         _write("--best", options.best, report.write_toml(best))
+    print(report.show_search(result, hardware))
+    print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
     return 0 if result.best and not result.failures else 1
 
 

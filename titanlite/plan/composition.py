@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from titanlite.config import ResolvedJob, resolve_job
 from titanlite.config.load import override
+from titanlite.config.model import num_experts
 from titanlite.mesh.parallel_dims import expert_shard_dim
 from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
 
@@ -307,7 +308,7 @@ def uses_fsdp(resolved: ResolvedJob) -> bool:
     """Whether FSDP2 wraps the model."""
     training = resolved.config.training
     is_plain = not training.is_mixed and not training.enable_cpu_offload
-    return resolved.dims.uses_fsdp(is_plain=is_plain, has_experts=has_experts(resolved.model))
+    return resolved.dims.uses_fsdp(is_plain=is_plain, has_experts=has_experts(resolved))
 
 
 def offloads(resolved: ResolvedJob) -> bool:
@@ -316,9 +317,9 @@ def offloads(resolved: ResolvedJob) -> bool:
     return config.training.enable_cpu_offload and config.job.device == "cuda"
 
 
-def has_experts(model: Any) -> bool:
-    """Whether a model, given by its own configuration, has mixtures of experts."""
-    return bool(getattr(model, "num_experts", 0))
+def has_experts(resolved: ResolvedJob) -> bool:
+    """Whether the job's model has mixtures of experts."""
+    return bool(num_experts(resolved.config, resolved.model))
 
 
 def smaller(resolved: ResolvedJob, *, is_compiled: bool = False) -> ResolvedJob:
@@ -333,7 +334,7 @@ def smaller(resolved: ResolvedJob, *, is_compiled: bool = False) -> ResolvedJob:
     is_fsdp = uses_fsdp(resolved)
     shards = 2 if is_fsdp and not dims.cp_enabled else 1
     # Ranks for ep, and two shards of each expert, so that its collectives are seen.
-    least = 2 * dims.ep if is_fsdp and dims.experts_are_apart(has_experts(resolved.model)) else 1
+    least = 2 * dims.ep if is_fsdp and dims.experts_are_apart(has_experts(resolved)) else 1
     while dims.cp * dims.tp * shards % least:
         shards += 1
     # Replicas of DDP reduce the amaxes of float8 over their tokens.

@@ -90,7 +90,7 @@ def stand_ins(device_type: str = "cpu") -> Iterator[None]:
             # FSDP2 copies offloaded parameters from pinned memory.
             stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
             for module in (steps, fsdp):
-                stack.enter_context(patch.object(module, "can_pin", lambda: True))
+                stack.enter_context(patch.object(module, "can_pin", lambda _: True))
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
             for module in (steps, float8_linear):

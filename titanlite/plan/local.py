@@ -47,7 +47,7 @@ def planned_bytes(job: ResolvedJob) -> int:
     from titanlite.plan.compose import compose
     from titanlite.plan.composition import has_experts
 
-    if has_experts(job.model):
+    if has_experts(job):
         return 0
     pieces = known_pieces(job)
     if pieces is None:

@@ -166,7 +166,7 @@ class _FewerBlocks:
         model, plan = self._build(*args)
         self.balance_bytes = _balance_bytes(model)
         blocks = find_blocks(model, plan)
-        self.names = [f"{plan.blocks}.{key}" for key in blocks]
+        self.names = [plan.block_name(key) for key in blocks]
         known: dict[Any, int] = {}
         self.kinds = [known.setdefault(_look(block), len(known)) for block in blocks.values()]
         self.kept_kinds, removed = [], []
@@ -175,10 +175,10 @@ class _FewerBlocks:
                 self.kept_kinds.append(kind)
             else:
                 removed.append(key)
-        container: Any = model.get_submodule(plan.blocks) if blocks else None
+        container: Any = model.get_submodule(plan.blocks or "") if blocks else None
         for key in reversed(removed):
             del container[key if isinstance(container, nn.ModuleDict) else int(key)]
-        self.kept = [f"{plan.blocks}.{key}" for key in find_blocks(model, plan)]
+        self.kept = [plan.block_name(key) for key in find_blocks(model, plan)]
         return model, plan
 
 

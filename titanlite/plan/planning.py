@@ -144,7 +144,7 @@ def plan_job(
             f"schedule: it splits the backward pass, and each half runs {again} again; composed "
             "steps count this once, so their time and peak are too low"
         )
-    if has_experts(resolved.model):
+    if has_experts(resolved):
         plan.notes.append("experts: planned as if all had equally many tokens")
     plan.warnings.extend(find_warnings(plan))
     return plan

@@ -10,6 +10,7 @@ from typing import Any
 
 from titanlite.config import JobConfig
 from titanlite.config.checks import Draft, run_checks
+from titanlite.config.model import num_experts
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
@@ -68,14 +69,13 @@ def make_space(
         )
     kept = {key: value_of(config, key) for key in keys}
     num_blocks = sum("." in name for name in split_points(config, model))
-    num_experts = getattr(model, "num_experts", 0)
     space = Space(
         config,
         num_ranks,
         hardware.node.num_ranks,
         num_blocks,
         kept,
-        num_experts,
+        num_experts(config, model),
         has_host=hardware.host is not None,
     )
     if next(space.candidates(), None) is None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +30,8 @@ from titanlite.plan.recorder import Recorder
 from titanlite.plan.scratch import BY_DEVICE
 from titanlite.plan_row import PlanRow
 from titanlite.ranks.machine import num_cores
+from titanlite.settings import ignore_warnings, own_settings
+from titanlite.tensor_account import TensorAccount, merged, require_whole
 from titanlite.training.shards import local_part
 
 
@@ -84,14 +85,30 @@ def applied_plan(resolved: ResolvedJob) -> tuple[PlanRow, ...]:
         return tuple(job.applied)
 
 
+def tensor_account(resolved: ResolvedJob) -> dict[str, TensorAccount]:
+    """The account of every tensor of a job on its number of ranks; no step runs.
+
+    Raises TitanliteError if a tensor has no answer.
+    """
+    accounts: list[Mapping[str, TensorAccount]] = []
+    plain: Mapping[str, tuple[str, tuple[int, ...]]] = {}
+    for place in range(resolved.dims.pp):
+        with _built(resolved, resolved.dims.rank(pp=place)) as (job, _):
+            accounts.append(job.tensors)
+            plain = job.plain_tensors
+    whole = merged(accounts)
+    require_whole(whole, plain)
+    return whole
+
+
 @contextlib.contextmanager
 def _built(resolved: ResolvedJob, rank: int) -> Iterator[tuple[Job, FakeTensorMode]]:
     """The job of `rank`, with fake tensors of that mode; its fake world exists inside."""
     planned = _planned_device(resolved)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(own_settings())
         # What torch warns of, a run of the job says too.
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+        ignore_warnings(category=UserWarning, module=r"torch\.")
         device = "cpu" if offloads(resolved) else planned
         world = stack.enter_context(fake_world(rank, resolved.dims.world_size, device))
         stack.enter_context(stand_ins(planned))

@@ -1,8 +1,12 @@
 """The state of this rank for a hang report: its Python stack and the collectives it called.
 
 torch's flight recorder records each gloo and NCCL collective with its size, dtype and Python
-stack. It does not record point-to-point (P2P) messages: those are read from the stack frames of
-the waiting thread.
+stack. Of gloo it does not record point-to-point (P2P) messages: those are read from the stack
+frames of the waiting thread.
+
+With gloo the main thread waits in the call of a collective, so its stack shows that. With NCCL it
+waits in any operation that needs a value from the GPU, such as `.item()`, or that finds the GPU's
+queue full; only the recorder shows that the GPU waits.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import re
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -38,6 +43,8 @@ c10d: Any = torch._C._distributed_c10d
 # The process group of saves and loads. A background save calls its collectives from its own
 # thread. The main thread waits for them only while it waits for that save.
 CHECKPOINTS = "checkpoints"
+# How the recorder's names of NCCL's collectives and messages start.
+NCCL = "nccl:"
 # How many calls per group a rank sends for the report; the trace files hold all of them.
 REMEMBERED_CALLS = 100
 
@@ -98,7 +105,7 @@ def take_account(
             site = account.site if call.site == UNKNOWN else call.site
             account.calls[index] = replace(call, site=site, is_done=call.is_done or not saves)
     if not account.pending():
-        account.message = find_message(frames, account.groups)
+        account.message = find_message(frames, account.groups) or recorded_message(account.groups)
         if error is not None and account.calls and not (account.message and account.message.peers):
             # The recorder may list the failed call as completed. Take the last call from the
             # same line of code, or else the last call.
@@ -138,7 +145,7 @@ def recorded_calls(num_remembered: int | None = None) -> list[Call]:
     Only the last `num_remembered` of each group and those not completed; all if None.
     """
     calls = []
-    for entry in _recorded(with_stacks=True):
+    for entry in recorded_entries(with_stacks=True):
         if entry["is_p2p"]:
             continue
         backend, _, operation = entry["profiling_name"].partition(":")
@@ -154,7 +161,7 @@ def recorded_calls(num_remembered: int | None = None) -> list[Call]:
                 num_elements=sum(math.prod(sizes) for sizes in inputs),
                 dtype=DTYPES.get(dtypes[0], dtypes[0].lower()),
                 site=call_site(frames) or UNKNOWN,
-                is_done=entry["retired"] or entry["state"] == "completed",
+                is_done=entry["is_done"],
             )
         )
     if num_remembered is None:
@@ -191,10 +198,27 @@ def dump_recorders(with_stacks: bool = True) -> dict[str, bytes]:
     return dumps
 
 
-def _recorded(*, with_stacks: bool) -> Iterator[dict[str, Any]]:
-    """The entries of all flight recorders."""
-    for dump in dump_recorders(with_stacks).values():
-        yield from pickle.loads(dump).get("entries", ())
+def recorded_entries(*, with_stacks: bool) -> list[dict[str, Any]]:
+    """The entries of all flight recorders, each with "is_done".
+
+    With NCCL, an operation of a coalesced call has an entry that is never completed; that of the
+    whole call follows it. NCCL runs the collectives of a group in order, so an entry is also done
+    if a later one of its group and kind is.
+    """
+    entries = [
+        entry
+        for dump in dump_recorders(with_stacks).values()
+        for entry in pickle.loads(dump).get("entries", ())
+    ]
+    later_done = set()
+    for entry in reversed(entries):
+        kind = entry["process_group"][0], entry["is_p2p"]
+        entry["is_done"] = entry["retired"] or entry["state"] == "completed"
+        if entry["profiling_name"].startswith(NCCL):
+            if entry["is_done"]:
+                later_done.add(kind)
+            entry["is_done"] = kind in later_done
+    return entries
 
 
 def call_site(places: Iterable[tuple[str, int, str]]) -> str:
@@ -212,18 +236,32 @@ def is_overdue(places: Sequence[Place], seconds: float) -> bool:
     """Whether a thread that has not moved for `seconds` is waiting for other ranks for too long.
 
     `places` is its stack, innermost last. The flight recorder knows the timeout of a collective; a
-    P2P message has none.
+    P2P message of gloo has none.
     """
     if not places or not _waits(places[-1].file, places[-1].line):
         return False
     saves = any(place.file.startswith(SAVING) for place in places)
     limits = [
         entry["timeout_ms"] / 1000
-        for entry in _recorded(with_stacks=False)
-        if not entry["retired"] and not entry["is_p2p"]
+        for entry in recorded_entries(with_stacks=False)
+        if not entry["is_done"] and not entry["is_p2p"]
         if saves or entry["process_group"][1] != CHECKPOINTS
     ]
     return not limits or seconds > max(limits)
+
+
+def gpu_is_overdue() -> bool:
+    """Whether the GPU waits for other ranks for too long, whatever the main thread does.
+
+    It does if a collective or message of NCCL has not ended within its own timeout. Only for a
+    rank without any progress for that time, since this reads the flight recorder.
+    """
+    now = time.time_ns()
+    return any(
+        not entry["is_done"] and now - entry["time_created_ns"] > 1_000_000 * entry["timeout_ms"]
+        for entry in recorded_entries(with_stacks=False)
+        if entry["profiling_name"].startswith(NCCL)
+    )
 
 
 def find_message(
@@ -255,6 +293,31 @@ def find_message(
     pipelines = ((axis, ranks) for axis, ranks in groups.values() if axis.split()[0] == "pp")
     axis, stages = next(pipelines, ("", ()))
     return Message(operation, tuple(rank for rank in stages if rank != own), site, axis)
+
+
+def recorded_message(groups: dict[str, tuple[str, tuple[int, ...]]]) -> Message | None:
+    """The P2P messages that the GPU waits for, as one; None if it waits for none.
+
+    Those of one group, the first that has any. NCCL names them "nccl:send 0->1" and
+    "nccl:recv 1<-0", by ranks of the group.
+    """
+    waiting = [
+        entry
+        for entry in recorded_entries(with_stacks=True)
+        if entry["is_p2p"] and not entry["is_done"] and entry["profiling_name"].startswith(NCCL)
+    ]
+    if not waiting:
+        return None
+    found = []
+    for entry in waiting:
+        match = re.fullmatch(r"(send|recv) \d+(?:->|<-)(\d+)", entry["profiling_name"][len(NCCL) :])
+        if match and entry["process_group"] == waiting[0]["process_group"]:
+            found.append((match[1], int(match[2])))
+    axis, ranks = groups.get(waiting[0]["process_group"][0], ("", ()))
+    frames = ((f["filename"], f["line"], f["name"]) for f in waiting[0].get("frames", ()))
+    peers = sorted({ranks[place] for _, place in found if place < len(ranks)})
+    kinds = " and ".join(sorted({kind for kind, _ in found})) or "message"
+    return Message(kinds, tuple(peers), call_site(frames) or UNKNOWN, axis)
 
 
 def show_stacks() -> str:

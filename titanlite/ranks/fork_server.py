@@ -24,6 +24,7 @@ PRELOAD = ["titanlite.preload"]
 # and multiprocessing adds two names to the folder for temporary files: pymp-12345678 and
 # listener-12345678.
 LONGEST_FOLDER_BYTES = 103 - len("/pymp-12345678/listener-12345678")
+LIBRARY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KINETO_LOG_LEVEL")
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -33,10 +34,9 @@ def start_fork_server() -> None:
     It needs longer for its imports than a command needs to read and check a job, so a command that
     will certainly start ranks calls this first.
     """
-    prepare_environment()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     _choose_socket_folder()
-    with _ignoring_interrupts(), _off_working_directory(own_paths()):
+    with prepared_environment(), _ignoring_interrupts(), _off_working_directory(own_paths()):
         multiprocessing.forkserver.ensure_running()
 
 
@@ -93,8 +93,19 @@ def set_environment(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
+@contextlib.contextmanager
+def prepared_environment() -> Iterator[None]:
+    """Inside, the variables are set that libraries read when torch is imported, unless set."""
+    before = {name: os.environ.get(name) for name in LIBRARY_VARIABLES}
+    prepare_environment()
+    try:
+        yield
+    finally:
+        set_environment(before)
+
+
 def prepare_environment() -> None:
-    """Set the environment variables that libraries read when torch is imported, unless set."""
+    """Set the environment variables of `prepared_environment` for the rest of this process."""
     # Threads that spin while they wait take cores from working threads if there are more runnable
     # threads than cores: on a busy machine that is twenty times slower. Threads that sleep at once
     # make small operations twice as slow. GNU OpenMP, which PyTorch's Linux wheels include, can do

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,6 +30,7 @@ from titanlite.errors import LostWorldError, TitanliteError
 from titanlite.ranks import stacks
 from titanlite.ranks.account import (
     dump_recorders,
+    gpu_is_overdue,
     is_overdue,
     sequence_numbers,
     show_stack,
@@ -53,6 +56,8 @@ END_SECONDS = 2.0
 
 FINISHED = "has finished its run"
 REPORTED = b"reported"
+# The rank that tells why the run ends, and a line about it; here no rank did.
+NOT_TOLD = json.dumps((-1, "a rank has raised the alarm, and its report has not come"))
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,10 @@ class Watch:
     """The watchdog of one rank. The main thread calls `explain` if it has an error.
 
     `store` is shared by all ranks and used by nothing else. `describe_place` gives the mesh
-    coordinates of any rank, so that a report has them for ranks that do not respond, too.
+    coordinates of any rank, so that a report has them for ranks that do not respond, too. `on_gpu`
+    says that the ranks communicate by NCCL.
+
+    Without a launcher of titanlite's own, one rank of each machine prints why its ranks end.
     """
 
     def __init__(
@@ -77,8 +85,14 @@ class Watch:
         timeout_seconds: float,
         traces: Traces | None = None,
         describe_place: Callable[[int], str] = lambda rank: "",
+        *,
+        on_gpu: bool = False,
     ) -> None:
         self._rank, self._world_size = place.rank, place.world_size
+        # torchrun numbers the ranks of a machine in sequence.
+        self._first_here = place.rank - place.local_rank
+        self._here = range(self._first_here, self._first_here + place.local_world_size)
+        self._told: socket.socket | None = None
         self._store = store
         self._folder = _exchange_folder(place)
         self._traces = traces
@@ -87,6 +101,7 @@ class Watch:
         self._error: BaseException | None = None
         self._aborting = False
         self._store_is_lost = False
+        self._is_answered = False
         self._has_given_up = False
         self._closing = False
         self._wake, self._over, self._left = (threading.Event() for _ in range(3))
@@ -94,6 +109,7 @@ class Watch:
         self._timeout_key = "comm.init_timeout_seconds"
         self._still_since = time.monotonic()
         self._still: Any = None
+        self._on_gpu, self._gpu_seen = on_gpu, -math.inf
         self.describe_place = describe_place
         self._axes: dict[str, str] = {}
         self._box = BlackBox(self._folder, place.rank, self._main)
@@ -149,9 +165,11 @@ class Watch:
         with _ignoring_sigterm():
             self._wake.set()
             self._over.wait(2 * ANSWER_SECONDS + POLL_SECONDS)
-        if self._store_is_lost:
-            text = f"rank {self._rank}: lost the connection to rank 0, which hosts the store"
-            print(text, file=sys.stderr, flush=True)
+            if self._is_answered:
+                self._over.wait(3 * ANSWER_SECONDS + END_SECONDS)
+        if self._store_is_lost or not self._over.is_set():
+            # Of a cable that is cut, the store does not say so: it does not answer.
+            self._tell_lost(error)
         return self._store_is_lost or not self._has_given_up
 
     def close(self, finished: str = FINISHED) -> None:
@@ -164,6 +182,8 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(ANSWER_SECONDS)
         self._box.close()
+        if self._told is not None:
+            self._told.close()
 
     def _leave(self, how: str) -> None:
         with contextlib.suppress(RuntimeError):
@@ -173,12 +193,45 @@ class Watch:
     def _settle_who_tells(self, error: BaseException) -> None:
         """Let the first rank that fails print its error. Local ranks leave that to their launcher.
 
-        So an error that all ranks raise is printed once, and so is the error of a single rank.
+        So an error that all ranks raise is printed once on each machine, and so is the error of a
+        single rank.
         """
         if self._folder is None and isinstance(error, TitanliteError):
             with contextlib.suppress(RuntimeError):
                 if error.is_told_here is None:
-                    error.is_told_here = self._store.add("told", 1) == 1
+                    error.is_told_here = self._is_first_to_tell()
+
+    def _is_first_to_tell(self) -> bool:
+        """Whether no other rank of this machine has printed why the run ends."""
+        return self._store.add(f"told/{self._first_here}", 1) == 1
+
+    def _tell(self, where: int, headline: str) -> None:
+        """Print one line on this machine, unless rank `where`, which is here, tells it all."""
+        if self._folder is None and where not in self._here and self._is_first_to_tell():
+            self._print(f"the run has stopped: {headline}")
+
+    def _tell_lost(self, error: BaseException) -> None:
+        """Print on this machine that its ranks have lost the others.
+
+        Without the store, the ranks of a machine agree who prints by a name that the system gives
+        to one of them: that of a socket without a file, which is free again when the rank ends.
+        """
+        if self._folder is not None:
+            return
+        is_first = self._rank == self._first_here
+        if sys.platform == "linux":
+            self._told = self._told or socket.socket(socket.AF_UNIX)
+            try:
+                self._told.bind(f"\0titanlite-lost-{os.getppid()}-{self._first_here}")
+                is_first = True
+            except OSError:
+                is_first = False
+        if is_first:
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._print(f"lost the connection to rank 0, which hosts the store ({cause})")
+
+    def _print(self, text: str) -> None:
+        print(f"rank {self._rank}: {text}", file=sys.stderr, flush=True)
 
     def prepare_abort(self) -> None:
         """Delay an abort of this process until its state is written."""
@@ -218,17 +271,18 @@ class Watch:
         self._has_given_up = True
         if is_alarmed and isinstance(error, RuntimeError):
             self._store_is_lost = True
+            if self._error is None:
+                # The main thread is blocked, and cannot tell.
+                self._tell_lost(error)
         self._over.set()
         if is_alarmed:
             if not self._store_is_lost:
                 traceback.print_exception(error)
             self._end_unless_left()
         elif not self._store_is_lost:
-            print(
-                f"rank {self._rank}: the watchdog failed with {type(error).__name__} ({error}); "
-                "the run continues without it",
-                file=sys.stderr,
-                flush=True,
+            self._print(
+                f"the watchdog failed with {type(error).__name__} ({error}); "
+                "the run continues without it"
             )
 
     def _reason(self, stack: list[stacks.Place]) -> str:
@@ -246,6 +300,9 @@ class Watch:
 
         gloo's collectives time out by themselves. Its P2P messages use the timeout with which their
         group was created, and NCCL's collectives return before the device has completed them.
+
+        A rank on a GPU that has not moved for so long may still be well, in a long kernel or a long
+        computation on the CPU. So its flight recorder is read only once in each timeout.
         """
         state = (sequence_numbers(), stack)
         now = time.monotonic()
@@ -253,35 +310,52 @@ class Watch:
             self._still, self._still_since = state, now
             return False
         seconds = now - self._still_since
-        return seconds > self._timeout_seconds and is_overdue(stack, seconds)
+        if seconds <= self._timeout_seconds:
+            return False
+        if is_overdue(stack, seconds):
+            return True
+        if not self._on_gpu or now - self._gpu_seen <= self._timeout_seconds:
+            return False
+        self._gpu_seen = now
+        return gpu_is_overdue()
 
     def _end_together(self, reason: str) -> None:
         is_reporter = self._store.add("alarm", 1) == 1
+        self._is_answered = True
         if is_reporter and self._folder is not None:
             (self._folder / ALARM).touch()
         account = take_account(self._rank, self._main, axes=self._axes, error=self._error)
         self._store.set(f"account/{self._rank}", json.dumps(account.to_json()))
         if is_reporter:
             self._report(account, reason)
-        elif self._hears("verdict") and self._store.get("verdict") == REPORTED:
-            self._write_traces()
-            self._hears("end")
+        elif self._hears("verdict"):
+            if self._store.get("verdict") == REPORTED:
+                self._write_traces()
+            told = self._store.get("end") if self._hears("end") else NOT_TOLD
+            self._tell(*json.loads(told))
+        else:
+            self._tell(*json.loads(NOT_TOLD))
         self._over.set()
         self._end_unless_left()
 
     def _report(self, account: Account, reason: str) -> None:
         accounts, absent = self._collect(account)
-        failed = any(other.finished not in ("", FINISHED) for other in accounts.values())
+        failed = [r for r, other in accounts.items() if other.finished not in ("", FINISHED)]
         # A rank with an error of its own reports that error itself.
         self._store.set("verdict", "failed" if failed else REPORTED)
-        if not failed:
+        if failed:
+            where, headline = failed[0], f"rank {failed[0]} {accounts[failed[0]].finished}"
+        else:
             for process in filter(None, map(self._process, absent)):
                 process.kill()
             self._write_traces()
             here = [f"traced/{rank}" for rank, other in accounts.items() if not other.finished]
             _wait_until(lambda: self._store.check(here), END_SECONDS)
-            self._deliver(write_report(accounts, absent, reason, self.describe_place))
-        self._store.set("end", "1")
+            report = write_report(accounts, absent, reason, self.describe_place)
+            self._deliver(report)
+            where, headline = self._rank, f"rank {report.rank} {report.headline}"
+        self._store.set("end", json.dumps((where, headline)))
+        self._tell(where, headline)
 
     def _hears(self, key: str) -> bool:
         return _wait_until(lambda: self._store.check([key]), ANSWER_SECONDS + 2)
@@ -368,9 +442,11 @@ def watching(
     timeout_seconds: float,
     traces: Traces | None,
     describe_place: Callable[[int], str],
+    *,
+    on_gpu: bool = False,
 ) -> Iterator[Watch]:
     """Inside, a Watch runs in this rank. Raises LostWorldError for errors reported elsewhere."""
-    watch = Watch(place, store, timeout_seconds, traces, describe_place)
+    watch = Watch(place, store, timeout_seconds, traces, describe_place, on_gpu=on_gpu)
     with before_abort(watch.prepare_abort):
         try:
             with watch.explaining():

@@ -7,9 +7,7 @@ rest of the program sees of it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from titanlite.ranks.attempt import agree_on_attempt
 from titanlite.ranks.launch import Place
 from titanlite.ranks.machine import num_cores
 from titanlite.ranks.watch import Traces, Watch, watching
+from titanlite.settings import keeping_freed_memory, own_settings, prepare_process
 
 # torch 2.14 makes this public as set_timeout, and warns of the old name.
 set_group_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
@@ -112,29 +111,38 @@ def open_world(
     to `traces`. `describe_place` returns the mesh coordinates of a rank. `World.name_places` can
     set it later, but then a report lacks the coordinates of ranks that never joined.
     """
-    if place.is_one_node:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
-    os.environ["TORCH_FR_BUFFER_SIZE"] = str(trace_buf_size)
-    keep_freed_memory()
-    torch.set_num_threads(max(1, num_cores() // place.local_world_size))
-    if device_type == "cuda":
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
-        # gloo carries the CPU tensors of offloaded parameters.
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        device = torch.device("cpu")
-        backend = "gloo"
-    timeout = timedelta(seconds=init_timeout_seconds)
-    meeting, store = _meet(place, timeout)
     with contextlib.ExitStack() as exits:
+        exits.enter_context(own_settings())
+        exits.enter_context(keeping_freed_memory())
+        prepare_process(
+            one_node=place.is_one_node,
+            num_recorded=trace_buf_size,
+            num_threads=max(1, num_cores() // place.local_world_size),
+        )
+        if device_type == "cuda":
+            device = torch.device("cuda", place.local_rank)
+            exits.enter_context(torch.cuda.device(device))
+            exits.enter_context(torch.random.fork_rng([device], device_type="cuda"))
+            # gloo carries the CPU tensors of offloaded parameters.
+            backend = "cpu:gloo,cuda:nccl"
+        else:
+            device = torch.device("cpu")
+            backend = "gloo"
+        timeout = timedelta(seconds=init_timeout_seconds)
+        meeting, store = _meet(place, timeout)
         watch = None
         # Registered first, so that it runs after the watchdog's report, which needs the groups.
         exits.callback(_leave_group)
         if store is not None:
             watch = exits.enter_context(
-                watching(place, store, init_timeout_seconds, traces, describe_place)
+                watching(
+                    place,
+                    store,
+                    init_timeout_seconds,
+                    traces,
+                    describe_place,
+                    on_gpu=device_type == "cuda",
+                )
             )
         dist.init_process_group(
             backend,
@@ -169,21 +177,6 @@ def _meet(place: Place, timeout: timedelta) -> tuple[dict[str, Any], Any]:
     meeting = dist.PrefixStore("default_pg", dist.PrefixStore(attempt, kept))
     # A separate connection: a blocking call would block every user of a shared one.
     return {"store": meeting}, dist.PrefixStore("watch", dist.PrefixStore(attempt, kept.clone()))
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory instead of returning it to the system at every step.
-
-    Large tensors are freed and allocated again in each step. By default each is a separate mapping,
-    and zeroing its pages takes a fifth of a step on CPU. Without glibc this has no effect.
-    """
-    if sys.platform != "linux":
-        return
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST = -1, -3, 2**31 - 1
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
-        libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -8,10 +8,11 @@ user must name any module to import or folder to open (config/stored.py).
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -25,6 +26,9 @@ from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place
 from titanlite.start import check_start, run_job
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # If the configuration in a checkpoint asks for more, the user must give --num-samples.
 MOST_SAMPLES = 1024
@@ -135,25 +139,31 @@ def draw(
                     )
                 load_weights(job, source, manifest, ranks)
         is_streamed = config.sampling.num_samples == 1 and world.is_first
-        writer = job.data.writer(config.sampling.prompt) if is_streamed else None
+        # A reader that has closed the output must not cost the file that is asked for.
+        tolerated = [] if out is None else [BrokenPipeError]
+        writer = None
+        with contextlib.suppress(*tolerated):
+            writer = job.data.writer(config.sampling.prompt) if is_streamed else None
+
+        def show(new: Tensor) -> None:
+            with contextlib.suppress(*tolerated):
+                if writer is not None:
+                    writer.add(int(new))
+
         try:
-            sequences = sample_sequences(
-                job,
-                config.sampling.num_samples,
-                on_new=(lambda new: None) if writer is None else (lambda new: writer.add(int(new))),
-            )
+            sequences = sample_sequences(job, config.sampling.num_samples, on_new=show)
         except NoSamplesError as error:
             raise ConfigError(f"{source}: {error}") from error
-        if writer is not None:
-            writer.close()
-        elif world.is_first:
-            for number, text in enumerate(job.data.texts(sequences), start=1):
-                print(f"--- sample {number} ---\n{text}\n")
         if world.is_first and out is not None:
             try:
                 save_samples(job, sequences, out)
             except OSError as error:
                 raise ConfigError(f"--out: writing {out} failed: {told(error)}") from error
+        if writer is not None:
+            writer.close()
+        elif world.is_first:
+            for number, text in enumerate(job.data.texts(sequences), start=1):
+                print(f"--- sample {number} ---\n{text}\n")
         return len(sequences)
 
 

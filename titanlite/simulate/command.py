@@ -119,6 +119,7 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
     if not options.quiet or options.svg or options.html or options.png or options.trace:
         longest = max(simulation.makespan for simulation in simulations)
         timelines = [simulation.timeline(longest) for simulation in simulations]
+    wrote = _write(simulations, timelines, rows, options, html_table(header, cells))
     if not options.quiet:
         from titanlite.drawing.schedule_text import draw_text
 
@@ -129,32 +130,45 @@ def _show(simulations: Sequence[Simulation], options: argparse.Namespace) -> Non
 
                 print(show_memory(simulation, options.width), end="\n\n")
     print(format_table(header, cells, left=("scheme",)))
+    print("".join(f"{line}\n" for line in wrote), end="")
+
+
+def _write(
+    simulations: Sequence[Simulation],
+    timelines: Sequence[Timeline],
+    rows: Sequence[Row],
+    options: argparse.Namespace,
+    html: str,
+) -> list[str]:
+    """Write the files that are asked for; returns the lines about them."""
+    wrote: list[str] = []
     if options.csv:
-        write(options.csv, write_csv([row.values for row in rows]))
+        wrote.append(write(options.csv, write_csv([row.values for row in rows])))
     if options.svg:
         from titanlite.drawing.schedule_svg import draw_svg
 
-        write(options.svg, draw_svg(*timelines))
+        wrote.append(write(options.svg, draw_svg(*timelines)))
     if options.html:
         from titanlite.drawing.schedule_html import draw_html
 
-        write(options.html, draw_html(timelines, html_table(header, cells)))
+        wrote.append(write(options.html, draw_html(timelines, html)))
     # One picture per file; with several schemes, the name of each goes into its file name.
     for simulation in simulations if options.memory else ():
         from titanlite.simulate.memory_report import draw_memory
 
         target = _one_of(options.memory, simulation.title, len(simulations))
-        write_with(target, partial(draw_memory, simulation))
+        wrote.append(write_with(target, partial(draw_memory, simulation)))
     named = list(zip((simulation.title for simulation in simulations), timelines, strict=False))
     for title, timeline in named if options.png else ():
         from titanlite.drawing.schedule_png import draw_png
 
         target = _one_of(options.png, title, len(timelines))
-        write_with(target, partial(draw_png, timeline))
+        wrote.append(write_with(target, partial(draw_png, timeline)))
     for title, timeline in named if options.trace else ():
         from titanlite.schedule.trace import make_trace
 
-        write(_one_of(options.trace, title, len(timelines)), make_trace(timeline))
+        wrote.append(write(_one_of(options.trace, title, len(timelines)), make_trace(timeline)))
+    return wrote
 
 
 def _one_of(path: str, title: str, num_files: int) -> Path:
@@ -206,15 +220,17 @@ def _sweep(
         check_used({**given, **spelled}, used, schemes)
     if not swept.rows:
         raise SimulationError("--sweep: interrupted before a point had run")
+    wrote = []
+    if options.csv:
+        wrote.append(write(options.csv, csv_of_sweep(swept, tuple(axes))))
+    for path in filter(None, (options.svg, options.png)):
+        title = f"{', '.join(schemes)}: {' '.join(options.sweep)}"
+        wrote.append(write_with(Path(path), partial(draw_sweep, swept, tuple(axes), title)))
     print(show_sweep(swept, tuple(axes)))
     grows = not {"costs_per", "stages"} & {*given, *axes}
     if grows and "workers" in axes and not all(".py" in scheme for scheme in schemes):
         print("A scheme has more stages on more workers; --costs-per model divides one model.")
-    if options.csv:
-        write(options.csv, csv_of_sweep(swept, tuple(axes)))
-    for path in filter(None, (options.svg, options.png)):
-        title = f"{', '.join(schemes)}: {' '.join(options.sweep)}"
-        write_with(Path(path), partial(draw_sweep, swept, tuple(axes), title))
+    print("".join(f"{line}\n" for line in wrote), end="")
     return 0 if swept.is_complete else 130
 
 

@@ -27,12 +27,16 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     A weight that is replicated over the tensor axis and used on sharded activations has a Partial
     gradient in DTensor. FSDP2 reduces it; plain tensor parallelism does not. There are many
     of these gradients, and most are small, so those of one axis and dtype are joined into one
-    tensor.
+    tensor. A plain parameter that was used with DTensors, such as a factor on sharded logits, may
+    have a DTensor as gradient, and gets the plain tensor.
     """
     pending: dict[tuple[DeviceMesh, int, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = {}
     for parameter in parameters:
         grad = parameter.grad
-        if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+        if not isinstance(grad, DTensor):
+            continue
+        if not isinstance(parameter, DTensor):
+            parameter.grad = grad.full_tensor()
             continue
         pairs = zip(grad.placements, parameter.placements, strict=True)
         differing = {axis: pair for axis, pair in enumerate(pairs) if pair[0] != pair[1]}

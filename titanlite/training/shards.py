@@ -3,37 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
-from titanlite.names import canonical_name
+from titanlite.errors import TitanliteError
+from titanlite.names import unwrapped_name
 
 
 def parameters_of(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
     """The parameters of this rank's parts of a model, or its shards of them, by canonical name.
 
-    A tied weight has its first name, which `tied` gives by further name. If the parts have several
-    copies of it, the first is here.
+    A tied weight has its first name, which `tied` gives by further name. If several parts have
+    copies of a parameter, the first is here. Raises TitanliteError if two parameters of a part have
+    one name.
     """
     found: dict[str, nn.Parameter] = {}
     for part in parts:
-        for name, parameter in part.named_parameters():
-            name = canonical_name(name)
+        of_part = _named(part, part.named_parameters(), "parameters")
+        for name, parameter in of_part.items():
             found.setdefault(tied.get(name, name), parameter)
     return found
 
 
 def buffers_of(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """The persistent buffers of this rank's parts of a model, by canonical name."""
-    return {
-        canonical_name(f"{prefix}.{name}" if prefix else name): buffer
-        for part in parts
-        for prefix, module in part.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
+    """The persistent buffers of this rank's parts of a model, by canonical name.
+
+    If several parts have a buffer, the first is here. Raises TitanliteError if two of a part have
+    one name.
+    """
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        persistent = (
+            (f"{prefix}.{name}" if prefix else name, buffer)
+            for prefix, module in part.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        )
+        found = {**_named(part, persistent, "buffers"), **found}
+    return found
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def _named(part: nn.Module, tensors: Iterable[tuple[str, T]], kind: str) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for raw, tensor in tensors:
+        name = unwrapped_name(part, raw)
+        if found.setdefault(name, tensor) is not tensor:
+            raise TitanliteError(
+                f"{raw}: two {kind} of {type(part).__name__} have the name {name} in checkpoints, "
+                "since titanlite leaves out the names of the wrappers that it and torch insert; "
+                "rename one of them"
+            )
+    return found
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -16,9 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import Batch, call_model
-from titanlite.errors import NonFiniteError
+from titanlite.errors import NonFiniteError, TitanliteError
 from titanlite.experts import Balancer
+from titanlite.gradient_sums import GradientSums
 from titanlite.mesh.parallel_dims import axes_where
+from titanlite.names import canonical_name
+from titanlite.training.generators import Generators
 from titanlite.training.gradient_norm import (
     clip_gradients,
     gradient_norm,
@@ -107,6 +110,12 @@ class Trainer:
     """What `evaluate` computes besides the loss."""
     balancer: Balancer | None = None
     """Balances the experts of a model that has any."""
+    generators: Generators | None = None
+    """Seeds the random generators before each step and each validation."""
+
+    def __post_init__(self) -> None:
+        self._sums = GradientSums(self.parts)
+        self._is_complete = False
 
     @property
     def _device(self) -> torch.device:
@@ -151,6 +160,8 @@ class Trainer:
 
     def compute_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Run the forward and backward passes of a step; returns (mean loss, number of targets)."""
+        if self.generators is not None:
+            self.generators.start_step(self.scheduler.last_epoch + 1)
         num_targets = self._count_targets(batches)
         if self.balancer is not None:
             self.balancer.start(self._count_sequences(batches))
@@ -159,18 +170,49 @@ class Trainer:
             is_last = index == len(batches) - 1
             for loss in self._forward_backward(batch, num_targets, is_last=is_last):
                 loss_sum += loss
+        self._require_gradients()
         reduce_partial_gradients(self.parameters)
+        self._sums.sum()
         if self.stages is not None:
             self.stages.copies.sum_gradients()
         if self.balancer is not None:
             self.balancer.finish()
+        if self.generators is not None:
+            self.generators.end_step()
         return self._world_sum(loss_sum) / num_targets, num_targets
+
+    def _require_gradients(self) -> None:
+        """Raises TitanliteError if DDP has left gradients unreduced, since one did not come.
+
+        DDP reduces a bucket when all of its gradients are there, and says nothing of one that is
+        not, until the next step.
+        """
+        if self._is_complete or not _is_replica(self.parts[0]):
+            return
+        unused = [
+            canonical_name(name)
+            for name, parameter in self.parts[0].named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        if unused:
+            shown = ", ".join(unused[:6]) + (", ..." if len(unused) > 6 else "")
+            raise TitanliteError(
+                f"the loss does not depend on {shown}, and DDP waits for the gradient of every "
+                "trained parameter; set requires_grad of these to False, or shard with FSDP "
+                "(parallelism.data_parallel_shard_degree)"
+            )
+        self._is_complete = True
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Validation:
-        """The mean loss and the metrics of all ranks' batches; ranks must have equally many."""
+        """The mean loss and the metrics of all ranks' batches; ranks must have equally many.
+
+        Raises TitanliteError, on all ranks, if no batch of any rank has a target.
+        """
         # The sum and the count of the loss, then of each metric.
         totals = torch.zeros(1 + len(self.metrics), 2, dtype=torch.float64, device=self._device)
+        if self.generators is not None:
+            self.generators.start_validation()
         for part in self.parts:
             part.eval()
         for batch in batches:
@@ -192,6 +234,11 @@ class Trainer:
                 if isinstance(module, FSDPModule):
                     module.reshard()
         (loss_sum, num_targets), *sums = self._world_sums(totals)
+        if not num_targets:
+            raise TitanliteError(
+                "validation.dataset: the samples that are read have no target, so their loss has "
+                "no mean; give a data set with targets, or set validation.enable = false"
+            )
         means = [total / count if count else math.nan for total, count in sums]
         return Validation(loss_sum / num_targets, dict(zip(self.metrics, means, strict=True)))
 
@@ -246,6 +293,11 @@ class Trainer:
 
         def loss_function(outputs: Any, batch: Batch) -> Tensor:
             loss = self.loss.total(outputs, batch)
+            if not loss.requires_grad:
+                raise TitanliteError(
+                    "the loss has no gradient: the model or the loss computes it under "
+                    "torch.no_grad(), detaches it, or uses no trained parameter"
+                )
             sums.append(loss.detach())
             return loss / num_targets
 
@@ -277,7 +329,7 @@ class Trainer:
         model: Any = self.parts[0]
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(enabled)
-        elif hasattr(model, "set_requires_gradient_sync"):
+        elif _is_replica(model):
             model.set_requires_gradient_sync(enabled)
 
     def _world_sum(self, value: Tensor) -> float:
@@ -287,3 +339,8 @@ class Trainer:
         values = values if self.is_counted else torch.zeros_like(values)
         dist.all_reduce(values)
         return values.tolist()
+
+
+def _is_replica(part: nn.Module) -> bool:
+    """Whether DDP wraps the part."""
+    return hasattr(part, "set_requires_gradient_sync") and not isinstance(part, FSDPModule)

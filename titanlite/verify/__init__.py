@@ -16,5 +16,5 @@
     command.py report.py    `titanlite verify`
 
 Only the modules that run on ranks import torch: run.py, trace.py, outputs.py, parts.py, cells.py,
-formulas.py, recurrence.py, narrow.py and failing.py.
+formulas.py, recurrence.py and narrow.py.
 """

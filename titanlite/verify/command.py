@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config import Reading, read_job
+from titanlite.config.model import num_experts
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
 from titanlite.ranks.machine import check_local_ranks
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 def verify_one(options: Options) -> int:
     """Verify the job that the options name."""
     from titanlite.verify.report import format_header, format_verification, to_json
-    from titanlite.verify.verify import Verification, Verifier
+    from titanlite.verify.verify import Verifier
 
     if options.json:
         _require_writable(options.json)
@@ -98,17 +100,19 @@ def verify_one(options: Options) -> int:
         shrunk += ["generated data"] * bool(changes)
     start = check_start(reading)
     config = start.job.config
-    if options.replay_routing and not getattr(start.job.model, "num_experts", 0):
+    if options.replay_routing and not num_experts(start.job.config, start.job.model):
         raise ConfigError("--replay-routing: the model has no experts; remove it")
     source = config.job.config_file or ""
+
+    def show(text: str) -> None:
+        # A reader that has closed the output must not cost the file that is asked for.
+        with contextlib.suppress(*([BrokenPipeError] if options.json else [])):
+            print(text, flush=True)
 
     steps = options.steps or DEFAULT_STEPS
     if options.until_stable:
         steps, begins = steps_until_stable(config)
-        print(f"{steps} steps: {', '.join(begins)}", flush=True)
-
-    def show_header(found: Verification) -> None:
-        print(format_header(found, source, shrunk), end="\n\n", flush=True)
+        show(f"{steps} steps: {', '.join(begins)}")
 
     with Verifier(start.device_type, max_ranks=config.job.max_local_ranks) as verifier:
         found = verifier.verify(
@@ -117,13 +121,13 @@ def verify_one(options: Options) -> int:
             reloads=True,
             dtype=options.dtype,
             replay=options.replay_routing,
-            on_start=show_header,
+            on_start=lambda found: show(format_header(found, source, shrunk) + "\n"),
         )
+    if options.json:
+        _write(options.json, json.dumps(to_json(found, source, shrunk), indent=1) + "\n")
     print(format_verification(found))
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
-    if options.json:
-        _write(options.json, json.dumps(to_json(found, source, shrunk), indent=1) + "\n")
     return 0 if found.agrees else 1
 
 

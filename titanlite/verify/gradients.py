@@ -94,14 +94,16 @@ def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
             continue
         if axis == "pp":
             yield (
-                f"{who} {be(who)} correct only after a sum over the stages that hold this tied "
-                f"weight{words}: each stage has only the gradient of its own use of the weight. "
-                "Sum the gradients of the copies before the optimizer step"
+                f"{who} {be(who)} correct only after a sum over the stages that hold a copy of "
+                f"this weight{words}: each stage has only the gradient of its own use of the "
+                "weight. Sum the gradients of the copies before the optimizer step"
             )
             continue
+        is_of_plan = axis == "tp" and isinstance(e, JobEvidence)
+        named = ", or name it in partial_gradients of the ParallelPlan" if is_of_plan else ""
         yield (
             f"{who} {be(who)} correct only after a sum over {axis}{words}: each rank has the "
-            f"gradient of its own tokens only. Add the missing all-reduce over {axis}"
+            f"gradient of its own tokens only. Add the missing all-reduce over {axis}{named}"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, make_config, override, resolve_job
 from titanlite.mesh.parallel_dims import divisors
+from titanlite.registry import is_over_batch
 
 DTYPES = ("float64", "float32", "bfloat16")
 """The dtypes to verify in; bfloat16 computes in bfloat16 and keeps weights in float32."""
@@ -97,6 +98,7 @@ def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
 
     The batch is processed in as few parts as MOST_TOKENS allows, but in at least `num_parts`. If
     the numbers depend on the microbatches (see microbatches_of), these are as large as the plan's.
+    A loss over the whole batch needs the batch at once.
     """
     values: dict[str, Any] = plan.config.model_dump(exclude_unset=True)
     values["parallelism"] = {"data_parallel_shard_degree": 1}
@@ -114,6 +116,9 @@ def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
         training["local_batch_size"] = microbatch_size(plan) * plan.dims.dp
         size = plan.config.validation.local_batch_size * plan.dims.dp
         values["validation"] = {**values.get("validation", {}), "local_batch_size": size}
+    if is_over_batch(plan.config.training.loss):
+        training["local_batch_size"] = batch
+        values["validation"] = {**values.get("validation", {}), "local_batch_size": batch}
     return resolve_job(make_config(values), 1)
 
 
@@ -179,13 +184,15 @@ def steps_until_stable(config: JobConfig) -> tuple[int, list[str]]:
 
 
 def accumulation_pair(plan: ResolvedJob) -> tuple[ResolvedJob, ResolvedJob] | None:
-    """One job on one process with its batch at once and in parts; None for a single sequence.
+    """One job on one process with its batch at once and in parts.
+
+    None for a single sequence, and for a loss over the whole batch, which is not in parts.
 
     The batch is the job's, or as many of its sequences as MOST_TOKENS allows at once.
     """
     most = max(2, MOST_TOKENS // plan.seq_len)
     batch = max(size for size in divisors(plan.global_batch_size) if size <= most)
-    if batch == 1:
+    if batch == 1 or is_over_batch(plan.config.training.loss):
         return None
     config = override(
         plan.config,

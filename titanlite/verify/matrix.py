@@ -30,6 +30,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
 from titanlite.config import JobConfig, make_config, make_model_config
+from titanlite.config.model import num_experts
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
 from titanlite.files import read_bytes
@@ -79,7 +80,7 @@ def features_of(
     """Each feature and its values, for plans of a job, or of the small model, over some ranks."""
     sizes = None if job is None else make_model_config(job)
     has_dropout = sizes is None or hasattr(sizes, "dropout")
-    has_experts = getattr(sizes, "num_experts", 0) > 0
+    has_experts = job is not None and num_experts(job, sizes) > 0
     degrees = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
     return {
         **{axis: degrees if axis != "pp" else [n for n in degrees if n <= 4] for axis in AXES},

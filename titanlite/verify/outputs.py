@@ -14,7 +14,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.names import canonical_name
+from titanlite.names import unwrapped_name
 from titanlite.training.shards import local_part
 from titanlite.verify.agreement import agreement
 from titanlite.verify.record import module_of, name_call
@@ -90,9 +90,10 @@ def tensor_of(output: Any) -> Tensor | None:
 def recorded(
     parts: Sequence[nn.Module],
     is_whole: Sequence[bool],
-    name_of: Callable[[str], str] = canonical_name,
+    name_of: Callable[[nn.Module, str], str] = unwrapped_name,
 ) -> Iterator[Outputs]:
-    """Inside, the outputs of every module of the parts of a model are recorded, by `name_of`.
+    """Inside, the outputs of every module of the parts of a model are recorded, by the name that
+    `name_of` gives from a part and a name in it.
 
     The output of a part itself is recorded only if `is_whole`: if it is the model's output.
     """
@@ -108,9 +109,9 @@ def recorded(
             )
         )
         # A module and its wrappers share a canonical name; the innermost comes last and is kept.
-        named = {name_of(name): module for name, module in _hookable(part)}
+        named = {name_of(part, name): module for name, module in _hookable(part)}
         if not is_whole[index]:
-            named.pop(name_of(""), None)
+            named.pop(name_of(part, ""), None)
         num_calls: Counter[str] = Counter()
         hooks.append(part.register_forward_pre_hook(lambda *_, calls=num_calls: calls.clear()))
         for name, module in named.items():

@@ -28,11 +28,12 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 def label_dimensions(model: nn.Module, batch: Batch) -> dict[str, tuple[int | None, ...]]:
     """Module -> (batch dimension, token dimension) of its output, found by trial runs."""
-    two = join([batch.rows(0, 1)] * 2)
+    # At least two sequences, since a batch norm has no variance of one value.
+    three = join([batch.rows(0, 1)] * 3)
     dim = batch.dims[batch.input_name].sequence
     # Without a dimension of tokens no output changes its shape.
-    half = two if dim is None else two.tokens_to(batch.input.size(dim) // 2)
-    whole, one, short = (_shapes_of(model, b) for b in (two, two.rows(0, 1), half))
+    half = three if dim is None else three.tokens_to(batch.input.size(dim) // 2)
+    whole, fewer, short = (_shapes_of(model, b) for b in (three, three.rows(0, 2), half))
 
     def changed(name: str, other: Mapping[str, torch.Size]) -> int | None:
         shape, others = whole[name], other.get(name, whole[name])
@@ -40,7 +41,7 @@ def label_dimensions(model: nn.Module, batch: Batch) -> dict[str, tuple[int | No
             return None
         return next((dim for dim in range(len(shape)) if shape[dim] != others[dim]), None)
 
-    return {name: (changed(name, one), changed(name, short)) for name in whole}
+    return {name: (changed(name, fewer), changed(name, short)) for name in whole}
 
 
 @torch.no_grad()

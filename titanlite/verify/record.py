@@ -209,3 +209,15 @@ class RankTrace:
     """The same as in ReferenceTrace, for the layers of this rank."""
     experts: dict[str, ExpertTrace] = field(default_factory=dict)
     """Expert layer -> its tokens and experts on this rank."""
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What depends on the other sequences of a batch; falsy values for nothing."""
+
+    module: str = ""
+    """The first such module in forward order, and its class."""
+    of_loss: float = 0.0
+    """The relative difference between the losses one by one and together."""
+    is_mean: bool = False
+    """Whether the loss is a mean over its sequences instead of a sum."""

@@ -25,9 +25,11 @@ from torch import Tensor
 from titanlite.batch import join
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
+from titanlite.failing import naming_failures
 from titanlite.job import Job, build_job
 from titanlite.ranks.account import recorded_calls
 from titanlite.ranks.world import World
+from titanlite.settings import own_settings
 from titanlite.training.initialize import generator_for
 from titanlite.training.shards import local_part, shard_of, whole_tensor
 from titanlite.verify.agreement import (
@@ -41,7 +43,6 @@ from titanlite.verify.agreement import (
     same_part,
     state_agreements,
 )
-from titanlite.verify.failing import naming_failures
 from titanlite.verify.formulas import (
     left_over_gradients,
     optimizer_problems,
@@ -186,7 +187,7 @@ def run_plan(
             batches = leave_out_targets(job, batches, record["fields"])
             batches = cut_again(batches, microbatches)
             with (
-                naming_failures(job) if step == 1 else contextlib.nullcontext(),
+                naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
                 followed_routing(job, batches, record["routing"], replay=replay) as moved,
             ):
                 done = job.trainer.step(batches, on_gradients=look)
@@ -252,18 +253,20 @@ def check_formats(world: World, resolved: ResolvedJob, patch: Patch | None) -> t
 @contextlib.contextmanager
 def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
     """Build the job in a world that is reused from job to job."""
-    # Otherwise shapes of this job could find compiled code of the previous one.
-    torch._dynamo.reset()
-    # Ranks forked from one process share its random state; ranks on different machines do not. A
-    # different seed on each rank makes missing seeds show up here too.
-    seed = hash((world.rank, time.monotonic_ns())) % 2**32
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    try:
-        yield build_job(resolved, world)
-    finally:
-        gc.collect()
+    with own_settings():
+        # Ranks forked from one process share its random state; ranks on different machines do not.
+        # A different seed on each rank makes missing seeds show up here too.
+        seed = hash((world.rank, time.monotonic_ns())) % 2**32
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            job = build_job(resolved, world)
+            # Nor does the job seed its steps: what it draws differs from run to run, and shows up.
+            job.trainer.generators = None
+            yield job
+        finally:
+            gc.collect()
 
 
 @contextlib.contextmanager

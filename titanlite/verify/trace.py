@@ -18,15 +18,17 @@ from torch import Tensor
 
 from titanlite.batch import Batch, has_own_inputs, join, takes
 from titanlite.config import ResolvedJob
+from titanlite.failing import styles_of
 from titanlite.job import Job
 from titanlite.names import canonical_name
 from titanlite.parallelize.float8_linear import Float8Linear
 from titanlite.ranks.world import World
+from titanlite.registry import is_over_batch
 from titanlite.training.shards import local_part, shard_of
 from titanlite.verify.agreement import agreement, placements_of
 from titanlite.verify.cells import cells_file, cells_of, cut_cells, shares_of
-from titanlite.verify.failing import styles_of
 from titanlite.verify.jobs import Microbatches, microbatches_of
+from titanlite.verify.narrow import unchanged_buffers
 from titanlite.verify.outputs import Outputs, recorded
 from titanlite.verify.parts import ExpectedPart, label_dimensions
 from titanlite.verify.record import (
@@ -59,7 +61,8 @@ def trace_reference(
     microbatches = microbatches_of(plan)
     with _at_step(world, resolved, step, folder, microbatches) as (job, batches):
         model = job.parts[0]
-        labels = label_dimensions(model, batches[0])
+        with unchanged_buffers(model):
+            labels = label_dimensions(model, batches[0])
         with (
             recorded(job.parts, _puts_out_logits(job)) as kept,
             _scales_of(job) as scaled,
@@ -92,10 +95,12 @@ def trace_reference(
             order = [number for rows in microbatches for r in rows for number in r]
             places = torch.tensor(order).argsort().tolist()
             batch = join([batch.rows(place, place + 1) for place in places])
-        cells, losses, targets, gradients = cells_of(plan), [], [], defaultdict(list)
+        # A loss over the whole batch is not a sum over cells.
+        cells = () if is_over_batch(plan.config.training.loss) else cells_of(plan)
+        losses, targets, gradients = [], [], defaultdict(list)
         names = _small_enough(job, names, len(cells))
         num_targets = max(1, int(batch.count_targets()))
-        for own in cut_cells(batch, cells, plan):
+        for own in cut_cells(batch, cells, plan) if cells else ():
             # The trainer divides by the targets of this cell, not of the step.
             loss, count = job.trainer.compute_gradients([own])
             count = int(own.count_targets())

@@ -21,6 +21,7 @@ from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, override, resolve_job
 from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.registry import is_over_batch
 from titanlite.verify.compare import (
     Failure,
     Key,
@@ -175,8 +176,7 @@ class Verifier:
                     alone, steps, microbatches_of(plan), start_plan if is_beside else None
                 )
             except BaseException:
-                if ranks.is_busy:
-                    ranks.close(now=True)
+                self._close_busy()
                 raise
             found.narrowed = reference.narrowed
             if parts > 1:
@@ -194,6 +194,9 @@ class Verifier:
                     (runs[0].reloaded_alone,) = self.pool(1).results()
             except RankError as error:
                 found.error = error
+            except BaseException:
+                self._close_busy()
+                raise
             if self.pool(1).is_busy:
                 # No checkpoint was saved.
                 self.pool(1).close(now=True)
@@ -239,6 +242,12 @@ class Verifier:
             )
             self._pools[num_ranks] = self._exits.enter_context(pool)
         return self._pools[num_ranks]
+
+    def _close_busy(self) -> None:
+        """End ranks whose run has no reader any more."""
+        for pool in self._pools.values():
+            if pool.is_busy:
+                pool.close(now=True)
 
     def _run(
         self,
@@ -427,10 +436,12 @@ class Verifier:
     def _measure_rounding(self, found: Verification, reference: Reference) -> Tolerance:
         """Measure the reference's rounding error against its batch in parts and against float64.
 
-        In float8 the numbers depend on how the batch is split, so parts are not compared.
+        In float8, and with a loss over the whole batch, parts are not compared: the numbers depend
+        on how the batch is split.
         """
         microbatches = microbatches_of(found.job)
-        others = [] if microbatches else [reference_job(found.job, num_parts=PARTS)]
+        is_whole = bool(microbatches) or is_over_batch(found.job.config.training.loss)
+        others = [] if is_whole else [reference_job(found.job, num_parts=PARTS)]
         if found.dtype != "float64":
             self._check_accumulation(found)
             others.append(reference_job(plan_job(found.job, "float64")))
@@ -452,7 +463,8 @@ class Verifier:
         If the batch in parts gives another result than the batch at once, the batch is run at once
         a second time. If that differs too, the job is random. If it does not, but a module's output
         for a sequence depends on the rest of the batch, the model has batch statistics. Both raise
-        ConfigError. Otherwise the sum over the parts is wrong, which goes into `wrong_sums`.
+        ConfigError. Otherwise the loss mixes samples, or the sum over the parts is wrong, which
+        goes into `wrong_sums`.
         A float8 job is not checked, since its scales depend on the microbatches.
         """
         if found.job.config.converts_to_float8:
@@ -484,18 +496,33 @@ class Verifier:
         unlike = [f for f in failures(again, Tolerance("float64")) if f.kind != "lr"]
         if unlike:
             first = unlike[0]
+            (who,) = self.pool(1).call("titanlite.verify.narrow:find_random", reference.job)
+            which = f": {who} from torch's own generators" if who else ""
             raise ConfigError(
                 f"model.name: on one process the same batch gives another {_what(first)} at step "
                 f"{first.step} the second time (difference {first.difference:.0e}), so the model "
-                "is random; set dropout to 0 to verify, or use titanlite.dropout.TokenDropout, "
-                "whose masks do not depend on the plan"
+                f"is random{which}; set dropout to 0 to verify, or draw what depends on the sample "
+                "alone, by titanlite.TokenDropout and titanlite.keyed_normal (docs/randomness.md)"
             )
         (mixing,) = self.pool(1).call("titanlite.verify.narrow:find_mixing", reference.job)
-        if mixing:
+        if mixing.module:
             raise ConfigError(
-                f"model.name: the output of {mixing} for a sequence depends on the other sequences "
-                "of the batch, as with batch statistics, so the result depends on how the batch is "
-                "split; turn this off to verify"
+                f"model.name: the output of {mixing.module} for a sequence depends on the other "
+                "sequences of the batch (batch statistics), so the result depends on how a plan "
+                "splits the batch; use a norm over each sample such as GroupNorm, SyncBatchNorm on "
+                "GPUs, or fixed statistics (eval mode)"
+            )
+        if mixing.is_mean:
+            return (
+                "the loss is a mean over the samples that it is given, so it depends on how the "
+                "batch is split; let total(outputs, batch) return their sum (docs/losses.md)"
+            )
+        if mixing.of_loss:
+            return (
+                "the loss of one sample depends on other samples: on one process, the losses of "
+                f"the samples one by one differ from those together by {mixing.of_loss:.1e}. A "
+                "rank or microbatch has only some of the batch, so plans train on other losses; "
+                'register the loss with over="batch" (docs/losses.md)'
             )
         first = cut.failures[0]
         causes = self._diagnose(cut, runs, reference, None)

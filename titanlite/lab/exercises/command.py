@@ -94,12 +94,7 @@ def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
     answer = load_answer(options.file, exercise.name)
     with VirtualCluster(exercise.mesh) as cluster:
         verdict = judge(cluster, exercise, answer)
-    print(f"{exercise.name}: {verdict.kind if verdict.is_passed else 'not yet: ' + verdict.kind}")
-    for line in verdict.lines:
-        print(f"  {line}")
-    if options.picture is not None:
-        if verdict.record is None:
-            raise ConfigError("--picture: the run was not recorded to its end")
+    if options.picture is not None and verdict.record is not None:
         title = f"{exercise.name}, as in {options.file.name}"
         record = verdict.record
         drawn = record.svg(title) if options.picture.suffix == ".svg" else record.html(title)
@@ -107,5 +102,11 @@ def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
             options.picture.write_text(drawn, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{options.picture}: cannot be written: {error.strerror}") from None
+    print(f"{exercise.name}: {verdict.kind if verdict.is_passed else 'not yet: ' + verdict.kind}")
+    for line in verdict.lines:
+        print(f"  {line}")
+    if options.picture is not None:
+        if verdict.record is None:
+            raise ConfigError("--picture: the run was not recorded to its end")
         print(f"  {options.picture} shows its messages")
     return 0 if verdict.is_passed else 1

@@ -46,30 +46,32 @@ def main(arguments: Sequence[str]) -> int:
     for rung in rungs:
         check_runs(rung, workload)
     runs = [run_rung(rung, workload, network, options.sleep) for rung in rungs]
+    timelines = [
+        replace(cluster.timeline(measured.rung.name), caption=f"{measured.seconds:.1f} s")
+        for measured, cluster in runs
+    ]
+    wrote = write_pictures(options, timelines)
     if not options.quiet:
         print(
             f"{workload.items} items; all losses, gradients and new weights equal a single "
             "process's; times in virtual seconds:"
         )
-    print(ladder_table([measured for measured, _ in runs]))
-    timelines = [
-        replace(cluster.timeline(measured.rung.name), caption=f"{measured.seconds:.1f} s")
-        for measured, cluster in runs
-    ]
-    write_pictures(options, timelines)
+    print("\n".join([ladder_table([measured for measured, _ in runs]), *wrote]))
     return 0
 
 
-def write_pictures(options: argparse.Namespace, timelines: Sequence[Timeline]) -> None:
-    """Write the files that the options --svg and --html name."""
+def write_pictures(options: argparse.Namespace, timelines: Sequence[Timeline]) -> list[str]:
+    """Write the files that the options --svg and --html name; returns lines to print."""
+    wrote = []
     if options.svg:
         from titanlite.drawing.schedule_svg import draw_svg
 
-        write(options.svg, draw_svg(*timelines))
+        wrote.append(write(options.svg, draw_svg(*timelines)))
     if options.html:
         from titanlite.drawing.schedule_html import draw_html
 
-        write(options.html, draw_html(timelines))
+        wrote.append(write(options.html, draw_html(timelines)))
+    return wrote
 
 
 def _rungs(options: argparse.Namespace) -> list[Rung]:

@@ -83,13 +83,13 @@ def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
         ".: waiting"
     )
     timeline = replace(drawn, caption=caption)
-    write_pictures(options, [timeline])
+    wrote = write_pictures(options, [timeline])
     return "\n\n".join(
         [
             draw_text(replace(timeline, spans=[*drawn.spans, *exposed]), options.columns),
             f"All losses, gradients and new weights of {workload.items} items equal a single "
             "process's. The rung, and those below it:",
-            ladder_table([*rows, measured]),
+            "\n".join([ladder_table([*rows, measured]), *wrote]),
         ]
     )
 

@@ -1,0 +1,27 @@
+"""Models with tensors that a plan does not name, registered by custom_import = "uncovered"."""
+
+from titanlite.models import ModelSpec, register
+
+for name, build in (
+    ("covered", "RotaryModel"),
+    ("scaled", "Scaled"),
+    ("scaled_sp", "ScaledSP"),
+    ("undeclared_sp", "UndeclaredSP"),
+    ("declared_wrong", "DeclaredWrong"),
+    ("mixture", "Mixture"),
+    ("mixture_sp", "MixtureSP"),
+    ("convolution_sp", "ConvolutionSP"),
+    ("unused", "Unused"),
+    ("statistics", "Statistics"),
+    ("averaged", "Averaged"),
+    ("drifting", "Drifting"),
+    ("many_heads", "ManyHeads"),
+):
+    register(
+        ModelSpec(
+            name=name,
+            config="rotary_model.config:RotaryConfig",
+            build=f"uncovered.model:{build}",
+            plan="uncovered.plan:PLANS",
+        )
+    )

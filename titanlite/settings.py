@@ -1,0 +1,194 @@
+"""The settings of a process that a run changes: torch's, the environment, threads, malloc.
+
+They belong to the process, so a run must not find those of the run before it, nor leave its own.
+Only this module changes them. `own_settings` puts back what a run has changed; open_world enters
+it, and so does whatever builds one job after another in a world. When a job is built,
+`start_settings` sets what the job may not mention; the steps then set what it asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from titanlite.ranks.fork_server import set_environment
+
+
+class Setting(NamedTuple):
+    """A setting of torch: an attribute of a module."""
+
+    module: str
+    name: str
+
+
+MEMORY_BUDGET = Setting("torch._functorch.config", "activation_memory_budget")
+DDP_GRAPHS = Setting("torch._dynamo.config", "optimize_ddp")
+FUSES_PRODUCTS = Setting("torch._inductor.config", "_micro_pipeline_tp")
+LAST_PASS = Setting("torch._inductor.config", "post_grad_custom_post_pass")
+COMPILE_THREADS = Setting("torch._inductor.config", "compile_threads")
+SKIPS_SIDE_EFFECTS = Setting(
+    "torch._dynamo.config", "skip_fwd_side_effects_in_bwd_under_checkpoint"
+)
+CACHE_TAG = Setting("torch.compiler.config", "cache_key_tag")
+# The values for a job that does not ask for others. The other settings are set by each build, one
+# way or the other, or have no meaning for a job that does not set them.
+USUAL = {MEMORY_BUDGET: 1.0, DDP_GRAPHS: True}
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+RECORDER = "TORCH_FR_BUFFER_SIZE"
+# This logger warns about activation checkpointing in each rank that compiles.
+LOGGER = "torch._higher_order_ops.wrap"
+
+# What puts back the settings of torch, one stack for each `own_settings` that is entered.
+_undo: list[contextlib.ExitStack] = []
+
+
+def change(setting: Setting, value: Any) -> None:
+    """Set it for this process, until the end of the `own_settings` that this call is in."""
+    module = import_module(setting.module)
+    if _undo:
+        _undo[-1].callback(setattr, module, setting.name, getattr(module, setting.name))
+    setattr(module, setting.name, value)
+
+
+def start_settings(*, deterministic: bool = False, warn_only: bool = False) -> None:
+    """Undo what an earlier job of this process has set and a later one does not mention."""
+    _set_deterministic((deterministic, warn_only))
+    for setting, value in USUAL.items():
+        # A setting whose module is not imported has its usual value.
+        if setting.module in sys.modules:
+            change(setting, value)
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """Inside, a run changes settings of this process; afterwards all are as they were before.
+
+    The states of the random generators count as settings. Compiled code is dropped, since torch
+    would reuse it, or count it as a recompilation, in another run of the same modules.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(warnings.catch_warnings())
+        undo.callback(set_environment, {n: os.environ.get(n) for n in (*INTERFACES, RECORDER)})
+        undo.callback(setattr, sys, "excepthook", sys.excepthook)
+        undo.callback(logging.getLogger(LOGGER).setLevel, logging.getLogger(LOGGER).level)
+        undo.callback(_set_ignored, set(SAC_IGNORED_OPS))
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        undo.callback(_set_deterministic, _deterministic())
+        undo.enter_context(generators_restored())
+        undo.callback(_drop_compiled_code)
+        undo.callback(_undo.remove, undo)
+        _undo.append(undo)
+        yield
+
+
+@contextlib.contextmanager
+def generators_restored() -> Iterator[None]:
+    """On exit, the generators of torch, Python and NumPy are as they were on entry."""
+    states = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def prepare_process(*, one_node: bool, num_recorded: int, num_threads: int) -> None:
+    """The settings of a rank's process: its interface, its flight recorders and its threads."""
+    if one_node:
+        for variable in INTERFACES:
+            os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
+    os.environ[RECORDER] = str(num_recorded)
+    torch.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Inside, these environment variables are set, unless the user has set them."""
+    before = {name: os.environ.get(name) for name in variables}
+    try:
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)
+        yield
+    finally:
+        set_environment(before)
+
+
+def ignore_when_saving(operators: Iterable[Any]) -> None:
+    """Let selective activation checkpointing neither save nor look for these operators."""
+    SAC_IGNORED_OPS.update(operators)
+
+
+def ignore_warnings(message: str = "", category: type[Warning] = Warning, module: str = "") -> None:
+    """Like warnings.filterwarnings("ignore"), until the end of `own_settings`."""
+    warnings.filterwarnings("ignore", message, category, module)
+
+
+def silence_compiler() -> None:
+    """Do not repeat the compiler's warnings about activation checkpointing on this rank."""
+    logging.getLogger(LOGGER).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def keeping_freed_memory() -> Iterator[None]:
+    """Inside, glibc keeps freed memory instead of returning it to the system at every step.
+
+    Large tensors are freed and allocated again in each step. By default each is a separate mapping,
+    and zeroing its pages takes a fifth of a step on CPU. Without glibc this has no effect.
+    """
+    LARGEST = 2**31 - 1
+    _set_malloc(LARGEST, LARGEST)
+    try:
+        yield
+    finally:
+        # glibc cannot be asked for its thresholds. It raises them as large blocks are freed, up to
+        # these values.
+        if _set_malloc(32 * 2**20, 64 * 2**20):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _set_malloc(mapped_from: int, trimmed_from: int) -> bool:
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(M_MMAP_THRESHOLD, mapped_from)
+            libc.mallopt(M_TRIM_THRESHOLD, trimmed_from)
+            return True
+    return False
+
+
+def _deterministic() -> tuple[bool, bool]:
+    """Whether operations must be deterministic, and whether torch only warns of others."""
+    is_on = torch.are_deterministic_algorithms_enabled()
+    return is_on, torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(mode: tuple[bool, bool]) -> None:
+    # The call imports the compiler.
+    if mode != _deterministic():
+        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+def _set_ignored(operators: set[Any]) -> None:
+    SAC_IGNORED_OPS.clear()
+    SAC_IGNORED_OPS.update(operators)
+
+
+def _drop_compiled_code() -> None:
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
