@@ -684,7 +684,7 @@ PROMISES = [
         "docs/tensors.md",
         "prints the account; no rank starts and no step runs",
         Break("main", 'print("\\n".join(_tensors(resolved)))', "pass"),
-        ("unit/test_tensor_account.py", "parity/test_tensor_account.py"),
+        ("parity/test_tensor_account.py",),
     ),
     Promise(
         "noise depends on its name",
