@@ -10,6 +10,7 @@ kind of error, which the pattern `says` matches. A refactoring changes no number
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,13 +18,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
+LIBRARY = ("titanlite", "models")
 BASE: dict[str, dict[str, Any]] = {
     "model": {"flavor": "debug"},
     "training": {"dataset": "synthetic", "local_batch_size": 4, "global_batch_size": 8},
@@ -79,17 +81,7 @@ class Verdict:
 
 def judge(mutant: Mutant) -> Verdict:
     """Apply a mutant to a copy of the library, verify its job there, and read the diagnosis."""
-    with tempfile.TemporaryDirectory(prefix="titanlite-mutant-") as name:
-        folder = Path(name)
-        for part in ("titanlite", "models"):
-            shutil.copytree(
-                ROOT / part,
-                folder / part,
-                symlinks=True,
-                ignore=shutil.ignore_patterns("__pycache__"),
-            )
-        for edit in mutant.edits:
-            _apply(folder, edit)
+    with edited(mutant.edits) as folder:
         sections = {s: BASE.get(s, {}) | mutant.job.get(s, {}) for s in {*BASE, *mutant.job}}
         job, result = folder / "job.toml", folder / "result.json"
         job.write_text("".join(_toml(sections)), encoding="utf-8")
@@ -97,7 +89,7 @@ def judge(mutant: Mutant) -> Verdict:
         done = subprocess.run(
             [sys.executable, "-m", "titanlite", *words],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            env=environment(folder),
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -107,6 +99,27 @@ def judge(mutant: Mutant) -> Verdict:
         if result.exists():
             findings = tuple(json.loads(result.read_text(encoding="utf-8"))["diagnosis"])
         return Verdict(mutant.name, done.returncode, next(iter(findings), ""), findings)
+
+
+@contextlib.contextmanager
+def edited(edits: Iterable[Edit], parts: Iterable[str] = LIBRARY) -> Iterator[Path]:
+    """A scratch folder with a copy of these parts of the repository, and the edits applied."""
+    with tempfile.TemporaryDirectory(prefix="titanlite-mutant-") as name:
+        folder = Path(name)
+        for part in parts:
+            if (ROOT / part).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=ignored)
+            else:
+                shutil.copy(ROOT / part, folder / part)
+        for edit in edits:
+            _apply(folder, edit)
+        yield folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The environment of a process that imports the library from `folder`."""
+    return {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _apply(folder: Path, edit: Edit) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -13,6 +14,8 @@ from training import debug_config, difference, train
 
 from titanlite.config import check_machine, make_config, resolve_job
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.job import Job
+from titanlite.parallelize.async_tensor_parallel import Fusions
 from titanlite.ranks.launch import Place, run_ranks
 
 # torch is imported by the functions that run on ranks, as in any program that starts some.
@@ -421,7 +424,7 @@ def fused_by_inductor(world: Any) -> tuple[dict[str, int], float]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.async_tensor_parallel import Fusions, enable_symmetric_memory
+    from titanlite.parallelize.async_tensor_parallel import enable_symmetric_memory
     from titanlite.parallelize.styles import GatherColwise, RowwiseLocal
 
     class Inner(nn.Module):
@@ -516,6 +519,21 @@ def fused_job(world: Any) -> list[Any]:
     except TitanliteError as error:
         found.append(str(error))
     return found
+
+
+def test_a_step_without_a_fusion_ends_the_run() -> None:
+    """What the next test sees in compiled graphs, without them."""
+    counted = Fusions()
+    job: Any = SimpleNamespace(
+        trainer=SimpleNamespace(step=lambda batches, number: "done"), draw=list, fusions=counted
+    )
+    with pytest.raises(TitanliteError, match="inductor found no all-gather with a"):
+        Job.step(job)
+    job.fusions = None
+    assert Job.step(job) == "done"
+    with patch.object(Fusions, "counts", lambda self: {"all-gather-matmul forward": 1}):
+        job.fusions = counted
+        assert Job.step(job) == "done"
 
 
 @pytest.mark.slow

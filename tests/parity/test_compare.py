@@ -15,6 +15,7 @@ from typing import Any
 import parallel_code as code
 import pytest
 import torch
+import torch.distributed as dist
 
 import titanlite
 from titanlite.errors import ConfigError, TitanliteError
@@ -236,6 +237,17 @@ def test_a_mistake_that_ranks_find_is_clear(comparer, name):
 def test_random_numbers_are_reported(comparer):
     with pytest.raises(ConfigError, match="reference: a second run has another loss"):
         compare(comparer, code.with_ddp, DP, code.RandomModel)
+
+
+def test_ranks_that_rely_on_equal_random_numbers_without_a_seed_differ(comparer):
+    def step(model, batch):
+        own = torch.rand(())
+        dist.broadcast(first := own.clone(), 0)
+        value = code.loss(model, batch) * (1 + own - first)
+        value.backward()
+        return value
+
+    assert not compare(comparer, code.with_ddp, {**DP, "step": step}).agrees
 
 
 def test_the_exception_of_a_rank_is_part_of_the_result(comparer):

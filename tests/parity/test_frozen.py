@@ -55,7 +55,14 @@ def train_and_look(world: World, config: JobConfig) -> dict[str, Any]:
     states = job.trainer.optimizer.state
     assert not any(job.parameters[name] in states for name in frozen)
     changed = {name for name in start if not torch.equal(start[name], end[name])}
-    return {"losses": losses, "changed": changed, "end": end, "reduced": sum(reduced)}
+    rows = [(row.requested, row.note) for row in job.applied if row.feature == "frozen tensors"]
+    return {
+        "losses": losses,
+        "changed": changed,
+        "end": end,
+        "reduced": sum(reduced),
+        "rows": rows,
+    }
 
 
 def test_only_adapters_change_and_every_plan_agrees() -> None:
@@ -65,6 +72,10 @@ def test_only_adapters_change_and_every_plan_agrees() -> None:
         with pytest.raises(ConfigError, match="lora has no parameter to train"):
             pool.call(train_and_look, lora({}, first_adapter=4))
     assert reference["changed"] == {f"blocks.{i}.{n}.weight" for i in (2, 3) for n in "ab"}
+    sizes = [whole.numel() for whole in reference["end"].values()]
+    trained = sum(reference["end"][name].numel() for name in reference["changed"])
+    told = f"{trained:,} of {sum(sizes):,} parameters are trained"
+    assert reference["rows"] == [(f"{len(sizes) - 4} of {len(sizes)}", told)]
     # Each adapter has 2 x 16 and 32 x 2 parameters; FSDP2 reduces in each of two microbatches.
     reduced = {"FSDP": 3 * 2 * 2 * 96, "DDP": 3 * 2 * 96, "TP": None, "PP": 0}
     with RankPool(2, timeout_seconds=120) as pool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from titanlite.config import load_config, make_config
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.verify.verify import Verifier
 
 SIZES = {
@@ -232,6 +232,31 @@ def test_tokens_attend_only_to_their_own_document() -> None:
     parts = tokens.split([4, 2, 3], dim=1)
     alone = [model(part, use_cache=False).logits for part in parts]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-6)
+
+
+def test_positions_that_are_not_those_of_the_layout_are_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from titanlite.attention import make_layout, register_ring_attention
+
+    sizes = {**SIZES, "num_hidden_layers": 1}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        name = register_ring_attention(dist.group.WORLD, name="ring_of_a_test")
+        config = transformers.LlamaConfig(**sizes, attn_implementation=name)
+        model, tokens = transformers.LlamaForCausalLM(config), torch.ones(1, 4, dtype=torch.long)
+        own = make_layout("headtail", 2).positions(0, 8)[None]
+        assert own.tolist() == [[0, 1, 6, 7]]
+        model(tokens, position_ids=own, use_cache=False)
+        documents = torch.zeros_like(tokens)
+        model(tokens, position_ids=documents, documents=documents, use_cache=False)
+        with pytest.raises(TitanliteError, match="position_ids are not those of this rank's"):
+            model(tokens, position_ids=torch.arange(4)[None], use_cache=False)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_other_families_lack_is_one_line() -> None:

@@ -109,6 +109,10 @@ def test_initial_values_depend_on_the_seed_alone() -> None:
     assert torch.equal(one.linear.bias, again.linear.bias)
     assert not torch.equal(one.linear.weight, other.linear.weight)
     assert len(one.linear.weight.unique()) == 1, "init_weights was not called"
+    given = ModelSpec("rotary", object, Rotary, init=lambda model: model.linear.weight.fill_(3.0))
+    own = initial_model(given, None, torch.float32, seed=1)
+    assert own.linear.weight.unique().tolist() == [3.0], "init was not called instead"
+    assert torch.equal(own.linear.bias, one.linear.bias), "init set the rest"
 
 
 class Other(nn.Module):

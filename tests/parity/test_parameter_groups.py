@@ -12,7 +12,7 @@ from training import debug_config, differences, train
 from titanlite.config import load_config
 from titanlite.config.document import format_config
 from titanlite.errors import ConfigError, RankError
-from titanlite.training.optimizer import Rule, build_optimizer, find_rules
+from titanlite.training.optimizer import Rule, base_lr, build_optimizer, find_rules
 from titanlite.verify.verify import Verifier
 
 GROUPS: dict[str, Any] = {
@@ -50,6 +50,10 @@ def test_one_group_for_each_rule() -> None:
     optimizer = build_optimizer(linear.parameters(), lr=0.1, weight_decay=0.3, rules=rules)
     found = [(g["lr"], g["weight_decay"], len(g["params"])) for g in optimizer.param_groups]
     assert found == [(0.1, 0.3, 1), (0.2, 0.0, 1)]
+    assert base_lr(optimizer) == 0.1
+    # A pipeline stage may have only parameters with a multiplier.
+    optimizer = build_optimizer([linear.bias], lr=0.1, rules=rules)
+    assert base_lr(optimizer) == 0.1
 
 
 def test_the_keys_are_read_and_shown(tmp_path: Path) -> None:

@@ -445,6 +445,7 @@ def wrapped_errors(place: Place, wrapping: str) -> tuple[float, int]:
     )
 
     from titanlite.attention import RingAttention
+    from titanlite.parallelize import ParallelPlan, apply_ac
     from titanlite.ranks.world import open_world
 
     operator = torch.ops.titanlite.ring_attention.default
@@ -476,11 +477,12 @@ def wrapped_errors(place: Place, wrapping: str) -> tuple[float, int]:
             return saved[op != operator]
 
         contexts = partial(create_selective_checkpoint_contexts, policy)
+        blocks = nn.ModuleDict({"blocks": nn.ModuleDict({"0": layer})})
+        if wrapping == "apply_ac by operator":
+            apply_ac(blocks, "selective", selective_option="op", plan=ParallelPlan(blocks="blocks"))
         run = {
             "checkpoint": lambda x: checkpoint(layer, x, use_reentrant=False),
-            "selective checkpoint": lambda x: checkpoint(
-                layer, x, use_reentrant=False, context_fn=contexts
-            ),
+            "apply_ac by operator": blocks.get_submodule("blocks.0"),
             "compile": torch.compile(layer, backend="aot_eager", fullgraph=True),
             "inductor": torch.compile(layer, fullgraph=True),
             "compiled checkpoint": torch.compile(
@@ -504,7 +506,7 @@ def wrapped_errors(place: Place, wrapping: str) -> tuple[float, int]:
     ("wrapping", "num_forward"),
     [
         ("checkpoint", 2),
-        ("selective checkpoint", 1),
+        ("apply_ac by operator", 1),
         ("compile", 1),
         pytest.param("inductor", 1, marks=pytest.mark.slow),
         ("compiled checkpoint", 2),
@@ -516,6 +518,27 @@ def test_inside_checkpointing_and_compilation(wrapping, num_forward):
         assert error <= 1e-13
         # With two ranks, each pass has one hop; in the backward pass the gradient follows.
         assert posts == num_forward + 2
+
+
+def test_the_own_block_is_computed_while_the_others_arrive(monkeypatch):
+    from types import SimpleNamespace
+
+    import torch
+
+    from titanlite.attention import make_layout, rotation
+
+    done: list[str | int] = []
+
+    def all_gather(*_: object, async_op: bool, **__: object) -> SimpleNamespace:
+        assert async_op
+        done.append("gather")
+        return SimpleNamespace(wait=lambda: done.append("wait"))
+
+    monkeypatch.setattr(rotation, "_all_gather", all_gather)
+    group = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
+    gather = rotation.Gather(group, make_layout("none", 3), causal=False)
+    gather.forward(torch.zeros(2, 1, 4, 1, 8), lambda key_rank, kv: done.append(key_rank))
+    assert done == ["gather", 1, "wait", 0, 2]
 
 
 def check_operator(place: Place, rotate_method: str) -> None:

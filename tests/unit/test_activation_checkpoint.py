@@ -3,6 +3,7 @@
 Buffers too: recomputing a block uses their old values and changes none.
 """
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -15,11 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from titanlite.config import make_config
 from titanlite.errors import TitanliteError
+from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageTransformer
 from titanlite.names import canonical_name
 from titanlite.parallelize import ParallelPlan, apply_ac, apply_compile
+from titanlite.parallelize.steps import Part, activation_checkpoint
 from titanlite.training.initialize import initialize
 
 NUM_LAYERS, NUM_MM = 4, 7  # matrix multiplications in a block: q, k, v, o and three of SwiGLU
@@ -55,7 +59,9 @@ class Allocations(TorchDispatchMode):
         return sum(size for storage, size in self.storages.values() if not storage.expired())
 
 
+@functools.cache
 def run(mode: str, option: str = "op", **arguments):
+    """What a step reports, calls in its backward pass, keeps and computes; run once for each."""
     config = replace(FLAVORS["debug"], num_layers=NUM_LAYERS, zero_init_output=False)
     with torch.device("meta"):
         model = ImageTransformer(config)
@@ -120,6 +126,23 @@ def test_named_layers_are_always_repeated():
     assert counts["aten.mm.default"] == OWN + (3 + 1) * NUM_LAYERS
     *_, expected = run("none")
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_same"), [({}, True), ({"preserve_rng_state": False}, False), ({"mode": "none"}, 1)]
+)
+def test_recomputation_draws_the_random_numbers_of_the_forward_pass(keys, is_same):
+    linear = nn.Linear(64, 64)
+    model = nn.ModuleDict({"blocks": nn.ModuleDict({"0": nn.Sequential(linear, nn.Dropout())})})
+    plan = ParallelPlan(blocks="blocks")
+    config = make_config({"activation_checkpoint": {"mode": "full", **keys}})
+    meshes = None  # activation checkpointing needs none
+    activation_checkpoint(Part(model, config, ParallelDims(), meshes, plan, None))
+    x = torch.ones(1, 64, requires_grad=True)
+    y = model["blocks"]["0"](x)
+    y.sum().backward()
+    # The gradient of a bias is 2 where its output was kept, and 0 where it was dropped.
+    assert torch.equal(linear.bias.grad != 0, y[0] != 0) == bool(is_same)
 
 
 class Buffered(nn.Module):

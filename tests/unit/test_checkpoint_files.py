@@ -366,6 +366,29 @@ def test_what_is_synced_has_been_flushed(tmp_path, monkeypatch):
         assert synced[(tmp_path / name).stat().st_ino] == record.size_bytes, name
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names a descriptor by /proc")
+def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    done: list[tuple[str, str]] = []
+    rename = Path.rename
+
+    def fsync(descriptor: int) -> None:
+        done.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append(("rename", Path(target).name))
+        return rename(path, target)
+
+    write_tensors(tmp_path / "another")
+    manifest = read_manifest(tmp_path / "another")
+    (unfinished := tmp_path / "step-2.new-0").mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", renamed)
+    folder = CheckpointFolder(tmp_path)
+    folder.commit(unfinished, folder.at(2), manifest, "0")
+    flushed = [("flush", MANIFEST), ("flush", unfinished.name)]
+    assert done == [*flushed, ("rename", "step-2"), ("flush", tmp_path.name)]
+
+
 class Evil:
     """Unpickled, it makes a file."""
 

@@ -6,11 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.config import make_config, resolve_job
 from titanlite.job import build_job
+from titanlite.mesh.device_mesh import build_meshes
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.parallelize import ParallelPlan
+from titanlite.parallelize.steps import Part, tensor_parallel
+from titanlite.parallelize.styles import NormLocal
 from titanlite.ranks.world import World
 
 NUM_RANKS = 4
@@ -71,3 +78,32 @@ def test_where_fsdp_is_active_for_another_reason_the_plan_says_so(
     row = next(row for row in job.applied if row.feature == "data parallel")
     assert (row.requested, row.active) == (requested, active)
     assert row.note.startswith(reason)
+
+
+def test_plan_keys_without_a_module_are_listed(world: World) -> None:
+    config = make_config({"parallelism": {"tensor_parallel_degree": NUM_RANKS}})
+    dims = ParallelDims(tp=NUM_RANKS)
+    model = nn.ModuleDict({"norm": nn.LayerNorm(8)})
+    plan = ParallelPlan(tensor_parallel={"norm": NormLocal(), "blocks.*.nrom": NormLocal()})
+    part = Part(model, config, dims, build_meshes(dims, "cpu"), plan, None)
+    with pytest.warns(UserWarning, match=r"'blocks\.\*\.nrom' matches no module of ModuleDict"):
+        row = tensor_parallel(part)
+    assert row.note.startswith("1 modules, ")
+    assert row.note.endswith("; plan keys without a module: blocks.*.nrom")
+
+
+def test_ddp_of_compiled_blocks_uses_the_optimizer_of_dynamo(world: World) -> None:
+    degrees = {"data_parallel_replicate_degree": NUM_RANKS, "data_parallel_shard_degree": 1}
+    for enable, expected in ((False, True), (True, "ddp_optimizer")):
+        config = make_config(
+            {
+                "model": {"flavor": "debug"},
+                "training": {"dataset": "synthetic"},
+                "parallelism": degrees,
+                "compile": {"enable": enable, "backend": "eager"},
+                "activation_checkpoint": {"mode": "none"},
+            }
+        )
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            build_job(resolve_job(config, NUM_RANKS), world)
+            assert torch._dynamo.config.optimize_ddp == expected

@@ -33,6 +33,25 @@ def test_ranks_meet_and_return_in_order():
     assert run_ranks(total, 4, 0) == [(rank, [6, 10, 14, 18]) for rank in range(4)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc returns memory at every step")
+def test_a_rank_keeps_the_memory_of_its_tensors():
+    def resident_after_a_tensor(place: Place):
+        import torch
+
+        from titanlite.ranks.world import open_world
+
+        def resident() -> int:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            return pages * os.sysconf("SC_PAGE_SIZE")
+
+        with open_world(place):
+            before = resident()
+            torch.ones(1 << 23)  # 32 MiB, freed at once
+            return resident() - before
+
+    assert run_ranks(resident_after_a_tensor, 1)[0] > 1 << 24
+
+
 def test_the_rank_that_raised_is_named_not_its_peers():
     def fail_on_two(place: Place):
         import torch
@@ -104,6 +123,36 @@ def test_ranks_are_gone_after_an_error(tmp_path):
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+LIFELINE = """
+import sys, threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from titanlite.ranks.launch import _end_with
+
+_end_with(Connection(sys.stdin.fileno(), writable=False), Path(sys.argv[1]))
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_rank_ends_when_its_launcher_does(tmp_path):
+    (folder := tmp_path / "shared").mkdir()
+    words = [sys.executable, "-c", LIFELINE, str(folder)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"ready\n"
+        assert rank.poll() is None
+        # The system closes what a killed launcher had open.
+        rank.stdin.close()
+        try:
+            assert rank.wait(60) == -signal.SIGKILL
+        finally:
+            rank.kill()
+    assert not folder.exists()
 
 
 RUN_IN_A_FOLDER = """

@@ -9,20 +9,28 @@ import pytest
 
 from titanlite.cli import main
 from titanlite.drawing.chart import Axis, Marker, Series, draw_chart
-from titanlite.learn.command import HEADER, show_number
+from titanlite.learn.command import HEADER, answer, show_number
 from titanlite.learn.curves import (
     PICTURES,
     data_parallel_limit,
     load_hardware,
     tensor_parallel_seconds,
 )
-from titanlite.learn.topics import TOPICS
+from titanlite.learn.topics import TOPICS, Numbers
 from titanlite.simulate.ladder.__main__ import main as ladder
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "learn.md").read_text()
 PLANNED = ("zero", "recomputation")  # pictures whose points are traced: a slow test draws them
 picture_commands = runpy.run_path(str(DOCS / "make_pictures.py"))["picture_commands"]
+
+
+def test_an_answer_shows_all_three_numbers():
+    topic = TOPICS["pp"]
+    lines = answer(topic, Numbers(27.25, 27.5, 1234.5, "%", "1F1B")).splitlines()
+    assert lines[0] == topic.question
+    shown = [line.split(maxsplit=1)[1] for line in lines[3:6]]
+    assert shown == ["27.25 %", "27.5 %", "1,234 %"]
 
 
 def test_page_shows_every_picture_with_its_command():

@@ -14,11 +14,14 @@ import pytest
 from titanlite import cli
 from titanlite.config import JobConfig, load_config, make_config, resolve_job
 from titanlite.plan.cache import load_applied
-from titanlite.plan.command import plannable
+from titanlite.plan.command import _read_measured, plannable
 from titanlite.plan.events import Trace
 from titanlite.plan.hardware import FOLDER, load_hardware
 from titanlite.plan.planning import PIECES, plan_job, representatives
 from titanlite.plan.trace import trace_rank
+from titanlite.schedule import make_schedule
+from titanlite.schedule.trace import make_trace
+from titanlite.schedule.walk import STEPS, walk
 
 BATCH, TOKENS = 4, 64
 
@@ -226,6 +229,19 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "none cannot be read (No such file" in capsys.readouterr().err
     assert cli.main([*timed, "--svg", "out.svg", "--measured", str(tmp_path)]) == 2
     assert "has no pipeline_step_N.json; give another folder" in capsys.readouterr().err
+
+
+def test_of_a_folder_of_measured_steps_the_fastest_is_drawn(tmp_path: Path) -> None:
+    for step, seconds in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        timeline = walk(make_schedule("GPipe", 2, 2), dict.fromkeys(STEPS, seconds))
+        (tmp_path / f"pipeline_step_{step}.json").write_text(make_trace(timeline))
+    fastest = _read_measured(str(tmp_path), "out.svg")
+    alone = _read_measured(str(tmp_path / "pipeline_step_2.json"), "out.svg")
+    slow = _read_measured(str(tmp_path / "pipeline_step_3.json"), "out.svg")
+    assert fastest is not None
+    assert alone is not None
+    assert slow is not None
+    assert fastest.end == alone.end < slow.end
 
 
 def test_offload_is_planned_on_the_device_that_the_hardware_has(

@@ -87,6 +87,8 @@ def test_operators_are_bound_by_operations_or_by_memory() -> None:
     # 2.5 million scores, each written and read three times, with a mask of a byte.
     scores = 10**9 / 400
     assert unfused.operator(forward) == pytest.approx(1e-3 + scores * 25 / 1e9)
+    # One million scores: four products of 200 operations each, and eight reads and writes.
+    assert unfused.operator(backward) == pytest.approx(4 * 200 * 1e6 / 1e12 + 1e6 * 33 / 1e9)
     again = replace(unfused, attention="unfused, recomputed")
     assert again.operator(backward) - unfused.operator(backward) == pytest.approx(
         unfused.operator(replace(forward, flops=4 * 10**8)), rel=1e-6

@@ -12,8 +12,10 @@ import torch
 
 from titanlite.config import JobConfig
 from titanlite.data.spec import DatasetSpec
+from titanlite.errors import TitanliteError
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageTransformer
+from titanlite.sampling import command
 from titanlite.sampling import generate as sample
 from titanlite.sampling.choice import Choice
 from titanlite.sampling.generate import Pace, generate, sample_sequences
@@ -56,6 +58,35 @@ class Clock:
     def __call__(self) -> float:
         self.now += self.seconds
         return self.now
+
+
+def test_options_replace_what_the_job_says_about_sampling(monkeypatch, tmp_path):
+    """`titanlite sample`, up to the start of its ranks."""
+    asked: list[JobConfig] = []
+
+    def start(config: JobConfig, **_: object) -> None:
+        asked.append(config)
+        raise TitanliteError("no rank starts here")
+
+    stored = {
+        "model": {"name": "llama3", "flavor": "tiny"},
+        "training": {"dataset": "pydoc"},
+        "sampling": {"num_samples": 3, "temperature": 0.5},
+        "debug": {"seed": 4},
+    }
+    monkeypatch.setattr(command, "_open", lambda path: (path, None, stored))
+    monkeypatch.setattr(command, "_stored_bytes", lambda *_: 0)
+    monkeypatch.setattr(command, "check_start", start)
+    options = {"--prompt": "ab", "--num-tokens": 7, "--top-k": 2, "--top-p": 0.5, "--seed": 9}
+    words = [str(word) for option in options.items() for word in option]
+    for given in ([], [*words, "--temperature", "0"]):
+        with pytest.raises(TitanliteError, match="no rank starts here"):
+            command.main([str(tmp_path), *given])
+    before, after = (config.sampling for config in asked)
+    assert (before.num_samples, before.prompt, before.temperature) == (3, "", 0.5)
+    assert (after.num_samples, after.prompt, after.temperature) == (1, "ab", 0)
+    assert (after.num_tokens, after.top_k, after.top_p) == (7, 2, 0.5)
+    assert [config.debug.seed for config in asked] == [4, 9]
 
 
 def draw(model: torch.nn.Module, num_tokens: int, pace: Pace | None = None, **options):

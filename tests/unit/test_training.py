@@ -4,10 +4,14 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.batch import make_batch
 from titanlite.errors import TitanliteError
+from titanlite.training.gradient_norm import gradient_norm
 from titanlite.training.initialize import initialize
 from titanlite.training.loss import IGNORE_INDEX, BatchLoss, batch_dims, token_loss_sum
 from titanlite.training.optimizer import build_optimizer, build_scheduler, lr_factor
@@ -82,6 +86,21 @@ def test_the_loss_is_a_sum_over_valid_tokens_in_at_least_float32():
     torch.testing.assert_close(loss, expected)
     assert token_loss_sum(logits.double(), targets).dtype == torch.float64
     assert token_loss_sum(logits, torch.full_like(targets, IGNORE_INDEX)) == 0
+
+
+def test_the_norm_of_gradients_in_bfloat16_is_that_of_their_values():
+    parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (100, 7, 1000)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+        norm = gradient_norm(parameters, mesh)
+    finally:
+        dist.destroy_process_group()
+    expected = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters))
+    assert norm.dtype == torch.float64
+    assert float(norm) == pytest.approx(expected, rel=1e-6)
 
 
 class Plain(nn.Module):

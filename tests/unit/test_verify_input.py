@@ -6,6 +6,9 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 
@@ -297,3 +300,31 @@ def test_a_stored_result_of_wrong_values_is_left_out(tmp_path):
 def test_an_unknown_model_is_bad_input():
     with pytest.raises(ConfigError, match="there is no model"):
         load_config(["--model.name=none"])
+
+
+def test_every_rank_of_every_run_starts_with_a_random_state_of_its_own() -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    from titanlite.verify import run
+
+    def draw(*_: object) -> Any:
+        numbers = float(torch.rand(())), random.random(), float(np.random.rand())
+        return SimpleNamespace(numbers=numbers, trainer=SimpleNamespace(generators="seeded"))
+
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), patch.object(run, "build_job", draw):
+            drawn = []
+            for rank in (0, 1, 0):
+                world, resolved = SimpleNamespace(rank=rank), SimpleNamespace()
+                with run.open_job(*cast(Any, (world, resolved))) as job:
+                    drawn.append(cast(Any, job).numbers)
+                    # Nor does the job seed its steps.
+                    assert job.trainer.generators is None
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    assert all(len(set(of_one_generator)) == 3 for of_one_generator in zip(*drawn, strict=True))
