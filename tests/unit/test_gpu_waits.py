@@ -33,7 +33,7 @@ def entry(name: str, state: str = "scheduled", *, age_s: float = 200, **changes:
         "p2p_seq_id": 0,
         "op_id": 7,
         "profiling_name": f"nccl:{name}",
-        "time_created_ns": time.time_ns() - int(age_s * 1e9),
+        "age_s": age_s,
         "input_sizes": [[4]],
         "input_dtypes": ["Float"],
         "output_sizes": [[4]],
@@ -58,7 +58,10 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets what the flight recorders hold."""
 
     def hold(*entries: dict) -> None:
-        dumps = {"": pickle.dumps({"entries": []}), "nccl": pickle.dumps({"entries": entries})}
+        # From now on, not from when the entries were made: the tests before this one take time.
+        now = time.time_ns()
+        made = [{**one, "time_created_ns": now - int(one["age_s"] * 1e9)} for one in entries]
+        dumps = {"": pickle.dumps({"entries": []}), "nccl": pickle.dumps({"entries": made})}
         monkeypatch.setattr(account, "dump_recorders", lambda *_: dumps)
 
     return hold
