@@ -227,7 +227,9 @@ class Watch:
             except OSError:
                 is_first = False
         if is_first:
-            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+            # gloo begins with the place in its own source.
+            text = re.sub(r"^\[[^\]]*\] ", "", str(error))
+            cause = f"{type(error).__name__}: {text}".splitlines()[0]
             self._print(f"lost the connection to rank 0, which hosts the store ({cause})")
 
     def _print(self, text: str) -> None:
