@@ -269,7 +269,7 @@ def test_what_other_families_lack_is_one_line() -> None:
             {},
             {},
             "model.config_class: BertLMHeadModel has no single list of blocks in its base model, "
-            "or its attention is not causal; its lists are bert.encoder.layer (12 of BertLayer); "
+            "or its attention is not causal; its lists are bert.encoder.layer (4 of BertLayer); "
             "give a causal language model of transformers",
         ),
         (

@@ -202,14 +202,14 @@ CASES = [
     Case(
         bugs.tied_gradients_not_summed,
         PP,
-        "the gradient of tok_emb.weight is correct only after a sum over the stages that hold this "
-        "tied weight: each stage has only the gradient of its own use of the weight. Sum the",
+        "the gradient of tok_emb.weight is correct only after a sum over the stages that hold a "
+        "copy of this weight: each stage has only the gradient of its own use of the weight. Sum",
         TIED,
     ),
     Case(
         bugs.tied_gradients_not_summed,
         {**PP, "pipeline_parallel_schedule": "ZBVZeroBubble"},
-        "the gradient of tok_emb.weight is correct only after a sum over the stages that hold this",
+        "the gradient of tok_emb.weight is correct only after a sum over the stages that hold a copy",
         TIED,
         is_slow=True,
     ),

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from titanlite.dropout import TokenDropout
+
 # A comparison waits for a GPU. Up to this size, copies are kept without comparing.
 SMALL_BYTES = 1 << 20
 
@@ -49,9 +51,12 @@ class BufferStates:
 
 
 def places_of(block: nn.Module) -> Iterator[Place]:
-    """Where the buffers of a block are registered, also those that are None."""
+    """Where the buffers of a block are registered, also those that are None.
+
+    Without the keys of TokenDropout, which no forward pass changes.
+    """
     for module in block.modules():
-        for name in module._buffers:
+        for name in module._buffers if not isinstance(module, TokenDropout) else ():
             yield module, name
 
 
