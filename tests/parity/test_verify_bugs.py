@@ -209,7 +209,7 @@ CASES = [
     Case(
         bugs.tied_gradients_not_summed,
         {**PP, "pipeline_parallel_schedule": "ZBVZeroBubble"},
-        "the gradient of tok_emb.weight is correct only after a sum over the stages that hold a copy",
+        "the gradient of tok_emb.weight is correct only after a sum over the stages that hold",
         TIED,
         is_slow=True,
     ),
