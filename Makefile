@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV := .venv$(TORCH:%=-torch%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The tests that mostly run in one process. The others start ranks, which use all cores.
-ALONE := tests/unit tests/golden
+# The tests that mostly run in one process, or start ranks that compute little. The others start
+# ranks that use all cores.
+ALONE := tests/unit tests/golden tests/promises tests/lab tests/mutants
 
 .PHONY: train test test-all test-versions check docs clean
 
