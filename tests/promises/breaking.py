@@ -138,7 +138,8 @@ def judge(promise: Promise, seconds: float = SECONDS) -> Verdict:
         if status != PASSED:
             return Verdict(promise.name, None, f"the edit breaks an import: {text[-500:]}")
         tests = [f"tests/{test}" for test in promise.tests]
-        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+        # Otherwise pytest runs a test whose file is named too at its place in the file.
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--keep-duplicates"]
         status, text = _run(["-m", "pytest", *options, *tests], folder, seconds)
         ends = {PASSED: "no test fails", None: f"the tests did not end within {seconds:g} s"}
         return Verdict(promise.name, status, ends.get(status) or _first_failure(text))

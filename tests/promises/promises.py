@@ -196,7 +196,10 @@ PROMISES = [
         "docs/mesh.md",
         "that degree is the number of ranks divided by the other degrees",
         Break("make_parallel_dims", "world_size) // others)", "world_size))"),
-        ("unit/test_config.py", "unit/test_config_errors.py", "unit/test_start.py"),
+        (
+            "unit/test_parallel_dims.py::test_a_shard_degree_of_minus_one_takes_the_other_ranks",
+            "unit/test_parallel_dims.py",
+        ),
     ),
     # Asynchronous TP and TP.
     Promise(

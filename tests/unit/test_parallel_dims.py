@@ -145,6 +145,13 @@ def test_degrees_of_a_job(
     assert make_parallel_dims(job(**parallelism), world_size, num_gpus) == expected
 
 
+def test_a_shard_degree_of_minus_one_takes_the_other_ranks() -> None:
+    jobs = [job(**{SHARD: -1, TP: tp}) for tp in (1, 2, 4, 8)]
+    # As many ranks as the machine has GPUs, or as torchrun starts.
+    assert [make_parallel_dims(one, None, num_gpus=8).dp_shard for one in jobs] == [8, 4, 2, 1]
+    assert [make_parallel_dims(one, 8).dp_shard for one in jobs] == [8, 4, 2, 1]
+
+
 def test_gpus_do_not_count_on_cpu() -> None:
     config = make_config({"job": {"device": "cpu"}})
     assert make_parallel_dims(config, None, num_gpus=8) == ParallelDims()
