@@ -33,7 +33,7 @@ def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name.startswith(
             (
                 *("plain_model", "odd_model", "rotary_model", "tied_model", "wide_model"),
-                *("lora_model", "packed_documents", "biased_experts", "uncovered"),
+                *("lora_model", "packed_documents", "biased_experts", "uncovered", "bigram"),
             )
         )
     ]:

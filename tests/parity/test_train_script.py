@@ -17,7 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config import load_config
+import titanlite
+from titanlite.config import load_config, resolve_job
+from titanlite.ranks.launch import run_ranks
+from titanlite.run import train_on_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -455,6 +458,71 @@ def test_a_users_own_model_trains_and_draws(tmp_path):
     two = own_model(tmp_path, parallelism__data_parallel_shard_degree=2)
     assert (two.returncode, two.stderr) == (0, "")
     assert losses(tmp_path / "out") == pytest.approx(alone, rel=1e-5)
+
+
+RANDOM = """
+import random
+import numpy as np
+import torch
+from bigram.plain import Bigram as Plain
+from torch import nn
+
+class Bigram(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, tokens_BT, positions):
+        factor = random.random() + np.random.random()
+        x_BTD = self.dropout(self.embedding(tokens_BT) * self.scale)
+        return self.output(x_BTD + factor * torch.randn_like(x_BTD))
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "has_torchrun"),
+    [(1, False), (2, True), pytest.param(1, True, marks=pytest.mark.slow)],
+)
+def test_every_way_to_start_draws_the_same_random_numbers(
+    tmp_path, monkeypatch, num_ranks, has_torchrun
+):
+    """torchrun, ranks of the fork server and one process: losses are equal bit by bit."""
+    write_model(tmp_path, model=RANDOM)
+    (tmp_path / "bigram" / "plain.py").write_text(MODEL["model.py"])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def start(name: str, *launcher: str) -> list[str]:
+        return command(
+            tmp_path / name,
+            *launcher,
+            experimental__custom_import="bigram",
+            model__name="bigram",
+            model__flavor="small",
+            training__dataset="synthetic",
+            parallelism__data_parallel_shard_degree=num_ranks,
+            validation__enable=True,
+            validation__freq=2,
+            validation__steps=1,
+        )
+
+    def numbers(name: str) -> list[tuple[float | None, ...]]:
+        kinds = ("loss", "grad_norm", "validation_loss")
+        return [tuple(row.get(kind) for kind in kinds) for row in metrics(tmp_path / name)]
+
+    with contextlib.ExitStack() as stack:
+        if has_torchrun:
+            launcher = [*BY_TORCHRUN, f"--nproc-per-node={num_ranks}"]
+            process = stack.enter_context(started(start("torchrun", *launcher), tmp_path / "tmp"))
+        job = resolve_job(load_config(start("server")[2:]))
+        run_ranks(train_on_rank, num_ranks, job, "cpu", timeout_seconds=PATIENCE_SECONDS)
+        if has_torchrun:
+            _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+            assert process.returncode == 0, stderr
+            assert numbers("torchrun") == numbers("server")
+    if num_ranks == 1:
+        titanlite.train(load_config(start("one")[2:]))
+        assert numbers("one") == numbers("server")
 
 
 @pytest.mark.parametrize(
