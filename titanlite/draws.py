@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from titanlite.errors import ConfigError
 from titanlite.names import canonical_name
 from titanlite.settings import generators_restored
 
@@ -64,7 +65,7 @@ def find_draws(model: nn.Module, run: Callable[[nn.Module], Callable[[], Any]]) 
 
     `run(model)` runs a forward pass and returns a function that computes the loss. The model may be
     on "meta". If it does not run there, its modules are searched for those that draw by their
-    class. The generators are left as they were.
+    class; a ConfigError is raised all the same. The generators are left as they were.
     """
     classes = {canonical_name(name): type(m).__name__ for name, m in model.named_modules()}
     watch = _Watch()
@@ -78,6 +79,8 @@ def find_draws(model: nn.Module, run: Callable[[nn.Module], Callable[[], Any]]) 
                 loss = run(copied)
                 watch.inside[:] = [(LOSS, 0)]
                 loss()
+        except ConfigError:
+            raise
         except Exception:  # any operator of a user's model may need values
             found |= dict.fromkeys(_drawing_modules(model))
         if _states_outside_torch() != before:

@@ -82,6 +82,9 @@ from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler,
 from titanlite.training.shards import buffers_of, parameters_of, whole_tensor
 from titanlite.training.step import StepResult, Trainer
 
+# How torch begins its error for a batch norm of one sample.
+NO_VARIANCE = "Expected more than 1 value per channel when training"
+
 Materialize = Callable[[Sequence[nn.Module]], None]
 
 
@@ -615,13 +618,23 @@ def _find_draws(resolved: ResolvedJob, model: nn.Module, example: Batch, loss: L
     if type(model).__module__.startswith("titanlite.models.") and loss is NEXT_TOKEN:
         # titanlite's own models draw nothing; running a large one takes seconds.
         return Draws()
-    size = resolved.config.training.local_batch_size
+    size, key = resolved.config.training.local_batch_size, "training.local_batch_size"
     if resolved.pipeline is not None:
+        key = "parallelism.pipeline_parallel_microbatch_size"
         size = resolved.pipeline.microbatch_size
     batch = join([example.rows(0, 1)] * size)
 
     def run(model: nn.Module) -> Callable[[], Any]:
-        outputs = call_model(model, batch)
+        try:
+            outputs = call_model(model, batch)
+        except ValueError as error:
+            if size > 1 or not str(error).startswith(NO_VARIANCE):
+                raise
+            where = f" ({line})" if (line := user_line(error)) else ""
+            raise ConfigError(
+                f"{key}: 1 gives a batch norm one value per channel, which has no variance{where}; "
+                "give 2 or more"
+            ) from None
         return lambda: loss.total(outputs, batch)
 
     return find_draws(model, run)
