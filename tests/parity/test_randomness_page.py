@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+import titanlite
 from titanlite.config import JobConfig, load_config, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.ranks.world import World
@@ -138,6 +140,30 @@ def test_a_run_with_dropout_resumes_to_the_bit(folder: Path, verifier: Verifier)
         assert not set(other[0]) & set(straight[0])
     # Weights that ranks of tp replicate stay the same on both, below a dropout too.
     assert of_ranks[0][-1] == of_ranks[1][-1]
+
+
+def numbers_of(world: World, config: JobConfig) -> list[float]:
+    """What this rank would draw next after the first step, in a process that has drawn before."""
+    from titanlite.job import build_job
+
+    torch.rand(1 + world.rank)
+    build_job(resolve_job(config, world.size), world).step(1)
+    return [float(torch.rand(())), random.random()]
+
+
+def test_processes_of_every_kind_draw_what_their_place_says(
+    folder: Path, verifier: Verifier
+) -> None:
+    drawn: list[list[float]] = []
+    options = "--training.steps=1", "--validation.enable=false", f"--job.dump_folder={folder}/alone"
+    alone = config(folder, *options)
+    titanlite.train(alone, on_step=lambda _: drawn.append([float(torch.rand(())), random.random()]))
+    assert verifier.pool(1).call(numbers_of, alone) == drawn
+    first, second = verifier.pool(2).call(numbers_of, config(folder, FSDP))
+    assert not set(first) & set(second)
+    assert [first, second] == verifier.pool(2).call(numbers_of, config(folder, FSDP))
+    first, second = verifier.pool(2).call(numbers_of, config(folder, TP))
+    assert first == second
 
 
 def test_the_dit_learns(folder: Path, verifier: Verifier) -> None:

@@ -64,7 +64,7 @@ def run(words: Sequence[str], **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def started(words: Sequence[str], temporary: Path) -> Iterator[subprocess.Popen[str]]:
+def started(words: Sequence[str], temporary: Path, **extra: str) -> Iterator[subprocess.Popen[str]]:
     """A run in a process group of its own, whose temporary files go to `temporary`."""
     temporary.mkdir()
     # It would inherit that Ctrl-C is ignored, as it is where a shell runs these tests behind it.
@@ -72,7 +72,7 @@ def started(words: Sequence[str], temporary: Path) -> Iterator[subprocess.Popen[
     process = subprocess.Popen(
         words,
         cwd=ROOT,
-        env=environment(TMPDIR=str(temporary)),
+        env=environment(TMPDIR=str(temporary), **extra),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -455,6 +455,29 @@ def test_a_users_own_model_trains_and_draws(tmp_path):
     two = own_model(tmp_path, parallelism__data_parallel_shard_degree=2)
     assert (two.returncode, two.stderr) == (0, "")
     assert losses(tmp_path / "out") == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_model_draws_does_not_depend_on_the_launcher(tmp_path, num_ranks):
+    text = MODEL["model.py"].replace("* self.scale", "* torch.rand(()) * self.scale")
+    write_model(tmp_path, model=text)
+    launchers = {"own": (), "torchrun": (*TORCHRUN, f"--nproc-per-node={num_ranks}")}
+    with contextlib.ExitStack() as stack:
+        for name, launcher in launchers.items():
+            words = command(
+                tmp_path / name,
+                *launcher,
+                experimental__custom_import="bigram",
+                model__name="bigram",
+                model__flavor="small",
+                parallelism__data_parallel_shard_degree=num_ranks,
+            )
+            process = stack.enter_context(
+                started(words, tmp_path / f"{name}-tmp", PYTHONPATH=str(tmp_path))
+            )
+            stack.callback(process.communicate, timeout=PATIENCE_SECONDS)
+    assert losses(tmp_path / "own") == losses(tmp_path / "torchrun")
 
 
 @pytest.mark.parametrize(
