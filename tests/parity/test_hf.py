@@ -259,6 +259,18 @@ def test_positions_that_are_not_those_of_the_layout_are_refused() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "data_parallel_replicate"])
+def test_a_family_of_which_only_the_blocks_are_known_agrees(
+    transformers_verifier: Verifier, axis: str
+) -> None:
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    values = {**tokens, "num_hidden_layers": 2, "dropout": 0.0, "attention_dropout": 0.0}
+    config = make_config(job("OPTConfig", {f"{axis}_degree": 2}, **values))
+    found = transformers_verifier.verify(config, steps=1)
+    assert found.agrees, found.findings
+
+
 def test_what_other_families_lack_is_one_line() -> None:
     pytest.importorskip("transformers")
     tp, pp = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
@@ -317,6 +329,8 @@ def test_what_other_families_lack_is_one_line() -> None:
             make_config(job(config_class, plan, **more, **values))
         assert len(caught.value.problems) == 1, caught.value.problems
         assert caught.value.problems[0].startswith(said)
+    for plan in ({"data_parallel_shard_degree": 2}, {"data_parallel_replicate_degree": 2}):
+        make_config(job("OPTConfig", plan, **more))
 
 
 def test_wrong_tables_of_styles_are_one_line() -> None:

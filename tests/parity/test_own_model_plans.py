@@ -52,6 +52,16 @@ class Net(nn.Module):
         return (x, first, number) if self.head is None else self.head(x + first) * number
 
 
+class Whole(Net):
+    """A forward that takes no account of stages."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class Unused(Net):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -85,10 +95,14 @@ def job(build: type = Net, plan: ParallelPlan | None = PLAN, **sections: Any) ->
     ("plan", "parallelism"),
     [
         (None, {"data_parallel_shard_degree": 2}),
+        (None, {"data_parallel_replicate_degree": 2}),
         (PLAN, {"pipeline_parallel_degree": 2}),
         (PLAN, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}),
     ],
-    ids=["FSDP without a plan", "a list and tuples", "a list and tuples in a V"],
+    ids=[
+        *("FSDP without a plan", "DDP without a plan"),
+        *("a list and tuples", "a list and tuples in a V"),
+    ],
 )
 def test_an_own_model_agrees_with_one_process(
     verifier: Verifier, plan: ParallelPlan | None, parallelism: dict[str, Any]
@@ -118,9 +132,15 @@ TWICE = (Replicate(), Replicate())
             "the loss does not depend on unused.weight, unused.bias, and DDP waits for the "
             "gradient of every trained parameter; set requires_grad of these to False, or shard",
         ),
+        (
+            Whole,
+            {},
+            "pipeline_parallel",
+            "model.name: stage 0 of Whole fails in forward (test_own_model_plans.py, ",
+        ),
     ],
 )
-def test_a_plan_that_fails_in_a_step_is_one_line(
+def test_a_plan_that_fails_is_one_line(
     tmp_path: Path, build: type, entries: dict[str, Any], axis: str, line: str
 ) -> None:
     plan = ParallelPlan(

@@ -14,6 +14,7 @@ from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import TitanliteError
 from titanlite.job import Job, build_job
+from titanlite.observe.metrics import read_metrics
 from titanlite.ranks.launch import run_ranks
 from titanlite.ranks.world import World
 from titanlite.run import train_on_rank
@@ -126,6 +127,14 @@ def test_a_run_stops_at_its_first_step(tmp_path: Path, model: str, said: str) ->
     assert said in str(caught.value)
     hint = "local_buffers" if model == "drifting" else "partial_gradients"
     assert hint in str(caught.value)
+
+
+def test_a_run_whose_copies_differ_at_the_start_does_not_train(tmp_path: Path) -> None:
+    with pytest.raises(TitanliteError) as caught:
+        run(tmp_path, config("uneven", TP))
+    first = "shift: its copies along tp differ before the first step: ranks 0, 1 have 2 different"
+    assert str(caught.value).startswith(first)
+    assert read_metrics(tmp_path) == []
 
 
 def run(folder: Path, job_config: JobConfig, **changes: Any) -> Any:

@@ -27,6 +27,7 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.build import build_model
 from titanlite.parallelize import apply_ep, apply_fsdp, apply_tp
 from titanlite.ranks.world import World
+from titanlite.sampling.generate import sample_sequences, whole_model
 from titanlite.training.initialize import initialize
 from titanlite.training.shards import whole_tensor
 from titanlite.training.step import Trainer
@@ -180,6 +181,38 @@ def names_of(world: World, job_config: JobConfig) -> dict[str, tuple[int, ...]]:
     job = build_job(resolve_job(job_config, world.size), world)
     assert job.tensors.keys() == job.parameters.keys() | job.buffers.keys()
     return {name: one.shape for name, one in job.tensors.items()}
+
+
+@pytest.mark.parametrize("model", ["scaled", "wrapped"])
+def test_a_model_with_an_attribute_called_module_is_sampled(verifier: Verifier, model: str) -> None:
+    (unlike,) = verifier.pool(1).call(unlike_in_sampling, config(model, {}))
+    assert unlike == []
+
+
+def unlike_in_sampling(world: World, job_config: JobConfig) -> list[str]:
+    """The parameters of the model that is sampled which do not have the job's values."""
+    job = build_job(resolve_job(job_config, world.size), world)
+    assert len(sample_sequences(job, 2)) == 2
+    pairs = zip(whole_model(job).named_parameters(), job.parts[0].parameters(), strict=True)
+    return [name for (name, sampled), own in pairs if not torch.equal(sampled, whole_tensor(own))]
+
+
+def test_the_effective_plan_says_which_gradients_are_summed(verifier: Verifier) -> None:
+    for model, gradients in {
+        "scaled_sp": "shift, layers.*.gamma, layers.*.adapter.weight, "
+        "layers.*.adapter.module.weight",
+        "mixture": "layers.*.moe.router.gate.weight",
+        "covered": "",
+    }.items():
+        note, _ = verifier.pool(2).call(note_of_tp, config(model, TP))
+        said = f"; without a style, gradients summed: {gradients}" if gradients else "loss parallel"
+        assert note.endswith(said), model
+
+
+def note_of_tp(world: World, job_config: JobConfig) -> str:
+    job = build_job(resolve_job(job_config, world.size), world)
+    (note,) = [row.note for row in job.applied if row.feature == "tensor parallel"]
+    return note
 
 
 def test_the_command_prints_the_account(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:

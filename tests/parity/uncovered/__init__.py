@@ -7,6 +7,8 @@ for name, build in (
     ("scaled", "Scaled"),
     ("scaled_sp", "ScaledSP"),
     ("undeclared_sp", "UndeclaredSP"),
+    ("uneven", "Uneven"),
+    ("wrapped", "Wrapped"),
     ("declared_wrong", "DeclaredWrong"),
     ("mixture", "Mixture"),
     ("mixture_sp", "MixtureSP"),

@@ -77,8 +77,38 @@ class UndeclaredSP(Scaled):
     """The same, but the plan does not say it."""
 
 
+class Uneven(Scaled):
+    """With an initial value that depends on the rank."""
+
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        super().init_parameter(name, parameter, generator)
+        if name == "shift":
+            parameter += dist.get_rank()
+
+
 class DeclaredWrong(Scaled):
     """Cut without sequence parallelism, with a plan that says so wrongly."""
+
+
+class WrappedBlock(Block):
+    """A block with a wrapper that has no parameters of its own."""
+
+    def __init__(self, config: RotaryConfig) -> None:
+        super().__init__(config)
+        self.adapter = Adapter(config.dim)
+        self.adapter.weight = None
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(x + self.adapter.module(x), positions)
+
+
+class Wrapped(RotaryModel):
+    """With wrappers whose names without `module` are those of no other parameter."""
+
+    def __init__(self, config: RotaryConfig) -> None:
+        super().__init__(config)
+        blocks = {str(i): WrappedBlock(config) for i in range(config.num_layers)}
+        self.layers = nn.ModuleDict(blocks)
 
 
 class MixedBlock(Block):

@@ -25,6 +25,8 @@ PLANS: dict[type[nn.Module], object] = {
     model.Scaled: WHOLE,
     model.ScaledSP: replace(SHARDED, partial_gradients=("shift",)),
     model.UndeclaredSP: SHARDED,
+    model.Uneven: WHOLE,
+    model.Wrapped: WHOLE,
     model.DeclaredWrong: replace(WHOLE, partial_gradients=("layers.*.gamma",)),
     model.Mixture: _with_experts(WHOLE),
     model.MixtureSP: _with_experts(SHARDED),
