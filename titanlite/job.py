@@ -61,10 +61,12 @@ from titanlite.ranks.world import World
 from titanlite.registry import LOSSES, METRICS, is_over_batch
 from titanlite.settings import start_settings
 from titanlite.tensor_account import (
+    BUFFER,
     TensorAccount,
     account_of,
     merged,
     require_whole,
+    summed_row,
     tensors_of,
 )
 from titanlite.tied import find_tied
@@ -195,6 +197,23 @@ class Job:
         """Like `whole_parameters`, for the gradients; call it after `trainer.compute_gradients`."""
         return self.whole(lambda parameter: parameter.grad)
 
+    def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(canonical name, persistent buffer), the first of all copies; a collective call."""
+        own = {name: whole_tensor(buffer) for name, buffer in self.buffers.items()}
+        if self.pipeline is None:
+            yield from own.items()
+            return
+        device, group = self.world.device, self.pipeline.group
+        for name, one in self.tensors.items():
+            if one.kind != BUFFER:
+                continue
+            place = self.pipeline.table.stage_to_rank[one.stages[0]]
+            is_here = one.stages[0] in self.stage_numbers
+            found: list[Any] = [own[name].cpu() if is_here else None]
+            # Of a buffer of another stage neither shape nor dtype is known here.
+            dist.broadcast_object_list(found, group=group, group_src=place)
+            yield name, found[0].to(device)
+
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """The full shape of every parameter of the model, by canonical name."""
         if self.pipeline is not None:
@@ -313,6 +332,7 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     else:
         tensors = _whole_account(tensors, meshes)
         require_whole(tensors, plain)
+        made.applied += summed_row(tensors)
         row = _initialize(resolved, world, made.parts, model_bytes, by_name=by_name, tied=tied)
     if row is not None:
         made.applied.append(row)

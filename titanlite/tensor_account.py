@@ -25,6 +25,7 @@ from titanlite.gradient_sums import marks_of
 from titanlite.mesh.parallel_dims import ParallelDims, axes_of, axes_where
 from titanlite.parallelize.float8 import compact
 from titanlite.parallelize.plan import ParallelPlan, matches
+from titanlite.plan_row import PlanRow
 from titanlite.training.shards import buffers_of, is_sharded, parameters_of
 
 PARAMETER, BUFFER = "parameter", "buffer"
@@ -209,6 +210,21 @@ def _local_buffers(part: nn.Module, plan: ParallelPlan) -> set[str]:
             own = {id(buffer) for buffer in module.buffers(recurse=False)}
             found |= {name for name, buffer in named.items() if id(buffer) in own}
     return found
+
+
+def summed_row(accounts: Mapping[str, TensorAccount]) -> list[PlanRow]:
+    """A row of the effective plan for the gradients that the step itself sums, if any."""
+    names: dict[str, list[str]] = {}
+    for name, one in accounts.items():
+        axes = [axis for axis, how in one.completed.items() if how in (STEP, STAGES)]
+        if axes:
+            names.setdefault(" and ".join(axes), []).append(name)
+    if not names:
+        return []
+    notes = [f"over {axes}: {', '.join(compact(found))}" for axes, found in names.items()]
+    total = sum(one.kind == PARAMETER for one in accounts.values())
+    number = f"{sum(map(len, names.values()))} of {total} tensors"
+    return [PlanRow("summed gradients", number, number, "; ".join(notes))]
 
 
 def describe(accounts: Mapping[str, TensorAccount]) -> list[str]:

@@ -197,22 +197,45 @@ def unlike_in_sampling(world: World, job_config: JobConfig) -> list[str]:
     return [name for (name, sampled), own in pairs if not torch.equal(sampled, whole_tensor(own))]
 
 
-def test_the_effective_plan_says_which_gradients_are_summed(verifier: Verifier) -> None:
-    for model, gradients in {
-        "scaled_sp": "shift, layers.*.gamma, layers.*.adapter.weight, "
-        "layers.*.adapter.module.weight",
-        "mixture": "layers.*.moe.router.gate.weight",
-        "covered": "",
-    }.items():
-        note, _ = verifier.pool(2).call(note_of_tp, config(model, TP))
-        said = f"; without a style, gradients summed: {gradients}" if gradients else "loss parallel"
-        assert note.endswith(said), model
+def test_a_pipeline_samples_with_the_buffers_of_all_stages(verifier: Verifier) -> None:
+    for buffers in verifier.pool(2).call(buffers_that_sample, config("counting", PP)):
+        assert len(buffers) == 2
+        assert all(value > 0 for value in buffers.values()), buffers
 
 
-def note_of_tp(world: World, job_config: JobConfig) -> str:
+def buffers_that_sample(world: World, job_config: JobConfig) -> dict[str, float]:
+    """The counters of the model that is sampled after a step."""
     job = build_job(resolve_job(job_config, world.size), world)
-    (note,) = [row.note for row in job.applied if row.feature == "tensor parallel"]
-    return note
+    job.step(1)
+    return {n: float(b) for n, b in whole_model(job).named_buffers() if n.endswith("calls")}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "number", "gradients"),
+    [
+        (
+            "scaled_sp",
+            TP,
+            "7 of 27 tensors",
+            "over tp: shift, layers.*.gamma, layers.*.adapter.weight, "
+            "layers.*.adapter.module.weight",
+        ),
+        ("scaled_sp", PP, "2 of 27 tensors", "over pp: shift, logit_scale"),
+        ("scaled_sp", SHARD, "1 of 27 tensors", "over dp_shard: logit_scale"),
+        ("mixture", TP, "2 of 23 tensors", "over tp: layers.*.moe.router.gate.weight"),
+        ("covered", TP, "", ""),
+    ],
+)
+def test_the_effective_plan_says_which_gradients_are_summed(
+    verifier: Verifier, model: str, plan: dict[str, int], number: str, gradients: str
+) -> None:
+    for rows in verifier.pool(2).call(summed_gradients, config(model, plan)):
+        assert rows == ([(number, gradients)] if gradients else [])
+
+
+def summed_gradients(world: World, job_config: JobConfig) -> list[tuple[str, str]]:
+    job = build_job(resolve_job(job_config, world.size), world)
+    return [(row.active, row.note) for row in job.applied if row.feature == "summed gradients"]
 
 
 def test_the_command_prints_the_account(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:

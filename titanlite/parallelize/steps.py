@@ -127,8 +127,6 @@ def tensor_parallel(part: Part) -> PlanRow:
     notes.append("loss parallel" if loss_parallel else "logits gathered")
     if report.replicated:
         notes.append(f"replicated, with fewer rows than ranks: {', '.join(report.replicated)}")
-    if report.summed:
-        notes.append(f"without a style, gradients summed: {', '.join(compact(report.summed))}")
     if unmatched:
         notes.append(f"plan keys without a module: {', '.join(unmatched)}")
     return PlanRow("tensor parallel", f"TP {degree}", f"TP {meshes.tp.size()}", "; ".join(notes))

@@ -276,6 +276,8 @@ def whole_model(job: Job) -> nn.Module:
     for part in job.parts:
         for name, buffer in part.named_buffers():
             buffers[canonical_name(name)].copy_(whole_tensor(buffer))
+    for name, buffer in job.whole_buffers():
+        buffers[name].copy_(buffer)
     return model
 
 

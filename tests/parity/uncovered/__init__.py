@@ -16,6 +16,7 @@ for name, build in (
     ("unused", "Unused"),
     ("statistics", "Statistics"),
     ("averaged", "Averaged"),
+    ("counting", "Counting"),
     ("drifting", "Drifting"),
     ("many_heads", "ManyHeads"),
 ):

@@ -214,3 +214,21 @@ class Averaged(RotaryModel):
 
     def init_buffers(self) -> None:
         self.mean.zero_()
+
+
+def count_call(block: nn.Module, _: object) -> None:
+    block.calls += 1
+
+
+class Counting(RotaryModel):
+    """Each block counts its forward passes."""
+
+    def __init__(self, config: RotaryConfig) -> None:
+        super().__init__(config)
+        for block in self.layers.values():
+            block.register_buffer("calls", torch.zeros(()))
+            block.register_forward_pre_hook(count_call)
+
+    def init_buffers(self) -> None:
+        for block in self.layers.values():
+            block.calls.zero_()

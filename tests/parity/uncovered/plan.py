@@ -36,4 +36,5 @@ PLANS: dict[type[nn.Module], object] = {
     model.ManyHeads: WHOLE,
     model.Drifting: WHOLE,
     model.Averaged: replace(WHOLE, local_buffers=("mean",)),
+    model.Counting: WHOLE,
 }
