@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlite.batch import Batch, call_model, set_call
 from titanlite.errors import ConfigError, TitanliteError, user_line
-from titanlite.experts import expert_layers
-from titanlite.models import ModelSpec, load
+from titanlite.models.spec import ModelSpec
+from titanlite.modules.batch import Batch, call_model, set_call
+from titanlite.modules.experts import expert_layers
+from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.plan import ParallelPlan, check_plan, find_blocks, find_plan, lacks_plan
-from titanlite.settings import generators_restored
-from titanlite.tied import find_tied, tie
+from titanlite.ranks.settings import generators_restored
+from titanlite.registry import load
 
 
 def build_model(spec: ModelSpec, sizes: Any, dtype: torch.dtype) -> nn.Module:

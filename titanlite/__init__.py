@@ -17,30 +17,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from titanlite.attention import (
-        Layout,
-        RingAttention,
-        make_layout,
-        register_ring_attention,
-        ring_attention,
-    )
-    from titanlite.batch import Batch, FieldDims, call_model, make_batch
     from titanlite.callbacks import Event, TrainResult
     from titanlite.checkpoint.by_hand import Loaded, load_checkpoint, save_checkpoint
     from titanlite.checkpoint.hf_by_hand import export, load_weights
     from titanlite.config import JobConfig, load_config, make_config
-    from titanlite.dropout import TokenDropout
-    from titanlite.equivalence.comparison import (
-        Comparer,
-        Comparison,
-        assert_parallel_equals_reference,
-        compare,
-    )
     from titanlite.errors import ConfigError, RankError, TitanliteError
     from titanlite.from_python import train
-    from titanlite.keyed import keyed_normal, keyed_uniform, sample_keys
     from titanlite.mesh.device_mesh import Meshes, build_meshes
     from titanlite.mesh.parallel_dims import ParallelDims
+    from titanlite.modules.attention import Layout, make_layout
+    from titanlite.modules.batch import Batch, FieldDims, call_model, make_batch
+    from titanlite.modules.dropout import TokenDropout
+    from titanlite.modules.keyed import keyed_normal, keyed_uniform, sample_keys
+    from titanlite.modules.tied import find_tied
     from titanlite.parallelize import (
         ParallelPlan,
         PipelineRunner,
@@ -53,7 +42,9 @@ if TYPE_CHECKING:
         apply_tp,
         split_model,
     )
-    from titanlite.parallelize.styles import (
+    from titanlite.parallelize.context_parallel.huggingface import register_ring_attention
+    from titanlite.parallelize.context_parallel.ring import RingAttention, ring_attention
+    from titanlite.parallelize.tensor_parallel.styles import (
         EmbeddingLocal,
         GatherColwise,
         NormLocal,
@@ -62,9 +53,14 @@ if TYPE_CHECKING:
     )
     from titanlite.ranks.launch import Place, run_ranks, torchrun_place
     from titanlite.ranks.world import World, open_world
-    from titanlite.registry import register_dataset, register_loss, register_metric, register_model
+    from titanlite.register import register_dataset, register_loss, register_metric, register_model
     from titanlite.schedule import make_schedule
-    from titanlite.tied import find_tied
+    from titanlite.tools.verify.program.comparison import (
+        Comparer,
+        Comparison,
+        assert_parallel_equals_reference,
+        compare,
+    )
     from titanlite.training.gradient_norm import (
         clip_gradients,
         gradient_norm,
@@ -83,7 +79,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "errors": ("TitanliteError", "ConfigError", "RankError"),
     },
     "Register": {
-        "registry": ("register_model", "register_dataset", "register_loss", "register_metric"),
+        "register": ("register_model", "register_dataset", "register_loss", "register_metric"),
     },
     "Random numbers": {
         "keyed": ("keyed_normal", "keyed_uniform", "sample_keys"),

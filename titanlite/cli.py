@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any
 
 from titanlite.errors import TitanliteError
 from titanlite.ranks.signals import (
@@ -29,14 +30,16 @@ class Command:
     """Whether the function handles signals and errors itself."""
     starts_ranks: bool = False
     """Whether every job of the command runs on local ranks."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Modules of commands of their own: the first argument -> module."""
 
 
 COMMANDS = {
     "train": Command(
-        "titanlite.run",
+        "titanlite.cli",
         "train a model, like train.py; also under torchrun",
         "titanlite train configs/tp2_fsdp2.toml --training.steps=100",
-        function="command",
+        function="train",
         has_own_end=True,
     ),
     "sample": Command(
@@ -50,30 +53,36 @@ COMMANDS = {
         "titanlite convert outputs/run/checkpoint --out model.safetensors",
     ),
     "verify": Command(
-        "titanlite.verify.command",
+        "titanlite.tools.verify.command",
         "compare a plan with one process, and name the cause of a difference",
         "titanlite verify configs/tp2_fsdp2.toml --steps=2",
         starts_ranks=True,
     ),
     "plan": Command(
-        "titanlite.plan.command",
+        "titanlite.tools.planner.command",
         "show what a step takes on any number of ranks, before it runs",
         "titanlite plan configs/plan/llama_405b.toml",
     ),
     "simulate": Command(
-        "titanlite.simulate.command",
+        "titanlite.tools.simulate.command",
         "draw and compare training schemes in virtual time",
         "titanlite simulate 1F1B --workers 4 --batches 8",
+        parts={"ladder": "titanlite.tools.learn.ladder.command"},
     ),
     "learn": Command(
-        "titanlite.learn.command",
+        "titanlite.tools.learn.command",
         "answer a question on each parallelism: formula, simulated, measured",
         "titanlite learn dp",
     ),
     "lab": Command(
-        "titanlite.lab.__main__",
+        "titanlite.tools.lab.__main__",
         "build every parallelism from send and receive, on real ranks",
         "titanlite lab all",
+    ),
+    "ladder": Command(
+        "titanlite.tools.learn.ladder.__main__",
+        "one training step on 1D to 4D simulated GPUs, each a script",
+        "titanlite ladder 2d-pp",
     ),
 }
 
@@ -97,6 +106,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def train(arguments: Sequence[str]) -> int:
+    """`titanlite train FILE [--section.key=value ...]`; returns the exit status."""
+    from titanlite.run import command
+
+    return command(arguments, planner())
+
+
+def planner() -> Any:
+    """The planner that commands hand to a run, which knows none (titanlite.start.Planner)."""
+    return import_module("titanlite.tools.planner.local")
+
+
 def usage() -> str:
     """The text of `titanlite --help`: each command with one line of text and an example."""
     lines = ["usage: titanlite COMMAND ...", "", "commands:"]
@@ -115,8 +136,10 @@ def _run(name: str, rest: Sequence[str]) -> int:
     command = COMMANDS[name]
     try:
         with nullcontext() if command.has_own_end else unwinding_at_sigterm():
-            function = getattr(import_module(command.module), command.function)
-            status: int = function(rest)
+            module, rest = command.module, list(rest)
+            if rest and rest[0] in command.parts:
+                module = command.parts[rest.pop(0)]
+            status: int = getattr(import_module(module), command.function)(rest)
     except KeyboardInterrupt as stop:
         return told_of_interrupt(stop)
     except TitanliteError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.callbacks import Callback, Callbacks, TrainResult
+from titanlite.cli import planner
 from titanlite.config import JobConfig, read_values
 from titanlite.config.load import read_file
 from titanlite.errors import ConfigError, RankError
@@ -42,7 +43,7 @@ def train(
     callbacks = Callbacks(on_step, on_validation, on_checkpoint, on_end)
     try:
         with prepared_environment():
-            start = check_start(read, world, trains=True)
+            start = check_start(read, world, trains=True, planner=planner())
             if start.job.config.memory_estimation.enable:
                 raise ConfigError(
                     "memory_estimation.enable: true estimates memory and does not train; call "

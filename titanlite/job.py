@@ -18,49 +18,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.attention import Layout, make_layout
-from titanlite.batch import Batch, call_model, check_forward, join, takes
 from titanlite.config import ResolvedJob, load_model_spec
 from titanlite.config.data import source_arguments, spec_for
 from titanlite.config.degrees import DEGREES
 from titanlite.config.schema import JobConfig
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once, read_batch
 from titanlite.data.spec import Dataset, DatasetSpec
-from titanlite.draws import Draws, find_draws, separate_draws
 from titanlite.errors import ConfigError, TitanliteError, user_line
-from titanlite.experts import Balancer, expert_layers
 from titanlite.mesh.device_mesh import Meshes, build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where
-from titanlite.models import load
 from titanlite.models.build import build_model, count_flops, initial_model, plan_of
-from titanlite.names import canonical_name
-from titanlite.parallelize import (
-    DTYPES,
-    Parallelized,
-    ParallelPlan,
-    PipelineRunner,
-    find_blocks,
-    gather_in_float8,
-    precompute_scales,
-    split_and_parallelize,
-    uses_loss_parallel,
-)
-from titanlite.parallelize.activation_checkpoint import RecomputationReport
-from titanlite.parallelize.async_tensor_parallel import (
+from titanlite.modules.attention import Layout, make_layout
+from titanlite.modules.batch import Batch, call_model, check_forward, join, takes
+from titanlite.modules.draws import Draws, find_draws, separate_draws
+from titanlite.modules.experts import Balancer, expert_layers
+from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import buffers_of, parameters_of, whole_tensor
+from titanlite.modules.tied import find_tied
+from titanlite.parallelize import ParallelPlan, PipelineRunner, find_blocks
+from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
+from titanlite.parallelize.async_tensor_parallel.apply import (
     Fusions,
     ring_products,
     warn_of_small_chunks,
 )
-from titanlite.parallelize.compile import keep_caches_apart
-from titanlite.parallelize.float8 import choose_layers, none_left, refused_shapes
+from titanlite.parallelize.compile.apply import keep_caches_apart
+from titanlite.parallelize.float8.apply import choose_layers, none_left, refused_shapes
+from titanlite.parallelize.float8.gather import gather_in_float8, precompute_scales
 from titanlite.parallelize.plan import NEEDED, lacks_plan
-from titanlite.parallelize.tensor_parallel import check_tied_placements, shards_sequence
-from titanlite.plan_row import PlanRow
-from titanlite.ranks.order import OrderCheck
-from titanlite.ranks.world import World
-from titanlite.registry import LOSSES, METRICS, is_over_batch
-from titanlite.settings import start_settings
-from titanlite.tensor_account import (
+from titanlite.parallelize.steps import (
+    DTYPES,
+    Parallelized,
+    split_and_parallelize,
+    uses_loss_parallel,
+)
+from titanlite.parallelize.tensor_account import (
     BUFFER,
     TensorAccount,
     account_of,
@@ -69,7 +61,12 @@ from titanlite.tensor_account import (
     summed_row,
     tensors_of,
 )
-from titanlite.tied import find_tied
+from titanlite.parallelize.tensor_parallel.apply import check_tied_placements, shards_sequence
+from titanlite.plan_row import PlanRow
+from titanlite.ranks.order import OrderCheck
+from titanlite.ranks.settings import start_settings
+from titanlite.ranks.world import World
+from titanlite.registry import LOSSES, METRICS, is_over_batch, load
 from titanlite.training.generators import Generators
 from titanlite.training.initialize import (
     LARGEST_WHOLE,
@@ -78,10 +75,9 @@ from titanlite.training.initialize import (
     move_buffers,
     whole_values,
 )
-from titanlite.training.loss import NEXT_TOKEN, BatchLoss, Loss, batch_dims
+from titanlite.training.loss import NEXT_TOKEN, BatchLoss, Loss, batch_dims, load_loss
 from titanlite.training.metrics import Validation
 from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler, find_rules
-from titanlite.training.shards import buffers_of, parameters_of, whole_tensor
 from titanlite.training.step import StepResult, Trainer
 
 # How torch begins its error for a batch norm of one sample.
@@ -629,7 +625,7 @@ def _build_trainer(
 
 def _loss_of(config: JobConfig, data: DatasetSpec) -> Loss:
     own = config.training.loss
-    loss: Loss = load(data.loss) if own is None else LOSSES[own].load()
+    loss: Loss = load(data.loss) if own is None else load_loss(LOSSES[own])
     return loss
 
 

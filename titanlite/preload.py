@@ -24,7 +24,7 @@ MODULES = (
     # The modules that a training run imports on its ranks.
     "titanlite.run",
     "titanlite.checkpoint.run",
-    "titanlite.reporter",
+    "titanlite.observe.reporter",
     "titanlite.data.images.build",
 )
 

@@ -1,55 +1,81 @@
-"""Register a model, data set, loss or metric of your own, so that a job can name it. No torch.
+"""What a job can name: models, data sets, losses and metrics, each in a Registry. No torch.
 
-    titanlite.register_model("vit", "vit.model:ViT", "vit.sizes:Sizes", plan="vit.plan:PLAN")
-
-Call these functions from a module that `experimental.custom_import` names, or from Python before
-`titanlite.train(...)`. "module:attribute" is imported when it is first needed; an object works too,
-but then the registering module has to import what it is made of.
+register.py has the functions that enter what is a user's own, and imports what is built in.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from titanlite import models
-from titanlite.data import catalog
-from titanlite.data.spec import Dataset, DatasetSpec
-from titanlite.models import ModelSpec, load, register
+from types import FrameType
+from typing import Any, Literal, TypeVar
 
 
-def register_model(
-    name: str,
-    build: str | Callable[[Any], Any],
-    config: str | type,
-    *,
-    plan: str | Any = None,
-    flavors: str | Mapping[str, Any] | None = None,
-    init: str | Callable[[Any], None] | None = None,
-    inputs: str | Mapping[str, str] | Callable[[Any], Mapping[str, Any]] | None = None,
-    output: str | Callable[[Any], Any] | None = None,
-    hf: Any = None,
-) -> None:
-    """Register a model as `name`; titanlite/models/__init__.py explains the arguments.
+def load(path: Any) -> Any:
+    """The object that "module:attribute" names; any other object is returned as it is."""
+    if not isinstance(path, str):
+        return path
+    module, _, attribute = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    return found
 
-    Raises ValueError if a different model has that name.
+
+REGISTER = "titanlite.register"
+
+S = TypeVar("S", bound=Any)
+
+
+class Registry(dict[str, S]):
+    """Specs by name, each with a field `name`.
+
+    `home` is the module that registers what is built in, which sets it.
+    `registered_by` has the modules whose import registered a name: the one that called, and those
+    whose import led there.
     """
-    register(ModelSpec(name, config, build, plan, flavors, init, inputs, output, hf))
 
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.home = kind, ""
+        self.registered_by: dict[str, set[str]] = {}
 
-def register_dataset(name: str, build: str | Callable[..., Dataset], **details: Any) -> None:
-    """Register a data set as `name`.
+    def add(self, spec: S) -> None:
+        """Register `spec` as `spec.name`.
 
-    `build(model=..., seq_len=..., split=..., seed=..., path=..., path_key=...)` returns a Dataset
-    of samples of `seq_len` tokens, for a model with configuration `model`. `split` is "train" or
-    "validation". `path` is the folder of its files, and `path_key` the name of the key that set it:
-    if files are missing or damaged, `build` raises a ConfigError that names `path_key`. `details`
-    are the other fields of DatasetSpec (titanlite/data/spec.py) besides `name` and `build`, such as
-    `has_tokens` and `fields`. Raises ValueError if a different data set has that name.
-    """
-    details.setdefault("description", name)
-    catalog.register(DatasetSpec(name=name, build=build, **details))
+        Raises ValueError if a different spec has that name, unless a script or a notebook has
+        registered both: a cell may run again.
+        """
+        registrar, *others = self._registering_modules()
+        if registrar == "__main__" and self.registered_by.get(spec.name) == {registrar}:
+            self[spec.name] = spec
+        elif self.setdefault(spec.name, spec) != spec:
+            raise ValueError(f"a different {self.kind} named {spec.name!r} is already registered")
+        self.registered_by.setdefault(spec.name, set()).update((registrar, *others))
+
+    def is_built_in(self, name: str) -> bool:
+        """Whether only titanlite registered `name`."""
+        return self.registered_by.get(name) == {self.home}
+
+    def _registering_modules(self) -> list[str]:
+        frame: FrameType | None = sys._getframe(1)
+        while (
+            frame is not None
+            and frame.f_globals.get("__name__") in (__name__, REGISTER)
+            and frame.f_code.co_name != "<module>"
+        ):
+            frame = frame.f_back
+        assert frame is not None
+        names = [frame.f_globals.get("__name__", "")]
+        if names == [self.home]:
+            return names  # what imports the built-in ones registers nothing
+        while frame is not None:
+            if frame.f_code.co_name == "<module>":
+                names.append(frame.f_globals.get("__name__", ""))
+            frame = frame.f_back
+        return names
 
 
 @dataclass(frozen=True)
@@ -60,51 +86,6 @@ class LossSpec:
     total: str | Callable[..., Any]
     count: str | Callable[..., Any] | None
     over: Literal["samples", "batch"] = "samples"
-
-    def load(self) -> Any:
-        """The Loss; imports torch."""
-        from titanlite.batch import Batch
-        from titanlite.training.loss import Loss
-
-        return Loss(load(self.total), load(self.count) or Batch.count_targets)
-
-
-def is_over_batch(name: str | None) -> bool:
-    """Whether the registered loss of that name is over the whole batch."""
-    return name in LOSSES and LOSSES[name].over == "batch"
-
-
-LOSSES: dict[str, LossSpec] = {}
-"""The registered losses, which training.loss can name."""
-
-LOSSES_REGISTERED_BY: dict[str, set[str]] = {}
-"""Name of a loss -> the modules whose import registered it."""
-
-
-def register_loss(
-    name: str,
-    total: str | Callable[..., Any],
-    count: str | Callable[..., Any] | None = None,
-    *,
-    over: Literal["samples", "batch"] = "samples",
-) -> None:
-    """Register a loss, for `training.loss = "name"`.
-
-    `total(outputs, batch)` is the sum of the losses of a batch, a scalar tensor, and `count(batch)`
-    is the number of its terms, by default the targets that are not -100. The step divides by the
-    count of the whole global batch, so microbatches and ranks may have different counts.
-
-    The loss of a sample must not depend on the other samples, because each rank and microbatch has
-    only some of them, unless `over` is "batch". Then `total` gets the outputs and fields of the
-    global batch, gathered over the data-parallel ranks, and gradients flow back to the rank of each
-    sample (docs/losses.md). Such a job can neither accumulate gradients nor cut its batch into the
-    microbatches of a pipeline. Raises ValueError for another `over`, and if a different loss has
-    that name.
-    """
-    if over not in ("samples", "batch"):
-        raise ValueError(f'over: {over!r} is not one of its values; give "samples" or "batch"')
-    spec = LossSpec(name, total, count, over)
-    models.enter(spec, LOSSES, LOSSES_REGISTERED_BY, "loss")
 
 
 @dataclass(frozen=True)
@@ -119,25 +100,26 @@ class MetricSpec:
         return load(self.function)
 
 
-METRICS = {"accuracy": MetricSpec("accuracy", "titanlite.training.metrics:accuracy")}
-"""The registered metrics, which validation.metrics can name."""
+MODELS: Registry[Any] = Registry("model")
+"""The models, which model.name can name; ModelSpec (models/spec.py)."""
 
-METRICS_REGISTERED_BY: dict[str, set[str]] = {"accuracy": {__name__}}
-"""Name of a metric -> the modules whose import registered it."""
+DATASETS: Registry[Any] = Registry("data set")
+"""The data sets, which training.dataset can name; DatasetSpec (data/spec.py)."""
+
+LOSSES: Registry[LossSpec] = Registry("loss")
+"""The registered losses, which training.loss can name."""
+
+METRICS: Registry[MetricSpec] = Registry("metric")
+"""The metrics, which validation.metrics can name."""
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    registry.kind: registry for registry in (MODELS, DATASETS, LOSSES, METRICS)
+}
 
 
-def register_metric(name: str, function: str | Callable[..., Any]) -> None:
-    """Register a metric, for `validation.metrics = ["name"]`.
-
-    `function(outputs, batch)` returns (sum, count) for a batch, as numbers or scalar tensors. The
-    value is the sum over the whole validation set divided by the count over the set. Targets of
-    -100 must not be counted: if the last batch is not full, it is filled with copies of the last
-    sample, and all targets of these copies are -100. Sharded logits are gathered before the call.
-    Raises ValueError if a different metric has that name, and for the name "loss".
-    """
-    if name == "loss":
-        raise ValueError('"loss" is the validation loss; give the metric another name')
-    models.enter(MetricSpec(name, function), METRICS, METRICS_REGISTERED_BY, "metric")
+def is_over_batch(name: str | None) -> bool:
+    """Whether the registered loss of that name is over the whole batch."""
+    return name is not None and name in LOSSES and LOSSES[name].over == "batch"
 
 
 Specs = list[tuple[str, Any]]
@@ -146,27 +128,14 @@ Specs = list[tuple[str, Any]]
 _sent: set[tuple[str, str]] = set()
 
 
-def _table(kind: str) -> tuple[dict[str, Any], dict[str, set[str]]]:
-    """The specs of a kind by name, and the modules that registered them."""
-    tables: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
-        "model": (models.MODELS, models.REGISTERED_BY),
-        "data set": (catalog.DATASETS, catalog.REGISTERED_BY),
-        "loss": (LOSSES, LOSSES_REGISTERED_BY),
-        "metric": (METRICS, METRICS_REGISTERED_BY),
-    }
-    return tables[kind]
-
-
-KINDS = ("model", "data set", "loss", "metric")
-
-
 def registers_something(module: str) -> bool:
     """Whether `module`, or a module of that package, has registered anything."""
-    for kind in KINDS:
-        table, registered_by = _table(kind)
-        if any(_is_by(module, by) for name, by in registered_by.items() if name in table):
-            return True
-    return False
+    return any(
+        _is_by(module, by)
+        for registry in REGISTRIES.values()
+        for name, by in registry.registered_by.items()
+        if name in registry
+    )
 
 
 def specs_to_send(used: Mapping[str, Iterable[str | None]], custom_import: str) -> Specs:
@@ -177,21 +146,22 @@ def specs_to_send(used: Mapping[str, Iterable[str | None]], custom_import: str) 
     """
     found = []
     for kind, names in used.items():
-        table, registered_by = _table(kind)
+        registry = REGISTRIES[kind]
         for name in names:
-            by = registered_by.get(name or "", set())
-            is_own = not by & {models.__name__, catalog.__name__, __name__}
-            if name in table and is_own and not (custom_import and _is_by(custom_import, by)):
-                found.append((kind, table[name]))
+            if name is None or name not in registry:
+                continue
+            by = registry.registered_by.get(name, set())
+            if registry.home not in by and not (custom_import and _is_by(custom_import, by)):
+                found.append((kind, registry[name]))
     return found
 
 
 def take_sent(specs: Specs) -> None:
     """Register specs that were sent, unless this process has its own of that name."""
     for kind, spec in specs:
-        table, _ = _table(kind)
-        if spec.name not in table or (kind, spec.name) in _sent:
-            table[spec.name] = spec
+        registry = REGISTRIES[kind]
+        if spec.name not in registry or (kind, spec.name) in _sent:
+            registry[spec.name] = spec
             _sent.add((kind, spec.name))
 
 

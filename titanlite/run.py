@@ -14,17 +14,16 @@ from pathlib import Path
 
 from titanlite.callbacks import Callbacks, Recording, TrainResult
 from titanlite.config import ResolvedJob, read_job
-from titanlite.plan.local import print_memory
 from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place, torchrun_place
 from titanlite.ranks.signals import StopRequest, ending_with_the_output
-from titanlite.start import check_start, run_job, telling_errors
+from titanlite.start import Planner, check_start, run_job, telling_errors
 
 EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
 
 
-def main(argv: Sequence[str], *, example: str = EXAMPLE) -> int:
-    """Check the job, then train, or estimate its memory; returns the exit status.
+def main(argv: Sequence[str], planner: Planner, *, example: str = EXAMPLE) -> int:
+    """Check the job, then train, or let `planner` estimate its memory; returns the exit status.
 
     `example` is the command that the error message for a missing file suggests.
     """
@@ -35,18 +34,18 @@ def main(argv: Sequence[str], *, example: str = EXAMPLE) -> int:
         read = read_job(argv, needs_file=example)
         if read.config.memory_estimation.enable:
             num_ranks = None if world is None else world.world_size
-            print_memory(read, num_ranks, is_first=world is None or world.rank == 0)
+            planner.print_memory(read, num_ranks, is_first=world is None or world.rank == 0)
         else:
-            run_job(train_on_rank, check_start(read, world, trains=True), world)
+            run_job(train_on_rank, check_start(read, world, trains=True, planner=planner), world)
     return told.status
 
 
-def command(arguments: Sequence[str]) -> int:
+def command(arguments: Sequence[str], planner: Planner) -> int:
     """`titanlite train FILE [--section.key=value ...]`, like train.py; returns the exit status."""
     words = list(arguments)
     if words and not words[0].startswith("-"):
         words[0] = f"--job.config_file={words[0]}"
-    return main(words, example="titanlite train configs/tp2_fsdp2.toml")
+    return main(words, planner, example="titanlite train configs/tp2_fsdp2.toml")
 
 
 def train_on_rank(
@@ -57,11 +56,11 @@ def train_on_rank(
     A run that saves checkpoints resumes from the newest one, and stops early on request.
     """
     from titanlite.checkpoint.run import Checkpoints
-    from titanlite.failing import naming_failures
     from titanlite.job import build_job
+    from titanlite.observe.failing import naming_failures
+    from titanlite.observe.reporter import Reporter
     from titanlite.ranks.watch import Traces
     from titanlite.ranks.world import open_world
-    from titanlite.reporter import Reporter
     from titanlite.self_check import check_copies
 
     config = resolved.config

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from titanlite.errors import TitanliteError, number_ranks
 from titanlite.job import Job
-from titanlite.tensor_account import BUFFER, WHOLE, TensorAccount
-from titanlite.training.shards import local_part
+from titanlite.modules.shards import local_part
+from titanlite.parallelize.tensor_account import BUFFER, WHOLE, TensorAccount
 
 # Elements of a tensor whose fingerprint is computed at once, which takes 16 bytes for each.
 CHUNK = 1 << 20

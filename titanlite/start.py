@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from titanlite.config import JobConfig, Reading, ResolvedJob, check_machine
 from titanlite.config.data import prepare_data
@@ -30,10 +30,11 @@ from titanlite.errors import (
     collecting,
 )
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.plan.local import least_bytes, planned_bytes
+from titanlite.quantities import ITEMSIZE
 from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, run_ranks
 from titanlite.ranks.machine import check_local_memory, check_local_ranks, room_bytes
 from titanlite.ranks.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
+from titanlite.registry import MODELS
 
 # The backends of torch._dynamo.list_backends that need no further package.
 BACKENDS = (
@@ -44,10 +45,23 @@ BACKENDS = (
 
 T = TypeVar("T")
 
+MOMENTS = {"AdamW": 2, "Adam": 2}
+OWN_MODELS = "titanlite.models."
+
 # The share of a machine's memory from which on a job's plan is looked up.
 LARGE_SHARE = 0.2
 # How long a rank that does not print the error waits for torchrun to end it.
 SILENT_SECONDS = 5.0
+
+
+class Planner(Protocol):
+    """What a planner tells of a job that does not run; titanlite/tools/planner/local.py is one."""
+
+    def planned_bytes(self, job: ResolvedJob, /) -> int:
+        """The bytes of all ranks at their peaks; 0 if unknown."""
+
+    def print_memory(self, reading: Reading, num_ranks: int | None, /, *, is_first: bool) -> None:
+        """Print the memory of each pipeline stage's ranks at the peak of a step."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +73,18 @@ class Start:
 
 
 def check_start(
-    read: Reading | JobConfig, place: Place | None = None, *, key: str = "", trains: bool = False
+    read: Reading | JobConfig,
+    place: Place | None = None,
+    *,
+    key: str = "",
+    trains: bool = False,
+    planner: Planner | None = None,
 ) -> Start:
     """Check a job for the world of `place`, or if that is None, for local ranks of its own.
 
     Raises ConfigError with all problems: in the values, across keys, and with this machine. `key`
     is the key or option that set the number of ranks, if it is not in [parallelism]. `trains` also
-    checks that a training step can fit this machine's memory.
+    checks that a training step can fit this machine's memory, with a `planner` also by its plan.
     """
     reading = Reading(read) if isinstance(read, JobConfig) else read
     config = reading.config
@@ -92,8 +111,8 @@ def check_start(
             least = _check_memory(config, draft.model, draft.dims)
     reading.require()
     job = finish(draft)
-    if needs_memory:
-        _check_planned_memory(job, least)
+    if needs_memory and planner is not None:
+        _check_planned_memory(job, least, planner)
     prepare_data(config, job.model, job.seq_len)
     if not config.training.attend_across_documents:
         # As for float8 below, this check needs the model, and so imports torch.
@@ -188,6 +207,23 @@ def check_backend(name: str) -> None:
         raise ConfigError(f"compile.backend: there is no backend {quote(name)}; {advice}")
 
 
+def least_bytes(config: JobConfig, model: Any, dims: ParallelDims) -> int:
+    """The bytes that all ranks of a job hold at least in a step; 0 if the model is of unknown size.
+
+    They are those of the parameters, once for each replica of DDP or HSDP. titanlite's own models
+    train all parameters, which adds their gradients and the optimizer's state.
+    """
+    num_parameters = getattr(model, "num_parameters", None)
+    if not isinstance(num_parameters, int):
+        return 0
+    tensors, optimizer = 1, config.optimizer
+    source = MODELS[config.model.name].config
+    is_own = isinstance(source, str) and source.startswith(OWN_MODELS)
+    if is_own and not config.checkpoint.create_seed_checkpoint:
+        tensors += 1 + MOMENTS.get(optimizer.name, 1 if optimizer.momentum else 0)
+    return num_parameters * ITEMSIZE[config.training.dtype] * tensors * dims.dp_replicate
+
+
 def _check_memory(config: JobConfig, model: Any, dims: ParallelDims) -> int:
     """The bytes that the ranks hold at least; raises ConfigError if this machine has less."""
     least = least_bytes(config, model, dims)
@@ -199,7 +235,7 @@ def _check_memory(config: JobConfig, model: Any, dims: ParallelDims) -> int:
     return least
 
 
-def _check_planned_memory(job: ResolvedJob, least: int) -> None:
+def _check_planned_memory(job: ResolvedJob, least: int, planner: Planner) -> None:
     """Raises ConfigError if the peaks of a planned job exceed this machine's memory.
 
     Only a job that may not fit is looked up: a small one starts without delay.
@@ -207,7 +243,7 @@ def _check_planned_memory(job: ResolvedJob, least: int) -> None:
     allowed = job.config.job.max_local_memory_gb
     if least > LARGE_SHARE * room_bytes(allowed):
         check_local_memory(
-            planned_bytes(job), "by its plan, the ranks", allowed_gb=allowed, key="training"
+            planner.planned_bytes(job), "by its plan, the ranks", allowed_gb=allowed, key="training"
         )
 
 

@@ -4,7 +4,7 @@ A batch is one part of a sequence. Even stages compute queries, keys and values 
 stages compute attention, which needs the keys and values of all parts, and the feed-forward layer.
 """
 
-from titanlite.simulate import ComputeAndWeightWorkers, Costs, Direction, Link, Network, Work
+from titanlite.tools.simulate import ComputeAndWeightWorkers, Costs, Direction, Link, Network, Work
 
 
 def strategy(work, job):

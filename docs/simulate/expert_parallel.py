@@ -6,7 +6,7 @@ to one expert; several groups can go to the same expert. Odd stages are experts;
 attention, which needs all tokens of its worker back.
 """
 
-from titanlite.simulate import ComputeAndWeightWorkers, Costs, Direction, Link, Network, Work
+from titanlite.tools.simulate import ComputeAndWeightWorkers, Costs, Direction, Link, Network, Work
 
 EXPERT_OF_GROUP = [0, 0, 1, 2]  # the router prefers expert 0, and never chooses expert 3
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanlite.hf_format import HFFormat, HFTensor, require
 from titanlite.models.gpt2.config import GPT2Config
+from titanlite.models.hf_format import HFFormat, HFTensor, require
 
 OUTER = {
     "tok_embeddings": "transformer.wte",

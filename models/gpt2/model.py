@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.attention import CausalAttention, KeyValueCache
-from titanlite.dropout import TokenDropout
 from titanlite.models.gpt2.config import GPT2Config
+from titanlite.modules.attention import CausalAttention, KeyValueCache
+from titanlite.modules.dropout import TokenDropout
 
 
 class GPT2(nn.Module):

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from titanlite.models.gpt2.model import GPT2
 from titanlite.parallelize.plan import ParallelPlan
-from titanlite.parallelize.styles import (
+from titanlite.parallelize.tensor_parallel.styles import (
     EmbeddingLocal,
     EmbeddingRowwise,
     GatherColwise,

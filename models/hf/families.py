@@ -22,7 +22,7 @@ from titanlite.mesh.parallel_dims import divisors
 from titanlite.models.hf.config import TP_TABLE, HFConfig
 from titanlite.models.hf.model import ATTENTION, build, configuration
 from titanlite.parallelize.plan import block_lists, derive_plan, match_modules
-from titanlite.parallelize.styles import NormLocal
+from titanlite.parallelize.tensor_parallel.styles import NormLocal
 
 PIPELINE_TYPES = ("gemma", "gpt2", "llama", "mistral", "olmo", "olmo2", "phi3", "qwen2", "qwen3")
 """The types whose forward is that of `stage_forward`; others scale or mask between blocks."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlite.files import shown
-from titanlite.hf_format import HFFormat, HFTensor
 from titanlite.models.hf.config import FAMILIES, HFConfig
+from titanlite.models.hf_format import HFFormat, HFTensor
 
 # Keys of config.json about the file and not the model.
 ABOUT_FILE = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "model_type"}

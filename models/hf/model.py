@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
-from titanlite.attention.dense import attend
-from titanlite.attention.huggingface import no_mask, refuse_unsupported
 from titanlite.models.hf.config import HFConfig
+from titanlite.modules.attention.dense import attend
+from titanlite.parallelize.context_parallel.huggingface import no_mask, refuse_unsupported
 
 if TYPE_CHECKING:
-    from titanlite.batch import Batch
+    from titanlite.modules.batch import Batch
 
 ATTENTION = "titanlite_attention"
 

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from titanlite.errors import TitanliteError
 from titanlite.models.hf.model import JoinedConv1D
-from titanlite.parallelize.styles import distribute, replace_forward
+from titanlite.parallelize.tensor_parallel.styles import distribute, replace_forward
 
 
 class ColwiseConv1D(ParallelStyle):

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.attention import CausalAttention, KeyValueCache
-from titanlite.dropout import TokenDropout
 from titanlite.models.image_transformer.config import ImageTransformerConfig
+from titanlite.modules.attention import CausalAttention, KeyValueCache
+from titanlite.modules.dropout import TokenDropout
 
 
 class ImageTransformer(nn.Module):

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from titanlite.models.image_transformer.model import ImageEmbeddings, ImageTransformer
 from titanlite.parallelize.plan import ParallelPlan
-from titanlite.parallelize.styles import (
+from titanlite.parallelize.tensor_parallel.styles import (
     EmbeddingLocal,
     GatherColwise,
     NormLocal,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from titanlite.hf_format import HFFormat, HFTensor, require
+from titanlite.models.hf_format import HFFormat, HFTensor, require
 from titanlite.models.llama3.config import Llama3Config
 
 LLAMA, MIXTRAL, GLM = "llama", "mixtral", "glm4_moe"

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.attention import CausalAttention, KeyValueCache
-from titanlite.experts import ExpertLayer
 from titanlite.models.llama3.config import Llama3Config
+from titanlite.modules.attention import CausalAttention, KeyValueCache
+from titanlite.modules.experts import ExpertLayer
 
 
 class Llama3(nn.Module):

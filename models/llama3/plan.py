@@ -10,9 +10,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from titanlite.models.llama3.model import Llama3
-from titanlite.parallelize.expert_parallel import GateLocal
+from titanlite.parallelize.expert_parallel.apply import GateLocal
 from titanlite.parallelize.plan import ParallelPlan
-from titanlite.parallelize.styles import EmbeddingRowwise, GatherColwise, NormLocal, RowwiseLocal
+from titanlite.parallelize.tensor_parallel.styles import (
+    EmbeddingRowwise,
+    GatherColwise,
+    NormLocal,
+    RowwiseLocal,
+)
 
 
 def plan_of(model: Llama3) -> ParallelPlan:

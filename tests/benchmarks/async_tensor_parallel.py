@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from titanlite.drawing.schedule_png import draw_png
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.trace import make_trace
+from titanlite.tools.figures.schedule_png import draw_png
 
 TOKENS, DIM, HIDDEN = 1024, 1024, 4096
 """The sizes of `overlap`: a feed-forward layer, so that copies cost little beside products."""
@@ -60,7 +60,7 @@ class Link:
     @contextmanager
     def in_force(self) -> Iterator[Link]:
         """Rings use this link inside the block."""
-        from titanlite.parallelize import ring_product
+        from titanlite.parallelize.async_tensor_parallel import ring_product
 
         multiply = ring_product.multiply
 
@@ -81,7 +81,7 @@ def _slow_transfer(link: Link) -> type:
     import torch
     import torch.distributed as dist
 
-    from titanlite.parallelize import ring_product
+    from titanlite.parallelize.async_tensor_parallel import ring_product
 
     class SlowTransfer(ring_product.Transfer):
         """Ends `seconds_per_byte` times its bytes after both ranks have posted it."""
@@ -124,7 +124,10 @@ def passes(group: Any) -> dict[str, Callable[[], Any]]:
     """The timed functions: forward and backward passes of both pairs on this rank."""
     import torch
 
-    from titanlite.parallelize.ring_product import gather_product, product_scatter
+    from titanlite.parallelize.async_tensor_parallel.ring_product import (
+        gather_product,
+        product_scatter,
+    )
 
     n = group.size()
     torch.manual_seed(group.rank())
@@ -204,7 +207,7 @@ def _time_of_a_product(group: Any) -> float:
     import torch
     import torch.distributed as dist
 
-    from titanlite.parallelize.ring_product import multiply
+    from titanlite.parallelize.async_tensor_parallel.ring_product import multiply
 
     n = group.size()
     chunk = torch.randn(TOKENS // n, DIM)
@@ -285,7 +288,7 @@ def time_layer(
     from torch.distributed.device_mesh import init_device_mesh
 
     from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.styles import GatherColwise, RowwiseLocal
+    from titanlite.parallelize.tensor_parallel.styles import GatherColwise, RowwiseLocal
     from titanlite.ranks.world import open_world
 
     class Inner(nn.Module):

@@ -53,8 +53,8 @@ def measure(place: Place, config: Any) -> dict[str, int]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from titanlite.job import build_job
+    from titanlite.modules.shards import local_part
     from titanlite.ranks.world import open_world
-    from titanlite.training.shards import local_part
 
     def num_bytes(tensors: Any) -> int:
         return sum(local_part(t).numel() * t.element_size() for t in tensors)

@@ -17,7 +17,7 @@ from titanlite import register_model
 from titanlite.models.llama3.config import Llama3Config
 from titanlite.models.llama3.model import Llama3
 from titanlite.models.llama3.plan import plan_of
-from titanlite.plan.hardware import Hardware, OperatorCost
+from titanlite.tools.planner.hardware import Hardware, OperatorCost
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.04, 0.08
 

@@ -162,8 +162,8 @@ def take_turns(
     import torch
     import torch.distributed as dist
 
+    from titanlite.ranks.settings import keeping_freed_memory
     from titanlite.ranks.world import open_world
-    from titanlite.settings import keeping_freed_memory
 
     turns = dist.FileStore(path)
     is_bare = place.rank == num_ranks

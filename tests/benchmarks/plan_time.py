@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config import JobConfig, load_config, resolve_job
-from titanlite.plan.calibrate import calibrate, typical_step
-from titanlite.plan.cost import Cost
-from titanlite.plan.hardware import Hardware, load_hardware
-from titanlite.plan.measure import time_steps
-from titanlite.plan.planning import representatives
-from titanlite.plan.timing import time_events
-from titanlite.plan.trace import trace_rank
 from titanlite.ranks.launch import run_ranks
+from titanlite.tools.planner.calibrate import calibrate, typical_step
+from titanlite.tools.planner.cost import Cost
+from titanlite.tools.planner.hardware import Hardware, load_hardware
+from titanlite.tools.planner.measure import time_steps
+from titanlite.tools.planner.planning import representatives
+from titanlite.tools.planner.timing import time_events
+from titanlite.tools.planner.trace import trace_rank
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Shipped jobs of unlike plans.

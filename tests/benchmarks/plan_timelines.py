@@ -23,15 +23,15 @@ from tests.benchmarks.paused_model import with_pauses
 from tests.benchmarks.slow_link import slow_link, with_link
 from titanlite.config import JobConfig, make_config, resolve_job
 from titanlite.observe.pipeline_timeline import PipelineRecorder, make_timeline
-from titanlite.plan.hardware import Hardware, load_hardware
-from titanlite.plan.planning import PIECES, plan_job
-from titanlite.plan.predict import WAIT_FOR_SENDS
-from titanlite.plan.spans import draw_schedules, step_spans
-from titanlite.plan.spans import make_timeline as predicted_timeline
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import BACKWARD_INPUT, FORWARD, FULL_BACKWARD
 from titanlite.schedule.timeline import WORK
+from titanlite.tools.planner.hardware import Hardware, load_hardware
+from titanlite.tools.planner.planning import PIECES, plan_job
+from titanlite.tools.planner.predict import WAIT_FOR_SENDS
+from titanlite.tools.planner.spans import draw_schedules, step_spans
+from titanlite.tools.planner.spans import make_timeline as predicted_timeline
 
 PASSES = (FORWARD, FULL_BACKWARD, BACKWARD_INPUT)
 """Actions that wait for an input and send an output."""

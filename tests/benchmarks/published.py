@@ -25,7 +25,7 @@ from tests.benchmarks.published_megatron import (
     predict_narayanan,
     step_seconds,
 )
-from titanlite.plan.hardware import Hardware, load_hardware
+from titanlite.tools.planner.hardware import Hardware, load_hardware
 
 # The figures of the A100 that are fitted, with their bounds.
 A100_FIGURES = {

@@ -1,7 +1,7 @@
 """Llama 3 on H100 and H200: published runs, and the planner's prediction of each.
 
 TorchTitan's Llama 3 8B in bfloat16 gives the two fitted figures of its H100. All other rows are
-predicted: titanlite.plan traces the job in eager mode, as for a GPU, and fuses elementwise
+predicted: titanlite.tools.planner traces the job in eager mode, as for a GPU, and fuses elementwise
 operators where the run was compiled.
 
 TorchTitan, by its documentation and its defaults of that time: the local batch is split into as
@@ -22,14 +22,14 @@ from functools import cache
 from typing import Any
 
 from titanlite.config import ResolvedJob, make_config, resolve_job
-from titanlite.plan.cache import load_pieces
-from titanlite.plan.compose import compose
-from titanlite.plan.composition import Pieces, Segment
-from titanlite.plan.cost import Cost
-from titanlite.plan.events import Communication, Event, Wait
-from titanlite.plan.hardware import Hardware, load_hardware
-from titanlite.plan.predict import predict as predict_step
-from titanlite.plan.timing import StepTime
+from titanlite.tools.planner.cache import load_pieces
+from titanlite.tools.planner.compose import compose
+from titanlite.tools.planner.composition import Pieces, Segment
+from titanlite.tools.planner.cost import Cost
+from titanlite.tools.planner.events import Communication, Event, Wait
+from titanlite.tools.planner.hardware import Hardware, load_hardware
+from titanlite.tools.planner.predict import predict as predict_step
+from titanlite.tools.planner.timing import StepTime
 
 TITAN = "h100_96gb"
 STAGES = (1, 2, 4, 8)

@@ -19,11 +19,11 @@ from functools import cache
 
 from titanlite.config import make_config, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.plan.cost import Cost
-from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Trace
-from titanlite.plan.hardware import Hardware
-from titanlite.plan.timing import time_events
-from titanlite.plan.trace import trace_rank
+from titanlite.tools.planner.cost import Cost
+from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Place, Trace
+from titanlite.tools.planner.hardware import Hardware
+from titanlite.tools.planner.timing import time_events
+from titanlite.tools.planner.trace import trace_rank
 
 SEQ_LEN, VOCABULARY = 2048, 51200
 BYTES_A_PARAMETER = 28

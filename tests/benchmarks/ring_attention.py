@@ -31,7 +31,7 @@ def cpu_seconds_per_step(place: Place, num_tokens: int, layout: str, rotate: str
     import torch
     import torch.distributed as dist
 
-    from titanlite.attention import RingAttention
+    from titanlite.parallelize.context_parallel.ring import RingAttention
     from titanlite.ranks.world import open_world
 
     with open_world(place) as world:

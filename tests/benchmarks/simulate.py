@@ -22,7 +22,7 @@ from unittest.mock import Mock
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from titanlite.schedule import Schedule, add_communication, make_schedule
-from titanlite.simulate import (
+from titanlite.tools.simulate import (
     ComputeAndWeightWorkers,
     Costs,
     Link,
@@ -62,7 +62,7 @@ def cpu_seconds(call: Callable[[], Any], repeat: int = 1) -> tuple[float, Any]:
 def measure_imports() -> list[tuple[str, float, float]]:
     code = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
     lines = []
-    for module in ("titanlite.simulate", "titanlite.simulate.command"):
+    for module in ("titanlite.tools.simulate", "titanlite.tools.simulate.command"):
         runs = [
             subprocess.run(
                 [sys.executable, "-c", code.format(module)],

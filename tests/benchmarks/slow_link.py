@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from titanlite.plan.hardware import CollectiveCost, Hardware
+from titanlite.tools.planner.hardware import CollectiveCost, Hardware
 
 
 class _Sent(dist.Work):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlite.lab import Mesh, VirtualCluster
+from titanlite.tools.lab import Mesh, VirtualCluster
 
 
 @pytest.fixture(scope="session")

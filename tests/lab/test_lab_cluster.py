@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from titanlite.errors import RankError
-from titanlite.lab import CommunicationError, Mesh, VirtualCluster
+from titanlite.tools.lab import CommunicationError, Mesh, VirtualCluster
 
 
 def is_alive(pid):
@@ -98,7 +98,7 @@ def test_host_and_devices_talk_while_running(cluster):
 def test_a_notebook_cell_and_a_script_without_a_guard_work(kind, tmp_path):
     # In a notebook, __main__ has no file; in a script, the file must not run again.
     code = """
-from titanlite.lab import Mesh, VirtualCluster
+from titanlite.tools.lab import Mesh, VirtualCluster
 import torch
 def main(device, data):
     return device.all_reduce(data + device.rank)

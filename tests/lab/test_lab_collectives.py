@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titanlite.lab import Mesh
+from titanlite.tools.lab import Mesh
 
 KINDS = [
     "broadcast",

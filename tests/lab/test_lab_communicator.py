@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titanlite.errors import RankError
-from titanlite.lab import (
+from titanlite.tools.lab import (
     Link,
     data_parallelism_main,
     over_channels,
@@ -14,7 +14,7 @@ from titanlite.lab import (
     tensor_parallelism_main,
     zero_parallelism_main,
 )
-from titanlite.lab.data_parallel import GradientBuckets, pack
+from titanlite.tools.lab.data_parallel import GradientBuckets, pack
 
 W, BATCH, DIM, LAYERS, STEPS = 4, 16, 24, 4, 2
 LAYER_BYTES = DIM * DIM * 8

@@ -5,16 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-import titanlite.attention
+import titanlite.modules.attention
 from titanlite.errors import RankError
-from titanlite.lab import (
-    Link,
-    Mesh,
-    ring_attention,
-    shard_sequence,
-    unshard_sequence,
-)
-from titanlite.lab.context_parallel import LAYOUTS
+from titanlite.tools.lab import Link, Mesh, ring_attention, shard_sequence, unshard_sequence
+from titanlite.tools.lab.context_parallel import LAYOUTS
 
 W, BATCH, HEADS, TOKENS, FEATURES = 4, 2, 3, 32, 5
 # The bytes of one rank's keys and values.
@@ -53,10 +47,12 @@ def forward_only(device, shards, layout, causal):
 
 def production(device, inputs, layout, causal):
     mesh = init_device_mesh("cpu", (W,))
-    layout = titanlite.attention.make_layout(layout, W)
+    layout = titanlite.modules.attention.make_layout(layout, W)
     q, k, v, dout = (layout.shard(tensor, 2, device.rank) for tensor in inputs)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    out = titanlite.attention.ring_attention(*leaves, mesh, causal=causal, layout=layout)
+    out = titanlite.parallelize.context_parallel.ring.ring_attention(
+        *leaves, mesh, causal=causal, layout=layout
+    )
     out.backward(dout)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -146,7 +142,7 @@ def test_it_is_titanlites_ring_attention(cluster_of_4, inputs, layout, name):
         theirs = cluster_of_4.run(production, inputs, name, causal)
         for mine, expected in zip(ours, theirs, strict=True):
             assert_same(mine, expected)
-        its = titanlite.attention.make_layout(name, W)
+        its = titanlite.modules.attention.make_layout(name, W)
         their_keys = sum(its.num_keys_sent(rank, n, causal) for rank in range(W))
         # Under a mask, titanlite does not send keys that no later rank uses.
         share = {"contiguous": 1 / 2, "zigzag": 3 / 4}[layout] if causal else 1

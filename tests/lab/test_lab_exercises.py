@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.lab import Mesh, VirtualCluster
-from titanlite.lab.__main__ import main
-from titanlite.lab.exercises import EXERCISES
-from titanlite.lab.exercises.exercise import load_exercise
-from titanlite.lab.exercises.judge import judge
+from titanlite.tools.lab import Mesh, VirtualCluster
+from titanlite.tools.lab.__main__ import main
+from titanlite.tools.lab.exercises import EXERCISES
+from titanlite.tools.lab.exercises.exercise import load_exercise
+from titanlite.tools.lab.exercises.judge import judge
 
 # Exercise: (text of the solution, text of the mistake, kind of the verdict, what its text has).
 WRONG = {
@@ -294,7 +294,7 @@ def test_a_typical_mistake_is_named(pool, name, number):
 class TestCommand:
     def test_the_list_has_all_and_loads_no_torch(self):
         code = (
-            "import sys; from titanlite.lab.__main__ import main; "
+            "import sys; from titanlite.tools.lab.__main__ import main; "
             "main(['exercise']); print('torch' in sys.modules)"
         )
         run = [sys.executable, "-c", code]

@@ -5,16 +5,10 @@ import torch
 import torch.distributed as dist
 
 from titanlite.errors import RankError
-from titanlite.experts import ExpertLayer
-from titanlite.experts.dispatch import Exchange
-from titanlite.lab import (
-    Experts,
-    Link,
-    Mesh,
-    expert_parallel_layer,
-    single_process_layer,
-)
-from titanlite.lab.expert_parallel import capacity_of, has_place
+from titanlite.modules.experts import ExpertLayer
+from titanlite.modules.experts.dispatch import Exchange
+from titanlite.tools.lab import Experts, Link, Mesh, expert_parallel_layer, single_process_layer
+from titanlite.tools.lab.expert_parallel import capacity_of, has_place
 
 W, TOKENS, FEATURES, HIDDEN, EXPERTS, TOP_K = 4, 24, 6, 10, 8, 3
 

@@ -5,14 +5,14 @@ import time
 import pytest
 import torch
 
-from titanlite.lab import (
+from titanlite.tools.lab import (
     Link,
     data_parallelism_main,
     over_channels,
     ring_attention,
     shard_sequence,
 )
-from titanlite.lab.link import Port
+from titanlite.tools.lab.link import Port
 
 # 10 ms per message and 10 ms per 10,000 bytes.
 SLOW = Link(latency_seconds=0.01, bytes_per_second=1e6)

@@ -1,20 +1,20 @@
-"""python -m titanlite.lab: the list, the table of each experiment, the error for a wrong name."""
+"""titanlite lab: the list, the table of each experiment, the error for a wrong name."""
 
 import subprocess
 import sys
 
 import pytest
 
-import titanlite.lab
-from titanlite.lab.__main__ import main
-from titanlite.lab.experiments import EXPERIMENTS
-from titanlite.lab.table import Samples, compared
+import titanlite.tools.lab
+from titanlite.tools.lab.__main__ import main
+from titanlite.tools.lab.experiments import EXPERIMENTS
+from titanlite.tools.lab.table import Samples, compared
 
 
 def test_without_a_name_it_lists_the_experiments_without_torch():
     code = (
         "import sys, runpy; sys.argv = ['lab']\n"
-        "try: runpy.run_module('titanlite.lab', run_name='__main__')\n"
+        "try: runpy.run_module('titanlite.tools.lab', run_name='__main__')\n"
         "finally: print('torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -52,10 +52,10 @@ def test_a_wrong_name_is_one_line(capsys):
 
 
 def test_every_public_name_is_there():
-    for name in titanlite.lab.__all__:
-        assert getattr(titanlite.lab, name).__doc__
+    for name in titanlite.tools.lab.__all__:
+        assert getattr(titanlite.tools.lab, name).__doc__
     with pytest.raises(AttributeError, match="has no attribute 'VirtualRouter'"):
-        titanlite.lab.VirtualRouter  # noqa: B018
+        titanlite.tools.lab.VirtualRouter  # noqa: B018
 
 
 @pytest.mark.parametrize(

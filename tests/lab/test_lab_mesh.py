@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlite.lab import Mesh, MeshError
+from titanlite.tools.lab import Mesh, MeshError
 
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
     lambda sizes: Mesh(**dict(zip("abcd", sizes, strict=False)))

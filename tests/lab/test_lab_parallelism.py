@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.errors import RankError
-from titanlite.lab import (
+from titanlite.ranks.launch import run_ranks
+from titanlite.tools.lab import (
     Mesh,
     data_parallelism_main,
     get_init_params,
@@ -27,7 +28,6 @@ from titanlite.lab import (
     three_d_parallelism_main,
     zero_parallelism_main,
 )
-from titanlite.ranks.launch import run_ranks
 
 W, BATCH, DIM, LAYERS, STEPS, MICRO_BATCHES = 4, 16, 24, 8, 3, 8
 TOLERANCE = 1e-12

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titanlite.lab import MLP, Mesh, MeshError, Pipeline, PipelineError
+from titanlite.tools.lab import MLP, Mesh, MeshError, Pipeline, PipelineError
 
 SIZES = (6, 10, 12, 9, 4)
 BATCH, STEPS, LR = 3, 4, 1e-2

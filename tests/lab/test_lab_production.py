@@ -13,8 +13,18 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from titanlite.batch import make_batch
-from titanlite.lab import (
+from titanlite.modules.batch import make_batch
+from titanlite.modules.shards import local_part, shard_of, whole_tensor
+from titanlite.parallelize import (
+    ParallelPlan,
+    PipelineRunner,
+    apply_ddp,
+    apply_fsdp,
+    apply_tp,
+    split_model,
+)
+from titanlite.schedule import make_schedule
+from titanlite.tools.lab import (
     Mesh,
     data_parallelism_main,
     get_init_params,
@@ -25,17 +35,7 @@ from titanlite.lab import (
     three_d_parallelism_main,
     zero_parallelism_main,
 )
-from titanlite.parallelize import (
-    ParallelPlan,
-    PipelineRunner,
-    apply_ddp,
-    apply_fsdp,
-    apply_tp,
-    split_model,
-)
-from titanlite.schedule import make_schedule
 from titanlite.training.optimizer import build_optimizer
-from titanlite.training.shards import local_part, shard_of, whole_tensor
 
 W, BATCH, DIM, LAYERS, STEPS, MICRO_BATCHES = 4, 16, 24, 8, 3, 8
 WEIGHTS_BYTES = LAYERS * DIM * DIM * 8

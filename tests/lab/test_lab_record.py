@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from titanlite.errors import RankError
-from titanlite.lab import CommunicationError, Mesh, VirtualCluster
+from titanlite.tools.lab import CommunicationError, Mesh, VirtualCluster
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titanlite.lab import (
+from titanlite.tools.lab import (
     DimSharding,
     FeedForward,
     Feedforward,

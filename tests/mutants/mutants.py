@@ -80,26 +80,35 @@ def mutant(
 
 
 STEP, NORM = "titanlite/training/step.py", "titanlite/training/gradient_norm.py"
-STYLES, PLAN = "titanlite/parallelize/styles.py", "models/image_transformer/plan.py"
-RING, ROTATION = "titanlite/attention/ring.py", "titanlite/attention/rotation.py"
-LAYOUT, PIPELINE = "titanlite/attention/layout.py", "titanlite/parallelize/pipeline_parallel.py"
-FSDP_FILE, DDP_FILE = "titanlite/parallelize/fsdp.py", "titanlite/parallelize/ddp.py"
+STYLES, PLAN = "titanlite/parallelize/tensor_parallel/styles.py", "models/image_transformer/plan.py"
+RING, ROTATION = (
+    "titanlite/parallelize/context_parallel/ring.py",
+    "titanlite/parallelize/context_parallel/rotation.py",
+)
+LAYOUT, PIPELINE = (
+    "titanlite/modules/attention/layout.py",
+    "titanlite/parallelize/pipeline_parallel/apply.py",
+)
+FSDP_FILE, DDP_FILE = "titanlite/parallelize/fsdp/apply.py", "titanlite/parallelize/ddp/apply.py"
 INITIALIZE, SAMPLER = "titanlite/training/initialize.py", "titanlite/data/sampler.py"
 OPTIMIZER, DIMS = "titanlite/training/optimizer.py", "titanlite/mesh/parallel_dims.py"
-AC, JOB = "titanlite/parallelize/activation_checkpoint.py", "titanlite/job.py"
-MODEL, BATCH = "models/image_transformer/model.py", "titanlite/batch.py"
-SHARDS, LOSS = "titanlite/training/shards.py", "titanlite/training/loss.py"
+AC, JOB = "titanlite/parallelize/activation_checkpoint/apply.py", "titanlite/job.py"
+MODEL, BATCH = "models/image_transformer/model.py", "titanlite/modules/batch.py"
+SHARDS, LOSS = "titanlite/modules/shards.py", "titanlite/training/loss.py"
 STEPS_FILE = "titanlite/parallelize/steps.py"
 TP_FILE, CP_FILE = (
-    "titanlite/parallelize/tensor_parallel.py",
-    "titanlite/parallelize/context_parallel.py",
+    "titanlite/parallelize/tensor_parallel/apply.py",
+    "titanlite/parallelize/context_parallel/apply.py",
 )
 EP_FILE, DISPATCH = (
-    "titanlite/parallelize/expert_parallel.py",
-    "titanlite/experts/dispatch.py",
+    "titanlite/parallelize/expert_parallel/apply.py",
+    "titanlite/modules/experts/dispatch.py",
 )
-BALANCE, BALANCER = "titanlite/experts/balance.py", "titanlite/experts/balancer.py"
-CAPACITY, EXPERT_LAYER = "titanlite/experts/capacity.py", "titanlite/experts/layer.py"
+BALANCE, BALANCER = "titanlite/modules/experts/balance.py", "titanlite/modules/experts/balancer.py"
+CAPACITY, EXPERT_LAYER = (
+    "titanlite/modules/experts/capacity.py",
+    "titanlite/modules/experts/layer.py",
+)
 
 MUTANTS = [
     # Accumulation: also wrong on one process.
@@ -435,7 +444,7 @@ MUTANTS = [
         JOB,
         (
             "        return batch.shard(self.layout, self.dims.token_rank(self.world.rank))",
-            "        from titanlite.batch import make_targets\n\n"
+            "        from titanlite.modules.batch import make_targets\n\n"
             "        part = batch.shard(self.layout, self.dims.token_rank(self.world.rank))\n"
             "        return part.replace(targets=make_targets(part.tokens))",
         ),
@@ -803,7 +812,7 @@ MUTANTS = [
         STEP,
         (
             "        clip_gradients(self.parameters, norm, self.max_norm)\n",
-            "        from titanlite.training.shards import local_part\n\n"
+            "        from titanlite.modules.shards import local_part\n\n"
             "        own = [local_part(p.grad) for p in self.parameters if p.grad is not None]\n"
             "        norm = torch.stack([g.norm() for g in own]).norm()\n"
             "        clip_gradients(self.parameters, norm, self.max_norm)\n",

@@ -10,7 +10,7 @@ import pytest
 from harness import ROOT, Mutant, judge
 from mutants import MUTANTS, REFACTORINGS
 
-from titanlite.verify.matrix import code_digest
+from titanlite.tools.verify.matrix import code_digest
 
 TENTHS = 10
 

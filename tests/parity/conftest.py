@@ -5,28 +5,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from titanlite import models
-from titanlite.data.catalog import DATASETS
-from titanlite.verify.verify import Verifier
+from titanlite.registry import MODELS
+from titanlite.tools.verify.verify import Verifier
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _models_of_module() -> Iterator[None]:
     """Unregister models that a module's fixtures have registered, after its tests."""
-    before = dict(models.MODELS)
+    before = dict(MODELS)
     yield
-    models.MODELS.clear()
-    models.MODELS.update(before)
+    MODELS.clear()
+    MODELS.update(before)
 
 
 @pytest.fixture(autouse=True)
-def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Unregister models and data sets that a test has registered, after the test."""
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    datasets = dict(DATASETS)
+def _own_models() -> Iterator[None]:
+    """Forget the modules that a test has imported to register models: the next imports its own."""
     yield
-    DATASETS.clear()
-    DATASETS.update(datasets)
     for name in [
         name
         for name in sys.modules

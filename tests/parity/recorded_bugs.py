@@ -15,7 +15,7 @@ def reduced_twice() -> AbstractContextManager[Any]:
     """DDP's hook sums gradients that were summed already."""
     import torch.distributed as dist
 
-    from titanlite.parallelize import ddp
+    from titanlite.parallelize.ddp import apply as ddp
 
     once = ddp._sum_bucket
 
@@ -28,7 +28,7 @@ def reduced_twice() -> AbstractContextManager[Any]:
 
 def larger_by_the_token_count() -> AbstractContextManager[Any]:
     """A pipeline's loss is a sum over tokens that nobody divides."""
-    from titanlite.parallelize.pipeline_parallel import PipelineRunner
+    from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner
 
     step = PipelineRunner.step
 
@@ -70,8 +70,8 @@ def mean_of_means() -> AbstractContextManager[Any]:
 
 def shards_start_alike() -> AbstractContextManager[Any]:
     """Every rank draws as if its shard were the first."""
+    from titanlite.modules.shards import local_part
     from titanlite.training import initialize
-    from titanlite.training.shards import local_part
 
     def first_of(full, like):
         part = local_part(like)
@@ -81,7 +81,7 @@ def shards_start_alike() -> AbstractContextManager[Any]:
 
 
 def pending_input_to_a_compiled_block() -> AbstractContextManager[Any]:
-    from titanlite.parallelize import compile as compiling
+    from titanlite.parallelize.compile import apply as compiling
 
     return patch.object(compiling, "_wait_for_inputs", lambda module, inputs: inputs)
 
@@ -90,7 +90,7 @@ def waiting_cuts_the_way_back() -> AbstractContextManager[Any]:
     """What a compiled block waits for comes back without its gradient's history."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    from titanlite.parallelize import compile as compiling
+    from titanlite.parallelize.compile import apply as compiling
 
     def wait(tensor):
         return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
@@ -107,7 +107,7 @@ def jumps_in_positions_start_documents() -> AbstractContextManager[Any]:
     import torch
     import torch.nn.functional as F
 
-    from titanlite.attention import RingAttention
+    from titanlite.parallelize.context_parallel.ring import RingAttention
 
     def within_chunks(self, q, k, v, *_, **__):
         chunks = zip(*(tensor.chunk(2, dim=2) for tensor in (q, k, v)), strict=True)
@@ -126,7 +126,7 @@ def one_counter_for_both_passes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
 
-    from titanlite.parallelize import activation_checkpoint as ac
+    from titanlite.parallelize.activation_checkpoint import apply as ac
 
     class Mode(TorchDispatchMode):
         def __init__(self, counter, saved, is_recompute):
@@ -154,9 +154,9 @@ def one_counter_for_both_passes() -> AbstractContextManager[Any]:
 
 def norms_not_reduced() -> AbstractContextManager[Any]:
     """Under sequence parallelism each rank keeps its own share of the norms' gradients."""
+    from titanlite.modules.shards import local_part
     from titanlite.training import step
     from titanlite.training.gradient_norm import _like
-    from titanlite.training.shards import local_part
 
     def keep_own(parameters):
         for parameter in parameters:
@@ -194,7 +194,7 @@ def positions_from_zero() -> AbstractContextManager[Any]:
 
 def positions_for_the_first_stage_alone() -> AbstractContextManager[Any]:
     """The stages of a pipeline after the first count their tokens by themselves."""
-    from titanlite.parallelize.pipeline_parallel import _Stage
+    from titanlite.parallelize.pipeline_parallel.apply import _Stage
 
     forward = _Stage.forward_one_chunk
 
@@ -232,7 +232,7 @@ def rotary_angles_from_zero() -> AbstractContextManager[Any]:
 
 def documents_forgotten_on_a_hop() -> AbstractContextManager[Any]:
     """Ring attention has the mask of documents for a rank's own keys, and for no others."""
-    from titanlite.attention import ring
+    from titanlite.parallelize.context_parallel import ring
 
     parts = ring._parts
 
@@ -269,14 +269,14 @@ def norm_counts_replicas() -> AbstractContextManager[Any]:
 
 def tied_gradients_not_summed() -> AbstractContextManager[Any]:
     """Each stage keeps the gradient of its own use of a tied weight."""
-    from titanlite.parallelize.stage_copies import StageCopies
+    from titanlite.parallelize.pipeline_parallel.stage_copies import StageCopies
 
     return patch.object(StageCopies, "sum_gradients", lambda self: None)
 
 
 def norm_counts_copies() -> AbstractContextManager[Any]:
     """Every stage that has a copy of a tied weight counts its gradient."""
-    from titanlite.parallelize.stage_copies import StageCopies
+    from titanlite.parallelize.pipeline_parallel.stage_copies import StageCopies
 
     return patch.object(StageCopies, "repeated", lambda self: [])
 
@@ -305,7 +305,7 @@ def data_by_rank() -> AbstractContextManager[Any]:
 
 def last_microbatch_dropped() -> AbstractContextManager[Any]:
     """The first stage forgets the gradients of the last microbatch."""
-    from titanlite.parallelize.pipeline_parallel import _Stage
+    from titanlite.parallelize.pipeline_parallel.apply import _Stage
 
     backward = _Stage.backward_one_chunk
 
@@ -324,7 +324,7 @@ def last_microbatch_dropped() -> AbstractContextManager[Any]:
 
 def ring_skips_a_block() -> AbstractContextManager[Any]:
     """Rank 1 leaves out the keys of the last rank that it meets, rank 0."""
-    from titanlite.attention.layout import HeadTail
+    from titanlite.modules.attention.layout import HeadTail
 
     tiles = HeadTail.tiles
 
@@ -388,7 +388,7 @@ def input_gradient_not_reduced() -> AbstractContextManager[Any]:
 
 def masks_of_the_first_tokens() -> AbstractContextManager[Any]:
     """A rank of cp draws dropout's masks as if it held the first tokens of each sequence."""
-    from titanlite.batch import Batch
+    from titanlite.modules.batch import Batch
 
     shard = Batch.shard
 
@@ -412,7 +412,7 @@ def reduced_in_bfloat16() -> AbstractContextManager[Any]:
 
     import torch
 
-    from titanlite.parallelize import fsdp
+    from titanlite.parallelize.fsdp import apply as fsdp
 
     shard = fsdp.fully_shard
 
@@ -427,7 +427,7 @@ def ring_counts_up() -> AbstractContextManager[Any]:
 
     On two ranks those are the same.
     """
-    from titanlite.parallelize.ring_product import Ring
+    from titanlite.parallelize.async_tensor_parallel.ring_product import Ring
 
     return patch.object(Ring, "gathered", lambda self, step: (self.rank + step) % self.size)
 
@@ -436,7 +436,7 @@ def ring_leaves_out_a_product() -> AbstractContextManager[Any]:
     """Rank 1 does not add its own product to the sum that has come to it."""
     import torch.distributed as dist
 
-    from titanlite.parallelize import ring_product
+    from titanlite.parallelize.async_tensor_parallel import ring_product
 
     add = ring_product.add
 
@@ -449,7 +449,7 @@ def ring_leaves_out_a_product() -> AbstractContextManager[Any]:
 
 def amax_of_own_tokens() -> AbstractContextManager[Any]:
     """Each rank scales what it casts to float8 by its own largest magnitude."""
-    from titanlite.parallelize import float8_linear
+    from titanlite.parallelize.float8 import linear as float8_linear
 
     def local(amaxes):
         return [amax for amax, _ in amaxes]
@@ -459,8 +459,8 @@ def amax_of_own_tokens() -> AbstractContextManager[Any]:
 
 def rowwise_cast_tensorwise() -> AbstractContextManager[Any]:
     """A tensor-parallel style multiplies every float8 layer by the tensorwise recipe."""
-    from titanlite.parallelize import styles
-    from titanlite.parallelize.torchao import find_recipe
+    from titanlite.parallelize.float8.torchao import find_recipe
+    from titanlite.parallelize.tensor_parallel import styles
 
     product = styles._product
 
@@ -475,7 +475,7 @@ def style_without_float8() -> AbstractContextManager[Any]:
     """A tensor-parallel style multiplies by itself, in full precision."""
     import torch.nn.functional as F
 
-    from titanlite.parallelize import styles
+    from titanlite.parallelize.tensor_parallel import styles
 
     return patch.object(styles, "_product", lambda layer, x, weight: F.linear(x, weight))
 
@@ -487,7 +487,7 @@ def shared_experts_gradient_not_reduced() -> AbstractContextManager[Any]:
     """
     from torch.distributed.tensor import DTensor, Partial
 
-    from titanlite.experts import ExpertLayer
+    from titanlite.modules.experts import ExpertLayer
 
     forward, to_local = ExpertLayer.forward, DTensor.to_local
     inside = []
@@ -517,7 +517,7 @@ def bias_added_before_the_sum() -> AbstractContextManager[Any]:
     """
     import torch.distributed as dist
 
-    from titanlite.parallelize import styles
+    from titanlite.parallelize.tensor_parallel import styles
 
     product = styles._product
 
@@ -532,7 +532,7 @@ def bias_added_before_the_sum() -> AbstractContextManager[Any]:
 
 
 def _scaled_expert_gradients(factor: float) -> AbstractContextManager[Any]:
-    from titanlite.experts import layer
+    from titanlite.modules.experts import layer
 
     swiglu = layer.swiglu
 
@@ -570,7 +570,7 @@ def experts_left_out_of_the_norm() -> AbstractContextManager[Any]:
 
 def sequence_loss_by_microbatch() -> AbstractContextManager[Any]:
     """Megatron-LM #5798: the auxiliary loss is a mean over the sequences of a microbatch."""
-    from titanlite.experts import layer
+    from titanlite.modules.experts import layer
 
     whole = layer.sequence_loss
 
@@ -583,7 +583,7 @@ def sequence_loss_by_microbatch() -> AbstractContextManager[Any]:
 
 def counted_in_the_forward_pass() -> AbstractContextManager[Any]:
     """Tokens are counted where they are routed, which recomputation does again."""
-    from titanlite.experts import balance, layer
+    from titanlite.modules.experts import balance, layer
 
     def observe(weights, chosen, num_experts, loss, tally, *_):
         tally.add(balance.count_slots(chosen.reshape(1, -1), num_experts)[0], None)
@@ -609,7 +609,7 @@ def bias_updated_every_microbatch() -> AbstractContextManager[Any]:
 
 def counts_of_own_tokens() -> AbstractContextManager[Any]:
     """Every rank balances by the tokens that it routes itself."""
-    from titanlite.experts import Balancer
+    from titanlite.modules.experts import Balancer
 
     def finish(self):
         self.counts = {
@@ -626,7 +626,7 @@ def shared_experts_reduced_twice() -> AbstractContextManager[Any]:
     """The output of the shared experts, complete on each rank of tp, is summed over tp."""
     import torch.distributed as dist
 
-    from titanlite.experts import ExpertLayer
+    from titanlite.modules.experts import ExpertLayer
 
     def forward(self, x, positions):
         shared = self.shared_experts(x)
@@ -641,7 +641,7 @@ def wrong_offset_of_experts_on_one_rank() -> AbstractContextManager[Any]:
     """Rank 1 takes its second expert for its first."""
     import torch.distributed as dist
 
-    from titanlite.experts import layer
+    from titanlite.modules.experts import layer
 
     swiglu = layer.swiglu
 
@@ -655,7 +655,7 @@ def wrong_offset_of_experts_on_one_rank() -> AbstractContextManager[Any]:
 
 def combined_in_another_order() -> AbstractContextManager[Any]:
     """What comes back from the experts is taken to be in the order of the tokens."""
-    from titanlite.experts import layer
+    from titanlite.modules.experts import layer
 
     return patch.object(layer, "gather_back", lambda rows, order: rows)
 
@@ -664,7 +664,7 @@ def padded_rows_have_gradients() -> AbstractContextManager[Any]:
     """Each expert's rows are padded to a multiple of 8 by old values, which are not masked."""
     import torch
 
-    from titanlite.experts import layer
+    from titanlite.modules.experts import layer
 
     swiglu = layer.swiglu
 
@@ -687,7 +687,7 @@ def router_gradient_not_reduced() -> AbstractContextManager[Any]:
     """TorchTitan #2387: each rank of tp updates its gate by the gradient of its own tokens."""
     from torch.distributed.tensor import Replicate
 
-    from titanlite.parallelize import expert_parallel
+    from titanlite.parallelize.expert_parallel import apply as expert_parallel
 
     return patch.object(expert_parallel, "Partial", Replicate)
 

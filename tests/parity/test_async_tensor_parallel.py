@@ -15,7 +15,7 @@ from training import debug_config, difference, train
 from titanlite.config import check_machine, make_config, resolve_job
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
-from titanlite.parallelize.async_tensor_parallel import Fusions
+from titanlite.parallelize.async_tensor_parallel.apply import Fusions
 from titanlite.ranks.launch import Place, run_ranks
 
 # torch is imported by the functions that run on ranks, as in any program that starts some.
@@ -39,8 +39,11 @@ def ring_results(world: Any) -> dict[str, Any]:
     import torch.nn.functional as F
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    from titanlite.parallelize import ring_product
-    from titanlite.parallelize.ring_product import gather_product, product_scatter
+    from titanlite.parallelize.async_tensor_parallel import ring_product
+    from titanlite.parallelize.async_tensor_parallel.ring_product import (
+        gather_product,
+        product_scatter,
+    )
 
     group, n, rank = dist.group.WORLD, world.size, world.rank
     found: dict[str, Any] = {"equal": [], "differences": {}, "sent": {}, "said": []}
@@ -191,7 +194,7 @@ def jobs(world: Any) -> list[Any]:
 
     from titanlite.job import build_job
     from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.styles import GatherColwise, RowwiseLocal
+    from titanlite.parallelize.tensor_parallel.styles import GatherColwise, RowwiseLocal
 
     job = build_job(resolve_job(debug_config(ring_of())), world)
     found: list[Any] = [next(row for row in job.applied if row.feature.startswith("async"))]
@@ -424,8 +427,8 @@ def fused_by_inductor(world: Any) -> tuple[dict[str, int], float]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.async_tensor_parallel import enable_symmetric_memory
-    from titanlite.parallelize.styles import GatherColwise, RowwiseLocal
+    from titanlite.parallelize.async_tensor_parallel.apply import enable_symmetric_memory
+    from titanlite.parallelize.tensor_parallel.styles import GatherColwise, RowwiseLocal
 
     class Inner(nn.Module):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ from test_train_script import command, metrics, needs_proc, own_files, started
 from training import train_on_rank
 
 from titanlite.ranks.world import World
-from titanlite.verify.pool import RankPool
+from titanlite.tools.verify.pool import RankPool
 
 NUM_RANKS, NUM_OTHERS = 8, 4
 STEPS, LONGEST_SECONDS = 5000, 30 * 60

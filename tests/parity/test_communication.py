@@ -27,8 +27,8 @@ from tests.benchmarks.communication import (
 from titanlite.config import resolve_job
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.llama3.config import FLAVORS as MOE_FLAVORS
-from titanlite.plan.trace import trace_rank
 from titanlite.ranks.launch import run_ranks
+from titanlite.tools.planner.trace import trace_rank
 
 # What else they send depends on the stage: of these, what goes between stages alone is told here.
 STAGES_ALONE = ("pp2_tp2", "pp4", "pp2_interleaved", "pp2_zbv")

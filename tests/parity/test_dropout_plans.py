@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from training import debug_config, train
 
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.verify import Verifier
 
 DROPOUT = {"model": {"dropout": 0.3}, "training": {"local_batch_size": 4}}
 PLANS = {

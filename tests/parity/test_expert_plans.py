@@ -8,7 +8,7 @@ import pytest
 from training import Sections, make_config, merged
 
 from titanlite.config import JobConfig
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.verify import Verifier
 
 JOB: Sections = {
     "model": {"name": "llama3", "flavor": "moe_debug"},

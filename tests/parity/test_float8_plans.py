@@ -14,7 +14,7 @@ from tests.benchmarks.communication import Collective, count_plans, totals
 from titanlite.config import make_config, resolve_job
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.ranks.launch import run_ranks
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.verify import Verifier
 
 REPLICATE, SHARD = "data_parallel_replicate_degree", "data_parallel_shard_degree"
 TP, CP, PP = (

@@ -12,11 +12,11 @@ from training import DEBUG_JOB, merged
 
 from titanlite.config import JobConfig, make_config, resolve_job
 from titanlite.errors import ConfigError
-from titanlite.ranks.account import recorded_calls
+from titanlite.modules.shards import local_part
+from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.world import World
-from titanlite.training.shards import local_part
-from titanlite.verify.pool import RankPool
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.pool import RankPool
+from titanlite.tools.verify.verify import Verifier
 
 LORA: dict[str, Any] = {
     "experimental": {"custom_import": "lora_model"},

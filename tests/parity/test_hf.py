@@ -12,7 +12,7 @@ import pytest
 
 from titanlite.config import load_config, make_config
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.verify import Verifier
 
 SIZES = {
     "hidden_size": 64,
@@ -240,7 +240,8 @@ def test_positions_that_are_not_those_of_the_layout_are_refused() -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from titanlite.attention import make_layout, register_ring_attention
+    from titanlite.modules.attention import make_layout
+    from titanlite.parallelize.context_parallel.huggingface import register_ring_attention
 
     sizes = {**SIZES, "num_hidden_layers": 1}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

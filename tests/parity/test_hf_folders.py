@@ -18,17 +18,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import titanlite
-from titanlite import cli, models
-from titanlite.batch import call_model
+from titanlite import cli
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig, make_config
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
+from titanlite.modules.batch import call_model
+from titanlite.modules.shards import whole_tensor
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.ranks.world import World, open_world
+from titanlite.registry import MODELS
 from titanlite.sampling.choice import Choice
 from titanlite.sampling.generate import generate
-from titanlite.training.shards import whole_tensor
 
 LLAMA = {
     "hidden_size": 64,
@@ -364,7 +365,7 @@ def test_experts_of_transformers_are_read_and_written(tmp_path: Path, name: str)
 
 
 def own_model(model: dict[str, Any]) -> Any:
-    spec = models.find_model(model["name"])
+    spec = MODELS[model["name"]]
     fields = {key: value for key, value in model.items() if key != "name"}
     flavor = next(iter(spec.load_flavors().values()))
     return spec.load_build()(replace(flavor, **fields))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.learn.command import show_number
-from titanlite.learn.curves import PICTURES
-from titanlite.learn.topics import TOPICS, Runs
+from titanlite.tools.learn.command import show_number
+from titanlite.tools.learn.curves import PICTURES
+from titanlite.tools.learn.topics import TOPICS, Runs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "learn.md").read_text()

@@ -25,8 +25,8 @@ def train_masked(place: Place, configs: list[JobConfig]) -> list[Training]:
     The three are those of the last two of four data-parallel ranks; the places are those of the
     last of four ranks that hold contiguous parts of the sequence.
     """
-    from titanlite.batch import IGNORE_INDEX
     from titanlite.job import build_job
+    from titanlite.modules.batch import IGNORE_INDEX
     from titanlite.ranks.world import open_world
 
     trainings = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,14 +10,13 @@ from torch import Tensor
 from training import debug_config
 
 import titanlite
-from titanlite.batch import Batch, make_batch
 from titanlite.config import ResolvedJob, resolve_job
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.modules.batch import Batch, make_batch
 from titanlite.ranks.world import World
-from titanlite.registry import METRICS, METRICS_REGISTERED_BY
+from titanlite.tools.verify.pool import RankPool
+from titanlite.tools.verify.verify import Verifier
 from titanlite.training.metrics import accuracy, sums_of
-from titanlite.verify.pool import RankPool
-from titanlite.verify.verify import Verifier
 
 # 20 samples in batches of 3 per rank: the last batch has rows that only fill it.
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -50,12 +48,8 @@ def surprise(logits: Tensor, batch: Batch) -> tuple[Tensor, int]:
 
 
 @pytest.fixture
-def own_metric() -> Iterator[None]:
+def own_metric() -> None:
     titanlite.register_metric("surprise", surprise)
-    yield
-    for name in ("surprise", "mean_of_batch"):
-        METRICS.pop(name, None)
-        METRICS_REGISTERED_BY.pop(name, None)
 
 
 def validate(world: World, resolved: ResolvedJob) -> dict[str, float]:

@@ -54,8 +54,8 @@ def spoil(job: Any, kind: str) -> None:
     """Have one module, on this rank alone, put out or pass back what is not a number."""
     import torch
 
-    from titanlite.names import canonical_name
-    from titanlite.training.shards import local_part
+    from titanlite.modules.names import canonical_name
+    from titanlite.modules.shards import local_part
 
     modules = {canonical_name(n): m for part in job.parts for n, m in part.named_modules()}
     if kind == "parameter":
@@ -85,8 +85,8 @@ def take_bad_steps(place: Place, cases: list[tuple[str, JobConfig]]) -> list[tup
     import torch
 
     from titanlite.job import build_job
+    from titanlite.modules.shards import local_part
     from titanlite.ranks.world import open_world
-    from titanlite.training.shards import local_part
 
     said = []
     with open_world(place) as world:

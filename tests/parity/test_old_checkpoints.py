@@ -15,7 +15,7 @@ from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.job import build_job
 from titanlite.ranks.world import World
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.verify import Verifier
 
 
 def save(world: World, job_config: JobConfig) -> None:

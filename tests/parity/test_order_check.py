@@ -58,8 +58,8 @@ def swap_on_one_rank(job: Any) -> None:
 def step_in_debug_mode(place: Place, configs: list[JobConfig]) -> list[str]:
     """Three good steps of each job, then a bad one of the first: what is said of it."""
     from titanlite.job import build_job
+    from titanlite.modules.shards import local_part
     from titanlite.ranks.world import open_world
-    from titanlite.training.shards import local_part
 
     said = []
     with open_world(place) as world:

@@ -16,7 +16,7 @@ import titanlite
 from titanlite.config.load import read_values
 from titanlite.errors import TitanliteError
 from titanlite.parallelize import ParallelPlan
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.verify import Verifier
 
 
 @dataclass(frozen=True)

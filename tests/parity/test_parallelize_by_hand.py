@@ -41,8 +41,8 @@ def tp_by_hand(world):
     from torch.distributed.tensor.parallel import RowwiseParallel
 
     from titanlite.models.image_transformer.model import ImageEmbeddings
+    from titanlite.modules.shards import whole_tensor
     from titanlite.parallelize import apply_tp
-    from titanlite.training.shards import whole_tensor
 
     def build():
         torch.manual_seed(0)
@@ -100,10 +100,10 @@ def styles_with_biases(world, is_rounded=False, by_keyword=False, rings=False, i
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
+    from titanlite.modules.shards import whole_tensor
     from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.styles import GatherColwise, NormLocal, RowwiseLocal
+    from titanlite.parallelize.tensor_parallel.styles import GatherColwise, NormLocal, RowwiseLocal
     from titanlite.training.gradient_norm import reduce_partial_gradients
-    from titanlite.training.shards import whole_tensor
 
     class Block(nn.Module):
         def __init__(self):
@@ -183,7 +183,7 @@ def styles_by_keyword(world):
 
     from titanlite.errors import TitanliteError
     from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.styles import GatherColwise
+    from titanlite.parallelize.tensor_parallel.styles import GatherColwise
 
     for how in ({}, {"rings": True}, {"is_compiled": True}):
         assert styles_with_biases(world, by_keyword=True, **how)
@@ -220,10 +220,10 @@ def vocabulary_by_hand(world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
+    from titanlite.modules.shards import whole_tensor
     from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.styles import EmbeddingRowwise
+    from titanlite.parallelize.tensor_parallel.styles import EmbeddingRowwise
     from titanlite.training.gradient_norm import reduce_partial_gradients
-    from titanlite.training.shards import whole_tensor
 
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
     reports = []
@@ -261,7 +261,7 @@ def test_a_style_on_the_wrong_module_says_so():
         from torch.distributed.device_mesh import init_device_mesh
 
         from titanlite.parallelize import apply_tp
-        from titanlite.parallelize.styles import NormLocal
+        from titanlite.parallelize.tensor_parallel.styles import NormLocal
 
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
         apply_tp(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": NormLocal()})
@@ -280,7 +280,7 @@ def refused_layers(world):
 
     from titanlite.errors import TitanliteError
     from titanlite.parallelize import apply_tp
-    from titanlite.parallelize.styles import (
+    from titanlite.parallelize.tensor_parallel.styles import (
         EmbeddingLocal,
         EmbeddingRowwise,
         GatherColwise,
@@ -412,9 +412,9 @@ def tied_by_hand(world):
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+    from titanlite.modules.shards import whole_tensor
     from titanlite.parallelize import ParallelPlan, apply_ac, apply_ddp, apply_fsdp, apply_tp
     from titanlite.training.gradient_norm import gradient_norm
-    from titanlite.training.shards import whole_tensor
 
     class Model(nn.Module):
         def __init__(self):
@@ -494,10 +494,10 @@ def tied_stages_by_hand(world):
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
 
-    from titanlite.batch import make_batch
+    from titanlite.modules.batch import make_batch
+    from titanlite.modules.tied import find_tied
     from titanlite.parallelize import PipelineRunner, split_model
     from titanlite.schedule import make_schedule
-    from titanlite.tied import find_tied
     from titanlite.training.initialize import initialize
 
     class Model(nn.Module):
@@ -611,7 +611,7 @@ def shards_of_every_kind(world):
         parallelize_module,
     )
 
-    from titanlite.training.shards import local_part, shard_of, whole_tensor
+    from titanlite.modules.shards import local_part, shard_of, whole_tensor
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for rows in (1, 3, 8, 17):
@@ -642,8 +642,8 @@ def norm_and_clip(world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+    from titanlite.modules.shards import whole_tensor
     from titanlite.training.gradient_norm import clip_gradients, gradient_norm
-    from titanlite.training.shards import whole_tensor
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     parameters, fulls = [], []
@@ -685,8 +685,8 @@ def readme_snippet(world, snippet):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+    from titanlite.modules.shards import whole_tensor
     from titanlite.parallelize import ParallelPlan
-    from titanlite.training.shards import whole_tensor
 
     class Block(nn.Module):
         def __init__(self):

@@ -12,8 +12,8 @@ from training import debug_config, differences, train
 from titanlite.config import load_config
 from titanlite.config.document import format_config
 from titanlite.errors import ConfigError, RankError
+from titanlite.tools.verify.verify import Verifier
 from titanlite.training.optimizer import Rule, base_lr, build_optimizer, find_rules
-from titanlite.verify.verify import Verifier
 
 GROUPS: dict[str, Any] = {
     "optimizer": {

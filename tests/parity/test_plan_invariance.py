@@ -17,9 +17,9 @@ from training import (
 )
 
 from titanlite.config import JobConfig, load_config
-from titanlite.verify.covering import Choice, cover_pairs, pairs
-from titanlite.verify.shrink import shrink
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.covering import Choice, cover_pairs, pairs
+from titanlite.tools.verify.shrink import shrink
+from titanlite.tools.verify.verify import Verifier
 
 TOLERANCE = 1e-11
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

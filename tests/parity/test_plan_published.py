@@ -20,8 +20,8 @@ from tests.benchmarks.published_megatron import (
     predict_narayanan,
     step_seconds,
 )
-from titanlite.plan.events import Communication, Event, Operator, Place, Wait
-from titanlite.plan.hardware import load_hardware
+from titanlite.tools.planner.events import Communication, Event, Operator, Place, Wait
+from titanlite.tools.planner.hardware import load_hardware
 
 MEAN, WORST = 0.10, 0.20
 A100 = load_hardware("a100")
@@ -137,8 +137,8 @@ def run_ring_of_torch(cp: int, heads: int, tokens: int) -> dict[str, list[Event]
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
-    from titanlite.plan.fake_world import fake_world, stand_ins
-    from titanlite.plan.recorder import Recorder
+    from titanlite.tools.planner.fake_world import fake_world, stand_ins
+    from titanlite.tools.planner.recorder import Recorder
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     derivative = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks import plan_timelines
 from tests.benchmarks.plan_time import JOBS, compare, errors
 from tests.benchmarks.plan_timelines import CASES, Case
-from titanlite.plan.hardware import load_hardware
+from titanlite.tools.planner.hardware import load_hardware
 
 # Mean 7.6% and worst 18.7% were measured; what else runs on the machine changes them.
 MEAN, WORST = 0.12, 0.25

@@ -12,8 +12,9 @@ from tests.benchmarks.allocator import PEAK_CALLS, peak_bounds
 from tests.benchmarks.communication import PARALLELISM, make_job_config
 from titanlite.config import JobConfig, ResolvedJob, load_config, make_config, resolve_job
 from titanlite.config.load import override
-from titanlite.plan.composition import uses_fsdp
-from titanlite.plan.events import (
+from titanlite.ranks.launch import Place, run_ranks
+from titanlite.tools.planner.composition import uses_fsdp
+from titanlite.tools.planner.events import (
     FROM_RANK_TO_RANK,
     Communication,
     Event,
@@ -22,9 +23,8 @@ from titanlite.plan.events import (
     Wait,
     totals,
 )
-from titanlite.plan.trace import trace_rank
-from titanlite.ranks.launch import Place, run_ranks
-from titanlite.verify.matrix import job_of, name_of, plans_of
+from titanlite.tools.planner.trace import trace_rank
+from titanlite.tools.verify.matrix import job_of, name_of, plans_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -138,9 +138,9 @@ def run_and_record(place: Place, configs: list[JobConfig]) -> list[Recorded]:
     import torch
 
     from titanlite.job import build_job
-    from titanlite.plan.recorder import Recorder
-    from titanlite.plan.trace import axes_of_groups
     from titanlite.ranks.world import open_world
+    from titanlite.tools.planner.recorder import Recorder
+    from titanlite.tools.planner.trace import axes_of_groups
 
     found = []
     with open_world(place) as world:
@@ -241,9 +241,9 @@ def run_and_count(place: Place, configs: list[JobConfig], step: int) -> list[lis
     import torch
 
     from titanlite.job import build_job
-    from titanlite.plan.recorder import Recorder
-    from titanlite.plan.trace import axes_of_groups
     from titanlite.ranks.world import open_world
+    from titanlite.tools.planner.recorder import Recorder
+    from titanlite.tools.planner.trace import axes_of_groups
 
     found = []
     with open_world(place) as world:

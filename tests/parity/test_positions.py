@@ -85,7 +85,7 @@ def step_with_positions_of_each_sequence(place: Place) -> tuple[Any, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn.functional import cross_entropy
 
-    from titanlite.batch import make_batch
+    from titanlite.modules.batch import make_batch
     from titanlite.parallelize import PipelineRunner, split_model
     from titanlite.ranks.world import open_world
     from titanlite.schedule import make_schedule

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config import JobConfig, load_config, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.ranks.world import World
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.verify import Verifier
 
 PAGE = Path(__file__).parents[2] / "docs/randomness.md"
 FSDP, TP, PP = (

@@ -5,7 +5,8 @@ from itertools import product
 
 import pytest
 
-from titanlite.attention import LAYOUTS, ROTATE_METHODS
+from titanlite.modules.attention import LAYOUTS
+from titanlite.parallelize.context_parallel.rotation import ROTATE_METHODS
 from titanlite.ranks.launch import Place, run_ranks
 
 TIMEOUT_SECONDS = 120
@@ -52,8 +53,8 @@ def ring_errors(place: Place, cases: list[tuple]) -> list[list[tuple]]:
     """Per case and tensor (out, dq, dk, dv): local max error, magnitude, sum of squared errors."""
     import torch.distributed as dist
 
-    from titanlite.attention import ring_attention
-    from titanlite.attention.layout import make_layout
+    from titanlite.modules.attention.layout import make_layout
+    from titanlite.parallelize.context_parallel.ring import ring_attention
     from titanlite.ranks.world import open_world
 
     errors = []
@@ -152,7 +153,9 @@ def document_errors(place: Place, cases: list[tuple]) -> list[tuple[list[float],
     import torch.distributed as dist
     from torch.nn.functional import scaled_dot_product_attention
 
-    from titanlite.attention import make_layout, ring, ring_attention
+    from titanlite.modules.attention import make_layout
+    from titanlite.parallelize.context_parallel import ring
+    from titanlite.parallelize.context_parallel.ring import ring_attention
     from titanlite.ranks.world import open_world
 
     found = []
@@ -256,7 +259,7 @@ def mesh_axis_errors(place: Place) -> list[float]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from titanlite.attention import RingAttention
+    from titanlite.parallelize.context_parallel.ring import RingAttention
     from titanlite.ranks.world import open_world
 
     with open_world(place):
@@ -282,7 +285,8 @@ def unusual_errors(place: Place) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from titanlite.attention import make_layout, ring_attention
+    from titanlite.modules.attention import make_layout
+    from titanlite.parallelize.context_parallel.ring import ring_attention
     from titanlite.ranks.world import open_world
 
     errors = []
@@ -319,7 +323,7 @@ def counted_flops(place: Place) -> int:
     import torch.distributed as dist
     from torch.utils.flop_counter import FlopCounterMode
 
-    from titanlite.attention import ring_attention
+    from titanlite.parallelize.context_parallel.ring import ring_attention
     from titanlite.ranks.world import open_world
 
     with open_world(place):
@@ -343,7 +347,7 @@ def counted_bytes(place: Place, cases: list[tuple]) -> list[tuple[int, int]]:
     import torch
     import torch.distributed as dist
 
-    from titanlite.attention import ring_attention
+    from titanlite.parallelize.context_parallel.ring import ring_attention
     from titanlite.ranks.world import open_world
 
     counted = []
@@ -369,7 +373,7 @@ def counted_bytes(place: Place, cases: list[tuple]) -> list[tuple[int, int]]:
 def test_bytes_counted_where_they_are_sent(num_ranks):
     import torch
 
-    from titanlite.attention import make_layout
+    from titanlite.modules.attention import make_layout
 
     cases = list(product(LAYOUTS, (True, False), (torch.float32, torch.bfloat16)))
     per_rank = run_ranks(counted_bytes, num_ranks, cases, timeout_seconds=TIMEOUT_SECONDS)
@@ -399,7 +403,8 @@ def saved_bytes(place: Place, num_tokens: int, cases: list[tuple[str, str]]) -> 
     import torch
     import torch.distributed as dist
 
-    from titanlite.attention import make_layout, ring_attention
+    from titanlite.modules.attention import make_layout
+    from titanlite.parallelize.context_parallel.ring import ring_attention
     from titanlite.ranks.world import open_world
 
     def note(tensor):
@@ -444,8 +449,8 @@ def wrapped_errors(place: Place, wrapping: str) -> tuple[float, int]:
         create_selective_checkpoint_contexts,
     )
 
-    from titanlite.attention import RingAttention
     from titanlite.parallelize import ParallelPlan, apply_ac
+    from titanlite.parallelize.context_parallel.ring import RingAttention
     from titanlite.ranks.world import open_world
 
     operator = torch.ops.titanlite.ring_attention.default
@@ -525,7 +530,8 @@ def test_the_own_block_is_computed_while_the_others_arrive(monkeypatch):
 
     import torch
 
-    from titanlite.attention import make_layout, rotation
+    from titanlite.modules.attention import make_layout
+    from titanlite.parallelize.context_parallel import rotation
 
     done: list[str | int] = []
 
@@ -590,8 +596,9 @@ def call_badly(place: Place) -> dict[str, str]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from titanlite.attention import make_layout, ring_attention
     from titanlite.errors import ConfigError
+    from titanlite.modules.attention import make_layout
+    from titanlite.parallelize.context_parallel.ring import ring_attention
     from titanlite.ranks.world import open_world
 
     with open_world(place) as world:

@@ -14,13 +14,13 @@ from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import JobConfig, resolve_job
 from titanlite.errors import TitanliteError
 from titanlite.job import Job, build_job
+from titanlite.modules.shards import local_part
 from titanlite.observe.metrics import read_metrics
 from titanlite.ranks.launch import run_ranks
 from titanlite.ranks.world import World
 from titanlite.run import train_on_rank
 from titanlite.self_check import check_copies
-from titanlite.training.shards import local_part
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.verify import Verifier
 
 AXES = {"tp": TP, "dp_replicate": REPLICATE, "dp_shard": SHARD, "cp": CP, "pp": PP}
 

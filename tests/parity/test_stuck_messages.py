@@ -15,12 +15,20 @@ from titanlite.ranks.launch import Place, run_ranks
 TIMEOUT_SECONDS = 2
 BAD_RANK = 1
 PLANS = {
-    "ring": ({"context_parallel_degree": 2}, "cp", "titanlite/attention/rotation.py:"),
-    "1F1B": ({"pipeline_parallel_degree": 2}, "pp", "titanlite/parallelize/pipeline_parallel.py:"),
+    "ring": (
+        {"context_parallel_degree": 2},
+        "cp",
+        "titanlite/parallelize/context_parallel/rotation.py:",
+    ),
+    "1F1B": (
+        {"pipeline_parallel_degree": 2},
+        "pp",
+        "titanlite/parallelize/pipeline_parallel/apply.py:",
+    ),
     "ZBV": (
         {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
         "pp",
-        "titanlite/parallelize/pipeline_parallel.py:",
+        "titanlite/parallelize/pipeline_parallel/apply.py:",
     ),
 }
 

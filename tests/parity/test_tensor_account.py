@@ -25,13 +25,13 @@ from titanlite.job import Job, build_job
 from titanlite.mesh.device_mesh import build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.build import build_model
+from titanlite.modules.shards import whole_tensor
 from titanlite.parallelize import apply_ep, apply_fsdp, apply_tp
 from titanlite.ranks.world import World
 from titanlite.sampling.generate import sample_sequences, whole_model
+from titanlite.tools.verify.verify import Verifier
 from titanlite.training.initialize import initialize
-from titanlite.training.shards import whole_tensor
 from titanlite.training.step import Trainer
-from titanlite.verify.verify import Verifier
 
 PP, CP, TP, SHARD, REPLICATE, EP = (
     {"pipeline_parallel_degree": 2},

@@ -11,8 +11,8 @@ from training import Sections, make_config, merged
 
 from titanlite.config import JobConfig
 from titanlite.ranks.launch import Place, run_ranks
-from titanlite.verify.matrix import run_matrix
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.matrix import run_matrix
+from titanlite.tools.verify.verify import Verifier
 
 JOB: Sections = {
     "experimental": {"custom_import": "packed_documents"},

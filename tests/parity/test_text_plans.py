@@ -10,7 +10,7 @@ import pytest
 import titanlite
 from titanlite.config import make_config
 from titanlite.errors import ConfigError
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.verify import Verifier
 
 MODEL = {"name": "llama3", "flavor": "tiny", "dim": 32, "n_layers": 2, "vocab_size": 272}
 

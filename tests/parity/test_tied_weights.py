@@ -21,9 +21,9 @@ from training import (
 from tests.benchmarks.communication import count_step, totals
 from titanlite.config import resolve_job
 from titanlite.errors import ConfigError
+from titanlite.modules.shards import whole_tensor
 from titanlite.ranks.launch import Place, run_ranks
-from titanlite.training.shards import whole_tensor
-from titanlite.verify.verify import Verifier
+from titanlite.tools.verify.verify import Verifier
 
 TOLERANCE = 1e-11
 JOB: Sections = {

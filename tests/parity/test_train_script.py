@@ -379,9 +379,10 @@ def test_a_killed_rank_ends_the_run_with_its_number(tmp_path):
 
 MODEL = {
     "__init__.py": """
-from titanlite.models import ModelSpec, register
+from titanlite.models.spec import ModelSpec
+from titanlite.registry import MODELS
 
-register(
+MODELS.add(
     ModelSpec("bigram", "bigram.config:BigramConfig", "bigram.model:Bigram", "bigram.plan:PLANS")
 )
 """,

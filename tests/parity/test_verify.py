@@ -12,9 +12,9 @@ import recorded_bugs
 from titanlite.cli import main
 from titanlite.config import JobConfig, load_config, make_config
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.verify.matrix import features_of, plans_of, run_matrix
-from titanlite.verify.report import format_verification
-from titanlite.verify.shrink import shrink
+from titanlite.tools.verify.matrix import features_of, plans_of, run_matrix
+from titanlite.tools.verify.report import format_verification
+from titanlite.tools.verify.shrink import shrink
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

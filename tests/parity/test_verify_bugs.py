@@ -12,7 +12,7 @@ from training import DEBUG_JOB, Sections, merged
 
 from titanlite.config import JobConfig, make_config
 from titanlite.errors import TitanliteError
-from titanlite.verify.verify import Patch, Verifier
+from titanlite.tools.verify.verify import Patch, Verifier
 
 DDP = {"data_parallel_replicate_degree": 2}
 FSDP = {"data_parallel_shard_degree": 2}

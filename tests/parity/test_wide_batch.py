@@ -9,11 +9,11 @@ import torch
 from training import FEW_STEPS, Sections, differences, make_config, train
 
 from titanlite.config import resolve_job
-from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError
 from titanlite.ranks.launch import Place, run_ranks
-from titanlite.verify.shrink import shrink
-from titanlite.verify.verify import Verifier
+from titanlite.registry import DATASETS
+from titanlite.tools.verify.shrink import shrink
+from titanlite.tools.verify.verify import Verifier
 
 JOB: Sections = {
     "model": {"name": "wide", "flavor": "small"},
@@ -142,7 +142,7 @@ def test_what_sampled_tokens_do_not_have_is_said_on_every_rank() -> None:
 def test_a_loss_compiles() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from titanlite.batch import make_batch
+    from titanlite.modules.batch import make_batch
     from titanlite.training.loss import NEXT_TOKEN
 
     torch._dynamo.reset()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from titanlite.config import JobConfig, make_config, make_parallel_dims, resolve_job
 from titanlite.ranks.world import World
-from titanlite.verify.agreement import agreement
-from titanlite.verify.pool import RankPool
+from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.pool import RankPool
 
 Sections = Mapping[str, Mapping[str, Any]]
 

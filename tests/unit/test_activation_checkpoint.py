@@ -21,7 +21,7 @@ from titanlite.errors import TitanliteError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageTransformer
-from titanlite.names import canonical_name
+from titanlite.modules.names import canonical_name
 from titanlite.parallelize import ParallelPlan, apply_ac, apply_compile
 from titanlite.parallelize.steps import Part, activation_checkpoint
 from titanlite.training.initialize import initialize

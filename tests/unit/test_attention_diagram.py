@@ -3,8 +3,8 @@
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from titanlite.attention import make_layout
-from titanlite.drawing.ring import draw_all, draw_ring
+from titanlite.modules.attention import make_layout
+from titanlite.tools.figures.ring import draw_all, draw_ring
 
 FOLDER = Path(__file__).parents[2] / "docs/images/context_parallel"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -14,7 +14,7 @@ def test_drawings_in_docs_are_current():
     drawings = draw_all()
     assert {path.name for path in FOLDER.iterdir()} == set(drawings)
     stale = [name for name, svg in drawings.items() if (FOLDER / name).read_text() != svg]
-    assert not stale, "run: python -m titanlite.drawing.ring docs/images/context_parallel"
+    assert not stale, "run: python -m titanlite.tools.figures.ring docs/images/context_parallel"
 
 
 def test_the_ring_shows_what_is_computed_and_what_travels():

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from titanlite.attention.kernels import KERNELS, choose_kernel, explain_choice
-from titanlite.attention.ring import merge
+from titanlite.modules.attention.kernels import KERNELS, choose_kernel, explain_choice
+from titanlite.parallelize.context_parallel.ring import merge
 
 by_name = {kernel.name: kernel for kernel in KERNELS}
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from titanlite.attention import LAYOUTS, make_layout
 from titanlite.errors import ConfigError
+from titanlite.modules.attention import LAYOUTS, make_layout
 
 every_layout = pytest.mark.parametrize("name", LAYOUTS)
 every_size = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.attention import make_layout
-from titanlite.batch import (
+from titanlite.errors import TitanliteError
+from titanlite.modules.attention import make_layout
+from titanlite.modules.batch import (
     IGNORE_INDEX,
     FieldDims,
     asked_for,
@@ -17,7 +18,6 @@ from titanlite.batch import (
     make_batch,
     takes,
 )
-from titanlite.errors import TitanliteError
 
 
 class Blind(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import titanlite
-from titanlite import models
 from titanlite.callbacks import Event
-from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError
 from titanlite.parallelize import ParallelPlan
 
@@ -60,16 +57,11 @@ class Points:
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    before = dict(DATASETS)
+def _registered() -> None:
     plan = ParallelPlan(blocks="blocks", embeddings=("embed",), head=("head",), sequence_dim=None)
     titanlite.register_model("net", Net, Sizes, plan=plan)
     fields = {"x": None, "targets": None}
     titanlite.register_dataset("points", Points, has_tokens=False, fields=fields)
-    yield
-    DATASETS.clear()
-    DATASETS.update(before)
 
 
 def train(

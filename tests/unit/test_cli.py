@@ -47,6 +47,7 @@ def test_alone_it_lists_each_command_with_a_line_and_an_example() -> None:
         "simulate",
         "learn",
         "lab",
+        "ladder",
     }
 
 
@@ -91,7 +92,7 @@ def test_what_is_wrong_is_one_line_and_status_2(
         *((*TITANLITE, name, "--help") for name in COMMANDS),
         (*TITANLITE, "simulate", "1F1B"),
         (*TITANLITE, "lab"),
-        (sys.executable, "-m", "titanlite.lab"),
+        (sys.executable, "-m", "titanlite.tools.lab"),
         (*TRAIN, "--help"),
         # The first rank prints, which is a process of its own here.
         (*TITANLITE, "train", "configs/fsdp4.toml", "--parallelism.data_parallel_shard_degree=2"),

@@ -14,7 +14,7 @@ import torch.compiler.config
 from torch import Tensor, nn
 
 from titanlite.parallelize import ParallelPlan, apply_ac, apply_compile
-from titanlite.parallelize.compile import keep_caches_apart
+from titanlite.parallelize.compile.apply import keep_caches_apart
 
 PLAN = ParallelPlan(blocks="blocks")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from titanlite import models
 from titanlite.config import (
     JobConfig,
     load_config,
@@ -27,8 +26,9 @@ from titanlite.config.document import format_config
 from titanlite.config.keys import job_keys, job_sections
 from titanlite.config.toml import parse_toml, quote
 from titanlite.errors import ConfigError
-from titanlite.models import ModelSpec
+from titanlite.models.spec import ModelSpec
 from titanlite.observe.run_facts import name_idle_keys
+from titanlite.registry import MODELS
 
 ROOT = Path(__file__).parents[2]
 
@@ -370,7 +370,8 @@ OWN_MODEL = """
 from dataclasses import dataclass
 from typing import Literal
 
-from titanlite import models
+from titanlite.models.spec import ModelSpec
+from titanlite.registry import MODELS
 
 @dataclass(frozen=True)
 class Config:
@@ -394,7 +395,7 @@ class Config:
         return [("model.width", f"{self.width} is odd; give an even one")] if wrong else []
 
 FLAVORS = {"small": Config(), "large": Config(width=16)}
-models.register(models.ModelSpec("own", "own_model:Config", "own_model:M", "own_model:P"))
+MODELS.add(ModelSpec("own", "own_model:Config", "own_model:M", "own_model:P"))
 """
 
 
@@ -405,7 +406,6 @@ def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.delitem(sys.modules, "own_model", raising=False)
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     return ["--experimental.custom_import=own_model", "--model.name=own", "--model.flavor=small"]
 
 
@@ -473,8 +473,6 @@ def test_a_module_that_registers_no_model_is_refused(
     (tmp_path / "idle_module.py").write_text("from titanlite import models\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    monkeypatch.setattr(models, "REGISTERED_BY", dict(models.REGISTERED_BY))
     imported = set(sys.modules)
     try:
         for module in ("os", "idle_module", "os"):
@@ -499,19 +497,17 @@ def test_a_module_that_registers_no_model_is_refused(
                 del sys.modules[name]
 
 
-def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    spec = models.find_model("image_transformer")
-    models.register(spec)
+def test_a_name_is_registered_once() -> None:
+    spec = MODELS["image_transformer"]
+    MODELS.add(spec)
     with pytest.raises(ValueError, match="already registered"):
-        models.register(ModelSpec("image_transformer", "a:B", "a:C", "a:D"))
+        MODELS.add(ModelSpec("image_transformer", "a:B", "a:C", "a:D"))
     with pytest.raises(KeyError):
-        models.find_model("no such model")
+        MODELS["no such model"]
 
 
-def test_a_spec_that_names_nothing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    models.register(ModelSpec("hollow", "no_such_module:Config", "a:C", "a:D"))
+def test_a_spec_that_names_nothing_is_one_line() -> None:
+    MODELS.add(ModelSpec("hollow", "no_such_module:Config", "a:C", "a:D"))
     with pytest.raises(ConfigError) as caught:
         load_config(["--model.name=hollow"])
     assert caught.value.problems == (

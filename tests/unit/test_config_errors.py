@@ -15,18 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite import models
 from titanlite.config import load_config, make_config, override
 from titanlite.config.keys import job_keys
-from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError
+from titanlite.registry import DATASETS, MODELS
 
 
 @pytest.fixture(autouse=True)
 def _known_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines that list what there is stay as they are when a model or a data set is added."""
     for registry, names in (
-        (models.MODELS, ("image_transformer",)),
+        (MODELS, ("image_transformer",)),
         (
             DATASETS,
             (

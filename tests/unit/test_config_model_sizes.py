@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from titanlite.data.catalog import DATASETS
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.image_transformer.config import FLAVORS
+from titanlite.registry import DATASETS
 
 CIFAR = FLAVORS["cifar"]
 

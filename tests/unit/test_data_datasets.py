@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from titanlite.data import catalog
-from titanlite.data.catalog import DATASETS
 from titanlite.data.images.build import build_dataset
 from titanlite.data.images.photos import load_photo_regions, load_photos
 from titanlite.data.images.pixels import pixels_to_tokens
 from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.errors import ConfigError
+from titanlite.registry import DATASETS
 
 SHAPES = {
     "digits": {"height": 8, "width": 8, "channels": 1, "vocab_size": 17},
@@ -161,14 +160,13 @@ def test_digits_of_another_size_are_refused() -> None:
         build("digits", width=9)
 
 
-def test_a_data_set_is_registered_under_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog, "DATASETS", dict(DATASETS))
+def test_a_data_set_is_registered_under_a_name_of_its_own() -> None:
     own = DatasetSpec("own", "numbers", build=lambda **arguments: None)
-    catalog.register(own)
-    catalog.register(own)
-    assert catalog.DATASETS["own"] is own
+    DATASETS.add(own)
+    DATASETS.add(own)
+    assert DATASETS["own"] is own
     with pytest.raises(ValueError, match="data set named 'digits' is already registered"):
-        catalog.register(dataclasses.replace(own, name="digits"))
+        DATASETS.add(dataclasses.replace(own, name="digits"))
 
 
 def test_the_catalogue_says_what_the_data_sets_are() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlite.batch import IGNORE_INDEX, join, make_targets
 from titanlite.data.images.build import build_dataset
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once
 from titanlite.data.spec import Dataset
 from titanlite.errors import ConfigError
+from titanlite.modules.batch import IGNORE_INDEX, join, make_targets
 
 
 class Numbered:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import browser
 import pytest
 
-from titanlite.drawing.messages import Arrow, Bar, Box, MessagePicture, draw_page
+from titanlite.tools.figures.messages import Arrow, Bar, Box, MessagePicture, draw_page
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,16 +19,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite import models, register_dataset, register_model
-from titanlite.batch import FieldDims, call_model, make_batch
+from titanlite import register_dataset, register_model
 from titanlite.config import load_model_spec, make_config, resolve_job
-from titanlite.data.catalog import DATASETS
-from titanlite.draws import find_draws
-from titanlite.dropout import TokenDropout
 from titanlite.job import Job, build_job
-from titanlite.keyed import keyed_normal, sample_keys
 from titanlite.models.build import build_model
-from titanlite.names import canonical_name
+from titanlite.modules.batch import FieldDims, call_model, make_batch
+from titanlite.modules.draws import find_draws
+from titanlite.modules.dropout import TokenDropout
+from titanlite.modules.keyed import keyed_normal, sample_keys
+from titanlite.modules.names import canonical_name
 from titanlite.parallelize import ParallelPlan
 from titanlite.ranks.world import World
 
@@ -107,15 +106,10 @@ SEQUENCE = ParallelPlan(
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    before = dict(DATASETS)
+def _registered() -> None:
     for name, plan in (("replicated", REPLICATED), ("sequence", SEQUENCE)):
         register_model(f"net_{name}", Net, Sizes, plan=plan)
     register_dataset("full", Data, has_tokens=False, fields={"x": None, "targets": None})
-    yield
-    DATASETS.clear()
-    DATASETS.update(before)
 
 
 @contextmanager
@@ -225,7 +219,7 @@ def kept_bucket(_group, bucket):
 def test_ranks_of_other_data_tokens_and_stages_draw_different_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("titanlite.parallelize.ddp._sum_bucket", kept_bucket)
+    monkeypatch.setattr("titanlite.parallelize.ddp.apply._sum_bucket", kept_bucket)
     for key in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
         of_ranks = []
         for rank in (0, 1):
@@ -298,7 +292,7 @@ def test_recomputation_draws_the_same_again() -> None:
 
 
 def test_compiled_blocks_draw_apart_under_sequence_parallelism() -> None:
-    from titanlite.draws import separate_draws
+    from titanlite.modules.draws import separate_draws
 
     net = Net(Sizes())
     draws = find_draws(net, lambda m: (m(torch.ones(SHAPE)), lambda: None)[1])
@@ -450,7 +444,7 @@ class Hidden(Net):
 def test_a_draw_that_the_plan_cannot_tell_is_told_after_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from titanlite.reporter import Reporter
+    from titanlite.observe.reporter import Reporter
 
     register_model("net_hidden", Hidden, Sizes, plan=REPLICATED)
     said = "plan invariance does not hold: the model draws from torch's own generators"

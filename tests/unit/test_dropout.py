@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlite.dropout import TokenDropout
 from titanlite.errors import TitanliteError
+from titanlite.modules.dropout import TokenDropout
 
 NUMBERS = torch.arange(64)[:, None] * 128 + torch.arange(128)
 

@@ -17,7 +17,7 @@ from titanlite.mesh.device_mesh import build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize import ParallelPlan
 from titanlite.parallelize.steps import Part, tensor_parallel
-from titanlite.parallelize.styles import NormLocal
+from titanlite.parallelize.tensor_parallel.styles import NormLocal
 from titanlite.ranks.world import World
 
 NUM_RANKS = 4

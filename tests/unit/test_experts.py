@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from titanlite.config import make_config, resolve_job
 from titanlite.errors import ConfigError, collecting
-from titanlite.experts import Balancer, ExpertLayer, Router, expert_layers
-from titanlite.experts.balance import sequence_loss
-from titanlite.experts.products import prefers_grouped, swiglu
-from titanlite.models import find_model
 from titanlite.models.build import build_model
 from titanlite.models.llama3.config import FLAVORS
 from titanlite.models.llama3.hf import FORMAT
+from titanlite.modules.experts import Balancer, ExpertLayer, Router, expert_layers
+from titanlite.modules.experts.balance import sequence_loss
+from titanlite.modules.experts.products import prefers_grouped, swiglu
 from titanlite.parallelize import apply_float8, find_plan
+from titanlite.registry import MODELS
 from titanlite.training.initialize import initialize
 
 T, B, D, H, E, K = 12, 3, 16, 24, 6, 2
@@ -293,7 +293,7 @@ def test_forced_balance_takes_the_experts_in_turn() -> None:
 def build(flavor: str, **changes: Any) -> Any:
     sizes = replace(FLAVORS[flavor], **changes)
     with torch.device("meta"):
-        model = build_model(find_model("llama3"), sizes, torch.float32)
+        model = build_model(MODELS["llama3"], sizes, torch.float32)
     initialize(model, 0, torch.device("cpu"))
     return model
 
@@ -470,8 +470,8 @@ def test_folders_of_other_experts_are_refused() -> None:
 
 
 def test_loads_are_drawn(tmp_path: Any) -> None:
-    from titanlite.drawing.experts import save_expert_loads
     from titanlite.observe.metrics import StepRecord
+    from titanlite.observe.pictures.experts import save_expert_loads
 
     counts = [{"layers.0.moe": [8, 0, 4, 4], "layers.1.moe": [4, 4, 4, 4]}] * 3
     records = [

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from titanlite.errors import ConfigError, RankError
-from titanlite.ranks.last_words import BlackBox, read_black_box
+from titanlite.ranks.crash_state import BlackBox, read_black_box
 from titanlite.ranks.launch import FAULTS, Place, run_ranks
 
 TIMEOUT_SECONDS = 2.0
@@ -296,7 +296,7 @@ def test_a_healthy_rank_is_watched_without_what_can_crash_it(monkeypatch, tmp_pa
     import torch.distributed as dist
 
     from titanlite.ranks import watch as watch_module
-    from titanlite.ranks.account import c10d
+    from titanlite.ranks.hang_state import c10d
 
     def crash(*arguments: Any) -> Any:
         raise AssertionError("reading this can crash a process whose main thread runs")
@@ -329,7 +329,7 @@ def count_calls(place: Place) -> list[list[int]]:
     import torch
     import torch.distributed as dist
 
-    from titanlite.ranks.account import sequence_numbers
+    from titanlite.ranks.hang_state import sequence_numbers
     from titanlite.ranks.world import open_world
 
     with open_world(place):

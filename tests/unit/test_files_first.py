@@ -58,7 +58,7 @@ def test_a_plan(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         **{name: lambda *_, **__: "text" for name in ("_first_screen", "show", "figures")},
         **{name: lambda *_: [] for name in ("step_spans", "make_timeline")},
     }.items():
-        monkeypatch.setattr(f"titanlite.plan.command.{name}", stand_in)
+        monkeypatch.setattr(f"titanlite.tools.planner.command.{name}", stand_in)
     asked = files(tmp_path, "json", "html", "trace", "svg")
     pipeline = "--parallelism.pipeline_parallel_degree=2"
     run("plan", job, pipeline, "--hardware", "a100", *flat(asked))
@@ -68,10 +68,10 @@ def test_a_plan(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_search(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = SimpleNamespace(changes={"training.local_batch_size": 2})
     found = SimpleNamespace(best=[best], failures=())
-    monkeypatch.setattr("titanlite.plan.search_report.run_search", lambda *_, **__: found)
-    monkeypatch.setattr("titanlite.plan.search_report.show_search", lambda *_: "text")
-    monkeypatch.setattr("titanlite.plan.search_report.search_figures", lambda *_: {})
-    monkeypatch.setattr("titanlite.plan.command.draw_page", lambda **_: "text")
+    monkeypatch.setattr("titanlite.tools.planner.search_report.run_search", lambda *_, **__: found)
+    monkeypatch.setattr("titanlite.tools.planner.search_report.show_search", lambda *_: "text")
+    monkeypatch.setattr("titanlite.tools.planner.search_report.search_figures", lambda *_: {})
+    monkeypatch.setattr("titanlite.tools.planner.command.draw_page", lambda **_: "text")
     asked = files(tmp_path, "json", "html", "best")
     run("plan", job, "--search", "--ranks", 2, "--hardware", "a100", *flat(asked))
     assert all(path.stat().st_size for path in asked.values())
@@ -107,10 +107,12 @@ def test_a_verification(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             on_start(found)
             return found
 
-    monkeypatch.setattr("titanlite.verify.verify.Verifier", lambda *_, **__: Verifier(Verifier()))
+    monkeypatch.setattr(
+        "titanlite.tools.verify.verify.Verifier", lambda *_, **__: Verifier(Verifier())
+    )
     for name in ("format_header", "format_verification"):
-        monkeypatch.setattr(f"titanlite.verify.report.{name}", lambda *_: "text")
-    monkeypatch.setattr("titanlite.verify.report.to_json", lambda *_: {"agrees": True})
+        monkeypatch.setattr(f"titanlite.tools.verify.report.{name}", lambda *_: "text")
+    monkeypatch.setattr("titanlite.tools.verify.report.to_json", lambda *_: {"agrees": True})
     asked = files(tmp_path, "json")
     run("verify", job, "--job.device=cpu", *flat(asked))
     assert asked["--json"].read_text() == '{\n "agrees": true\n}\n'
@@ -125,8 +127,8 @@ def test_the_picture_of_an_exercise(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         lines=["a line"],
         record=SimpleNamespace(svg=lambda title: f"<svg>{title}"),
     )
-    monkeypatch.setattr("titanlite.lab.cluster.VirtualCluster", contextlib.nullcontext)
-    monkeypatch.setattr("titanlite.lab.exercises.judge.judge", lambda *_: verdict)
+    monkeypatch.setattr("titanlite.tools.lab.cluster.VirtualCluster", contextlib.nullcontext)
+    monkeypatch.setattr("titanlite.tools.lab.exercises.judge.judge", lambda *_: verdict)
     run("lab", "exercise", "shift", own, "--picture", tmp_path / "picture.svg")
     assert "<svg>" in (tmp_path / "picture.svg").read_text()
 

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from titanlite.config import JobConfig, checks, make_config, resolve_job
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.parallelize import apply_float8, float8_linear
-from titanlite.parallelize.float8 import choose_layers, compact, describe_skipped
-from titanlite.parallelize.float8_linear import AmaxGroups, Float8Linear, Float8Weight
-from titanlite.parallelize.torchao import RECIPES, find_recipe, load_torchao
+from titanlite.parallelize import apply_float8
+from titanlite.parallelize.float8 import linear as float8_linear
+from titanlite.parallelize.float8.apply import choose_layers, compact, describe_skipped
+from titanlite.parallelize.float8.linear import AmaxGroups, Float8Linear, Float8Weight
+from titanlite.parallelize.float8.torchao import RECIPES, find_recipe, load_torchao
 from titanlite.start import check_start
-from titanlite.verify.jobs import microbatches_of, reference_job
+from titanlite.tools.verify.jobs import microbatches_of, reference_job
 
 FLOAT8 = {"converters": ["quantize.linear.float8"]}
 
@@ -175,7 +176,7 @@ def test_a_weight_gathered_in_float8_is_multiplied_by_its_layer_alone() -> None:
 
 
 def test_torchao_is_imported_in_silence() -> None:
-    code = "from titanlite.parallelize.torchao import load_torchao; load_torchao()"
+    code = "from titanlite.parallelize.float8.torchao import load_torchao; load_torchao()"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-W", "default::DeprecationWarning", "-c", code],
         capture_output=True,

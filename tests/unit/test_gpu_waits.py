@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from titanlite.ranks import account, watch
-from titanlite.ranks.account import find_message, gpu_is_overdue, is_overdue, recorded_message
+from titanlite.ranks import hang_state, watch
+from titanlite.ranks.hang_state import find_message, gpu_is_overdue, is_overdue, recorded_message
 from titanlite.ranks.launch import Place
 from titanlite.ranks.stacks import Place as Frame
 
@@ -62,7 +62,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         now = time.time_ns()
         made = [{**one, "time_created_ns": now - int(one["age_s"] * 1e9)} for one in entries]
         dumps = {"": pickle.dumps({"entries": []}), "nccl": pickle.dumps({"entries": made})}
-        monkeypatch.setattr(account, "dump_recorders", lambda *_: dumps)
+        monkeypatch.setattr(hang_state, "dump_recorders", lambda *_: dumps)
 
     return hold
 
@@ -141,7 +141,7 @@ def test_the_recorder_of_a_rank_that_is_well_is_read_seldom(
     """Reading it can crash a process; on the CPU a stack that runs is never looked behind."""
     reads = []
     monkeypatch.setattr(
-        account, "dump_recorders", lambda *_: reads.append(1) or {"": pickle.dumps({})}
+        hang_state, "dump_recorders", lambda *_: reads.append(1) or {"": pickle.dumps({})}
     )
     stack = blocking_lines()[0]
     watch_of(stack, on_gpu=False, looks=100)
@@ -168,16 +168,16 @@ def test_the_account_names_what_the_gpu_waits_for(record: Callable[..., None]) -
     record(*WELL["the operations of a coalesced call, which is done"])
     assert recorded_message(PIPELINE) is None
     # Nor are they listed as collectives in which a rank waits.
-    assert [call.is_done for call in account.recorded_calls()] == [True, True, True]
+    assert [call.is_done for call in hang_state.recorded_calls()] == [True, True, True]
 
 
 def test_an_account_of_a_rank_on_a_gpu_has_its_message(
     record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(message("recv 1<-0"))
-    monkeypatch.setattr(account, "group_ranks", lambda _: PIPELINE)
+    monkeypatch.setattr(hang_state, "group_ranks", lambda _: PIPELINE)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    taken = account.take_account(6, threading.get_ident())
+    taken = hang_state.take_account(6, threading.get_ident())
     assert taken.message is not None
     assert taken.waits
 

@@ -15,13 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import titanlite
-from titanlite import cli, models
-from titanlite.attention.huggingface import no_mask, refuse_unsupported
+from titanlite import cli
 from titanlite.checkpoint.huggingface import FolderWriter
 from titanlite.checkpoint.storage import Piece
 from titanlite.checkpoint.weights import Names, opened_weights, read_shard, to_stored
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.hf_format import (
+from titanlite.models.hf_format import (
     CONFIG,
     INDEX,
     HFFormat,
@@ -30,6 +29,8 @@ from titanlite.hf_format import (
     read_json,
     weight_files,
 )
+from titanlite.models.spec import ModelSpec
+from titanlite.parallelize.context_parallel.huggingface import no_mask, refuse_unsupported
 
 # How a parameter of a shape is stored, and the same in plain operations.
 LAYOUTS: list[tuple[tuple[int, ...], HFTensor, Callable[[Tensor], Tensor]]] = [
@@ -200,7 +201,6 @@ def test_mistakes_in_a_folder_are_one_line(tmp_path: Path) -> None:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     titanlite.register_model("net", Net, Sizes, hf=FORMAT)
 
 
@@ -240,8 +240,8 @@ def test_a_wrong_format_is_named() -> None:
         ({}, "`hf` of net is a dict; give an HFFormat"),
     ):
         with pytest.raises(ConfigError, match=said):
-            format_of(models.ModelSpec("net", Sizes, Net, hf=hf))
-    assert format_of(models.ModelSpec("net", Sizes, Net)) is None
+            format_of(ModelSpec("net", Sizes, Net, hf=hf))
+    assert format_of(ModelSpec("net", Sizes, Net)) is None
 
 
 def test_padding_and_options_that_change_attention_are_refused() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlite import keyed
 from titanlite.data.sampler import GlobalBatchSampler, iterate_once
-from titanlite.keyed import keyed_normal, keyed_uniform, sample_keys
+from titanlite.modules import keyed
+from titanlite.modules.keyed import keyed_normal, keyed_uniform, sample_keys
 
 KEYS = sample_keys(torch.arange(64))
 

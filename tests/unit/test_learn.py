@@ -8,16 +8,16 @@ from xml.etree import ElementTree
 import pytest
 
 from titanlite.cli import main
-from titanlite.drawing.chart import Axis, Marker, Series, draw_chart
-from titanlite.learn.command import HEADER, answer, show_number
-from titanlite.learn.curves import (
+from titanlite.tools.figures.chart import Axis, Marker, Series, draw_chart
+from titanlite.tools.learn.command import HEADER, answer, show_number
+from titanlite.tools.learn.curves import (
     PICTURES,
     data_parallel_limit,
     load_hardware,
     tensor_parallel_seconds,
 )
-from titanlite.learn.topics import TOPICS, Numbers
-from titanlite.simulate.ladder.__main__ import main as ladder
+from titanlite.tools.learn.ladder.__main__ import main as ladder
+from titanlite.tools.learn.topics import TOPICS, Numbers
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "learn.md").read_text()
@@ -49,17 +49,16 @@ def test_picture_is_what_its_command_draws(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("run", "command"),
+    "command",
     [
-        (ladder, "python -m titanlite.simulate.ladder 1d --columns 100"),
-        (ladder, "python -m titanlite.simulate.ladder 1d-overlap --columns 100"),
-        (main, "titanlite simulate 1F1B --workers 4 --sweep batches=4,8,16,32"),
+        "titanlite ladder 1d --columns 100",
+        "titanlite ladder 1d-overlap --columns 100",
+        "titanlite simulate 1F1B --workers 4 --sweep batches=4,8,16,32",
     ],
 )
-def test_page_shows_what_a_command_prints(run, command, capsys):
+def test_page_shows_what_a_command_prints(command, capsys):
     assert f"```\n{command}\n```\n" in PAGE
-    arguments = command.partition("titanlite.simulate.ladder ")[2] or command.split(maxsplit=1)[1]
-    assert run(arguments.split()) == 0
+    assert main(command.split()[1:]) == 0
     printed = capsys.readouterr().out
     table = re.search(r"^(?:dimensions|scheme) .*(?:\n.+  .*)+", printed, flags=re.MULTILINE)
     found = [line for line in table[0].splitlines() if line[0] not in "*+"]
@@ -68,7 +67,7 @@ def test_page_shows_what_a_command_prints(run, command, capsys):
 
 
 def test_first_step_draws_what_the_page_shows(capsys):
-    assert "```\npython -m titanlite.simulate.ladder 0d --items 4\n```\n" in PAGE
+    assert "```\ntitanlite ladder 0d --items 4\n```\n" in PAGE
     assert ladder(["0d", "--items", "4", "--columns", "100"]) == 0
     assert capsys.readouterr().out.split("\n\n")[0] in PAGE
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.errors import ConfigError
-from titanlite.ranks import last_words, watch
+from titanlite.ranks import crash_state, watch
 from titanlite.ranks.launch import Place
 from titanlite.ranks.watch import Watch
 
@@ -25,8 +25,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(watch, "END_SECONDS", 0.1)
     monkeypatch.setattr(watch.os, "_exit", lambda status: None)
-    monkeypatch.setattr(last_words.ProcessRecord, "kill", lambda self: None)
-    monkeypatch.setattr(last_words.ProcessRecord, "state", lambda self: "")
+    monkeypatch.setattr(crash_state.ProcessRecord, "kill", lambda self: None)
+    monkeypatch.setattr(crash_state.ProcessRecord, "state", lambda self: "")
     # Each has its own main thread.
     monkeypatch.setattr(watch, "_ignoring_sigterm", contextlib.nullcontext)
 

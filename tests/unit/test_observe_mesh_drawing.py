@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from titanlite.drawing.mesh import draw_mesh
+from titanlite.observe.pictures.mesh import draw_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

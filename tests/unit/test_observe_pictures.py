@@ -12,8 +12,8 @@ import torch
 from matplotlib.image import imread
 
 from titanlite.data.images.picture import save_image_grid
-from titanlite.drawing.loss import save_loss_curve
 from titanlite.observe.metrics import StepRecord
+from titanlite.observe.pictures.loss import save_loss_curve
 
 
 def make_records(count: int) -> list[StepRecord]:

@@ -18,8 +18,8 @@ import pytest
 from titanlite.observe.first_screen import Fact, render_screen
 from titanlite.observe.metrics import StepRecord
 from titanlite.observe.progress import Progress
-from titanlite.observe.quantities import format_bytes, format_count, format_duration
 from titanlite.plan_row import PlanRow
+from titanlite.quantities import format_bytes, format_count, format_duration
 
 ROWS = [
     PlanRow("tensor parallel", "degree 2", "degree 2", "9 modules in 4 blocks"),

@@ -22,18 +22,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 import titanlite
-from titanlite import models
-from titanlite.batch import Batch, FieldDims
 from titanlite.config import resolve_job
 from titanlite.config.load import read_values
-from titanlite.data.catalog import DATASETS
 from titanlite.errors import TitanliteError
 from titanlite.job import _build_model, spec_for
+from titanlite.modules.batch import Batch, FieldDims
 from titanlite.parallelize import ParallelPlan, apply_ac, apply_tp, split_model
-from titanlite.parallelize.pipeline_parallel import StageList, sent_by_stages
+from titanlite.parallelize.pipeline_parallel.apply import StageList, sent_by_stages
 from titanlite.parallelize.plan import block_lists, derive_plan
 from titanlite.ranks.launch import ALONE
 from titanlite.ranks.world import open_world
+from titanlite.registry import DATASETS, MODELS
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,6 @@ class Data:
 PLAN = ParallelPlan(blocks="blocks", embeddings=("embed",), head=("head",), sequence_dim=None)
 
 
-@pytest.fixture(autouse=True)
-def _registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    datasets = dict(DATASETS)
-    yield
-    DATASETS.clear()
-    DATASETS.update(datasets)
-
-
 def job(
     build: Callable[..., nn.Module] = Net,
     data: type = Data,
@@ -101,7 +91,7 @@ def job(
     **sections: Any,
 ) -> dict[str, Any]:
     """Register a model and a data set as "own", and return the sections of a job with them."""
-    models.MODELS.pop("own", None)
+    MODELS.pop("own", None)
     DATASETS.pop("own", None)
     titanlite.register_model("own", build, Sizes, plan=plan, output=output)
     titanlite.register_dataset(

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from titanlite.config import JobConfig, make_config
-from titanlite.plan.calibrate import hardware_text
-from titanlite.plan.cost import Cost, bytes_sent
-from titanlite.plan.events import Communication, Operator, Place
-from titanlite.plan.hardware import parse_hardware
-from titanlite.plan.measure import COLLECTIVES, SIZES, Sample
+from titanlite.tools.planner.calibrate import hardware_text
+from titanlite.tools.planner.cost import Cost, bytes_sent
+from titanlite.tools.planner.events import Communication, Operator, Place
+from titanlite.tools.planner.hardware import parse_hardware
+from titanlite.tools.planner.measure import COLLECTIVES, SIZES, Sample
 
 PLACE = Place("", "forward")
 RATE, LATENCY, PEER = 2e9, 1e-4, 5e-5

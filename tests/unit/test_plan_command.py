@@ -13,15 +13,15 @@ import pytest
 
 from titanlite import cli
 from titanlite.config import JobConfig, load_config, make_config, resolve_job
-from titanlite.plan.cache import load_applied
-from titanlite.plan.command import _read_measured, plannable
-from titanlite.plan.events import Trace
-from titanlite.plan.hardware import FOLDER, load_hardware
-from titanlite.plan.planning import PIECES, plan_job, representatives
-from titanlite.plan.trace import trace_rank
 from titanlite.schedule import make_schedule
 from titanlite.schedule.trace import make_trace
 from titanlite.schedule.walk import STEPS, walk
+from titanlite.tools.planner.cache import load_applied
+from titanlite.tools.planner.command import _read_measured, plannable
+from titanlite.tools.planner.events import Trace
+from titanlite.tools.planner.hardware import FOLDER, load_hardware
+from titanlite.tools.planner.planning import PIECES, plan_job, representatives
+from titanlite.tools.planner.trace import trace_rank
 
 BATCH, TOKENS = 4, 64
 

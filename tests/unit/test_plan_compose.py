@@ -9,14 +9,14 @@ import pytest
 from titanlite.config import ResolvedJob, load_config, resolve_job
 from titanlite.config.load import override
 from titanlite.errors import TraceError
-from titanlite.plan import pieces
-from titanlite.plan.cache import folder, known_pieces, load_applied, load_pieces
-from titanlite.plan.command import plannable
-from titanlite.plan.compose import compose
-from titanlite.plan.events import Trace, totals
-from titanlite.plan.pieces import trace_pieces
-from titanlite.plan.planning import PIECES, plan_job
-from titanlite.plan.trace import trace_rank
+from titanlite.tools.planner import pieces
+from titanlite.tools.planner.cache import folder, known_pieces, load_applied, load_pieces
+from titanlite.tools.planner.command import plannable
+from titanlite.tools.planner.compose import compose
+from titanlite.tools.planner.events import Trace, totals
+from titanlite.tools.planner.pieces import trace_pieces
+from titanlite.tools.planner.planning import PIECES, plan_job
+from titanlite.tools.planner.trace import trace_rank
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = ("tp2_fsdp2", "ac", "pp2_fsdp2", "gpt2_pp2_tp2", "float8")
@@ -130,7 +130,7 @@ def test_all_composed_steps_equal_traced_ones(name: str, tmp_path: Path) -> None
     with pytest.MonkeyPatch.context() as patches:
         patches.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert load_applied(resolved) == trace.applied
-        patches.setattr("titanlite.plan.trace.applied_plan", None)
+        patches.setattr("titanlite.tools.planner.trace.applied_plan", None)
         assert load_applied(resolved) == trace.applied
 
 

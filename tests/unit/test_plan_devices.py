@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from titanlite.config import ResolvedJob, make_config, resolve_job
-from titanlite.plan.cache import key_of
-from titanlite.plan.events import Operator, Trace
-from titanlite.plan.pieces import trace_pieces
-from titanlite.plan.trace import trace_rank
+from titanlite.tools.planner.cache import key_of
+from titanlite.tools.planner.events import Operator, Trace
+from titanlite.tools.planner.pieces import trace_pieces
+from titanlite.tools.planner.trace import trace_rank
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 PRODUCT8 = "aten::_scaled_mm"
@@ -78,7 +78,7 @@ def test_causal_attention_has_its_lengths(device: str) -> None:
 
 def test_a_part_of_each_row_has_gaps_and_a_repeated_row_has_none() -> None:
     torch = pytest.importorskip("torch")
-    from titanlite.plan.operators import has_gaps
+    from titanlite.tools.planner.operators import has_gaps
 
     whole = torch.empty(4, 6)
     assert not any(map(has_gaps, (whole, whole.t(), whole[1:3], whole[0].expand(3, 6))))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.errors import ConfigError
-from titanlite.plan.hardware import FOLDER, Curve, known_hardware, load_hardware
+from titanlite.tools.planner.hardware import FOLDER, Curve, known_hardware, load_hardware
 
 
 def test_every_shipped_file_loads_and_lists_at_most_five_fitted_figures() -> None:

@@ -10,10 +10,10 @@ import pytest
 from titanlite.config import ResolvedJob, make_config, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.plan.compose import compose, peaks
-from titanlite.plan.composition import Part
-from titanlite.plan.cost import ON_HOST, Cost
-from titanlite.plan.events import (
+from titanlite.tools.planner.compose import compose, peaks
+from titanlite.tools.planner.composition import Part
+from titanlite.tools.planner.cost import ON_HOST, Cost
+from titanlite.tools.planner.events import (
     HOST_LINK,
     TO_DEVICE,
     TO_HOST,
@@ -25,12 +25,12 @@ from titanlite.plan.events import (
     Wait,
     totals,
 )
-from titanlite.plan.hardware import Curve, Host, Overhead, load_hardware
-from titanlite.plan.pieces import trace_pieces
-from titanlite.plan.planning import plan_job
-from titanlite.plan.predict import predict
-from titanlite.plan.timing import time_events
-from titanlite.plan.trace import trace_rank
+from titanlite.tools.planner.hardware import Curve, Host, Overhead, load_hardware
+from titanlite.tools.planner.pieces import trace_pieces
+from titanlite.tools.planner.planning import plan_job
+from titanlite.tools.planner.predict import predict
+from titanlite.tools.planner.timing import time_events
+from titanlite.tools.planner.trace import trace_rank
 
 SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 TP, PP = "tensor_parallel_degree", "pipeline_parallel_degree"

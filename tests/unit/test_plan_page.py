@@ -12,13 +12,13 @@ import browser
 import pytest
 
 from titanlite.config import make_config, resolve_job
-from titanlite.plan.evaluate import Found
-from titanlite.plan.hardware import load_hardware
-from titanlite.plan.html import draw_page
-from titanlite.plan.planning import PIECES, plan_job
-from titanlite.plan.report import figures, search_figures
-from titanlite.plan.search import SearchResult
-from titanlite.plan.spans import StepSpan, step_spans
+from titanlite.tools.planner.evaluate import Found
+from titanlite.tools.planner.hardware import load_hardware
+from titanlite.tools.planner.html import draw_page
+from titanlite.tools.planner.planning import PIECES, plan_job
+from titanlite.tools.planner.report import figures, search_figures
+from titanlite.tools.planner.search import SearchResult
+from titanlite.tools.planner.spans import StepSpan, step_spans
 
 needs_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="there is no chromium")
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.benchmarks.paused_model import BACKWARD_SECONDS, FORWARD_SECONDS
 from tests.benchmarks.plan_timelines import Case, predict
-from titanlite.plan.hardware import Hardware, OperatorCost, load_hardware
 from titanlite.schedule import Span
+from titanlite.tools.planner.hardware import Hardware, OperatorCost, load_hardware
 
 LATENCY = 0.06
 # Two of the four blocks on each rank.

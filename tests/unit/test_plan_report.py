@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from titanlite.config import make_config, resolve_job
-from titanlite.plan.hardware import load_hardware
-from titanlite.plan.planning import PIECES, JobPlan, plan_job
-from titanlite.plan.report import IDLE, MEMORY_SHARES, draw_bar, figures, show, time_shares
-from titanlite.plan.spans import LANE_OF, draw_schedules, make_timeline, step_spans
 from titanlite.schedule.trace import make_trace
-from titanlite.simulate.streams import MAIN
+from titanlite.tools.planner.hardware import load_hardware
+from titanlite.tools.planner.planning import PIECES, JobPlan, plan_job
+from titanlite.tools.planner.report import IDLE, MEMORY_SHARES, draw_bar, figures, show, time_shares
+from titanlite.tools.planner.spans import LANE_OF, draw_schedules, make_timeline, step_spans
+from titanlite.tools.simulate.streams import MAIN
 
 P, G, O = MEMORY_SHARES[:3]  # noqa: E741
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.benchmarks.allocator import changes
-from titanlite.plan.scratch import CPU, num_bytes
+from titanlite.tools.planner.scratch import CPU, num_bytes
 
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 

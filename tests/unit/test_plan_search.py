@@ -12,16 +12,16 @@ from titanlite import cli
 from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override
 from titanlite.errors import TraceError
-from titanlite.plan import evaluate
-from titanlite.plan.bounds import Floor, Frontier
-from titanlite.plan.evaluate import DOES_NOT_FIT, Evaluator, Failure, Found, Result
-from titanlite.plan.hardware import load_hardware
-from titanlite.plan.pieces import trace_pieces
-from titanlite.plan.planning import plan_job
-from titanlite.plan.scale import scaled
-from titanlite.plan.search import SearchResult, search
-from titanlite.plan.search_report import show_search
-from titanlite.plan.space import (
+from titanlite.tools.planner import evaluate
+from titanlite.tools.planner.bounds import Floor, Frontier
+from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, Failure, Found, Result
+from titanlite.tools.planner.hardware import load_hardware
+from titanlite.tools.planner.pieces import trace_pieces
+from titanlite.tools.planner.planning import plan_job
+from titanlite.tools.planner.scale import scaled
+from titanlite.tools.planner.search import SearchResult, search
+from titanlite.tools.planner.search_report import show_search
+from titanlite.tools.planner.space import (
     ASYNC_TP,
     CP,
     EP,
@@ -279,7 +279,7 @@ def test_an_error_names_its_plan_and_the_search_fails(
         "error in dp 2 x fsdp 2 x tp 2, microbatch 1" in shown or "error in fsdp 4 x tp 2" in shown
     )
     assert len([line for line in shown.splitlines() if "ZeroDivisionError" in line]) == 1
-    monkeypatch.setattr("titanlite.plan.search_report.run_search", lambda *_, **__: result)
+    monkeypatch.setattr("titanlite.tools.planner.search_report.run_search", lambda *_, **__: result)
     assert cli.main(["plan", str(JOB), "--search", "--hardware=h100", "--ranks=8"]) == 1
     assert "the fastest" in capsys.readouterr().out
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.plan.cost import FABRIC, NODE, Cost, computed_flops, product_efficiency
-from titanlite.plan.events import Communication, Event, Memory, Operator, Place, Wait
-from titanlite.plan.fuse import fuse
-from titanlite.plan.hardware import (
+from titanlite.tools.planner.cost import FABRIC, NODE, Cost, computed_flops, product_efficiency
+from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Place, Wait
+from titanlite.tools.planner.fuse import fuse
+from titanlite.tools.planner.hardware import (
     CollectiveCost,
     Curve,
     Hardware,
@@ -19,7 +19,7 @@ from titanlite.plan.hardware import (
     OperatorCost,
     load_hardware,
 )
-from titanlite.plan.timing import (
+from titanlite.tools.planner.timing import (
     started_ahead,
     step_time,
     time_events,

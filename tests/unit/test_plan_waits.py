@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 
 from titanlite.config import make_config, resolve_job
-from titanlite.plan.events import Communication, Event, Operator, Trace, Wait
-from titanlite.plan.fake_world import fake_world, stand_ins
-from titanlite.plan.recorder import Recorder
-from titanlite.plan.streams import Streams
-from titanlite.plan.trace import trace_rank
+from titanlite.tools.planner.events import Communication, Event, Operator, Trace, Wait
+from titanlite.tools.planner.fake_world import fake_world, stand_ins
+from titanlite.tools.planner.recorder import Recorder
+from titanlite.tools.planner.streams import Streams
+from titanlite.tools.planner.trace import trace_rank
 
 SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 LAYERS = [f"layers.{index}" for index in range(3)]

@@ -31,13 +31,13 @@ import titanlite
 
 # Libraries that a run imports draw a random number as they are imported, once in a process.
 import titanlite.checkpoint.run
-import titanlite.reporter
+import titanlite.observe.reporter
 from titanlite.config import make_config, resolve_job
 from titanlite.job import build_job
-from titanlite.parallelize.activation_checkpoint import IGNORED_OPERATORS
-from titanlite.plan.fake_world import fake_world, materialize, stand_ins
-from titanlite.plan.trace import applied_plan
-from titanlite.settings import keeping_freed_memory, own_settings
+from titanlite.parallelize.activation_checkpoint.apply import IGNORED_OPERATORS
+from titanlite.ranks.settings import keeping_freed_memory, own_settings
+from titanlite.tools.planner.fake_world import fake_world, materialize, stand_ins
+from titanlite.tools.planner.trace import applied_plan
 
 # Here a job runs in the test's own process, in which torch warns of what it does itself.
 pytestmark = pytest.mark.filterwarnings("default::UserWarning:torch")
@@ -234,12 +234,12 @@ def test_malloc_gives_memory_back_after_a_run() -> None:
 
 # A call or an assignment that changes the process, in a file that may do so, and why.
 ALLOWED = {
-    "titanlite/settings.py": "the place for them",
+    "titanlite/ranks/settings.py": "the place for them",
     "titanlite/ranks/fork_server.py": "the environment in which the fork server starts",
-    "titanlite/learn/topics.py": "one thread while it measures",
-    "titanlite/plan/measure.py": "one thread while it measures, in a world",
-    "titanlite/verify/run.py": "half of the threads while the plan runs beside the reference",
-    "titanlite/equivalence/building.py": "the default dtype while a model is built",
+    "titanlite/tools/learn/topics.py": "one thread while it measures",
+    "titanlite/tools/planner/measure.py": "one thread while it measures, in a world",
+    "titanlite/tools/verify/run.py": "half of the threads while the plan runs beside the reference",
+    "titanlite/tools/verify/program/building.py": "the default dtype while a model is built",
 }
 CHANGING_CALLS = ("torch.set_", "torch.use_", "torch.cuda.set_", "torch.backends.", "os.putenv")
 CHANGING_METHODS = ("setdefault", "pop", "update", "clear")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from titanlite.schedule import SCHEDULES, Action, make_schedule
-from titanlite.simulate import (
+from titanlite.tools.simulate import (
     BackwardFirst,
     ComputeAndWeightWorkers,
     Costs,
@@ -26,8 +26,8 @@ from titanlite.simulate import (
     simulate,
     simulate_schedule,
 )
-from titanlite.simulate.gpu import GPU
-from titanlite.simulate.schemes import Workload, run_scheme
+from titanlite.tools.simulate.gpu import GPU
+from titanlite.tools.simulate.schemes import Workload, run_scheme
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline_bubbles.json").read_text())
 F, B, W = Direction.FORWARD, Direction.BACKWARD, Direction.WEIGHT

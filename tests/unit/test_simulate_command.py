@@ -12,7 +12,7 @@ import pytest
 
 from titanlite.cli import main
 from titanlite.schedule import SCHEDULES, make_schedule, write_csv
-from titanlite.simulate.schemes import STRATEGIES
+from titanlite.tools.simulate.schemes import STRATEGIES
 
 
 @pytest.mark.parametrize("scheme", [*STRATEGIES, *SCHEDULES])
@@ -87,7 +87,7 @@ def test_order_of_a_strategy(capsys):
 def test_own_strategy_from_a_file(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(
-        "from titanlite.simulate import ComputeAndWeightWorkers\n"
+        "from titanlite.tools.simulate import ComputeAndWeightWorkers\n"
         "def strategy(work):\n    return ComputeAndWeightWorkers(0, work.stage)\n"
         "def other(work):\n    return ComputeAndWeightWorkers(1, 1)\n"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.cli import main
-from titanlite.simulate.ladder.__main__ import main as ladder
+from titanlite.tools.learn.ladder.__main__ import main as ladder
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["simulate.md", "ladder.md"]
@@ -91,7 +91,7 @@ def test_table_is_what_its_command_prints(page, command, capsys):
 
 def test_script_draws_what_the_page_shows(capsys):
     page = (DOCS / "ladder.md").read_text()
-    assert "python -m titanlite.simulate.ladder 2d-pp\n" in page
+    assert "titanlite ladder 2d-pp\n" in page
     assert ladder(["2d-pp", "--columns", "110"]) == 0
     picture, *_ = capsys.readouterr().out.split("\n\n")
     assert picture in page

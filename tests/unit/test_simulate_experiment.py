@@ -5,10 +5,10 @@ import sys
 import pytest
 
 from titanlite.cli import main
-from titanlite.simulate import Costs, Link, Network, SimulationError, simulate
-from titanlite.simulate.schemes import Workload, run_scheme
+from titanlite.tools.simulate import Costs, Link, Network, SimulationError, simulate
+from titanlite.tools.simulate.schemes import Workload, run_scheme
 
-HEAD = "from titanlite.simulate import *\n"
+HEAD = "from titanlite.tools.simulate import *\n"
 PIPELINE = HEAD + "def strategy(work):\n    return work.stage, work.stage\n"
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from titanlite.simulate.integer_model import (
+from titanlite.tools.simulate.integer_model import (
     LEARNING_RATE,
     Attention,
     add,

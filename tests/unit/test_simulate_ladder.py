@@ -7,20 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.simulate import Link, Network, SimulationError
-from titanlite.simulate import gpu as gpu_module
-from titanlite.simulate.cluster import Cluster
-from titanlite.simulate.collectives import (
-    all_to_all,
-    gather_rows,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-    scatter_rows,
-)
-from titanlite.simulate.gpu import GPU
-from titanlite.simulate.grid import Grid
-from titanlite.simulate.ladder import (
+from titanlite.tools.learn.ladder import (
     RUNGS,
     Rung,
     check_outcomes,
@@ -29,8 +16,21 @@ from titanlite.simulate.ladder import (
     run_ladder,
     run_rung,
 )
-from titanlite.simulate.ladder.rungs import run_program
-from titanlite.simulate.train_step import Workload, make_train_step, single_process
+from titanlite.tools.learn.ladder.rungs import run_program
+from titanlite.tools.simulate import Link, Network, SimulationError
+from titanlite.tools.simulate import gpu as gpu_module
+from titanlite.tools.simulate.cluster import Cluster
+from titanlite.tools.simulate.collectives import (
+    all_to_all,
+    gather_rows,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    scatter_rows,
+)
+from titanlite.tools.simulate.gpu import GPU
+from titanlite.tools.simulate.grid import Grid
+from titanlite.tools.simulate.train_step import Workload, make_train_step, single_process
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "latency_ladder.json").read_text())
 

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-import titanlite.simulate.ladder as ladder
-from titanlite.simulate import Link, Network, SimulationError
-from titanlite.simulate.ladder import RUNGS, run_rung
-from titanlite.simulate.ladder.__main__ import SCRIPTS, main
-from titanlite.simulate.ladder.rungs import run_program
-from titanlite.simulate.train_step import Workload
+import titanlite.tools.learn.ladder as ladder
+from titanlite.tools.learn.ladder import RUNGS, run_rung
+from titanlite.tools.learn.ladder.__main__ import SCRIPTS, main
+from titanlite.tools.learn.ladder.rungs import run_program
+from titanlite.tools.simulate import Link, Network, SimulationError
+from titanlite.tools.simulate.train_step import Workload
 
 RUNG = {rung.name: rung for rung in RUNGS}
 NODES = Network(Link(0.03, 0.02), Link(0.004, 0.001), workers_per_node=2)
 
 
 def train_of(name):
-    return import_module(f"titanlite.simulate.ladder.{SCRIPTS[name][0]}").train
+    return import_module(f"titanlite.tools.learn.ladder.{SCRIPTS[name][0]}").train
 
 
 def test_there_is_a_script_for_each_rung():
@@ -89,7 +89,7 @@ def test_script_is_short_and_says_what_it_shows(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_a_script_advises_to_run_runs(name, capsys):
-    doc = import_module(f"titanlite.simulate.ladder.{SCRIPTS[name][0]}").__doc__
+    doc = import_module(f"titanlite.tools.learn.ladder.{SCRIPTS[name][0]}").__doc__
     command = next(line for line in doc.splitlines() if line.startswith("Run it: "))
     assert main([*command.split()[5:], "--columns", "100"]) == 0
     assert SCRIPTS[name][1] in capsys.readouterr().out.splitlines()[-1]
@@ -153,10 +153,10 @@ def test_script_and_module_run_as_programs():
             [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False
         )
 
-    one = run("titanlite.simulate.ladder.rung_0d", "--items", "2", "--columns", "80")
-    other = run("titanlite.simulate.ladder", "0d", "--items", "2", "--columns", "80")
+    one = run("titanlite.tools.learn.ladder.rung_0d", "--items", "2", "--columns", "80")
+    other = run("titanlite.tools.learn.ladder", "0d", "--items", "2", "--columns", "80")
     assert one.returncode == other.returncode == 0
     assert one.stdout == other.stdout
-    wrong = run("titanlite.simulate.ladder.rung_0d", "--items", "0")
+    wrong = run("titanlite.tools.learn.ladder.rung_0d", "--items", "0")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("ladder: --items: 0 is less than 1")

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.cli import main
-from titanlite.drawing.memory import MemoryPanel, save_memory
 from titanlite.schedule import make_schedule
-from titanlite.simulate import (
+from titanlite.tools.figures.memory import MemoryPanel, save_memory
+from titanlite.tools.simulate import (
     Costs,
     Direction,
     Link,
@@ -20,7 +20,7 @@ from titanlite.simulate import (
     simulate,
     simulate_schedule,
 )
-from titanlite.simulate.memory import KINDS
+from titanlite.tools.simulate.memory import KINDS
 
 F, B, W = Direction.FORWARD, Direction.BACKWARD, Direction.WEIGHT
 SIZES = {"weight_units": 3, "gradient_units": 5, "optimizer_units": 7, "kept_units": 11}

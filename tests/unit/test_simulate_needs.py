@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.simulate import (
+from titanlite.tools.simulate import (
     Costs,
     Direction,
     Link,
@@ -16,7 +16,7 @@ from titanlite.simulate import (
     Work,
     simulate,
 )
-from titanlite.simulate.schemes import Workload, run_scheme
+from titanlite.tools.simulate.schemes import Workload, run_scheme
 
 F, B, W = Direction.FORWARD, Direction.BACKWARD, Direction.WEIGHT
 PAGES = Path(__file__).parents[2] / "docs" / "simulate"

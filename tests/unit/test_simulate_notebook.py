@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.simulate import BackwardFirst, Simulation, simulate
+from titanlite.tools.simulate import BackwardFirst, Simulation, simulate
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "parallelsim_notebook.json").read_text()
@@ -16,11 +16,11 @@ CELLS = [
     """
 from importlib import reload
 
-from titanlite.simulate import parallelsim
+from titanlite.tools.simulate import parallelsim
 
 reload(parallelsim)
 
-from titanlite.simulate.parallelsim import Work, ComputeAndWeightWorkers
+from titanlite.tools.simulate.parallelsim import Work, ComputeAndWeightWorkers
 """,
     """
 num_workers = 6

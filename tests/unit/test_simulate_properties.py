@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.simulate import (
+from titanlite.tools.simulate import (
     BackwardFirst,
     ComputeAndWeightWorkers,
     Costs,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from titanlite.simulate import (
+from titanlite.tools.simulate import (
     ComputeAndWeightWorkers,
     Costs,
     Link,

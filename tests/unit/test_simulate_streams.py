@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.simulate import SimulationError
-from titanlite.simulate.streams import (
+from titanlite.tools.simulate import SimulationError
+from titanlite.tools.simulate.streams import (
     MAIN,
     Compute,
     Item,

@@ -7,13 +7,13 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from titanlite.cli import main
-from titanlite.drawing.sweep import SweptPoint, save_sweep
-from titanlite.simulate import Costs
-from titanlite.simulate.figures import Row
-from titanlite.simulate.options import number, whole
-from titanlite.simulate.sweep import mark_fronts, pareto_front, read_axes, run_sweep
-from titanlite.simulate.units import read_size
-from titanlite.simulate.work import SimulationError
+from titanlite.tools.figures.sweep import SweptPoint, save_sweep
+from titanlite.tools.simulate import Costs
+from titanlite.tools.simulate.figures import Row
+from titanlite.tools.simulate.options import number, whole
+from titanlite.tools.simulate.sweep import mark_fronts, pareto_front, read_axes, run_sweep
+from titanlite.tools.simulate.units import read_size
+from titanlite.tools.simulate.work import SimulationError
 
 READERS = {"workers": whole, "batches": whole, "forward": number, "weight_units": read_size}
 

@@ -15,16 +15,17 @@ from titanlite.config import JobConfig, checks, load_config, read_job, resolve_j
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.errors import ConfigError
 from titanlite.from_python import train
-from titanlite.lab.cluster import VirtualCluster
-from titanlite.lab.mesh import Mesh
-from titanlite.plan.cache import load_pieces
-from titanlite.plan.compose import compose
-from titanlite.plan.local import PLAN_ERROR, least_bytes, planned_bytes
 from titanlite.ranks import machine
 from titanlite.ranks.launch import Place, Ranks, run_ranks
 from titanlite.run import command as train_command
-from titanlite.start import BACKENDS, check_start
-from titanlite.verify.command import main as verify
+from titanlite.start import BACKENDS, check_start, least_bytes
+from titanlite.tools.lab.cluster import VirtualCluster
+from titanlite.tools.lab.mesh import Mesh
+from titanlite.tools.planner import local as planner
+from titanlite.tools.planner.cache import load_pieces
+from titanlite.tools.planner.compose import compose
+from titanlite.tools.planner.local import PLAN_ERROR, planned_bytes
+from titanlite.tools.verify.command import main as verify
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,13 +118,19 @@ def test_the_weights_of_a_gpu_count_in_this_memory_if_they_are_offloaded(
         ("count_gpus", lambda: 1),
         ("choose_device", lambda *_: "cuda"),
         ("check_machine", lambda *_: None),
-        ("planned_bytes", lambda _: pytest.fail("counts activations, which the GPU holds")),
     ):
         monkeypatch.setattr(f"titanlite.start.{name}", stand_in)
+
+    def activations(_: object) -> int:
+        pytest.fail("counts activations, which the GPU holds")
+
+    monkeypatch.setattr(planner, "planned_bytes", activations)
     words = (*LLAMA, "--model.flavor=8B")
-    check_start(job(*words), trains=True)
+    check_start(job(*words), trains=True, planner=planner)
     (line,) = problems_of(
-        lambda: check_start(job(*words, "--training.enable_cpu_offload=true"), trains=True)
+        lambda: check_start(
+            job(*words, "--training.enable_cpu_offload=true"), trains=True, planner=planner
+        )
     )
     assert "parameters, gradients and optimizer state take at least 128 GB on CPU" in line
 
@@ -161,12 +168,12 @@ def test_a_planned_job_that_cannot_fit_is_refused(
     monkeypatch.setattr(machine, "memory_bytes", lambda: (least + by_plan) // 2)
     with monkeypatch.context() as patch:
         patch.setattr("titanlite.start.LARGE_SHARE", 0.0)
-        (line,) = problems_of(lambda: check_start(config, trains=True))
+        (line,) = problems_of(lambda: check_start(config, trains=True, planner=planner))
     assert line.startswith("training: by its plan, the ranks take at least ")
     # A job of which little is known to be needed is not looked up.
     monkeypatch.setattr(machine, "memory_bytes", lambda: 100 * least)
-    monkeypatch.setattr("titanlite.start.planned_bytes", lambda _: pytest.fail("looked up"))
-    check_start(config, trains=True)
+    monkeypatch.setattr(planner, "planned_bytes", lambda _: pytest.fail("looked up"))
+    check_start(config, trains=True, planner=planner)
 
 
 def test_memory_estimation_shows_memory_and_stops(

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from titanlite.errors import TitanliteError
-from titanlite.names import canonical_name, unwrapped_name
-from titanlite.self_check import _bits, _norms
-from titanlite.tensor_account import (
+from titanlite.modules.names import canonical_name, unwrapped_name
+from titanlite.parallelize.tensor_account import (
     BUFFER,
     PARAMETER,
     TensorAccount,
@@ -20,6 +19,7 @@ from titanlite.tensor_account import (
     require_whole,
     tensors_of,
 )
+from titanlite.self_check import _bits, _norms
 
 
 class Wrapper(nn.Module):

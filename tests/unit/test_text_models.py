@@ -10,29 +10,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite.batch import make_batch
 from titanlite.config import load_config, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.models import find_model
 from titanlite.models.build import build_model, count_flops
 from titanlite.models.gpt2.config import FLAVORS as GPT2_FLAVORS
 from titanlite.models.llama3.config import FLAVORS as LLAMA3_FLAVORS
 from titanlite.models.llama3.config import Llama3Config
 from titanlite.models.llama3.model import RotaryEmbedding, rotary_frequencies
+from titanlite.modules.batch import make_batch
+from titanlite.modules.tied import find_tied
+from titanlite.registry import MODELS
 from titanlite.sampling.generate import generate, number_documents
-from titanlite.tied import find_tied
 from titanlite.training.initialize import generator_for, initialize
 
 FLAVORS: dict[str, dict[str, Any]] = {"llama3": LLAMA3_FLAVORS, "gpt2": GPT2_FLAVORS}
-MODELS = tuple(FLAVORS)
+NAMES = tuple(FLAVORS)
 T = 24
 
 
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     with torch.device("meta"):
         sizes = replace(FLAVORS[name]["tiny"], n_layers=2, **changes)
-        model = build_model(find_model(name), sizes, dtype)
+        model = build_model(MODELS[name], sizes, dtype)
     initialize(model, seed, torch.device("cpu"))
     return model
 
@@ -55,12 +55,12 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "flavor"), [(name, flavor) for name in MODELS for flavor in FLAVORS[name]]
+    ("name", "flavor"), [(name, flavor) for name in NAMES for flavor in FLAVORS[name]]
 )
 def test_parameters_are_counted(name: str, flavor: str) -> None:
     sizes = FLAVORS[name][flavor]
     with torch.device("meta"):
-        model = build_model(find_model(name), sizes, torch.float32)
+        model = build_model(MODELS[name], sizes, torch.float32)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == sizes.num_parameters == PUBLISHED.get((name, flavor), count)
     if flavor.startswith("megatron-"):
@@ -71,7 +71,7 @@ def test_parameters_are_counted(name: str, flavor: str) -> None:
 
 
 def test_small_flavors_are_small() -> None:
-    for name in MODELS:
+    for name in NAMES:
         assert FLAVORS[name]["tiny"].num_parameters < 1e6
         assert FLAVORS[name]["small"].num_parameters == pytest.approx(5e6, rel=0.05)
     # 3.2's 1B is tied: https://huggingface.co/meta-llama/Llama-3.2-1B
@@ -81,17 +81,17 @@ def test_small_flavors_are_small() -> None:
     assert one.num_parameters == 1_235_814_400
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_flops_are_those_of_the_products(name: str) -> None:
     """Of the matrix products, norms and biases count in 6 N but do nearly nothing."""
     sizes = FLAVORS[name]["tiny"]
     with torch.device("meta"):
-        model = build_model(find_model(name), sizes, torch.float32)
+        model = build_model(MODELS[name], sizes, torch.float32)
         counted = count_flops(model, make_batch(torch.zeros(2, 64, dtype=torch.int64)))
     assert counted == pytest.approx(2 * 64 * sizes.flops_per_token(64), rel=0.02)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_position_sees_a_later_one(name: str) -> None:
     model, tokens = build(name), tokens_of()
     changed = tokens.clone()
@@ -101,7 +101,7 @@ def test_no_position_sees_a_later_one(name: str) -> None:
     assert not torch.allclose(before[:, 15:], after[:, 15:])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_cache_gives_the_logits_of_the_whole_sequence(name: str) -> None:
     model, tokens = build(name), tokens_of(3)
     cache = model.make_cache(T)
@@ -115,7 +115,7 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(name: str) -> None:
         torch.testing.assert_close(last, model(tokens[:2])[:, 20:])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_cache_keeps_documents_apart(name: str) -> None:
     model, tokens = build(name), tokens_of(3)
     # Ends before, between and within the parts below, at other places in each row.
@@ -149,7 +149,7 @@ class WithoutCache(torch.nn.Module):
         return self.model(tokens, positions, documents)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_sampling_starts_a_document_after_an_end_of_text(name: str) -> None:
     model, prompt = build(name), tokens_of(2)[:, :5] % 256
     prompt[:, 0] = 256
@@ -169,7 +169,7 @@ def test_sampling_starts_a_document_after_an_end_of_text(name: str) -> None:
     assert not torch.equal(found, sample(model, prompt, end_token=256))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_document_is_read_as_if_it_were_alone(name: str) -> None:
     model, tokens = build(name), tokens_of()
     lengths = ([5, 1, 12, 6], [20, 4])
@@ -288,7 +288,7 @@ def test_gpt2_starts_as_published() -> None:
             assert parameter.std().item() == pytest.approx(std, rel=0.05)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_initial_values_depend_on_seed_and_name_alone(name: str) -> None:
     one, same, other = build(name, 1), build(name, 1), build(name, 2)
     for key, parameter in one.named_parameters():
@@ -300,7 +300,7 @@ def test_initial_values_depend_on_seed_and_name_alone(name: str) -> None:
     assert not torch.equal(one.get_parameter(key), other.get_parameter(key))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_stage_runs_without_what_others_hold(name: str) -> None:
     whole, first, second = (build(name) for _ in range(3))
     tokens = tokens_of()

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite.batch import make_batch
 from titanlite.errors import TitanliteError
+from titanlite.modules.batch import make_batch
 from titanlite.training.gradient_norm import gradient_norm
 from titanlite.training.initialize import initialize
 from titanlite.training.loss import IGNORE_INDEX, BatchLoss, batch_dims, token_loss_sum

@@ -7,18 +7,12 @@ import math
 import pytest
 
 from titanlite.mesh.parallel_dims import AXES, ParallelDims
-from titanlite.verify.matrix import OFF, features_of, name_of, plans_of
-from titanlite.verify.norms import explain_norm, true_norm
-from titanlite.verify.overview import DIFFERS, draw_overview
-from titanlite.verify.record import (
-    Agreement,
-    RankRun,
-    RankStep,
-    RankTrace,
-    ReferenceTrace,
-)
-from titanlite.verify.shares import describe_shares
-from titanlite.verify.words import listed, name_factor, name_parameters, name_ranks
+from titanlite.tools.verify.matrix import OFF, features_of, name_of, plans_of
+from titanlite.tools.verify.norms import explain_norm, true_norm
+from titanlite.tools.verify.overview import DIFFERS, draw_overview
+from titanlite.tools.verify.record import Agreement, RankRun, RankStep, RankTrace, ReferenceTrace
+from titanlite.tools.verify.shares import describe_shares
+from titanlite.tools.verify.wording import listed, name_factor, name_parameters, name_ranks
 
 DIMS = ParallelDims(dp_replicate=3, cp=5)
 

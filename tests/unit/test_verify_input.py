@@ -16,25 +16,25 @@ from titanlite.cli import main
 from titanlite.config import load_config, make_config, make_model_config, override, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.training.optimizer import lr_factor
-from titanlite.verify.command import parse
-from titanlite.verify.compare import (
+from titanlite.tools.verify.command import parse
+from titanlite.tools.verify.differences import (
     Tolerance,
     differences,
     failures,
     same_shards,
     split_replicas,
 )
-from titanlite.verify.jobs import (
+from titanlite.tools.verify.jobs import (
     accumulation_pair,
     plan_job,
     reference_job,
     scheduled_lr,
     steps_until_stable,
 )
-from titanlite.verify.matrix import read_results
-from titanlite.verify.record import Agreement, RankRun, RankStep, ReferenceStep
-from titanlite.verify.shrink import shrink
+from titanlite.tools.verify.matrix import read_results
+from titanlite.tools.verify.record import Agreement, RankRun, RankStep, ReferenceStep
+from titanlite.tools.verify.shrink import shrink
+from titanlite.training.optimizer import lr_factor
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 TP2 = str(Path(__file__).parents[2] / "configs" / "tp2_fsdp2.toml")
@@ -308,7 +308,7 @@ def test_every_rank_of_every_run_starts_with_a_random_state_of_its_own() -> None
     import numpy as np
     import torch
 
-    from titanlite.verify import run
+    from titanlite.tools.verify import run
 
     def draw(*_: object) -> Any:
         numbers = float(torch.rand(())), random.random(), float(np.random.rand())

@@ -29,7 +29,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.storage import first_failure, load, save, stored_tensors, told
 from titanlite.errors import TitanliteError
-from titanlite.training.shards import buffers_of, parameters_of
+from titanlite.modules.shards import buffers_of, parameters_of
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def save_checkpoint(
 
     If there is a default process group, each of its ranks must call this. The folder must be the
     same on all ranks. `samples_read` is stored for load_checkpoint. Under pipeline parallelism,
-    `tied` is `titanlite.tied.find_tied` of the plain model. All but the `keep_latest` last
+    `tied` is `titanlite.modules.tied.find_tied` of the plain model. All but the `keep_latest` last
     checkpoints are removed; 0 keeps all. Raises TitanliteError on every rank if any rank failed.
     """
     place, ranks, token = CheckpointFolder(Path(folder)), _Ranks(), make_token()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from titanlite import models
+import titanlite.models  # noqa: F401 (registers the models)
 from titanlite.checkpoint.folder import STEP, CheckpointFolder, find_checkpoint, make_token
 from titanlite.checkpoint.manifest import (
     MANIFEST,
@@ -31,8 +31,8 @@ from titanlite.config.model import import_module
 from titanlite.config.stored import stored_sections
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
-from titanlite.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
-from titanlite.models import find_model
+from titanlite.models.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
+from titanlite.registry import MODELS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,15 +183,15 @@ def from_hf_folder(
     from titanlite.checkpoint.storage import Piece
     from titanlite.checkpoint.weights import opened_weights, read_config
     from titanlite.models.build import build_model
-    from titanlite.tied import find_tied
-    from titanlite.training.shards import buffers_of
+    from titanlite.modules.shards import buffers_of
+    from titanlite.modules.tied import find_tied
 
     written = read_config(source)
     own = (written or {}).get("model", {}).get("name", "hf")
     if written is None or model is not None or own == "hf":
         written = {**(written or {}), "model": _model_of(source, model or own)}
     names = _names_of(written, source)
-    spec = find_model(written["model"]["name"])
+    spec = MODELS[written["model"]["name"]]
     with torch.device("meta"):
         plain = build_model(spec, names.sizes, torch.float32)
     tied, pieces = find_tied(plain), {}
@@ -217,13 +217,13 @@ def _made(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _model_of(folder: Path, model: str) -> dict[str, Any]:
     """The keys of [model] for the config.json of a folder; raises ConfigError."""
-    if model not in models.MODELS:
-        known = ", ".join(sorted(models.MODELS))
+    if model not in MODELS:
+        known = ", ".join(sorted(MODELS))
         raise ConfigError(
             f"--model: there is no model {quote(model)}; give one of {known}, "
             "or --experimental.custom_import, the module that registers it"
         )
-    format = format_of(find_model(model))
+    format = format_of(MODELS[model])
     if format is None:
         raise ConfigError(f"--model: {quote(model)} has no Hugging Face format; give another model")
     try:
@@ -310,10 +310,10 @@ def _buffers_of(config: Mapping[str, Mapping[str, Any]], names: Names) -> dict[s
     import torch
 
     from titanlite.models.build import build_model
-    from titanlite.training.shards import buffers_of
+    from titanlite.modules.shards import buffers_of
 
     with torch.device("meta"):
-        plain = build_model(find_model(config["model"]["name"]), names.sizes, torch.float32)
+        plain = build_model(MODELS[config["model"]["name"]], names.sizes, torch.float32)
     return buffers_of([plain])
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from titanlite.errors import TitanliteError
-from titanlite.ranks.account import CHECKPOINTS
+from titanlite.ranks.hang_state import CHECKPOINTS
 from titanlite.ranks.world import World, set_group_timeout
 
 T = TypeVar("T")

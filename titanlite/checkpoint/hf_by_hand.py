@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite import models
+import titanlite.models  # noqa: F401 (registers the models)
 from titanlite.checkpoint.huggingface import SHARD_BYTES, FolderWriter
 from titanlite.checkpoint.storage import Piece
 from titanlite.checkpoint.weights import Names, opened_weights
 from titanlite.errors import TitanliteError
-from titanlite.hf_format import format_of, is_hf_folder
-from titanlite.models import load
-from titanlite.names import canonical_name
-from titanlite.tied import find_tied
-from titanlite.training.shards import buffers_of, local_part, offsets_of, whole_tensor
+from titanlite.models.hf_format import format_of, is_hf_folder
+from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import buffers_of, local_part, offsets_of, whole_tensor
+from titanlite.modules.tied import find_tied
+from titanlite.registry import MODELS, load
 
 
 def export(
@@ -140,7 +140,7 @@ def _format_of(model: Any) -> tuple[Names, dict[str, Any]]:
 
         return Names(FORMAT), as_json(config)
     # FSDP2 inserts its own class before the model's.
-    for spec in models.MODELS.values():
+    for spec in MODELS.values():
         if spec.hf is not None and load(spec.build) in type(model).__mro__:
             format = format_of(spec)
             assert format is not None

@@ -27,7 +27,8 @@ from titanlite.checkpoint.weights import (
     to_stored,
     write_file,
 )
-from titanlite.hf_format import (
+from titanlite.job import Job
+from titanlite.models.hf_format import (
     COMPANIONS,
     CONFIG,
     INDEX,
@@ -37,7 +38,6 @@ from titanlite.hf_format import (
     is_hf_folder,
     read_json,
 )
-from titanlite.job import Job
 
 # As transformers 4: the size above which the weights are written as several files.
 SHARD_BYTES = 5_000_000_000

@@ -30,8 +30,8 @@ from titanlite.checkpoint.storage import Seal, first_failure, save, save_async, 
 from titanlite.checkpoint.weights import Names, save_safetensors
 from titanlite.errors import ConfigError, NonFiniteError, TitanliteError
 from titanlite.job import Job
-from titanlite.observe.quantities import format_bytes
-from titanlite.parallelize import DTYPES
+from titanlite.parallelize.steps import DTYPES
+from titanlite.quantities import format_bytes
 from titanlite.self_check import check_copies
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from titanlite.checkpoint.manifest import BrokenCheckpointError
 from titanlite.checkpoint.storage import Piece, Pieces
 from titanlite.errors import ConfigError
-from titanlite.training.shards import local_part, offsets_of
+from titanlite.modules.shards import local_part, offsets_of
 
 if TYPE_CHECKING:
     from titanlite.job import Job

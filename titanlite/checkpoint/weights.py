@@ -31,8 +31,8 @@ from titanlite.checkpoint.storage import Piece, Pieces, Seal
 from titanlite.config import load_model_spec
 from titanlite.errors import ConfigError
 from titanlite.files import open_regular, shown
-from titanlite.hf_format import HFFormat, HFTensor, format_of, weight_files
 from titanlite.job import Job
+from titanlite.models.hf_format import HFFormat, HFTensor, format_of, weight_files
 
 # Text of a file: the job's configuration, and whose names and layouts its tensors have.
 CONFIG_KEY, LAYOUT_KEY, HF_LAYOUT = "titanlite.config", "titanlite.layout", "huggingface"

@@ -9,6 +9,7 @@ resolve.py   ResolvedJob, which is sent to the ranks
 document.py  --help, docs/configuration.md, and a configuration as TOML
 """
 
+import titanlite.register  # noqa: F401 (a job can name what is built in)
 from titanlite.config.checks import check_machine
 from titanlite.config.degrees import make_parallel_dims
 from titanlite.config.load import Reading, load_config, make_config, override, read_job, read_values

@@ -10,7 +10,7 @@ from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
 from titanlite.errors import ConfigError
-from titanlite.hf_format import format_of, is_hf_folder, sizes_problems, weight_files
+from titanlite.models.hf_format import format_of, is_hf_folder, sizes_problems, weight_files
 
 
 def checkpoint_problems(config: JobConfig) -> Iterator[str]:

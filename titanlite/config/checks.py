@@ -37,10 +37,9 @@ from titanlite.config.model import num_experts, size_problems
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
-from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError, nearest
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where, divisors
-from titanlite.registry import LOSSES, METRICS, is_over_batch
+from titanlite.registry import DATASETS, LOSSES, METRICS, is_over_batch
 
 
 def check_machine(config: JobConfig, device_type: str) -> None:

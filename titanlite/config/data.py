@@ -13,9 +13,9 @@ from titanlite.config.keys import one_of
 from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote
-from titanlite.data.catalog import DATASETS
 from titanlite.data.spec import DatasetSpec, JobKeys
 from titanlite.errors import ConfigError
+from titanlite.registry import DATASETS
 
 # A data set on the Hub, and its configuration: "allenai/c4:en".
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")

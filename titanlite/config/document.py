@@ -11,13 +11,13 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from titanlite import models
 from titanlite.config.checks import CHECKS
 from titanlite.config.fields import OWN
 from titanlite.config.keys import Key, job_keys, job_sections, model_keys
 from titanlite.config.model import make_model_config
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import show
+from titanlite.registry import MODELS
 
 USAGE = """\
 usage: torchrun train.py --job.config_file=FILE [--section.key=VALUE ...]
@@ -198,7 +198,7 @@ set.
 
 def _models() -> str:
     parts = []
-    for spec in models.MODELS.values():
+    for spec in MODELS.values():
         flavors = spec.load_flavors()
         keys = model_keys(spec.load_config_class())
         parts.append(

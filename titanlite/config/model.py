@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from titanlite import models
 from titanlite.config.keys import (
     Key,
     field_types,
@@ -29,8 +28,8 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import quote, show_name
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.models import ModelSpec
-from titanlite.registry import registers_something
+from titanlite.models.spec import ModelSpec
+from titanlite.registry import MODELS, registers_something
 
 TORCHTITAN_MODELS = ("llama4", "deepseek_v3", "qwen3", "gpt_oss", "flux", "vlm")
 
@@ -44,22 +43,21 @@ def load_model_spec(config: JobConfig) -> ModelSpec:
     if module:
         import_module(module)
         # The module may serve another purpose if the model is registered elsewhere.
-        if not registers_something(module) and (
-            name not in models.MODELS or models.is_built_in(name)
-        ):
+        if not registers_something(module) and (name not in MODELS or MODELS.is_built_in(name)):
             raise ConfigError(
                 f"experimental.custom_import: {quote(module)} registers no model and no data set; "
                 "give a module that does (titanlite.register_model(...)), or remove this key"
             )
-    if name not in models.MODELS:
+    if name not in MODELS:
         wrong = f"there is no model {quote(name)}"
         if name in TORCHTITAN_MODELS:
             wrong = f"{quote(name)} is a TorchTitan model that titanlite does not have"
         raise ConfigError(
-            f"model.name: {wrong}; {_suggest(name, models.MODELS)}, "
+            f"model.name: {wrong}; {_suggest(name, MODELS)}, "
             "or set experimental.custom_import to a module that registers your model"
         )
-    return models.find_model(name)
+    spec: ModelSpec = MODELS[name]
+    return spec
 
 
 def load_config_class(spec: ModelSpec) -> Any:
@@ -105,7 +103,7 @@ def num_experts(config: JobConfig, model: Any) -> int:
     looked at.
     """
     known = getattr(model, "num_experts", None)
-    if known is not None or models.is_built_in(config.model.name):
+    if known is not None or MODELS.is_built_in(config.model.name):
         return known or 0
     from titanlite.models.build import count_experts
 

@@ -32,7 +32,7 @@ from titanlite.config.fields import (
     Values,
     key,
 )
-from titanlite.data.catalog import DATASETS
+from titanlite.registry import DATASETS
 
 
 class JobSection(Section):

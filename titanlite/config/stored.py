@@ -14,9 +14,9 @@ from typing import Any
 
 from titanlite.config.keys import job_keys
 from titanlite.config.toml import quote
-from titanlite.data.catalog import DATASETS
 from titanlite.errors import ConfigError
 from titanlite.files import shown
+from titanlite.registry import DATASETS
 
 # Section -> the keys that are used. The keys of the model's own configuration are used too: its
 # fields are typed.

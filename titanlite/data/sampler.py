@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.batch import Batch, FieldDims, make_batch
 from titanlite.data.spec import Dataset
 from titanlite.errors import ConfigError, TitanliteError, user_line
-from titanlite.keyed import sample_keys
+from titanlite.modules.batch import Batch, FieldDims, make_batch
+from titanlite.modules.keyed import sample_keys
 
 
 class GlobalBatchSampler:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from titanlite.errors import ConfigError
-from titanlite.models import load
+from titanlite.registry import load
 
 if TYPE_CHECKING:
     from torch import Tensor

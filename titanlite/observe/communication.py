@@ -26,8 +26,8 @@ from torch._C._profiler import (
     _ExperimentalConfig,
 )
 
+from titanlite.ranks.settings import environment
 from titanlite.schedule.timeline import EXCHANGE, GATHER, RECEIVE, REDUCE, SEND_TO
-from titanlite.settings import environment
 
 BACKENDS = ("gloo:", "nccl:")
 # (Part of a range's name, its kind); the first match counts.

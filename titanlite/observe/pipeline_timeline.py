@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.drawing.schedule_svg import draw_svg
 from titanlite.observe.communication import Move, recording_communication
+from titanlite.observe.pictures.schedule_svg import draw_svg
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 from titanlite.schedule.timeline import activation_curves

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from titanlite.errors import OutputClosedError
 from titanlite.observe.metrics import StepRecord
-from titanlite.observe.quantities import format_bytes, format_count, format_duration
 from titanlite.observe.terminal import is_terminal, terminal_width
+from titanlite.quantities import format_bytes, format_count, format_duration
 
 _REDRAW_SECONDS = 0.1
 # Outside a terminal, a slow run prints a line at the next step after this time.

@@ -1,43 +1,51 @@
-"""The parallelize steps of a job: each calls its apply_x with arguments from the configuration.
+"""The parallelize steps of a job, in the order of STEPS, with arguments from its configuration.
 
-Each returns its row of the effective plan. STEPS in __init__.py has their order.
+Each step calls its apply_x and returns its row of the effective plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from titanlite.attention import explain_choice
-from titanlite.batch import takes
+from titanlite.config.pipeline import PipelinePlan
+from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError
-from titanlite.experts import expert_layers
 from titanlite.mesh.device_mesh import Meshes
 from titanlite.mesh.parallel_dims import ParallelDims, axes_where
-from titanlite.parallelize.activation_checkpoint import RecomputationReport, apply_ac
-from titanlite.parallelize.async_tensor_parallel import (
+from titanlite.modules.attention import explain_choice
+from titanlite.modules.batch import Batch, takes
+from titanlite.modules.experts import expert_layers
+from titanlite.modules.tied import find_tied
+from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport, apply_ac
+from titanlite.parallelize.async_tensor_parallel.apply import (
     describe_rings,
     enable_symmetric_memory,
     has_ring_styles,
 )
-from titanlite.parallelize.compile import apply_compile
-from titanlite.parallelize.context_parallel import apply_cp
-from titanlite.parallelize.ddp import apply_ddp
-from titanlite.parallelize.expert_parallel import apply_ep
-from titanlite.parallelize.float8 import apply_float8, compact, describe_skipped
-from titanlite.parallelize.float8_linear import has_hardware
-from titanlite.parallelize.fsdp import apply_fsdp, can_pin
-from titanlite.parallelize.plan import ParallelPlan, find_blocks, match_modules
-from titanlite.parallelize.tensor_parallel import apply_tp
+from titanlite.parallelize.compile.apply import apply_compile
+from titanlite.parallelize.context_parallel.apply import apply_cp
+from titanlite.parallelize.ddp.apply import apply_ddp
+from titanlite.parallelize.expert_parallel.apply import apply_ep
+from titanlite.parallelize.float8.apply import apply_float8, compact, describe_skipped
+from titanlite.parallelize.float8.linear import has_hardware
+from titanlite.parallelize.fsdp.apply import apply_fsdp, can_pin
+from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner, split_model
+from titanlite.parallelize.plan import (
+    ParallelPlan,
+    block_lists,
+    find_blocks,
+    find_plan,
+    match_modules,
+)
+from titanlite.parallelize.tensor_parallel.apply import apply_tp
 from titanlite.plan_row import PlanRow
-
-if TYPE_CHECKING:
-    # An apply_x called by hand does not need the configuration.
-    from titanlite.config.schema import JobConfig
+from titanlite.schedule import walk
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -326,3 +334,160 @@ def _data_parallel_name(num_replicas: int, num_shards: int) -> str:
     if num_shards == 1:
         return "off" if num_replicas == 1 else f"DDP {num_replicas}"
     return f"FSDP {num_shards}" if num_replicas == 1 else f"HSDP {num_replicas} x {num_shards}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the function that applies it, and the reason for its place in the order."""
+
+    apply: Callable[[Part], PlanRow]
+    why_here: str
+
+
+STEPS = (
+    Step(float8, "it replaces linear layers, which all other steps then work on"),
+    Step(tensor_parallel, "its plan names the model's own modules, before wrappers rename them"),
+    Step(
+        async_tensor_parallel,
+        "it reports which TP modules are rings, and configures the compiler before it runs",
+    ),
+    Step(
+        expert_parallel,
+        "it distributes the experts, which no other step cuts, before blocks are wrapped",
+    ),
+    Step(
+        context_parallel,
+        "it replaces the attention inside each block, before blocks are wrapped",
+    ),
+    Step(activation_checkpoint, "it wraps blocks whose modules are already sharded"),
+    Step(compile_blocks, "after it, so that recomputation is part of the compiled graph"),
+    Step(data_parallel, "last, so that its hooks stay outside the compiled blocks"),
+)
+"""The steps in the order in which they are applied to every model and every pipeline stage."""
+
+
+def parallelize(
+    model: nn.Module,
+    config: JobConfig,
+    dims: ParallelDims,
+    meshes: Meshes,
+    plan: ParallelPlan | None = None,
+    *,
+    whole: nn.Module | None = None,
+) -> tuple[list[PlanRow], RecomputationReport]:
+    """Apply every step that `config` enables to `model`, in place.
+
+    Returns one row of the effective plan per step, and the report of activation checkpointing. The
+    model may be on the "meta" device, and get storage and values later. `plan` defaults to the one
+    registered for the model's class. For a pipeline stage, `whole` is the whole model: the plan may
+    name modules that only the whole model has.
+    """
+    part = Part(model, config, dims, meshes, plan or find_plan(model), whole)
+    rows = [step.apply(part) for step in STEPS]
+    return rows, part.recomputation
+
+
+@dataclass
+class Parallelized:
+    """A parallelized model: this rank's parts and what was applied to them.
+
+    Without pipeline parallelism there is one part and `pipeline` is None.
+    """
+
+    parts: list[nn.Module]
+    pipeline: PipelineRunner | None
+    applied: list[PlanRow]
+    recomputation: RecomputationReport
+
+
+def split_and_parallelize(
+    model: nn.Module,
+    config: JobConfig,
+    dims: ParallelDims,
+    meshes: Meshes,
+    pipeline_plan: PipelinePlan | None,
+    example: Batch,
+    plan: ParallelPlan | None = None,
+) -> Parallelized:
+    """Split `model` into the stages of `pipeline_plan` and `parallelize` those of this rank.
+
+    The model is on the "meta" device. Without a pipeline plan it is the only part. `example` is one
+    of this rank's microbatches; the pipeline uses only its shapes. `plan` defaults to the one
+    registered for the model's class.
+    """
+    plan = plan or find_plan(model)
+    if pipeline_plan is None or meshes.pp is None:
+        has_blocks = plan.blocks is None or find_blocks(model, plan)
+        found = [] if has_blocks and not plan.is_derived else [_blocks_row(model, plan)]
+        applied, report = parallelize(model, config, dims, meshes, plan)
+        off = PlanRow("pipeline parallel", "off", "off")
+        return Parallelized([model], None, [*found, off, *applied], report)
+    tied = find_tied(model)
+    plain_parts = split_model(model, pipeline_plan.stages, plan.stage_forward)
+    stages = pipeline_plan.stages_of(meshes.pp.get_local_rank())
+    parts = {stage: copy.deepcopy(plain_parts[stage]) for stage in stages}
+    done = {
+        stage: parallelize(part, config, dims, meshes, plan, whole=model)
+        for stage, part in parts.items()
+    }
+    pipeline = PipelineRunner(
+        pipeline_plan.schedule,
+        parts,
+        plain_parts,
+        meshes.pp,
+        example=example,
+        dtype=DTYPES[config.training.param_dtype],
+        num_shards=dims.tp,
+        sequence_dim=plan.sequence_dim,
+        from_table=pipeline_plan.is_from_file,
+        tied=tied,
+    )
+    rows = [_pipeline_parallel(pipeline_plan, dims), *done[stages[0]][0]]
+    splits = pipeline_plan.schedule.splits_backward
+    for index, row in enumerate(rows[1:], start=1):
+        if row.active != "off":
+            notes = [row.note] if row.note else []
+            if row.feature == "activation checkpoint" and splits:
+                # Measured with two blocks per stage: 10 forward passes of a block instead of 4.
+                notes.append("a split backward pass recomputes blocks more than once")
+            note = f"stage {stages[0]}: {'; '.join(notes)}"
+            rows[index] = replace(row, note=note)
+    reports = [report for _, report in done.values()]
+    recomputation = RecomputationReport(
+        tuple(name for report in reports for name in report.wrapped),
+        next((report.tally for report in reports if report.wrapped), None),
+    )
+    return Parallelized(list(parts.values()), pipeline, rows, recomputation)
+
+
+def _blocks_row(model: nn.Module, plan: ParallelPlan) -> PlanRow:
+    """The blocks of a plain model that nobody has named, or not rightly."""
+    lists = block_lists(model)
+    known = ", ".join(f"{name} ({what})" for name, what in lists.items())
+    if not plan.is_derived:
+        note = "the model has no such module" + (f"; its lists are {known}" if known else "")
+        return PlanRow("blocks", str(plan.blocks), "none", note)
+    if plan.blocks is not None:
+        name = plan.blocks or type(model).__name__
+        return PlanRow("blocks", name, name, f"found without a plan: {lists[name]}")
+    note = "there is no plan, and the model has no list of blocks"
+    if lists:
+        note = f"there is no plan, and several lists may be the blocks: {known}"
+    return PlanRow("blocks", "a list", "none", note)
+
+
+def _pipeline_parallel(plan: PipelinePlan, dims: ParallelDims) -> PlanRow:
+    schedule = plan.schedule
+    bubbles = walk(schedule).bubbles()
+    blocks = [sum("." in name for name in stage) for stage in plan.stages]
+    note = (
+        f"{schedule.name}, {schedule.num_microbatches} microbatches of {plan.microbatch_size}; "
+        f"blocks per stage: {', '.join(map(str, blocks))}; "
+        f"bubble {sum(bubbles) / len(bubbles):.0%} if all stages take equal time"
+    )
+    return PlanRow("pipeline parallel", f"PP {dims.pp}", f"PP {dims.pp}", note)
+
+
+def uses_loss_parallel(config: JobConfig, dims: ParallelDims) -> bool:
+    """Whether the loss is computed on logits that are sharded over the vocabulary."""
+    return dims.tp > 1 and not config.parallelism.disable_loss_parallel

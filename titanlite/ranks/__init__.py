@@ -5,7 +5,7 @@ launch.py fork_server.py machine.py   local ranks, the process they are forked f
 world.py attempt.py    the process group, device, threads and allocator of a rank; restarts
 signals.py             SIGINT and SIGTERM as a request to stop
 watch.py               the watchdog thread in each rank, which detects hung and lost ranks
-account.py last_words.py report.py   the state a rank reports, the state of a rank that cannot
+hang_state.py crash_state.py report.py   the state a rank reports, the state of a rank that cannot
                        report, and the hang report made of both
 order.py               an optional check that all ranks call the same collectives in one order
 

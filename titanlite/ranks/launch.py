@@ -217,7 +217,7 @@ class Ranks:
 
     def _last_stack(self, rank: int) -> str:
         """The stack at which a rank has crashed, or the one recorded last; "" without any."""
-        from titanlite.ranks.last_words import read_black_box  # imports torch
+        from titanlite.ranks.crash_state import read_black_box  # imports torch
 
         stack = read_black_box(str(self._folder / FAULTS / f"stack-{rank}"))
         heading = f"Python stack of rank {rank}, as last recorded (most recent call last):"

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.errors import OrderError
-from titanlite.ranks.account import group_ranks, names_of, recorded_calls
+from titanlite.ranks.hang_state import group_ranks, names_of, recorded_calls
 from titanlite.ranks.report import Account, Call, find_astray
 
 AFTER = "; this step did not change the weights"

@@ -28,7 +28,15 @@ import torch.distributed as dist
 
 from titanlite.errors import LostWorldError, TitanliteError
 from titanlite.ranks import stacks
-from titanlite.ranks.account import (
+from titanlite.ranks.crash_state import (
+    GONE,
+    RUNNING,
+    STOPPED,
+    BlackBox,
+    ProcessRecord,
+    before_abort,
+)
+from titanlite.ranks.hang_state import (
     dump_recorders,
     gpu_is_overdue,
     is_overdue,
@@ -36,14 +44,6 @@ from titanlite.ranks.account import (
     show_stack,
     show_stacks,
     take_account,
-)
-from titanlite.ranks.last_words import (
-    GONE,
-    RUNNING,
-    STOPPED,
-    BlackBox,
-    ProcessRecord,
-    before_abort,
 )
 from titanlite.ranks.launch import ALARM, FAULTS, REPORT, Place
 from titanlite.ranks.report import Absent, Account, Report, write_report

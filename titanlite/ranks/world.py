@@ -21,8 +21,8 @@ import torch.distributed as dist
 from titanlite.ranks.attempt import agree_on_attempt
 from titanlite.ranks.launch import Place
 from titanlite.ranks.machine import num_cores
+from titanlite.ranks.settings import keeping_freed_memory, own_settings, prepare_process
 from titanlite.ranks.watch import Traces, Watch, watching
-from titanlite.settings import keeping_freed_memory, own_settings, prepare_process
 
 # torch 2.14 makes this public as set_timeout, and warns of the old name.
 set_group_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)

@@ -17,24 +17,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.batch import FieldDims, call_model, make_batch, takes
 from titanlite.config import load_model_spec
 from titanlite.data.sampler import first_tokens
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.models.build import build_model, initial_model
-from titanlite.names import canonical_name
-from titanlite.parallelize import DTYPES
+from titanlite.modules.batch import FieldDims, call_model, make_batch, takes
+from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import whole_tensor
+from titanlite.modules.tied import find_tied, tie
+from titanlite.parallelize.steps import DTYPES
 from titanlite.ranks.world import free_memory_bytes
 from titanlite.sampling.choice import Choice
-from titanlite.tied import find_tied, tie
 from titanlite.training.initialize import (
     draws_by_name,
     generator_for,
     has_buffers,
     init_buffers,
 )
-from titanlite.training.shards import whole_tensor
 
 # The most tokens in one batch of sequences, which bounds the key/value cache.
 TOKENS_AT_ONCE = 16 * 3072

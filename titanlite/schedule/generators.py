@@ -2,7 +2,7 @@
 
 Each generator returns the compute actions of one rank, without idle steps. Where
 `torch.distributed.pipelining` implements the same schedule, the order is the same. Durations are
-not part of a schedule; they come from a real run or from `titanlite.simulate`.
+not part of a schedule; they come from a real run or from `titanlite.tools.simulate`.
 """
 
 from __future__ import annotations

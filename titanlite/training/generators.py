@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from titanlite.draws import default_generators, generator_states
+from titanlite.modules.draws import default_generators, generator_states
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Generators:
 
     `data_rank`, `token_rank` and `stage` are this rank's places among the ranks with other samples,
     other tokens and other pipeline stages. Ranks that differ only on the tp axis get equal seeds,
-    since they hold the same activations; titanlite/draws.py makes them draw different numbers where
+    since they hold the same activations; modules/draws.py makes them draw different numbers where
     they hold shards.
     """
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titanlite.mesh.parallel_dims import axes_of, axes_where
-from titanlite.training.shards import is_sharded, local_part
+from titanlite.modules.shards import is_sharded, local_part
 
 
 @torch.no_grad()

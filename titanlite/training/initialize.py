@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.dropout import TokenDropout
 from titanlite.errors import LostWorldError, TitanliteError
-from titanlite.names import canonical_name
+from titanlite.modules.dropout import TokenDropout
+from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import local_part, shard_of
+from titanlite.modules.tied import find_tied, tie
 from titanlite.ranks.world import World
-from titanlite.tied import find_tied, tie
-from titanlite.training.shards import local_part, shard_of
 
 # The largest model, in bytes of its parameters, that is built whole on the CPU of each machine.
 LARGEST_WHOLE = 64 << 30

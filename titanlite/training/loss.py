@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from titanlite.batch import IGNORE_INDEX, Batch, call_model, join
+from titanlite.modules.batch import IGNORE_INDEX, Batch, call_model, join
+from titanlite.registry import LossSpec, load
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 NEXT_TOKEN = Loss(next_token_loss, Batch.count_targets)
 """The cross-entropy of each next token."""
+
+
+def load_loss(spec: LossSpec) -> Loss:
+    """The Loss of a registered one."""
+    return Loss(load(spec.total), load(spec.count) or Batch.count_targets)
 
 
 class BatchLoss:

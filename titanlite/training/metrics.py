@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.errors import TitanliteError
+from titanlite.modules.batch import IGNORE_INDEX, Batch
 
 Metric = Callable[[Any, Batch], tuple[Any, Any]]
 

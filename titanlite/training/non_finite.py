@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.names import canonical_name
-from titanlite.training.shards import local_part
+from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import local_part
 
 
 @dataclass(frozen=True)

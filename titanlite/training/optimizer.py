@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from titanlite.errors import ConfigError
-from titanlite.training.shards import local_part
+from titanlite.modules.shards import local_part
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.batch import Batch, call_model
 from titanlite.errors import NonFiniteError, TitanliteError
-from titanlite.experts import Balancer
-from titanlite.gradient_sums import GradientSums
 from titanlite.mesh.parallel_dims import axes_where
-from titanlite.names import canonical_name
+from titanlite.modules.batch import Batch, call_model
+from titanlite.modules.experts import Balancer
+from titanlite.modules.gradient_sums import GradientSums
+from titanlite.modules.names import canonical_name
 from titanlite.training.generators import Generators
 from titanlite.training.gradient_norm import (
     clip_gradients,

@@ -1,8 +1,9 @@
 """A Llama with experts whose shared experts have an output bias, as those of GPT-OSS have."""
 
-from titanlite.models import ModelSpec, register
+from titanlite.models.spec import ModelSpec
+from titanlite.registry import MODELS
 
-register(
+MODELS.add(
     ModelSpec(
         name="biased_experts",
         config="titanlite.models.llama3.config:Llama3Config",

@@ -1,8 +1,8 @@
 from torch import nn
 
-from titanlite.experts import expert_layers
 from titanlite.models.llama3.config import Llama3Config
 from titanlite.models.llama3.model import FeedForward, Llama3
+from titanlite.modules.experts import expert_layers
 
 
 def build(config: Llama3Config) -> Llama3:

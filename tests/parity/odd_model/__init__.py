@@ -1,8 +1,9 @@
 """Models that are right or wrong in a way of their own, by flavor; for the tests of verify."""
 
-from titanlite.models import ModelSpec, register
+from titanlite.models.spec import ModelSpec
+from titanlite.registry import MODELS
 
-register(
+MODELS.add(
     ModelSpec(
         name="odd",
         config="odd_model.config:OddConfig",

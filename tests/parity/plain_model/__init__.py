@@ -1,8 +1,9 @@
 """A user's own model, registered by experimental.custom_import = "plain_model"."""
 
-from titanlite.models import ModelSpec, register
+from titanlite.models.spec import ModelSpec
+from titanlite.registry import MODELS
 
-register(
+MODELS.add(
     ModelSpec(
         name="plain",
         config="plain_model.config:PlainConfig",

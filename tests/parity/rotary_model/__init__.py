@@ -1,9 +1,10 @@
 """Models with rotary positions in every block, registered by custom_import = "rotary_model"."""
 
-from titanlite.models import ModelSpec, register
+from titanlite.models.spec import ModelSpec
+from titanlite.registry import MODELS
 
 for name, model in (("rotary", "RotaryModel"), ("rotary_sp", "SequenceParallelRotaryModel")):
-    register(
+    MODELS.add(
         ModelSpec(
             name=name,
             config="rotary_model.config:RotaryConfig",

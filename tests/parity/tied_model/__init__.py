@@ -1,13 +1,14 @@
 """Models whose output layer is their embedding table, registered by custom_import."""
 
-from titanlite.models import ModelSpec, register
+from titanlite.models.spec import ModelSpec
+from titanlite.registry import MODELS
 
 for name, model in (
     ("tied", "TiedModel"),
     ("tied_sp", "SequenceParallelTiedModel"),
     ("tied_apart", "TiedModelPlacedApart"),
 ):
-    register(
+    MODELS.add(
         ModelSpec(
             name=name,
             config="tied_model.config:TiedConfig",

@@ -6,7 +6,7 @@ from rotary_model.model import RotaryModel, SequenceParallelRotaryModel
 from rotary_model.plan import PLANS as ROTARY_PLANS
 
 from tied_model.model import SequenceParallelTiedModel, TiedModel, TiedModelPlacedApart
-from titanlite.parallelize.styles import EmbeddingLocal
+from titanlite.parallelize.tensor_parallel.styles import EmbeddingLocal
 
 BY_VOCABULARY = ROTARY_PLANS[RotaryModel]
 PLANS = {

@@ -1,6 +1,7 @@
 """Models with tensors that a plan does not name, registered by custom_import = "uncovered"."""
 
-from titanlite.models import ModelSpec, register
+from titanlite.models.spec import ModelSpec
+from titanlite.registry import MODELS
 
 for name, build in (
     ("covered", "RotaryModel"),
@@ -20,7 +21,7 @@ for name, build in (
     ("drifting", "Drifting"),
     ("many_heads", "ManyHeads"),
 ):
-    register(
+    MODELS.add(
         ModelSpec(
             name=name,
             config="rotary_model.config:RotaryConfig",

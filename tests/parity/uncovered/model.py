@@ -10,7 +10,7 @@ from rotary_model.config import RotaryConfig
 from rotary_model.model import Block, RotaryModel
 from torch import Tensor, nn
 
-from titanlite.experts import ExpertLayer
+from titanlite.modules.experts import ExpertLayer
 
 
 class Adapter(nn.Module):

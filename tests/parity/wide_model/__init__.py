@@ -5,9 +5,10 @@ Registered by custom_import = "wide_model".
 
 from titanlite.data.catalog import register as register_dataset
 from titanlite.data.spec import DatasetSpec
-from titanlite.models import ModelSpec, register
+from titanlite.models.spec import ModelSpec
+from titanlite.registry import MODELS
 
-register(
+MODELS.add(
     ModelSpec(
         name="wide",
         config="wide_model.sizes:WideConfig",

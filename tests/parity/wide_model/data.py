@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.batch import Batch
+from titanlite.modules.batch import Batch
 from titanlite.training.loss import Loss
 
 

@@ -1,0 +1,20 @@
+"""Attention of a whole sequence, and which tokens each rank holds of a sequence that is sharded.
+
+dense.py      causal attention on one rank, and the cache of its keys and values for sampling
+kernels.py    attention of one block, with its log-sum-exp
+layout.py     which tokens each rank holds
+"""
+
+from titanlite.modules.attention.dense import CausalAttention, KeyValueCache
+from titanlite.modules.attention.kernels import choose_kernel, explain_choice
+from titanlite.modules.attention.layout import LAYOUTS, Layout, make_layout
+
+__all__ = [
+    "LAYOUTS",
+    "CausalAttention",
+    "KeyValueCache",
+    "Layout",
+    "choose_kernel",
+    "explain_choice",
+    "make_layout",
+]

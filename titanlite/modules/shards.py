@@ -1,0 +1,139 @@
+"""The tensors of a rank by name, and conversion between whole tensors and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+from titanlite.errors import TitanliteError
+from titanlite.modules.names import unwrapped_name
+
+
+def parameters_of(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
+    """The parameters of this rank's parts of a model, or its shards of them, by canonical name.
+
+    A tied weight has its first name, which `tied` gives by further name. If several parts have
+    copies of a parameter, the first is here. Raises TitanliteError if two parameters of a part have
+    one name.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for part in parts:
+        of_part = _named(part, part.named_parameters(), "parameters")
+        for name, parameter in of_part.items():
+            found.setdefault(tied.get(name, name), parameter)
+    return found
+
+
+def buffers_of(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The persistent buffers of this rank's parts of a model, by canonical name.
+
+    If several parts have a buffer, the first is here. Raises TitanliteError if two of a part have
+    one name.
+    """
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        persistent = (
+            (f"{prefix}.{name}" if prefix else name, buffer)
+            for prefix, module in part.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        )
+        found = {**_named(part, persistent, "buffers"), **found}
+    return found
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def _named(part: nn.Module, tensors: Iterable[tuple[str, T]], kind: str) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for raw, tensor in tensors:
+        name = unwrapped_name(part, raw)
+        if found.setdefault(name, tensor) is not tensor:
+            raise TitanliteError(
+                f"{raw}: two {kind} of {type(part).__name__} have the name {name} in checkpoints, "
+                "since titanlite leaves out the names of the wrappers that it and torch insert; "
+                "rename one of them"
+            )
+    return found
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor, or a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def shard_of(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard of `full`, sharded like `like`, a DTensor or plain tensor of its shape.
+
+    Without communication. If FSDP2 shards a dimension that TP has already sharded, the outer mesh
+    axis cuts last (its placement is strided), so strided axes are applied after the others.
+    """
+    if not isinstance(like, DTensor):
+        return full
+    mesh, coordinate = like.device_mesh, like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    part = full
+    for axis in _cutting_order(like):
+        placement = like.placements[axis]
+        if is_sharded(placement):
+            assert isinstance(placement, Shard | _StridedShard)
+            chunks = part.chunk(mesh.size(axis), dim=placement.dim)
+            index = coordinate[axis]
+            part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return part
+
+
+def offsets_of(tensor: Tensor) -> tuple[int, ...]:
+    """The offset of this rank's shard in the whole tensor, along each dimension.
+
+    DTensor's own function gives other offsets if strided shards do not divide evenly.
+    """
+    offsets = [0] * tensor.ndim
+    if isinstance(tensor, DTensor):
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert coordinate is not None
+        sizes = list(tensor.shape)
+        for axis in _cutting_order(tensor):
+            placement = tensor.placements[axis]
+            if is_sharded(placement):
+                assert isinstance(placement, Shard | _StridedShard)
+                size, dim = sizes[placement.dim], placement.dim
+                most = -(-size // mesh.size(axis))
+                start = min(size, coordinate[axis] * most)
+                offsets[dim] += start
+                sizes[dim] = min(most, size - start)
+    return tuple(offsets)
+
+
+def is_sharded(placement: Placement) -> bool:
+    """Whether a placement shards a dimension, including FSDP2's strided shards of TP shards.
+
+    `Placement.is_shard()` is false for strided shards.
+    """
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Gather a DTensor, or return a plain tensor itself; every rank of its mesh must call this."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    # One axis at a time, the last cut first: the other order sends more, and torch warns about it.
+    for axis in reversed(_cutting_order(tensor)):
+        if not placements[axis].is_replicate():
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def _cutting_order(tensor: DTensor) -> list[int]:
+    """The mesh axes in the order in which they cut: strided ones last."""
+    return sorted(
+        range(tensor.device_mesh.ndim),
+        key=lambda axis: isinstance(tensor.placements[axis], _StridedShard),
+    )

@@ -1,0 +1,132 @@
+"""A timeline as SVG: one row per rank, time across, coloured by microbatch, curves below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from itertools import groupby
+from typing import Any
+
+from titanlite.observe.pictures.schedule_layout import (
+    Box,
+    Canvas,
+    Cell,
+    Label,
+    Line,
+    Text,
+    canvases_of,
+    marks,
+)
+from titanlite.schedule.timeline import WORK, Timeline
+
+_FONT = "font-family='DejaVu Sans, Verdana, sans-serif'"
+_MOST_CELLS_WITH_HOVER = 4000  # beyond that, cells of one colour are drawn as one path
+
+
+def draw_svg(*timelines: Timeline) -> str:
+    """One self-contained SVG element, with several timelines below each other.
+
+    Cells have a hover text, unless there are more than 4,000.
+    """
+    canvases = canvases_of(timelines)
+    pictures = draw_canvases(canvases)
+    if len(pictures) == 1:
+        return pictures[0]
+    height = sum(canvas.height for canvas in canvases)
+    y, parts = 0.0, [_opening(max(canvas.width for canvas in canvases), height)]
+    for picture, canvas in zip(pictures, canvases, strict=True):
+        parts.append(picture.replace("<svg ", f"<svg y='{y:.0f}' ", 1))
+        y += canvas.height
+    return "\n".join([*parts, "</svg>"])
+
+
+def draw_canvases(canvases: Sequence[Canvas]) -> list[str]:
+    """The SVG element of each timeline."""
+    num_cells = sum(len(canvas.timeline.spans) for canvas in canvases)
+    with_hover = num_cells <= _MOST_CELLS_WITH_HOVER
+    return ["\n".join(_elements(canvas, with_hover)) for canvas in canvases]
+
+
+def _elements(canvas: Canvas, with_hover: bool) -> Iterator[str]:
+    yield _opening(canvas.width, canvas.height)
+    for kind, group in groupby(marks(canvas), type):
+        if kind is Cell:
+            yield from (_hovered if with_hover else _paths)(canvas.timeline, group)
+        elif kind is Label:
+            yield from _labels(group)
+        else:
+            yield from filter(None, map(_element, group))
+    yield "</svg>"
+
+
+def _hovered(timeline: Timeline, cells: Iterable[Any]) -> Iterator[str]:
+    for span, box in cells:
+        yield f"{_rect(box)}><title>{escape(timeline.describe(span))}</title></rect>"
+
+
+def _paths(timeline: Timeline, cells: Iterable[Any]) -> Iterator[str]:
+    """One path for the cells of a colour that follow each other in the order of drawing."""
+    for _, group in groupby(cells, lambda cell: cell.span.kind in WORK):
+        paths: dict[str, list[str]] = {}
+        for cell in group:
+            x, y, width, height, fill = cell.box
+            corner = f"M{x:.2f} {y:.2f}h{width:.2f}v{height:.2f}h-{width:.2f}z"
+            paths.setdefault(fill, []).append(corner)
+        yield from (f"<path fill='{fill}' d='{''.join(all_)}'/>" for fill, all_ in paths.items())
+
+
+def _labels(labels: Iterable[Any]) -> Iterator[str]:
+    opened = False
+    for x, y, text, color, width, height in labels:
+        size = min(11, height - 4)
+        if size >= 7 and width >= 0.66 * size * len(text):
+            if not opened:
+                yield f"<g font-size='{size:g}' text-anchor='middle' pointer-events='none'>"
+                opened = True
+            yield f"<text x='{x:.1f}' y='{y + 0.36 * size:.1f}' fill='{color}'>{text}</text>"
+    if opened:
+        yield "</g>"
+
+
+def _element(mark: Any) -> str:
+    if isinstance(mark, Box):
+        return f"{_rect(mark)}/>"
+    if isinstance(mark, Text):
+        return _text(mark)
+    return _line(mark)
+
+
+def _rect(box: Box) -> str:
+    x, y, width, height = (f"{round(length, 2):.7g}" for length in box[:4])
+    return f"<rect x='{x}' y='{y}' width='{width}' height='{height}' fill='{box.fill}'"
+
+
+def _opening(width: float, height: float) -> str:
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height:.0f}' "
+        f"viewBox='0 0 {width:.0f} {height:.0f}' {_FONT}>"
+    )
+
+
+def _line(line: Line) -> str:
+    (x, y), *rest = line.points
+    steps = [f"M{x:.1f} {y:.1f}"]
+    for to_x, to_y in rest:
+        steps.append(f"H{to_x:.1f}" if to_y == y else f"V{to_y:.1f}" if to_x == x else "")
+        x, y = to_x, to_y
+    style = f"fill='none' stroke='{line.color}' stroke-width='{line.width:g}'"
+    if not line.name:
+        return f"<path d='{''.join(steps)}' {style}/>"
+    return (
+        f"<path d='{''.join(steps)}' {style} stroke-opacity='0.85'>"
+        f"<title>{escape(line.name)}</title></path>"
+    )
+
+
+def _text(text: Text) -> str:
+    if not text.text:
+        return ""
+    return (
+        f"<text x='{text.x:.1f}' y='{text.y:.1f}' font-size='{text.size:g}' fill='{text.color}' "
+        f"text-anchor='{text.anchor}' font-weight='{text.weight}'>{escape(text.text)}</text>"
+    )

@@ -1,0 +1,484 @@
+"""The output of a run: the plan at its start, its progress, and the pictures at its end.
+
+Every rank calls the same methods, because some values are gathered from all ranks. Only rank 0
+prints and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.data import spec_for
+from titanlite.config.document import format_config
+from titanlite.errors import ConfigError, TitanliteError
+from titanlite.job import Job
+from titanlite.observe.first_screen import render_screen
+from titanlite.observe.metrics import (
+    FILE_NAME,
+    MetricsLog,
+    StepRecord,
+    mfu,
+    peak_memory_bytes,
+    read_metrics,
+)
+from titanlite.observe.pictures.mesh import draw_mesh
+from titanlite.observe.pipeline_timeline import (
+    PipelineRecorder,
+    gather_timeline,
+    save_timeline,
+)
+from titanlite.observe.profiling import profile_steps, snapshot_memory
+from titanlite.observe.progress import Progress
+from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
+from titanlite.ranks.world import World
+from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
+from titanlite.training.metrics import Validation
+from titanlite.training.step import StepResult
+
+if TYPE_CHECKING:
+    # It imports Dynamo, which takes seconds, so it is imported only if something is compiled.
+    from titanlite.observe.compiling import CompileReport
+
+# Tokens between two lines about sampling; a multiple of the interval of `on_tokens`.
+SAMPLED_A_LINE = 768
+CURVE, LOADS = "loss.png", "expert_loads.png"
+FIRST_SCREEN = "first_screen.txt"
+
+
+T = TypeVar("T")
+
+
+class Reporter:
+    """Shows and records a run: `with Reporter(job) as reporter: ... reporter.record(...)`.
+
+    `starts_from` is the checkpoint or file of weights that the run has loaded, `first_step` its
+    first step, and `notes` are lines to print at the start.
+    Files are written to job.dump_folder, which only one run at a time may use, or if `is_guest`, to
+    a new folder load_only-N in it. Raises ConfigError if another run uses the folder, or if a file
+    cannot be written.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        first_step: int = 1,
+        notes: Sequence[str] = (),
+        *,
+        starts_from: Path | None = None,
+        is_guest: bool = False,
+    ) -> None:
+        config, world = job.config, job.world
+        self._starts_from = starts_from
+        self._job, self._first_step, self._notes = job, first_step, list(notes)
+        self._folder, self._is_guest = Path(config.job.dump_folder), is_guest
+        self._color = not config.metrics.disable_color_printing
+        self._progress = Progress(
+            config.training.steps,
+            first_step=first_step,
+            enabled=world.is_first,
+            color=self._color,
+            log_freq=config.metrics.log_freq,
+        )
+        self._exits = contextlib.ExitStack()
+        self._log = MetricsLog(self._folder, enabled=False)
+
+    def __enter__(self) -> Reporter:
+        with contextlib.ExitStack() as exits, self._writing():
+            # If the rest fails, close what is already open.
+            exits.callback(self._exits.close)
+            self._enter()
+            exits.pop_all()
+        return self
+
+    def _enter(self) -> None:
+        config, world = self._job.config, self._job.world
+        if self._is_guest:
+            self._folder = self._from_first(lambda: _make_own_folder(self._folder))
+            self._notes.append(f"checkpoint: load_only: this run writes to {self._folder}")
+        # First, because it refuses a second run in the same folder.
+        self._from_first(self._open_log)
+        if world.is_first:
+            self._introduce()
+            if config.job.save_config_file:
+                written = self._folder / config.job.save_config_file
+                written.parent.mkdir(parents=True, exist_ok=True)
+                written.write_text(format_config(config), encoding="utf-8")
+        profiling = config.profiling
+        self._profiler = self._exits.enter_context(
+            profile_steps(
+                profiling.enable_profiling,
+                self._folder / profiling.save_traces_folder,
+                world.rank,
+                profiling.profile_freq,
+                profiling.profiler_active,
+                profiling.profiler_warmup,
+                first_step=self._first_step,
+                device_type=world.device.type,
+            )
+        )
+        self._snapshots = self._exits.enter_context(
+            snapshot_memory(
+                profiling.enable_memory_snapshot,
+                self._folder / profiling.save_memory_snapshot_folder,
+                world.rank,
+                world.device,
+                profiling.profile_freq,
+                first_step=self._first_step,
+                on_note=self._progress.print,
+            )
+        )
+        self._exits.enter_context(self._progress)
+        self._compiling = self._report_compiling()
+        self._recorder = self._record_pipeline()
+
+    def _report_compiling(self) -> CompileReport | None:
+        """The report on compilation; None if nothing is compiled, and on ranks other than 0."""
+        row = next((row for row in self._job.applied if row.feature == "compile"), None)
+        if row is None or row.active == "off" or not self._job.world.is_first:
+            return None
+        from titanlite.observe.compiling import CompileReport
+
+        return self._exits.enter_context(CompileReport(row.note, self._progress.print))
+
+    def _open_log(self) -> None:
+        config = self._job.config
+        self._log = self._exits.enter_context(
+            MetricsLog(
+                self._folder,
+                enable_tensorboard=config.metrics.enable_tensorboard,
+                save_tb_folder=config.metrics.save_tb_folder,
+                enable_wandb=config.metrics.enable_wandb,
+                job_config=config.model_dump(mode="json"),
+                first_step=self._first_step,
+                pictures=(CURVE, LOADS, self._job.data.samples_file),
+            )
+        )
+
+    def _from_first(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0; return its result, or raise its error, on every rank."""
+        box: list[Any] = [None, None]
+        if self._job.world.is_first:
+            try:
+                box[0] = function()
+            except (TitanliteError, OSError) as error:
+                box[1] = error
+        dist.broadcast_object_list(box)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._exits.close()
+
+    def record(
+        self,
+        step: int,
+        result: StepResult,
+        validation: Validation | None = None,
+        *,
+        stops: bool = False,
+    ) -> bool:
+        """Record and show a completed step, with its validation if there is one.
+
+        Returns True on every rank if any rank passes `stops`.
+        """
+        job, resolved = self._job, self._job.resolved
+        samples_per_second = resolved.global_batch_size / result.seconds
+        tokens_per_second = samples_per_second * resolved.seq_len
+        flops_per_second = None
+        if job.flops_per_token is not None:
+            flops_per_second = tokens_per_second * job.flops_per_token
+        generators = job.trainer.generators
+        draws = generators is not None and generators.has_drawn and not job.draws.shapes
+        most = torch.tensor(
+            [peak_memory_bytes(job.world.device), int(stops), int(draws)], device=job.world.device
+        )
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        memory_bytes, any_stops, any_draws = most.tolist()
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens_per_second=tokens_per_second if job.data.has_tokens else None,
+            samples_per_second=None if job.data.has_tokens else samples_per_second,
+            seconds=result.seconds,
+            memory_bytes=memory_bytes,
+            validation_loss=None if validation is None else validation.loss,
+            measures=self._measures(validation),
+            validation_metrics={} if validation is None else validation.metrics,
+            flops_per_second=flops_per_second,
+            mfu=_mfu(flops_per_second, job),
+            auxiliary_loss=result.auxiliary_loss,
+            **_expert_load(job),
+        )
+        with self._writing():
+            moved = self._log.log(record)
+        if moved:
+            self._progress.print(moved)
+        if self._compiling is not None:
+            self._compiling.end_step()
+        if result.note:
+            self._progress.print(result.note)
+        if step == self._first_step and job.recomputation.tally is not None:
+            self._progress.print(f"each block {job.recomputation.tally.describe()}")
+        if step == self._first_step and job.fusions is not None:
+            self._progress.print(f"async tensor parallel: {job.fusions.describe()}")
+        if step == self._first_step and any_draws:
+            # The model did not run on "meta", so the effective plan does not say it.
+            self._progress.print(
+                "plan invariance does not hold: the model draws from torch's own generators "
+                "(docs/randomness.md)"
+            )
+        self._progress.update(record)
+        with self._writing():
+            self._profiler.step()
+            self._snapshots.step()
+            self._draw_pipeline(step)
+        return bool(any_stops)
+
+    def _measures(self, validation: Validation | None) -> Mapping[str, float]:
+        """Further figures of a validation loss; none for a loss that the job has chosen itself."""
+        job = self._job
+        if validation is None or job.validation_dataset is None or job.config.training.loss:
+            return {}
+        data = spec_for(job.config, job.config.validation_dataset)
+        return data.measures(validation.loss, job.validation_dataset)
+
+    def say(self, line: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        self._progress.print(line)
+
+    def warn(self, text: str) -> None:
+        """Print a warning; "" is none."""
+        if text:
+            self.say(f"warning: {text}")
+
+    def note_collected(self, num_objects: int) -> None:
+        """Print the number of collected objects, if `training.gc_debug` is set."""
+        if self._job.config.training.gc_debug:
+            self._progress.print(f"garbage collection: {num_objects} unreachable objects")
+
+    def finish(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Draw the loss curve, and samples of the trained model beside real ones.
+
+        Sampling ends early once `is_stopped` returns True on a rank.
+        """
+        with self._writing():
+            self._finish(is_stopped)
+
+    def _finish(self, is_stopped: Callable[[], bool]) -> None:
+        job, data, sampling = self._job, self._job.data, self._job.config.sampling
+        if job.world.is_first:
+            self._progress.print(self._draw_curve())
+        wanted, name = sampling.num_samples, data.sample_name
+        if wanted == 0:
+            return
+        if not data.has_tokens:
+            if "num_samples" in sampling.model_fields_set:
+                self._progress.print(f"nothing is sampled: {data.name} has no tokens")
+            return
+        self._progress.print(
+            f"sampling {wanted} {_plural(name, wanted)}, "
+            f"{sampling.num_tokens or job.resolved.seq_len:,} {data.token_name}s each"
+        )
+        try:
+            sequences = sample_sequences(
+                job,
+                wanted,
+                on_tokens=self._show_sampling,
+                is_stopped=is_stopped,
+            )
+        except NoSamplesError as error:
+            self._progress.print(f"no {name}s sampled: {error}")
+            return
+        if not job.world.is_first:
+            return
+        if len(sequences) < wanted:
+            why = "stopped as requested" if is_stopped() else "all would take over a minute"
+            self._progress.print(f"{len(sequences)} of {wanted} {name}s were drawn: {why}")
+        if not len(sequences):
+            return
+        path = self._folder / data.samples_file
+        save_samples(job, sequences, path)
+        self._progress.print(f"sampled {name}s: {path}")
+
+    def _draw_curve(self) -> str:
+        """Draw the loss of all recorded steps, and the load of experts; returns what to print."""
+        try:
+            records = read_metrics(self._folder)
+        except ConfigError as error:
+            return f"no loss curve was drawn: {error}"
+        if not records:
+            return f"no loss curve was drawn: there are no records in {self._folder / FILE_NAME}"
+        # matplotlib is slow to import: only on this rank, and only when needed.
+        from titanlite.observe.pictures.loss import save_loss_curve
+
+        curve, job = self._folder / CURVE, self._job
+        in_nats = job.data.is_in_nats and job.config.training.loss is None
+        save_loss_curve(
+            curve,
+            records,
+            vocab_size=getattr(job.resolved.model, "vocab_size", None),
+            title=job.config.job.description,
+            bits_per=None if not in_nats else job.data.bits_name,
+        )
+        if job.trainer.balancer is None:
+            return f"loss curve: {curve}"
+        from titanlite.observe.pictures.experts import save_expert_loads
+
+        save_expert_loads(self._folder / LOADS, records)
+        return f"loss curve: {curve}\nload of experts: {self._folder / LOADS}"
+
+    def _show_sampling(self, num_drawn: int) -> None:
+        if num_drawn % SAMPLED_A_LINE == 0:
+            name = self._job.data.token_name
+            seq_len = self._job.config.sampling.num_tokens or self._job.resolved.seq_len
+            self._progress.print(f"  {name} {num_drawn:,} of {seq_len:,}")
+
+    def _record_pipeline(self) -> PipelineRecorder | None:
+        pipeline, profiling = self._job.pipeline, self._job.config.profiling
+        if pipeline is None or not profiling.enable_pipeline_timeline:
+            return None
+        recorder = PipelineRecorder(pipeline, self._job.world.rank, self._job.world.device)
+        recorder.is_on = self._draws_pipeline(self._first_step)
+        return recorder
+
+    def _draws_pipeline(self, step: int) -> bool:
+        config = self._job.config
+        return step % config.profiling.profile_freq == 0 or step == config.training.steps
+
+    def _draw_pipeline(self, step: int) -> None:
+        """Draw the step if it was recorded, and decide whether to record the next one."""
+        job, recorder = self._job, self._recorder
+        if recorder is None or job.pipeline is None:
+            return
+        was_on, recorder.is_on = recorder.is_on, self._draws_pipeline(step + 1)
+        if not was_on:
+            return
+        timeline = gather_timeline(
+            recorder.take(),
+            [job.dims.describe_place(rank) for rank in range(job.world.size)],
+            f"{job.pipeline.table.name}, step {step}",
+            one_machine=job.world.local_size == job.world.size,
+        )
+        if timeline is not None and job.world.is_first:
+            folder = self._folder / job.config.profiling.save_traces_folder
+            diagram = save_timeline(timeline, folder, f"pipeline_step_{step}")
+            self._progress.print(f"pipeline timeline: {diagram}; {timeline.caption}")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an OSError inside into a ConfigError with one line."""
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"job.dump_folder: writing {error.filename or self._folder} failed with "
+                f"{error.strerror or error}; free some space, or give another folder"
+            ) from error
+
+    def _introduce(self) -> None:
+        job, say = self._job, self._progress.print
+        if job.config.job.print_config:
+            say(format_config(job.config))
+        facts = run_facts(
+            job.resolved,
+            _machine(job.world),
+            _data(job),
+            num_parameters=sum(shape.numel() for shape in job.parameter_shapes().values()),
+            folder=self._folder,
+            first_step=self._first_step,
+            starts_from=self._starts_from,
+        )
+        content = job.config.job.description, facts, job.applied, draw_mesh(job.dims)
+        say(render_screen(*content, stream=sys.stdout, color=self._color))
+        written = self._folder / FIRST_SCREEN
+        written.write_text(render_screen(*content) + "\n", encoding="utf-8")
+        if idle := name_idle_keys(job.config):
+            say(idle)
+        if job.config.model.hf_assets_path and not job.data.reads_tokenizer:
+            say(f'no effect here, because "{job.data.name}" is not text: model.hf_assets_path')
+        say("")
+        for note in (*job.notes, *self._notes):
+            say(note)
+
+
+def _machine(world: World) -> Machine:
+    on_cuda = world.device.type == "cuda"
+    return Machine(
+        device_type=world.device.type,
+        backend=dist.distributed_c10d._get_default_group()._get_backend(world.device).name(),
+        num_local_ranks=world.local_size,
+        num_gpus=torch.cuda.device_count(),
+        torch_version=torch.__version__,
+        device_name=torch.cuda.get_device_name(world.device) if on_cuda else "",
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _data(job: Job) -> Data:
+    validation = job.validation_dataset
+    return Data(
+        job.dataset.num_samples,
+        None if validation is None else validation.num_samples,
+        getattr(job.dataset, "fingerprint", ""),
+    )
+
+
+def _make_own_folder(folder: Path) -> Path:
+    """Create a new folder load_only-N in `folder`."""
+    for number in itertools.count(1):
+        own = folder / f"load_only-{number}"
+        with contextlib.suppress(FileExistsError):
+            own.mkdir()
+            break
+    return own
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"
+
+
+def _expert_load(job: Job) -> dict[str, Any]:
+    """The fields of a StepRecord about the load of experts; empty for a dense model."""
+    balancer, ep = job.trainer.balancer, job.dims.ep
+    if balancer is None or not balancer.counts:
+        return {}
+
+    def busiest(num_parts: int) -> float:
+        """The largest share of `num_parts` equal parts of the experts, as a mean over layers."""
+        shares = []
+        for counts in balancer.counts.values():
+            size = len(counts) // num_parts
+            parts = [sum(counts[start : start + size]) for start in range(0, len(counts), size)]
+            shares.append(max(parts) / max(1, sum(counts)))
+        return sum(shares) / len(shares)
+
+    experts = min(len(counts) for counts in balancer.counts.values())
+    return {
+        "expert_counts": balancer.counts,
+        "dropped_tokens": balancer.num_dropped,
+        "busiest_expert_share": busiest(experts),
+        "busiest_rank_share": busiest(ep) if ep > 1 else None,
+    }
+
+
+def _mfu(flops_per_second: float | None, job: Job) -> float | None:
+    if flops_per_second is None or job.world.device.type != "cuda":
+        return None
+    return mfu(flops_per_second, torch.cuda.get_device_name(job.world.device), job.world.size)

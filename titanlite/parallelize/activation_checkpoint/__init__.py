@@ -1,0 +1,1 @@
+"""Save fewer activations and recompute the others."""

@@ -1,0 +1,1 @@
+"""Overlap the communication over tp with matrix products."""

@@ -1,0 +1,180 @@
+"""Asynchronous tensor parallelism: enable it and report what is active.
+
+It has two backends. Rings are part of the TP styles (ring_product.py). On symmetric memory,
+inductor's micro-pipeline pass replaces each all-gather and its product, and each product and its
+reduce-scatter, by one fused operator where it can; `Fusions` counts these operators.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.errors import TitanliteError
+from titanlite.parallelize.plan import ParallelPlan, match_modules
+from titanlite.parallelize.tensor_parallel.styles import GatherColwise, RingStyle, RowwiseLocal
+from titanlite.ranks import settings
+
+GATHER, SCATTER = "all-gather-matmul", "matmul-reduce-scatter"
+_FUSED = {
+    "fused_all_gather_matmul": GATHER,
+    "fused_all_gather_scaled_matmul": GATHER,
+    "fused_matmul_reduce_scatter": SCATTER,
+    "fused_scaled_matmul_reduce_scatter": SCATTER,
+}
+
+LEAST_COMPILED_FLOPS = 100e6
+"""Break-even size of a chunk's product in blocks compiled for CPU, if the link is not slow.
+
+With smaller products a ring is slower than a collective (measured, docs/async_tp.md). In eager
+mode a ring is never slower."""
+
+
+def has_ring_styles(model: nn.Module, plan: ParallelPlan) -> bool:
+    """Whether the plan gives any module of `model` a style that has a ring form."""
+    return any(
+        isinstance(style, RingStyle) and match_modules(model, pattern)
+        for pattern, style in plan.tensor_parallel.items()
+    )
+
+
+def describe_rings(rings: Mapping[str, str]) -> str:
+    """How many pairs run as rings; `rings` maps module names to the names of their styles."""
+    counts = Counter(rings.values())
+    num_gathers = counts.pop(GatherColwise.__name__, 0)
+    return f"{num_gathers} {GATHER} and {sum(counts.values())} {SCATTER} pairs are rings"
+
+
+@dataclass(frozen=True)
+class RingProduct:
+    """The product of one chunk in a ring: its module, rows, input and output features."""
+
+    name: str
+    rows: int
+    num_in: int
+    num_out: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.num_in * self.num_out
+
+    def describe(self) -> str:
+        return f"{self.name}: {self.rows} x {self.num_in} x {self.num_out}"
+
+
+def ring_products(
+    model: nn.Module, plan: ParallelPlan, num_ranks: int, num_tokens: int
+) -> list[RingProduct]:
+    """The chunk products on one rank if the plan's styles run as rings; `model` is unsharded.
+
+    `num_tokens` is the number of tokens (sequences times length) that the tp ranks process at once.
+    """
+    rows, found = num_tokens // num_ranks, []
+    for pattern, style in plan.tensor_parallel.items():
+        for name, module in match_modules(model, pattern).items():
+            layer: Any = module
+            if isinstance(style, GatherColwise):
+                weights = [layer.get_submodule(own).weight for own in style.layers]
+                num_out = sum(weight.size(0) for weight in weights) // num_ranks
+                found.append(RingProduct(name, rows, weights[0].size(1), num_out))
+            elif isinstance(style, RowwiseLocal):
+                num_out, num_in = layer.weight.shape
+                found.append(RingProduct(name, rows, num_in // num_ranks, num_out))
+    return found
+
+
+def warn_of_small_chunks(products: Iterable[RingProduct]) -> str:
+    """A warning if rings in blocks compiled for CPU are likely slower than collectives, or ""."""
+    smallest = min(products, key=lambda product: product.flops, default=None)
+    if smallest is None or smallest.flops >= LEAST_COMPILED_FLOPS:
+        return ""
+    return (
+        "warning: parallelism.enable_async_tensor_parallel: compiled for CPU, rings are likely to "
+        "take up to 1.1 times as long as collectives here, unless the link is slow: a chunk's "
+        f"product ({smallest.describe()}) is {smallest.flops / 1e6:.2g} MFLOP; they pay off from "
+        f"about {LEAST_COMPILED_FLOPS / 1e6:.0f} MFLOP"
+    )
+
+
+def enable_symmetric_memory(tp_mesh: DeviceMesh | None) -> None:
+    """Let inductor fuse over `tp_mesh` from now on, and count fusions; None disables both."""
+    if tp_mesh is not None:
+        settings.change(settings.FUSES_PRODUCTS, True)
+        settings.change(settings.LAST_PASS, _CountFusions())
+    elif isinstance(torch._inductor.config.post_grad_custom_post_pass, _CountFusions):
+        settings.change(settings.FUSES_PRODUCTS, False)
+        settings.change(settings.LAST_PASS, None)
+    if tp_mesh is not None:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        with warnings.catch_warnings():
+            # torch 2.13 deprecates this call, but the pass still checks that it was made.
+            warnings.simplefilter("ignore", FutureWarning)
+            enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+
+
+class Fusions:
+    """Counts the pairs that inductor has fused in graphs compiled since this object was created.
+
+    A graph loaded from the disk cache counts like a newly compiled one.
+    """
+
+    def __init__(self) -> None:
+        self._before = Counter(counters["inductor"])
+
+    def counts(self) -> dict[str, int]:
+        """Pair and pass -> number of fusions."""
+        now = counters["inductor"]
+        return {
+            f"{kind} {way}": now[_counter(kind, way)] - self._before[_counter(kind, way)]
+            for kind in (GATHER, SCATTER)
+            for way in ("forward", "backward")
+        }
+
+    def describe(self) -> str:
+        """One line, such as `2 all-gather-matmul (forward), ...`."""
+        listed = ", ".join(f"{count} {what}" for what, count in self.counts().items())
+        return f"pairs fused on symmetric memory in the graphs that equal blocks share: {listed}"
+
+    def require(self) -> None:
+        """Raises TitanliteError if nothing was fused, so that nothing overlaps."""
+        if not any(self.counts().values()):
+            raise TitanliteError(
+                "parallelism.enable_async_tensor_parallel: inductor found no all-gather with a "
+                "matrix product, and no matrix product with a reduce-scatter, that it can fuse on "
+                "symmetric memory; set it to false, or set "
+                'parallelism.async_tensor_parallel_backend = "ring"'
+            )
+
+
+class _CountFusions(CustomGraphPass):
+    """Counts fused operators in a graph after inductor's passes.
+
+    The counts are kept in inductor's own counters: it stores them with a compiled graph, and adds
+    them again when it loads the graph from disk.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name]
+        for node in graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            kind = _FUSED.get("" if schema is None else schema.name.removeprefix("symm_mem::"))
+            if kind is not None:
+                counters["inductor"][_counter(kind, "backward" if tangents else "forward")] += 1
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))
+
+
+def _counter(kind: str, way: str) -> str:
+    return f"titanlite: {kind}, {way}"

@@ -1,0 +1,1 @@
+"""Shard sequences over the cp axis, with ring attention."""

@@ -1,0 +1,106 @@
+"""Ring attention as an attention implementation of transformers, for a model and loop by hand.
+
+transformers calls attention by a name (`attn_implementation`) and makes its mask by the same name.
+Ring attention is causal by the tokens' layout, and takes documents but no mask. That matters: under
+a layout such as headtail, a rank's positions are not consecutive, and transformers' own masks take
+each jump for the start of another document (`find_packed_sequence_indices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.errors import TitanliteError
+from titanlite.modules.attention.layout import Layout
+from titanlite.parallelize.context_parallel.ring import RingAttention
+
+Attend = Callable[..., tuple[Tensor, None]]
+
+
+def register_ring_attention(
+    mesh: DeviceMesh | dist.ProcessGroup,
+    layout: str | Layout = "headtail",
+    rotate_method: str = "alltoall",
+    *,
+    name: str = "titanlite_ring",
+) -> str:
+    """Register causal ring attention over the 1-D `mesh` in transformers; returns its name.
+
+    Give the name to `model.set_attn_implementation`. Then every rank calls the model with its own
+    tokens, `layout.shard(tokens, 1, rank)`, and with their positions,
+    `position_ids=layout.positions(rank, seq_len)[None]`, where layout is
+    `make_layout("headtail", mesh.size())`. With fewer key and value heads than query
+    heads, attention is grouped-query.
+
+    For packed documents, also pass `documents=` [B, T], this rank's shard of the index of each
+    token's document, and position_ids that start at 0 in each document.
+
+    The model raises TitanliteError in three cases: for positions that are not those of
+    `layout.positions`, if `documents` is not given; for a padding mask; and for attention that is
+    not plain and causal (dropout, sliding windows that are shorter than the sequence, soft-capped
+    scores, attention sinks).
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    ring = RingAttention(mesh, layout, rotate_method)
+    group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+    rank = dist.get_rank(group)
+
+    def attend(
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        scaling: float | None = None,
+        documents: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        refuse_unsupported(type(module).__name__, options)
+        seq_len = q.size(2) * ring.layout.num_ranks
+        window = options.get("sliding_window")
+        if mask is not None or (window is not None and window < seq_len):
+            what = "a mask" if mask is not None else f"a sliding window of {window} tokens"
+            raise TitanliteError(f"ring attention has no masks, but there is {what}; remove it")
+        is_first = getattr(module, "layer_idx", None) == 0 and documents is None
+        if is_first and not torch.compiler.is_compiling():
+            _check_positions(options.get("position_ids"), ring.layout.positions(rank, seq_len))
+        return ring(q, k, v, True, scaling, documents=documents).transpose(1, 2), None
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, no_mask)
+    return name
+
+
+def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+    """The mask of an attention that is causal by itself; raises TitanliteError for padding."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise TitanliteError(
+            "attention_mask: this attention has no mask for padding; pass no attention_mask, and "
+            "mask the padding's targets by -100"
+        )
+
+
+def refuse_unsupported(name: str, options: Mapping[str, Any]) -> None:
+    """Raises TitanliteError for an option of attention that changes its result."""
+    for option in ("softcap", "s_aux", "position_bias", "head_mask"):
+        if options.get(option) is not None:
+            raise TitanliteError(f"{name} has attention with {option}, which is not supported")
+    if options.get("dropout") or options.get("is_causal") is False:
+        what = "dropout" if options.get("dropout") else "no causal mask"
+        raise TitanliteError(f"{name} has attention with {what}, which is not supported")
+
+
+def _check_positions(given: Any, own: Tensor) -> None:
+    if isinstance(given, Tensor) and not bool((given.cpu() == own).all()):
+        raise TitanliteError(
+            "position_ids are not those of this rank's tokens in the layout; pass "
+            "layout.positions(rank, seq_len)[None], and for packed documents also `documents`"
+        )

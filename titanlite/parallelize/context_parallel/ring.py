@@ -1,0 +1,377 @@
+"""Ring attention: exact attention over a sequence that is sharded over ranks.
+
+Each rank keeps its queries and receives the keys and values of all ranks block by block (pass-KV).
+The partial results of the blocks are merged by their log-sum-exp. Ring attention is one custom
+operator with its own backward pass: autograd saves only q, k, v, out and lse, the compiler sees one
+opaque call, and selective activation checkpointing can save it by name:
+`torch.ops.titanlite.ring_attention.default`.
+
+With several documents in a sequence, a query attends only to its own document. The ranks
+all-gather the documents' numbers once per call. Each rank then skips the parts of a block without a
+visible pair and calls the faster kernel without a mask for parts in which all pairs are visible.
+
+Sources: Ring Attention (arXiv 2310.01889), pass-KV (arXiv 2411.01783).
+Shapes: B batch, H query heads, K key/value heads, T local tokens, E head size; kv [2, B, S, K, E].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.flop_counter import register_flop_formula
+
+from titanlite.errors import ConfigError
+from titanlite.modules.attention.dense import attend, same_document
+from titanlite.modules.attention.kernels import Kernel, accumulator_dtype, choose_kernel
+from titanlite.modules.attention.layout import Layout, Tile, make_layout
+from titanlite.parallelize.context_parallel.rotation import Rotation, find_rotation, gather_whole
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    causal: bool = True,
+    layout: str | Layout = "headtail",
+    rotate_method: str = "alltoall",
+    scale: float | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks.
+
+    q is [B, H, T, E], k and v are [B, K, T, E] with H a multiple of K; the result is [B, H, T, E].
+    All four are shards, as `layout.shard` makes them. Every rank of the one-dimensional `mesh` must
+    call this with the same shapes and settings; with one rank it is plain attention. The default of
+    `scale` is 1 / sqrt(E). `documents` [B, T], also a shard, has the index of each token's document
+    within its sequence; a query then attends only to keys of its own document.
+
+    Raises ConfigError for an unknown layout or rotate method, for a layout made for another number
+    of ranks, and for an odd number of local tokens if the layout needs two chunks per rank;
+    ValueError for shapes that do not match.
+    """
+    ring = RingAttention(mesh, layout, rotate_method)
+    return ring(q, k, v, causal, scale, documents=documents)
+
+
+class RingAttention(nn.Module):
+    """`ring_attention` as a module, to replace the inner attention of a model.
+
+    The constructor checks the settings and looks up the process group; `forward` can be compiled.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | dist.ProcessGroup,
+        layout: str | Layout = "headtail",
+        rotate_method: str = "alltoall",
+        *,
+        is_causal: bool = True,
+    ) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+        if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+            raise ConfigError(
+                f"mesh: ring attention needs one axis, but this mesh has {mesh.ndim}; "
+                'select one, such as mesh["cp"]'
+            )
+        group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+        if isinstance(layout, str):
+            layout = make_layout(layout, group.size())
+        if layout.num_ranks != group.size():
+            raise ConfigError(
+                f"layout: made for {layout.num_ranks} ranks, but the mesh has {group.size()}; "
+                f"make it for {group.size()} ranks"
+            )
+        find_rotation(rotate_method)
+        self.layout = layout
+        self.rotate_method = rotate_method
+        self.group_name = group.group_name
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool | None = None,
+        scale: float | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool | None = None,
+        enable_gqa: bool = False,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of q [B, H, T, E] over k, v [B, K, T, E] of all ranks; [B, H, T, E].
+
+        Takes the arguments of torch.nn.functional.scaled_dot_product_attention too. Whether
+        attention is causal is decided by `is_causal`; if that is not given, by `causal`; if neither
+        is, by the constructor's `is_causal`. If k and v have fewer heads than q,
+        attention is grouped-query, whatever `enable_gqa` is. With `documents` [B, T], a query
+        attends only to keys of its own document. There is no other mask: raises ConfigError for
+        `attn_mask`, and for dropout.
+        """
+        if attn_mask is not None or dropout_p:
+            what = "a mask" if attn_mask is not None else f"dropout of {dropout_p:g}"
+            raise ConfigError(
+                f"parallelism.context_parallel_degree: the attention module is called with {what}, "
+                "but ring attention has neither masks nor dropout; call it without"
+            )
+        given = causal if is_causal is None else is_causal
+        causal = self.is_causal if given is None else given
+        _check_shapes(q, k, v, documents)
+        if self.layout.num_ranks == 1:
+            return attend(q, k, v, is_causal=causal, scale=scale, documents=documents)
+        if q.size(2) % self.layout.chunks_per_rank:
+            raise ConfigError(
+                f"sequence length: {q.size(2)} tokens on a rank cannot be split into two equal "
+                f"chunks for the {self.layout.name} layout; shard the sequence with layout.shard"
+            )
+        scale = q.size(3) ** -0.5 if scale is None else scale
+        settings = (self.group_name, self.layout.name, self.rotate_method, causal, scale)
+        out, *_ = torch.ops.titanlite.ring_attention(q, k, v, *settings, documents)
+        return out
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_ranks={self.layout.num_ranks}, layout={self.layout.name}, "
+            f"rotate_method={self.rotate_method}"
+        )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:
+    expected = (q.size(0), k.size(1), q.size(2), q.size(3)) if q.dim() == k.dim() == 4 else None
+    if expected is None or k.shape != expected or v.shape != expected or q.size(1) % k.size(1):
+        raise ValueError(
+            "ring attention needs q [B, H, T, E] and k, v [B, K, T, E] with H a multiple of K, "
+            f"not q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if documents is not None and documents.shape != (q.size(0), q.size(2)):
+        raise ValueError(
+            f"ring attention needs documents [B, T], here {[q.size(0), q.size(2)]}, "
+            f"not {list(documents.shape)}"
+        )
+
+
+@torch.library.custom_op("titanlite::ring_attention", mutates_args=())
+def _ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group_name: str,
+    layout: str,
+    rotate_method: str,
+    causal: bool,
+    scale: float,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [B, H, T, E], lse [B, H, T] in the accumulator's dtype, documents of all [c, B, T])."""
+    rotation = _make_rotation(group_name, layout, rotate_method, causal)
+    whole = None if documents is None else gather_whole(documents, rotation.group)
+    q = _with_unit_stride(q)
+    dtype = accumulator_dtype(q.dtype)
+    out = _empty_heads_inside(q, dtype).zero_()
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+
+    def visit(key_rank: int, kv: Tensor) -> None:
+        k, v = kv.transpose(2, 3)
+        for tile, kernel, mask in _parts(rotation, key_rank, q, whole):
+            rows, keys = tile.queries, tile.keys
+            found = kernel.forward(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], tile.causal, scale, mask
+            )
+            merge(out[:, :, rows], lse[:, :, rows], *found)
+
+    rotation.forward(_pack(k, v), visit)
+    return out.to(q.dtype), lse, _empty_documents(q) if whole is None else whole
+
+
+@torch.library.custom_op("titanlite::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group_name: str,
+    layout: str,
+    rotate_method: str,
+    causal: bool,
+    scale: float,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; `documents` are those of all ranks, [c, B, T]."""
+    rotation = _make_rotation(group_name, layout, rotate_method, causal)
+    q, grad_out = _with_unit_stride(q), _with_unit_stride(grad_out)
+    dtype = accumulator_dtype(q.dtype)
+    dq = _empty_heads_inside(q, dtype).zero_()
+
+    def visit(key_rank: int, kv: Tensor) -> Tensor:
+        k, v = kv.transpose(2, 3)
+        dkv = torch.zeros_like(kv, dtype=dtype)
+        dk, dv = dkv.transpose(2, 3)
+        for tile, kernel, mask in _parts(rotation, key_rank, q, documents):
+            rows, keys = tile.queries, tile.keys
+            tile_dq, tile_dk, tile_dv = kernel.backward(
+                grad_out[:, :, rows],
+                q[:, :, rows],
+                k[:, :, keys],
+                v[:, :, keys],
+                out[:, :, rows],
+                lse[:, :, rows],
+                tile.causal,
+                scale,
+                mask,
+            )
+            dq[:, :, rows] += tile_dq
+            dk[:, :, keys] += tile_dk
+            dv[:, :, keys] += tile_dv
+        return dkv
+
+    dk, dv = rotation.backward(_pack(k, v), visit, dtype).transpose(2, 3)
+    # Copy, because the outputs of a custom operator must not share memory, as dk and dv do here.
+    return dq.to(q.dtype), _empty_heads_inside(k).copy_(dk), _empty_heads_inside(v).copy_(dv)
+
+
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge the result for more keys into `out` [B, H, T, E] and `lse` [B, H, T], in place.
+
+    Both are in the accumulator's dtype. The weight of the new block is its share of the softmax's
+    denominator, exp(block_lse) / (exp(lse) + exp(block_lse)); this is a sigmoid, which cannot
+    overflow. A row with no keys has lse = -inf and weight 0.
+    Source: https://github.com/zhuzilin/ring-flash-attention/pull/34
+    """
+    share = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -torch.inf, 0)
+    out.lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, block_lse))
+
+
+def _make_rotation(group_name: str, layout: str, rotate_method: str, causal: bool) -> Rotation:
+    group = _find_group(group_name)
+    return find_rotation(rotate_method)(group, make_layout(layout, group.size()), causal)
+
+
+def _find_group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _parts(
+    rotation: Rotation, key_rank: int, q: Tensor, documents: Tensor | None
+) -> Iterator[tuple[Tile, Kernel, Tensor | None]]:
+    """The tiles of this rank's queries and `key_rank`'s keys, each with its kernel and its mask.
+
+    `documents` [c, B, T] are those of all ranks. A tile without a pair of one document is left out.
+    The mask is None if all pairs of the tile have one document; it contains a causal tile's
+    triangle. Nothing that is sent depends on this, so ranks may decide differently.
+    """
+    inputs = q.device, q.dtype, q.size(3)
+    kernel = choose_kernel(*inputs)
+    if documents is None:
+        yield from ((tile, kernel, None) for tile in _tiles(rotation, key_rank, q, kernel))
+        return
+    masked = choose_kernel(*inputs, masked=True)
+    own, theirs = documents[rotation.group.rank()], documents[key_rank]
+    for tile in _tiles(rotation, key_rank, q, kernel):
+        mask = same_document(own[:, tile.queries], theirs[:, tile.keys])
+        has_any, has_all = torch.stack([mask.any(), mask.all()]).tolist()
+        if has_all:
+            yield tile, kernel, None
+        elif has_any:
+            mask = mask.tril() if tile.causal else mask
+            yield replace(tile, causal=False), masked, mask
+
+
+def _tiles(rotation: Rotation, key_rank: int, q: Tensor, kernel: Kernel) -> list[Tile]:
+    """The tiles of this rank's queries and `key_rank`'s keys, split where that saves work."""
+    tiles = rotation.layout.tiles(rotation.group.rank(), key_rank, q.size(2), rotation.causal)
+    if kernel.smallest_triangle is None:
+        return tiles
+    return [part for tile in tiles for part in tile.split(kernel.smallest_triangle)]
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Pack two tensors [B, K, S, E] into one message [2, B, S, K, E]."""
+    return torch.stack([k.transpose(1, 2), v.transpose(1, 2)])
+
+
+def _with_unit_stride(tensor: Tensor) -> Tensor:
+    """Make the last dimension contiguous: kernels require it, and some do not check it."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _empty_heads_inside(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty [B, H, T, E] stored as [B, T, H, E], the memory order of the projections."""
+    b, h, t, e = like.shape
+    return like.new_empty((b, t, h, e), dtype=dtype).transpose(1, 2)
+
+
+def _empty_documents(q: Tensor) -> Tensor:
+    return q.new_empty(0, dtype=torch.int64)
+
+
+@_ring_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group_name: str,
+    layout: str,
+    rotate_method: str,
+    causal: bool,
+    scale: float,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+    if documents is None:
+        return _empty_heads_inside(q), lse, _empty_documents(q)
+    num_ranks = _find_group(group_name).size()
+    return _empty_heads_inside(q), lse, documents.new_empty((num_ranks, *documents.shape))
+
+
+@_ring_attention_backward.register_fake
+def _(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_heads_inside(q), _empty_heads_inside(k), _empty_heads_inside(v)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, *ctx.settings, documents = inputs
+    ctx.has_documents = documents is not None
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx, grad_out: Tensor, *_) -> tuple[Tensor | None, ...]:
+    *saved, documents = ctx.saved_tensors
+    grads = torch.ops.titanlite.ring_attention_backward(
+        grad_out, *saved, *ctx.settings, documents if ctx.has_documents else None
+    )
+    return *grads, *(None for _ in ctx.settings), None
+
+
+@register_flop_formula(torch.ops.titanlite.ring_attention)
+def _count_flops(q: torch.Size, k: torch.Size, v: torch.Size, group_name: str, *_, **__) -> int:
+    """Count this rank's queries with all ranks' keys, masked or not, as PyTorch does."""
+    num_keys = q[2] * _find_group(group_name).size()
+    num_products = 2
+    return num_products * 2 * math.prod(q) * num_keys
+
+
+@register_flop_formula(torch.ops.titanlite.ring_attention_backward)
+def _count_flops_backward(
+    grad_out: torch.Size, q: torch.Size, k, v, out, lse, *settings, **_
+) -> int:
+    """Five products instead of two: the recomputed scores, and the gradients of four factors."""
+    return _count_flops(q, k, v, *settings) * 5 // 2
+
+
+_ring_attention.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,1 @@
+"""Replicate the model, and all-reduce its gradients."""

@@ -1,0 +1,1 @@
+"""Spread experts over ranks."""

@@ -1,0 +1,1 @@
+"""Linear layers that multiply in float8."""

@@ -1,0 +1,1 @@
+"""Shard weights with FSDP2."""

@@ -1,0 +1,1 @@
+"""Split a model into stages."""

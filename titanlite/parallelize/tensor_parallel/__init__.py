@@ -1,0 +1,1 @@
+"""Shard modules over the tp axis."""

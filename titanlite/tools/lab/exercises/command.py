@@ -1,0 +1,112 @@
+"""`titanlite lab exercise`: list the exercises, start, judge, and explain one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.errors import ConfigError, TitanliteError
+from titanlite.tools.lab.exercises import EXERCISES
+
+if TYPE_CHECKING:
+    from titanlite.tools.lab.exercises.exercise import Exercise
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 if the answer is right or nothing was judged, 1 if it is wrong, 2 for misuse."""
+    parser = argparse.ArgumentParser(
+        prog="titanlite lab exercise",
+        description="Exercises of the lab's notes, judged on real ranks. "
+        "Without a name, all are listed.",
+    )
+    parser.add_argument("name", nargs="?", help="the exercise, which is also the function's name")
+    parser.add_argument("file", nargs="?", type=Path, help="the file with your function")
+    actions = parser.add_mutually_exclusive_group()
+    actions.add_argument("--start", action="store_true", help="write a skeleton to the file")
+    actions.add_argument("--hint", action="store_true", help="show a hint")
+    actions.add_argument("--solution", action="store_true", help="show the worked solution")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE.svg",
+        help="draw your run's messages; with .html, a page to step through",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        return _run(options)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except TitanliteError as error:
+        print(f"{options.name}: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.name is None:
+        if options.start or options.hint or options.solution or options.picture:
+            raise ConfigError("exercise: name one; `titanlite lab exercise` lists them")
+        for name, (note, summary) in EXERCISES.items():
+            print(f"note {note:<3} {name:18} {summary}")
+        print("\ntitanlite lab exercise NAME FILE --start writes a file to start from;")
+        print("titanlite lab exercise NAME FILE judges it. --hint and --solution help.")
+        return 0
+    from titanlite.tools.lab.exercises.exercise import load_exercise
+
+    exercise = load_exercise(options.name)
+    if options.hint or options.solution:
+        if options.file is not None or options.picture is not None:
+            raise ConfigError("exercise: --hint and --solution take no file")
+        print(exercise.hint if options.hint else exercise.solution_text, end="\n" * options.hint)
+        return 0
+    if options.file is None:
+        raise ConfigError(
+            f"exercise: name the file of your function, such as {options.name}.py; with --start, "
+            "it is written"
+        )
+    if options.start:
+        return _start(options.file, exercise.skeleton, options.name)
+    return _judge(exercise, options)
+
+
+def _start(path: Path, skeleton: str, name: str) -> int:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(skeleton)
+    except FileExistsError:
+        raise ConfigError(f"{path}: exists already; choose another file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    print(f"{path} has the task. When it is done: titanlite lab exercise {name} {path}")
+    return 0
+
+
+def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
+    from titanlite.tools.lab.cluster import VirtualCluster
+    from titanlite.tools.lab.exercises.exercise import load_answer
+    from titanlite.tools.lab.exercises.judge import judge
+
+    if options.picture is not None and options.picture.suffix not in (".svg", ".html"):
+        raise ConfigError(f"--picture: {options.picture} must end in .svg or .html")
+    answer = load_answer(options.file, exercise.name)
+    with VirtualCluster(exercise.mesh) as cluster:
+        verdict = judge(cluster, exercise, answer)
+    if options.picture is not None and verdict.record is not None:
+        title = f"{exercise.name}, as in {options.file.name}"
+        record = verdict.record
+        drawn = record.svg(title) if options.picture.suffix == ".svg" else record.html(title)
+        try:
+            options.picture.write_text(drawn, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{options.picture}: cannot be written: {error.strerror}") from None
+    print(f"{exercise.name}: {verdict.kind if verdict.is_passed else 'not yet: ' + verdict.kind}")
+    for line in verdict.lines:
+        print(f"  {line}")
+    if options.picture is not None:
+        if verdict.record is None:
+            raise ConfigError("--picture: the run was not recorded to its end")
+        print(f"  {options.picture} shows its messages")
+    return 0 if verdict.is_passed else 1

@@ -1,0 +1,195 @@
+"""Shared code of the parallelisms built by hand: the model, its initialization, and setup.
+
+Function names follow "Parallelism 2", lecture 8 of Stanford's CS336. The model is a chain of square
+layers, x <- gelu(x W), and the loss is the mean square of the output. Initial weights depend only
+on the layer, not on the rank or the sharding, so every parallelism starts from the weights of a
+single process and must end with its results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.ranks.launch import Place, torchrun_place
+from titanlite.ranks.world import open_world
+from titanlite.tools.lab.cluster import VirtualCluster
+from titanlite.tools.lab.device import VirtualDevice
+from titanlite.tools.lab.mesh import Mesh
+
+LEARNING_RATE = 1e-3
+RENDEZVOUS = "tcp://127.0.0.1:15623"
+
+# `cleanup` closes only a process group that `setup` opened.
+_opened = contextlib.ExitStack()
+
+
+@dataclass
+class TrainingRecord:
+    """The results of one rank: the loss of each step (on its own data), and its part of the model.
+
+    `gradients` are those of the first step, as passed to the optimizer; `params` are those after
+    the last step. Both are by layer and contain only what this rank holds. `seconds` is the time of
+    all steps except the first, `waited_seconds` the part of it spent waiting for communication.
+    `peak_micro_batches` is the most microbatches that a pipeline stage held at once. `held_bytes`
+    is the memory of a data-parallel rank, by kind, at the optimizer step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    params: dict[int, torch.Tensor] = field(default_factory=dict)
+    num_steps: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+    peak_micro_batches: int = 0
+    held_bytes: dict[str, int] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as waiting."""
+        start = time.perf_counter()
+        yield
+        self.waited_seconds += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Count the time of the block as a step. The first step is a warmup and not counted."""
+        start = time.perf_counter()
+        yield
+        self.num_steps += 1
+        if self.num_steps == 1:
+            self.waited_seconds = 0.0
+        else:
+            self.seconds += time.perf_counter() - start
+
+
+def spawn(
+    main: Callable[..., Any], world: int | VirtualCluster, *args: Any, **options: Any
+) -> list[Any]:
+    """Call `main(rank, world_size, *args, **options)` on every rank; return the results by rank.
+
+    `world` is the number of ranks, or a VirtualCluster. Raises like VirtualCluster.run.
+    """
+    if isinstance(world, int):
+        with VirtualCluster(Mesh(rank=world)) as cluster:
+            return spawn(main, cluster, *args, **options)
+
+    def on_device(device: VirtualDevice, *args: Any) -> Any:
+        return main(device.rank, device.mesh.size, *args, **options)
+
+    return world.run(on_device, *args)
+
+
+def setup(rank: int, world_size: int) -> None:
+    """Join the process group: one that is already open, torchrun's, or a local one."""
+    if not dist.is_initialized():
+        place = torchrun_place() or Place(rank, world_size, rank, world_size, RENDEZVOUS)
+        has_gpus = torch.cuda.device_count() >= place.local_world_size
+        _opened.enter_context(open_world(place, "cuda" if has_gpus else "cpu"))
+    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+        raise ValueError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, "
+            f"not rank {rank} of {world_size}"
+        )
+
+
+def cleanup() -> None:
+    """Leave the process group, if `setup` opened it."""
+    dist.barrier()
+    _opened.close()
+
+
+def get_device(rank: int) -> torch.device:
+    """The device of this rank: its own GPU if the process group runs on GPUs, else the CPU."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def int_divide(a: int, b: int) -> int:
+    """a / b. Raises ValueError if it is not an integer."""
+    if a % b:
+        raise ValueError(f"{a} does not divide into {b} equal parts")
+    return a // b
+
+
+def get_init_params(
+    num_inputs: int,
+    num_outputs: int,
+    rank: int,
+    *,
+    layer: int = 0,
+    shard: int = 0,
+    num_shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Parameter:
+    """One shard of the columns of a layer's weight, of shape (num_inputs, num_outputs).
+
+    The whole weight is drawn from a generator seeded by the layer, then sharded. A common mistake
+    is to use the same seed on every rank and draw only the shard: all shards and layers then have
+    the same weights, and every shard computes the same result.
+    """
+    generator = torch.Generator().manual_seed(layer)
+    num_columns = num_outputs * num_shards
+    full = torch.randn(num_inputs, num_columns, generator=generator, dtype=torch.float64)
+    columns = full[:, shard * num_outputs : (shard + 1) * num_outputs] / math.sqrt(num_columns)
+    return nn.Parameter(columns.to(get_device(rank), dtype).contiguous())
+
+
+def summarize_tensor(tensor: torch.Tensor) -> str:
+    """The shape and first values of a tensor, such as "2x3[0.10, -0.52, 1.30...]"."""
+    first = ", ".join(f"{value:.4g}" for value in tensor.detach().flatten()[:3].tolist())
+    more = "..." if tensor.numel() > 3 else ""
+    return "x".join(map(str, tensor.shape)) + f"[{first}{more}]"
+
+
+def single_process_main(data: torch.Tensor, num_layers: int, num_steps: int) -> TrainingRecord:
+    """The reference for every parallelism: train the whole model on all data in one process."""
+    num_dim = data.size(1)
+    params = [
+        get_init_params(num_dim, num_dim, 0, layer=i, dtype=data.dtype) for i in range(num_layers)
+    ]
+    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
+    record = TrainingRecord()
+    for step in range(num_steps):
+        with record.step():
+            optimizer.zero_grad()
+            x = functools.reduce(lambda x, param: F.gelu(x @ param), params, data)
+            loss = x.square().mean()
+            loss.backward()
+            if step == 0:
+                record.gradients = gradients_of(enumerate(params))
+            optimizer.step()
+        record.losses.append(loss.item())
+    record.params = values_of(enumerate(params))
+    return record
+
+
+def gradients_of(params: Any) -> dict[int, torch.Tensor]:
+    """Copies of the gradients of (layer, parameter) pairs, by layer."""
+    return {layer: param.grad.clone() for layer, param in params}
+
+
+def values_of(params: Any) -> dict[int, torch.Tensor]:
+    """Copies of the values of (layer, parameter) pairs, by layer."""
+    return {layer: param.detach().clone() for layer, param in params}
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of the optimizer state that grows with the model: two moments for AdamW."""
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.ndim
+    )

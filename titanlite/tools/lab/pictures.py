@@ -1,0 +1,229 @@
+"""Pictures of a recorded run; gallery.py draws those of the notes.
+
+In pictures of collectives, every value is tagged: element i of rank r is (i + 1) * 10^r, so the
+digits of any sum tell which ranks' parts it is made of. The letter is the rank and the number is
+the part: a0+b0 is the sum of part 0 of ranks 0 and 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from titanlite.tools.figures.messages import Arrow, Bar, Box, MessagePicture
+from titanlite.tools.lab.record import Message, Record, TensorInfo, TorchCall
+
+if TYPE_CHECKING:
+    import torch
+
+    from titanlite.tools.lab.cluster import VirtualCluster
+
+LETTERS = "abcdefgh"
+# A part of a tensor: its number, and the ranks whose parts are summed in it.
+Part = tuple[int, frozenset[int]]
+
+
+def picture_of(
+    record: Record,
+    title: str = "",
+    caption: str = "",
+    *,
+    name: Callable[[Message], str] | None = None,
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+    held: Sequence[Sequence[Sequence[str]]] | None = None,
+) -> MessagePicture:
+    """The messages, blocks of work and torch collectives of a run, on the clock of its steps.
+
+    `name` gives the text of a message. By default it is the label, else the values or the shape,
+    and the bytes. `before` and `after` are texts for each rank. `held` is described in
+    MessagePicture; by default, it is what each rank has received.
+    """
+    steps = record.steps
+    texts = {id(each): (name or name_of)(each.message) for each in steps.flights}
+    arrows = [
+        Arrow(
+            each.message.source,
+            each.message.target,
+            each.start,
+            texts[id(each)],
+            _hover(each.message, texts[id(each)]),
+        )
+        for each in steps.flights
+    ]
+    bars = [_bar(each) for each in steps.calls]
+    return MessagePicture(
+        title,
+        caption,
+        [f"rank {rank}" for rank in range(record.num_ranks)],
+        steps.length,
+        arrows,
+        [Box(each.rank, each.start, each.end, each.name) for each in steps.blocks if each.is_work],
+        bars,
+        before,
+        after,
+        _received(steps.length, record.num_ranks, arrows, bars) if held is None else held,
+    )
+
+
+def name_of(message: Message) -> str:
+    """The text of a message: what it is, and its bytes."""
+    return f"{message.label or describe(message.tensor)}, {size(message.tensor.nbytes)}"
+
+
+def _hover(message: Message, text: str) -> str:
+    nbytes = size(message.tensor.nbytes)
+    within = f" in {message.within}" if message.within else ""
+    return (
+        f"rank {message.source} to rank {message.target}: {text.removesuffix(f', {nbytes}')}"
+        f"{within}; {message.tensor}, {nbytes}"
+    )
+
+
+def describe(tensor: TensorInfo) -> str:
+    """The values of a tensor if there are at most four; its shape otherwise."""
+    if tensor.values is not None and len(tensor.values) <= 4:
+        return "[" + " ".join(f"{value:g}" for value in tensor.values) + "]"
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def size(nbytes: int) -> str:
+    """Bytes as text: "96 B", "1.5 KiB"."""
+    for unit, power in (("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):.3g} {unit}"
+    return f"{nbytes} B"
+
+
+def _bar(each: TorchCall) -> Bar:
+    call = each.call
+    event = call.events[call.ranks[0]]
+    name = call.names[call.ranks[0]]
+    if event.tensor is None:
+        return Bar(call.ranks, each.start, event.name, name)
+    what = f" {event.label}" if event.label else ""
+    hover = f"{name}{what}: {event.tensor} on each rank"
+    return Bar(call.ranks, each.start, f"{event.name}{what}, {size(event.tensor.nbytes)}", hover)
+
+
+def _received(
+    length: int, num_ranks: int, arrows: Sequence[Arrow], bars: Sequence[Bar]
+) -> list[list[list[str]]]:
+    """What each rank has received by each step, in messages and in collectives of torch."""
+    arrivals = [(arrow.start, arrow.target, arrow.text) for arrow in arrows]
+    arrivals += [(bar.start, rank, bar.text) for bar in bars for rank in bar.rows]
+    arrivals.sort()
+    held = []
+    for step in range(length + 1):
+        by_rank: list[dict[str, None]] = [{} for _ in range(num_ranks)]
+        for start, rank, text in arrivals:
+            if start < step:
+                by_rank[rank][text] = None
+        held.append([list(texts) for texts in by_rank])
+    return held
+
+
+def tagged(rank: int, num_parts: int) -> torch.Tensor:
+    """The tensor of a rank in which element i, its part i, is (i + 1) * 10^rank (int64)."""
+    import torch
+
+    return torch.arange(1, num_parts + 1) * 10**rank
+
+
+def parts_of(values: Sequence[float]) -> list[Part]:
+    """The parts of which tagged values are made. Raises ValueError for other values."""
+    parts = []
+    for value in values:
+        digits = [int(digit) for digit in reversed(str(int(value)))]
+        ranks = frozenset(rank for rank, digit in enumerate(digits) if digit)
+        numbers = {digit for digit in digits if digit}
+        if len(numbers) != 1:
+            raise ValueError(f"{value} is not a sum of one part of several ranks")
+        parts.append((numbers.pop() - 1, ranks))
+    return parts
+
+
+def name_parts(parts: Sequence[Part], num_parts: int) -> str:
+    """The text of parts: "a2+b2", or "a" for all `num_parts` parts of a rank (0: never)."""
+    texts: list[str] = []
+    place = 0
+    while place < len(parts):
+        number, ranks = parts[place]
+        run = [(n, ranks) for n in range(num_parts)]
+        letters = sorted(LETTERS[rank] for rank in ranks)
+        if run and list(parts[place : place + num_parts]) == run:
+            texts.append("+".join(letters))
+            place += num_parts
+        else:
+            texts.append("+".join(f"{letter}{number}" for letter in letters))
+            place += 1
+    return " ".join(texts)
+
+
+def collective_picture(
+    cluster: VirtualCluster,
+    kind: str,
+    algorithm: str,
+    *,
+    num_parts: int | None = None,
+    label: str = "",
+) -> MessagePicture:
+    """A collective of the virtual device, run with tagged values on all devices of the cluster."""
+    num_ranks = cluster.mesh.size
+    count = num_parts or (1 if kind in ("gather", "all_gather") else num_ranks)
+
+    def job(device: Any) -> Any:
+        return getattr(device, kind)(tagged(device.rank, count))
+
+    results = cluster.run(job, algorithm=algorithm, record=True)
+    record = cluster.record
+    own = [[(i, frozenset([rank])) for i in range(count)] for rank in range(num_ranks)]
+    if kind in ("broadcast", "scatter"):
+        own = [own[0], *([] for _ in range(num_ranks - 1))]
+    ends = [[] if result is None else parts_of(result.tolist()) for result in results]
+    total = sum(message.tensor.nbytes for message in record.messages)
+    return picture_of(
+        record,
+        f"{kind}, {label or algorithm}: {num_ranks} ranks",
+        f"{len(record.messages)} messages, {total} B in {record.steps.length} steps. "
+        "a2 is part 2 of rank 0's tensor, b2 of rank 1's, and so on.",
+        name=lambda message: _tagged_name(message, count),
+        before=[name_parts(parts, count) for parts in own],
+        after=[name_parts(parts, count) for parts in ends],
+        held=_held(record, own, ends, count),
+    )
+
+
+def _tagged_name(message: Message, num_parts: int) -> str:
+    values = message.tensor.values or ()
+    return f"{name_parts(parts_of(values), num_parts)}, {size(message.tensor.nbytes)}"
+
+
+def _held(
+    record: Record, own: Sequence[Sequence[Part]], ends: Sequence[Sequence[Part]], count: int
+) -> list[list[list[str]]]:
+    """What each rank holds at each step: sums replace the parts that they contain."""
+    held = []
+    for step in range(record.steps.length + 1):
+        of_step = []
+        for rank in range(record.num_ranks):
+            parts = list(own[rank])
+            for flight in record.steps.flights:
+                message = flight.message
+                has_sent = message.source == rank and flight.start <= step
+                if has_sent or (message.target == rank and flight.start < step):
+                    parts += parts_of(message.tensor.values or ())
+            if step == record.steps.length:
+                parts += ends[rank]
+            of_step.append([name_parts([part], 0) for part in _largest(parts)])
+        held.append(of_step)
+    return held
+
+
+def _largest(parts: Sequence[Part]) -> list[Part]:
+    unique = sorted(set(parts), key=lambda part: (part[0], sorted(part[1])))
+    return [
+        (number, ranks)
+        for number, ranks in unique
+        if not any(number == other and ranks < more for other, more in unique)
+    ]

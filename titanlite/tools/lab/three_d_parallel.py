@@ -1,0 +1,131 @@
+"""Data, tensor and pipeline parallelism together, each on its own axis of one mesh.
+
+A rank is in three groups. Its tp peers hold other columns of the same layers, its pp peers hold
+other layers, and its dp peers hold replicas. This composes data_parallel.py, tensor_parallel.py and
+pipeline_parallel.py; each communicates within its own group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.tools.lab.communicator import TorchCommunicator
+from titanlite.tools.lab.lecture import (
+    LEARNING_RATE,
+    TrainingRecord,
+    cleanup,
+    get_device,
+    get_init_params,
+    gradients_of,
+    int_divide,
+    setup,
+    values_of,
+)
+from titanlite.tools.lab.mesh import Mesh
+from titanlite.tools.lab.pipeline_parallel import SCHEDULES, run_stage
+from titanlite.tools.lab.tensor_parallel import tensor_parallel_layer
+
+
+def three_d_parallelism_main(
+    rank: int,
+    world_size: int,
+    data: torch.Tensor,
+    num_layers: int,
+    num_micro_batches: int,
+    *,
+    mesh: Mesh | None = None,
+    num_steps: int = 1,
+    schedule: str = "1f1b",
+    overlap: bool = False,
+) -> TrainingRecord:
+    """Train on `data` (batch, num_dim) with the three degrees of `mesh`, by default 2 x 2 x 2.
+
+    The axes pp, dp and tp of `mesh` divide the layers, the batch and num_dim. Raises ValueError if
+    they do not divide evenly, or if the mesh does not have world_size devices. A rank's record has
+    its columns of its layers. Only the last stage records losses: the mean over its dp rank's part
+    of the batch.
+    """
+    mesh = mesh or Mesh(pp=2, dp=2, tp=2)
+    if mesh.size != world_size:
+        raise ValueError(f"{mesh} has {mesh.size} devices, but there are {world_size} ranks")
+    setup(rank, world_size)
+    here = mesh.index(rank)
+    groups = open_groups(mesh, rank)
+    local_batch_size = int_divide(data.size(0), mesh.sizes["dp"])
+    int_divide(local_batch_size, num_micro_batches)
+    num_dim = data.size(1)
+    local_num_dim = int_divide(num_dim, mesh.sizes["tp"])
+    local_num_layers = int_divide(num_layers, mesh.sizes["pp"])
+    start_index = here["dp"] * local_batch_size
+    data = data[start_index : start_index + local_batch_size].to(get_device(rank))
+    layers = range(here["pp"] * local_num_layers, (here["pp"] + 1) * local_num_layers)
+    params = [
+        get_init_params(
+            num_dim,
+            local_num_dim,
+            rank,
+            layer=i,
+            shard=here["tp"],
+            num_shards=mesh.sizes["tp"],
+            dtype=data.dtype,
+        )
+        for i in layers
+    ]
+    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE)
+    record = TrainingRecord()
+
+    tensor_ranks = TorchCommunicator(groups["tp"])
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for param in params:
+            x = tensor_parallel_layer(x, param, record, tensor_ranks, overlap=overlap)
+        return x
+
+    stages = mesh.group(here, ["pp"])
+    stage = here["pp"]
+    actions = SCHEDULES[schedule](stage, len(stages), num_micro_batches)
+    for step in range(num_steps):
+        with record.step():
+            optimizer.zero_grad()
+            loss = run_stage(
+                actions,
+                forward,
+                data.chunk(num_micro_batches),
+                TorchCommunicator(),
+                previous_rank=stages[stage - 1] if stage > 0 else None,
+                next_rank=stages[stage + 1] if stage + 1 < len(stages) else None,
+                record=record,
+                overlap=overlap,
+            )
+            works: list[Any] = [
+                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=groups["dp"], async_op=True)
+                for param in params
+                if param.grad is not None
+            ]
+            with record.waiting():
+                for work in works:
+                    work.wait()
+            if step == 0:
+                record.gradients = gradients_of(zip(layers, params, strict=True))
+            optimizer.step()
+        if stage + 1 == len(stages):
+            record.losses.append(loss)
+    record.params = values_of(zip(layers, params, strict=True))
+    for group in groups.values():
+        dist.destroy_process_group(group)
+    cleanup()
+    return record
+
+
+def open_groups(mesh: Mesh, rank: int) -> dict[str, dist.ProcessGroup]:
+    """This rank's process group on each axis. All ranks create all groups, in the same order."""
+    mine: dict[str, Any] = {}
+    for axis in mesh.axes:
+        for ranks in sorted({mesh.group(index, [axis]) for index in mesh}):
+            group = dist.new_group(list(ranks))
+            if rank in ranks:
+                mine[axis] = group
+    return mine

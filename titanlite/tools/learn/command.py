@@ -1,0 +1,102 @@
+"""`titanlite learn`: a topic's question, formula, and its number simulated and measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from titanlite.errors import ConfigError
+from titanlite.tools.learn.curves import PICTURES
+from titanlite.tools.learn.topics import TOPICS, Numbers, Runs, Topic
+from titanlite.tools.simulate.output import write
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="titanlite learn",
+        description="For a topic of parallel training: a question, its formula, and the number "
+        "that the formula gives, simulated and measured on this machine. docs/learn.md explains.",
+    )
+    parser.add_argument(
+        "topics", nargs="*", metavar="topic", help=f"of {', '.join(TOPICS)}, or all; default: list"
+    )
+    parser.add_argument("--table", action="store_true", help="print a table in Markdown")
+    parser.add_argument("--svg", metavar="FILE", help=f"draw one of {', '.join(PICTURES)} instead")
+    options = parser.parse_args(arguments)
+    if options.svg:
+        return _draw(options)
+    names = list(TOPICS) if options.topics == ["all"] else options.topics
+    for name in names:
+        if name not in TOPICS:
+            raise ConfigError(
+                f"topic: there is no {name!r}; choose from {', '.join(TOPICS)}, or all"
+            )
+    if not names:
+        if options.table:
+            raise ConfigError("--table: name topics, or all")
+        for name, topic in TOPICS.items():
+            print(f"{name:15}{topic.question}")
+        print("\ntitanlite learn TOPIC answers one, all answers all; docs/learn.md explains them.")
+        return 0
+    runs = Runs(tuple(job for name in names for job in TOPICS[name].jobs))
+    try:
+        if options.table:
+            print("\n".join(HEADER))
+        for number, name in enumerate(names):
+            numbers = TOPICS[name].run(runs)
+            if options.table:
+                print(table_row(name, TOPICS[name], numbers), flush=True)
+            else:
+                print("\n" * (number > 0) + answer(TOPICS[name], numbers), flush=True)
+    finally:
+        runs.close()
+    return 0
+
+
+def _draw(options: argparse.Namespace) -> int:
+    if options.table or len(options.topics) != 1 or options.topics[0] not in PICTURES:
+        raise ConfigError(f"--svg: name one picture, of {', '.join(PICTURES)}, and nothing else")
+    print(write(options.svg, PICTURES[options.topics[0]]()))
+    return 0
+
+
+HEADER = (
+    "| topic | question | formula | value of the formula | simulated | measured | command |",
+    "| --- | --- | --- | --- | --- | --- | --- |",
+)
+
+
+def answer(topic: Topic, numbers: Numbers) -> str:
+    """The text of one topic."""
+    lines = [
+        topic.question,
+        f"  formula    {topic.formula}",
+        f"  of         {numbers.of}",
+        f"  gives      {show_number(numbers.formula)} {numbers.unit}",
+        f"  simulated  {show_number(numbers.simulated)} {numbers.unit}",
+        f"  measured   {show_number(numbers.measured)} {numbers.unit}",
+        f"  more       docs/{topic.page}",
+    ]
+    return "\n".join(lines)
+
+
+def table_row(name: str, topic: Topic, numbers: Numbers) -> str:
+    """The row of one topic in the table of docs/learn.md."""
+    cells = (
+        f"[{topic.title}]({topic.page})",
+        topic.question,
+        topic.formula,
+        f"{show_number(numbers.formula)} {numbers.unit} ({numbers.of})",
+        show_number(numbers.simulated),
+        show_number(numbers.measured),
+        f"`titanlite learn {name}`",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def show_number(value: float) -> str:
+    """A whole number with its digits in groups, others with three or four digits."""
+    if value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,266 @@
+"""The pictures of docs/learn.md: when communication is the limit, and what fills memory.
+
+Lines come from formulas and the data sheets in tools/planner/hardware/. Points come from the
+simulated GPUs (`ladder`) or from the planner (`zero`, `recomputation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from titanlite.tools.figures.chart import Axis, Marker, Series, draw_chart
+from titanlite.tools.learn.jobs import most_bytes
+from titanlite.tools.planner.hardware import Hardware, load_hardware
+
+PARAMETERS = 8.03e9  # of Llama 3 8B
+DIM, HIDDEN, KV_DIM = 4096, 14336, 1024
+WORD = 2  # bytes of a bfloat16
+GIGA = 1e9
+
+
+def _tokens(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{1000 * value:g} ms"
+
+
+def _gigabytes(value: float) -> str:
+    return f"{value / GIGA:g} GB"
+
+
+def data_parallel_limit(hardware: Hardware, bytes_per_second: float) -> float:
+    """The tokens of a rank above which compute takes longer than the sum of gradients.
+
+    A token takes 6 operations per parameter. A ring sends nearly 2 times the gradients, of WORD
+    bytes per parameter.
+    """
+    return 2 * WORD * hardware.peak("bfloat16") / (6 * bytes_per_second)
+
+
+def dp() -> str:
+    """Seconds of compute and of gradients, by the tokens of a GPU."""
+    h100 = load_hardware("h100")
+    peak = h100.peak("bfloat16")
+    tokens = [2.0**power for power in range(7, 18)]
+    series = [
+        Series(
+            "compute: 6 P tokens / peak", [(t, 6 * PARAMETERS * t / peak) for t in tokens], color=0
+        )
+    ]
+    markers = []
+    links = {"NVLink": h100.node.bytes_per_second, "400 Gb/s": h100.fabric.bytes_per_second}
+    for color, (name, rate) in enumerate(links.items(), 1):
+        seconds = 2 * WORD * PARAMETERS / rate
+        series.append(
+            Series(
+                f"gradients over {name}: 2 w P / bandwidth",
+                [(tokens[0], seconds), (tokens[-1], seconds)],
+                "dashed",
+                color,
+            )
+        )
+        limit = data_parallel_limit(h100, rate)
+        markers.append(Marker(f"{limit:,.0f} tokens", x=limit))
+    return draw_chart(
+        "Data parallelism: compute or communication?",
+        series,
+        Axis("tokens of a GPU in a step", is_log=True, show=_tokens, ticks=tokens[::2]),
+        Axis("seconds", is_log=True, show=_milliseconds),
+        caption="Llama 3 8B in bfloat16 on H100, at the peaks of the data sheet",
+        markers=markers,
+    )
+
+
+def ladder() -> str:
+    """Seconds of a step of the simulated GPUs, by the items of a rank."""
+    from titanlite.tools.learn.ladder import RUNGS, run_rung
+    from titanlite.tools.simulate.train_step import Workload
+
+    counts = (1, 2, 3, 4, 6, 8, 12)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name in ("1D DP, ring", "1D DP, overlap"):
+        rung = next(rung for rung in RUNGS if rung.name == name)
+        found[name] = [(n, run_rung(rung, Workload(items=4 * n))[0].seconds) for n in counts]
+    compute = [(float(n), 2.0 * n) for n in (1, 12)]
+    return draw_chart(
+        "Data parallelism on the simulated GPUs",
+        [
+            Series("compute: 2 s per item", compute, color=0),
+            Series(
+                "with the sum of gradients: + 7.8 s", [(x, y + 7.8) for x, y in compute], color=1
+            ),
+            Series("simulated, then summed", found["1D DP, ring"], "points", 1),
+            Series(
+                "simulated, summed during the backward pass", found["1D DP, overlap"], "points", 2
+            ),
+        ],
+        Axis("items of each of 4 ranks"),
+        Axis("seconds of a step"),
+        caption="Lines: formulas. Points: titanlite simulate ladder",
+        markers=[Marker("3.9 items: compute = communication", x=3.9)],
+    )
+
+
+def tensor_parallel_seconds(hardware: Hardware, degree: int, tokens: int) -> tuple[float, float]:
+    """Seconds of a Llama 8B block's products on a rank, and of its four collectives (NVLink)."""
+    weights = 2 * DIM * DIM + 2 * DIM * KV_DIM + 3 * DIM * HIDDEN
+    compute = 6 * tokens * weights / degree / hardware.peak("bfloat16")
+    sent = 4 * 2 * (degree - 1) / degree * WORD * tokens * DIM
+    rate = hardware.node if degree <= hardware.node.num_ranks else hardware.fabric
+    return compute, sent / rate.bytes_per_second
+
+
+def tp() -> str:
+    """Seconds of a block's products and collectives, by the degree of tensor parallelism."""
+    h100, tokens = load_hardware("h100"), 8192
+    degrees = [1, 2, 4, 8, 16, 32]
+    times = [tensor_parallel_seconds(h100, degree, tokens) for degree in degrees]
+    return draw_chart(
+        "Tensor parallelism: compute or communication?",
+        [
+            Series(
+                "products: 6 tokens weights / (n peak)",
+                [(n, compute) for n, (compute, _) in zip(degrees, times, strict=True)],
+            ),
+            Series(
+                "collectives: 8 (n-1)/n w tokens D / bandwidth",
+                [(n, sent) for n, (_, sent) in zip(degrees[1:], times[1:], strict=True)],
+                "dashed",
+                1,
+            ),
+        ],
+        Axis("degree n", is_log=True, ticks=degrees),
+        Axis("seconds of a block, forward and backward", is_log=True, show=_milliseconds),
+        caption="Llama 3 8B, 8,192 tokens, bfloat16, H100: NVLink in nodes of 8, else 400 Gb/s",
+        markers=[Marker("a node", x=8)],
+    )
+
+
+ZERO_BYTES: dict[str, Callable[[float], float]] = {
+    "DDP": lambda n: 16,
+    "ZeRO 1: optimizer state / n": lambda n: 8 + 8 / n,
+    "ZeRO 2: also gradients / n": lambda n: 4 + 12 / n,
+    "ZeRO 3, FSDP: also parameters / n": lambda n: 16 / n,
+}
+"""Bytes per parameter of a rank, in float32: parameter 4, gradient 4, AdamW's moments 8."""
+
+
+def planned_states(shards: int) -> float:
+    """Bytes of parameters, gradients and optimizer state of a rank, as planned for FSDP."""
+    from titanlite.config import make_config, resolve_job
+    from titanlite.tools.planner.planning import plan_job
+
+    config = make_config(
+        {
+            "model": {"name": "llama3", "flavor": "8B"},
+            "training": {"dataset": "synthetic", "seq_len": 2048, "local_batch_size": 1},
+            "parallelism": {"data_parallel_shard_degree": shards},
+        }
+    )
+    held = plan_job(resolve_job(config, shards)).ranks[0].held
+    return held["parameters"] * 2 + held["optimizer state"]
+
+
+def zero() -> str:
+    """Bytes of weights, gradients and optimizer state of a GPU, by the number of GPUs."""
+    ranks = [2.0**power for power in range(11)]
+    series = [
+        Series(name, [(n, PARAMETERS * each(n)) for n in ranks], color=color)
+        for color, (name, each) in enumerate(ZERO_BYTES.items())
+    ]
+    points = [(float(n), planned_states(n)) for n in (8, 64, 512)]
+    series.append(Series("FSDP as planned: titanlite plan", points, "points", 3))
+    return draw_chart(
+        "What the model takes of a GPU's memory",
+        series,
+        Axis("ranks n", is_log=True, show=_tokens, ticks=ranks[::2]),
+        Axis("bytes of a rank, without activations", is_log=True, show=_gigabytes),
+        caption="Llama 3 8B in float32 with AdamW: 16 bytes per parameter",
+        markers=[Marker("80 GB", y=80 * GIGA)],
+    )
+
+
+def roofline() -> str:
+    """The rate of a product by its rows: the memory's bandwidth, then the peak."""
+    rows = [2.0**power for power in range(13)]
+    series = []
+    markers = []
+    for color, name in enumerate(("a100", "h100", "b200")):
+        hardware = load_hardware(name)
+        peak, rate = hardware.peak("bfloat16"), hardware.memory.bytes_per_second
+        # Reading k n weights of WORD bytes for 2 m k n operations.
+        limit = WORD * peak / (2 * rate)
+        points = sorted([*rows, limit])
+        series.append(
+            Series(
+                f"{hardware.name}: from {limit:,.0f} rows on, compute is the limit",
+                [(m, min(peak, 2 * m / WORD * rate)) for m in points],
+                color=color,
+            )
+        )
+    markers = [Marker("one token: decoding", x=1), Marker("4,096 tokens: training", x=4096)]
+    return draw_chart(
+        "Roofline of a product with large weights",
+        series,
+        Axis("rows of the input (tokens)", is_log=True, show=_tokens, ticks=rows[::2]),
+        Axis("TFLOP/s", is_log=True, show=lambda value: f"{value / 1e12:,.0f}"),
+        caption="bfloat16, at the peaks of the data sheets",
+        markers=markers,
+    )
+
+
+MODES = {
+    "none": "all kept",
+    "op": "selective: products and attention kept",
+    "full": "full: inputs of blocks kept",
+}
+
+
+def planned_activations(mode: str, tokens: int) -> int:
+    """The most bytes of activations in a step, as planned."""
+    from titanlite.config import make_config, resolve_job
+    from titanlite.tools.planner.trace import trace_rank
+
+    checkpoint = (
+        {"mode": "selective", "selective_ac_option": "op"} if mode == "op" else {"mode": mode}
+    )
+    config = make_config(
+        {
+            "model": {"name": "llama3", "flavor": "debugmodel"},
+            "training": {
+                "dataset": "synthetic",
+                "seq_len": tokens,
+                "local_batch_size": 1,
+                "global_batch_size": 1,
+            },
+            "activation_checkpoint": checkpoint,
+        }
+    )
+    return most_bytes(trace_rank(resolve_job(config, 1), 0), "activations")
+
+
+def recomputation() -> str:
+    """Bytes of activations by the length of a sequence, for each mode of checkpointing."""
+    lengths: Sequence[int] = (256, 512, 1024, 2048)
+    return draw_chart(
+        "What activations take of the memory",
+        [
+            Series(text, [(n, planned_activations(mode, n)) for n in lengths], color=color)
+            for color, (mode, text) in enumerate(MODES.items())
+        ],
+        Axis("tokens of a sequence", ticks=lengths, show=_tokens),
+        Axis("most bytes of activations in a step", show=lambda value: f"{value / 1e6:g} MB"),
+        caption="Llama 3 debugmodel, one sequence, float32, as planned: titanlite plan",
+    )
+
+
+PICTURES = {
+    "ladder": ladder,
+    "dp": dp,
+    "tp": tp,
+    "zero": zero,
+    "roofline": roofline,
+    "recomputation": recomputation,
+}

@@ -1,0 +1,184 @@
+"""`titanlite simulate ladder`: the table of rungs, for any workload, degrees and network."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Sequence
+from dataclasses import fields, replace
+from fractions import Fraction
+from math import lcm
+
+from titanlite.schedule.timeline import Timeline
+from titanlite.tools.learn.ladder.rungs import (
+    CLIMB,
+    RUNGS,
+    Rung,
+    check_runs,
+    ladder_table,
+    make_rungs,
+    run_rung,
+)
+from titanlite.tools.simulate.exact import exact
+from titanlite.tools.simulate.gpu import ETHERNET
+from titanlite.tools.simulate.network import Link, Network
+from titanlite.tools.simulate.options import Parser, check_outputs, factor, number, whole
+from titanlite.tools.simulate.output import write
+from titanlite.tools.simulate.train_step import Workload
+from titanlite.tools.simulate.work import SimulationError
+
+FILES = {"svg": (".svg",), "html": (".html",)}
+
+AXES = {
+    "dp": "data parallel",
+    "pp": "pipeline stages",
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status. Raises SimulationError for bad arguments."""
+    options = _parser().parse_args(arguments)
+    check_outputs(options, FILES)
+    rungs = _rungs(options)
+    workload, network = make_workload(options), make_network(options)
+    for rung in rungs:
+        check_runs(rung, workload)
+    runs = [run_rung(rung, workload, network, options.sleep) for rung in rungs]
+    timelines = [
+        replace(cluster.timeline(measured.rung.name), caption=f"{measured.seconds:.1f} s")
+        for measured, cluster in runs
+    ]
+    wrote = write_pictures(options, timelines)
+    if not options.quiet:
+        print(
+            f"{workload.items} items; all losses, gradients and new weights equal a single "
+            "process's; times in virtual seconds:"
+        )
+    print("\n".join([ladder_table([measured for measured, _ in runs]), *wrote]))
+    return 0
+
+
+def write_pictures(options: argparse.Namespace, timelines: Sequence[Timeline]) -> list[str]:
+    """Write the files that the options --svg and --html name; returns lines to print."""
+    wrote = []
+    if options.svg:
+        from titanlite.observe.pictures.schedule_svg import draw_svg
+
+        wrote.append(write(options.svg, draw_svg(*timelines)))
+    if options.html:
+        from titanlite.tools.figures.schedule_html import draw_html
+
+        wrote.append(write(options.html, draw_html(timelines)))
+    return wrote
+
+
+def _rungs(options: argparse.Namespace) -> list[Rung]:
+    """The standard rungs, or those up to the degrees given, with the options applied to all."""
+    degrees = {axis: getattr(options, axis) for axis in CLIMB if getattr(options, axis) is not None}
+    if degrees:
+        return make_rungs(degrees, overlap=options.overlap, microbatch_items=options.microbatch)
+    rungs = RUNGS
+    if options.overlap:
+        rungs = [replace(rung, overlap=True) for rung in rungs]
+    if options.microbatch != 1:
+        rungs = [replace(rung, microbatch_items=options.microbatch) for rung in rungs]
+    return rungs
+
+
+def make_workload(options: argparse.Namespace) -> Workload:
+    """The workload given by the options of `add_arguments`; what is not given has its default.
+
+    The default width and number of tokens are multiples of the degrees that divide them.
+    """
+    given = {each.name: getattr(options, each.name) for each in fields(Workload)}
+    for name, axis in (("tokens", "cp"), ("width", "tp")):
+        if given[name] is None:
+            given[name] = lcm(getattr(Workload, name), getattr(options, axis, None) or 1)
+    return Workload(**{name: value for name, value in given.items() if value is not None})
+
+
+def make_network(options: argparse.Namespace) -> Network:
+    """The network given by the options of `add_arguments`."""
+    between = Link(options.latency, options.time_per_unit)
+    if options.workers_per_node == 1:
+        if options.inside_speedup is not None:
+            raise SimulationError("--inside-speedup: needs nodes; give --workers-per-node too")
+        return Network(between)
+    faster = exact(options.inside_speedup or 10, "--inside-speedup")
+    inside = Link(
+        exact(between.latency_seconds, "--latency") / Fraction(faster),
+        exact(between.seconds_per_unit, "--time-per-unit") / Fraction(faster),
+    )
+    return Network(between, inside, options.workers_per_node)
+
+
+def add_arguments(parser: argparse.ArgumentParser, axes: Collection[str] = CLIMB) -> None:
+    """The options that the ladder and the scripts of its rungs share: size, degrees, network."""
+    degrees = parser.add_argument_group("degrees")
+    for axis in axes:
+        degrees.add_argument(f"--{axis}", type=degree, metavar="N", help=AXES[axis])
+    size = parser.add_argument_group("workload")
+    for each in fields(Workload):
+        is_count = isinstance(each.default, int) and "units" not in each.name
+        size.add_argument(
+            f"--{each.name.replace('_', '-')}",
+            type=degree if is_count else number,
+            metavar="N" if is_count else "UNITS",
+            help=f"default: {each.default}",
+        )
+    network = parser.add_argument_group("network")
+    link = ETHERNET.between
+    network.add_argument(
+        "--latency", type=number, default=link.latency_seconds, metavar="SECONDS", help="a message"
+    )
+    network.add_argument(
+        "--time-per-unit",
+        type=number,
+        default=link.seconds_per_unit,
+        metavar="SECONDS",
+        help="of data sent",
+    )
+    network.add_argument("--workers-per-node", type=degree, default=1, metavar="N")
+    network.add_argument(
+        "--inside-speedup",
+        type=factor,
+        metavar="FACTOR",
+        help="how much faster links inside a node are (default: 10)",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="titanlite simulate ladder",
+        description="Run one training step with 0 to 4 dimensions of parallelism on simulated "
+        "GPUs, and show what each dimension gains and costs. With degrees, such as --dp 4 --tp 2, "
+        "the ladder adds these dimensions one after the other.",
+    )
+    add_arguments(parser)
+    step = parser.add_argument_group("step")
+    step.add_argument(
+        "--overlap", action="store_true", help="sum gradients during the last backward pass"
+    )
+    step.add_argument(
+        "--microbatch",
+        type=lambda text: None if text == "all" else degree(text),
+        default=1,
+        metavar="N",
+        help="items per microbatch (default: 1), or `all` items of a rank",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--svg", metavar="FILE")
+    output.add_argument("--html", metavar="FILE", help="a page with tooltips and zoom")
+    output.add_argument("--quiet", action="store_true", help="print only the table")
+    output.add_argument("--sleep", action="store_true", help="run in real time")
+    return parser
+
+
+def degree(text: str) -> int:
+    """A number of at least 1, for an option's type."""
+    value = whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value

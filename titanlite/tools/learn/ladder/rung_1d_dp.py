@@ -1,0 +1,75 @@
+"""1D: data parallelism, with a ring all-reduce of the gradients.
+
+Concept   Every rank has the whole model and its own items; gradients are summed over ranks.
+Workflow  Each rank runs forward and backward passes of its items. The gradients are cut into as
+          many parts as there are ranks. In every step of the ring, each rank sends a part to the
+          next rank and receives another from the one before: first to add up, then to pass on.
+Pros      Compute is divided by the number of ranks, and all ranks send at the same time: each
+          sends 2 (N - 1) / N of the gradients, however many ranks there are.
+Cons      No memory is saved, and the gradients are sent in every step.
+
+Run it: titanlite ladder 1d --dp 8
+"""
+
+from __future__ import annotations
+
+from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate.gpu import GPU
+from titanlite.tools.simulate.grid import Grid
+from titanlite.tools.simulate.integer_model import (
+    add,
+    gradients_of,
+    loss_gradient,
+    loss_of,
+    make_input,
+    make_layers,
+    set_gradients,
+    split,
+)
+from titanlite.tools.simulate.train_step import Outcome, Workload
+
+
+def train(gpu: GPU, grid: Grid, work: Workload) -> Outcome:
+    ranks, here = grid.degrees["dp"], gpu.global_rank
+    model = make_layers(range(work.layers), work.width)
+    weight_units = work.layer_gradient_units
+    gpu.allocate("model", 4 * weight_units * work.layers)
+
+    outcome = Outcome()
+    own = work.items // ranks
+    for item in range(here * own, (here + 1) * own):
+        gpu.allocate("activations", work.activation_units * work.layers)
+        x = make_input(item, work.tokens, work.width)
+        for part in model:
+            units, memory = part.share * work.layer_units("F"), part.share * weight_units
+            gpu.compute("forward", units, memory_units=memory, work=("F", part.layer, item))
+            x = add(x, part.forward(item, x))
+        outcome.losses[item] = loss_of(x)
+
+        gradient = loss_gradient(x)
+        for part in reversed(model):
+            units, memory = part.share * work.layer_units("B"), part.share * weight_units
+            gpu.compute("backward", units, memory_units=memory, work=("B", part.layer, item))
+            gradient = add(gradient, part.backward(item, gradient))
+        gpu.free("activations")
+
+    # The ring all-reduce.
+    gradients = gradients_of(model)
+    parts = [split(gradients, part, ranks) for part in range(ranks)]
+    size = work.gradient_units / ranks
+    before, after = (here - 1) % ranks, (here + 1) % ranks
+    for step in range(2 * (ranks - 1)):
+        sent, received = (here - step) % ranks, (here - step - 1) % ranks
+        message = gpu.exchange(after, before, "gradients", size, parts[sent])
+        if step < ranks - 1:  # reduce-scatter: add up
+            parts[received] = [a + b for a, b in zip(parts[received], message, strict=True)]
+        else:  # all-gather: pass on
+            parts[received] = message
+    set_gradients(model, [number for part in parts for number in part])
+
+    outcome.store(model)
+    return outcome
+
+
+if __name__ == "__main__":
+    show("1D DP, ring", train)

@@ -1,0 +1,70 @@
+"""1D: data parallelism, with the simplest sum of gradients: a relay from rank to rank.
+
+Concept   Every rank has the whole model and its own items; gradients are summed over ranks.
+Workflow  Each rank runs forward and backward passes of its items. Rank 0 sends its gradients to
+          rank 1, which adds its own and sends the sum to rank 2, and so on, back to rank 0.
+Pros      Simple. Compute is divided by the number of ranks.
+Cons      One rank sends at a time and all others wait. Ranks 1 to N - 2 never have the sum.
+
+Run it: titanlite ladder 1d-relay --dp 8
+"""
+
+from __future__ import annotations
+
+from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate.gpu import GPU
+from titanlite.tools.simulate.grid import Grid
+from titanlite.tools.simulate.integer_model import (
+    add,
+    gradients_of,
+    loss_gradient,
+    loss_of,
+    make_input,
+    make_layers,
+    set_gradients,
+)
+from titanlite.tools.simulate.train_step import Outcome, Workload
+
+
+def train(gpu: GPU, grid: Grid, work: Workload) -> Outcome:
+    ranks, here = grid.degrees["dp"], gpu.global_rank
+    model = make_layers(range(work.layers), work.width)
+    weight_units = work.layer_gradient_units
+    gpu.allocate("model", 4 * weight_units * work.layers)
+
+    outcome = Outcome()
+    own = work.items // ranks
+    for item in range(here * own, (here + 1) * own):
+        gpu.allocate("activations", work.activation_units * work.layers)
+        x = make_input(item, work.tokens, work.width)
+        for part in model:
+            units, memory = part.share * work.layer_units("F"), part.share * weight_units
+            gpu.compute("forward", units, memory_units=memory, work=("F", part.layer, item))
+            x = add(x, part.forward(item, x))
+        outcome.losses[item] = loss_of(x)
+
+        gradient = loss_gradient(x)
+        for part in reversed(model):
+            units, memory = part.share * work.layer_units("B"), part.share * weight_units
+            gpu.compute("backward", units, memory_units=memory, work=("B", part.layer, item))
+            gradient = add(gradient, part.backward(item, gradient))
+        gpu.free("activations")
+
+    # The relay: ranks - 1 hops add up the gradients, and one more brings the sum to rank 0.
+    gradients = gradients_of(model)
+    before, after = (here - 1) % ranks, (here + 1) % ranks
+    if here > 0:
+        received = gpu.receive(before, "sum so far", work.gradient_units)
+        gradients = [a + b for a, b in zip(gradients, received, strict=True)]
+    if ranks > 1:
+        gpu.send(after, "sum so far", work.gradient_units, gradients)
+    if ranks > 1 and here == 0:
+        gradients = gpu.receive(before, "sum", work.gradient_units)
+    set_gradients(model, gradients)
+
+    outcome.store(model)
+    return outcome
+
+
+if __name__ == "__main__":
+    show("1D DP, relay", train)

@@ -1,0 +1,112 @@
+"""4D with expert parallelism: data x pipeline x tensor x expert.
+
+Concept   Each feed-forward becomes several experts, of which an item uses one (here the one with
+          its number modulo the number of experts). The experts are split over ranks.
+Workflow  As in the 3D script, but ep ranks have other items, like dp ranks, and other experts. An
+          all-to-all sends each item to the rank of its expert, another brings the result back;
+          both passes do this. The gradients of an expert are complete on its rank, up to the sum
+          over dp; all others are summed over dp x ep.
+Pros      Several times the weights at the same compute.
+Cons      Two all-to-alls per layer and pass, and all ranks wait for the most popular expert. Here
+          each rank starts with the items of its own experts, so the load is even.
+
+Run it: titanlite ladder 4d-ep --experts 8
+"""
+
+from __future__ import annotations
+
+from titanlite.schedule import make_schedule
+from titanlite.tools.learn.ladder.show import show
+from titanlite.tools.simulate.collectives import all_reduce_matrix, all_to_all, ring_all_reduce
+from titanlite.tools.simulate.gpu import GPU
+from titanlite.tools.simulate.grid import Grid
+from titanlite.tools.simulate.integer_model import (
+    Matrix,
+    Part,
+    add,
+    gradients_of,
+    loss_gradient,
+    loss_of,
+    make_input,
+    make_layers,
+    set_gradients,
+    split,
+)
+from titanlite.tools.simulate.train_step import Outcome, Workload
+
+
+def train(gpu: GPU, grid: Grid, work: Workload) -> Outcome:
+    at, ways = grid.coordinates(gpu.global_rank), grid.degrees["tp"]
+    pipeline, group, peers = (grid.group(gpu.global_rank, axis) for axis in ("pp", "tp", "ep"))
+    stage, stages = at["pp"], grid.degrees["pp"]
+    layers = split(range(work.layers), stage, stages)
+
+    # This rank's experts, and its items: first those of its own experts.
+    here = split(range(work.experts), at["ep"], len(peers))
+    own = work.items // grid.degrees["dp"] // len(peers)
+    start = (at["dp"] * len(peers) + at["ep"]) * own
+    items = [start + (here[0] + number) % own for number in range(own)]
+
+    model = make_layers(layers, work.width, at["tp"], ways, experts=here)
+    part_of = {(part.layer, part.expert): part for part in model}  # attention: no expert
+    weight_units = work.layer_gradient_units / ways
+    gpu.allocate("model", 4 * weight_units * sum(part.share for part in model))
+
+    def run_part(kind: str, part: Part, item: int, x: Matrix) -> Matrix:
+        units, memory = part.share * work.layer_units(kind) / ways, part.share * weight_units
+        gpu.compute(kind, units, memory_units=memory, work=(kind, part.layer, item))
+        partial = part.forward(item, x) if kind == "F" else part.backward(item, x)
+        return all_reduce_matrix(gpu, group, kind, work.activation_units, partial)
+
+    def run_attention(kind: str, layer: int, item: int, x: Matrix) -> Matrix:
+        return run_part(kind, part_of[layer, None], item, x)
+
+    def run_experts(kind: str, layer: int, item: int, x: Matrix) -> Matrix:
+        """Send the item to its expert's rank, run those that arrive here, send them back."""
+        outgoing: list[list[tuple[int, Matrix]]] = [[] for _ in peers]
+        outgoing[item % work.experts // len(here)].append((item, x))
+        arrived = all_to_all(gpu, peers, "dispatch", work.activation_units, outgoing)
+        answers = [
+            [(i, run_part(kind, part_of[layer, i % work.experts], i, y)) for i, y in visitors]
+            for visitors in arrived
+        ]
+        returned = all_to_all(gpu, peers, "combine", work.activation_units, answers)
+        return next(y for answer in returned for _, y in answer)
+
+    order = [(layer, run) for layer in layers for run in (run_attention, run_experts)]
+
+    # The pipeline, in the order of 1F1B. An item passes the stages forward, then backward.
+    outcome = Outcome()
+    outputs: dict[int, Matrix] = {}  # of the last stage, for the backward pass
+    for action in make_schedule("1F1B", stages, len(items)).actions[stage]:
+        item, is_forward = items[action.microbatch or 0], action.kind == "F"
+        source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
+        if is_forward:
+            gpu.allocate(f"activations {item}", work.activation_units * len(layers))
+        if 0 <= source < stages:
+            x = gpu.receive(pipeline[source], str(action), work.activation_units)
+        elif is_forward:
+            x = make_input(item, work.tokens, work.width)
+        else:
+            x = loss_gradient(outputs.pop(item))
+        for layer, run in order if is_forward else reversed(order):
+            x = add(x, run(action.kind, layer, item, x))
+        if 0 <= target < stages:
+            gpu.send(pipeline[target], str(action), work.activation_units, x)
+        elif is_forward:
+            outcome.losses[item], outputs[item] = loss_of(x), x
+        if not is_forward:
+            gpu.free(f"activations {item}")
+
+    # The gradients of an expert are summed over dp alone, those of attentions over dp x ep.
+    for expert in (None, *here):
+        parts = [part for part in model if part.expert == expert]
+        ranks = grid.group(gpu.global_rank, "dp", *(["ep"] if expert is None else []))
+        size = weight_units * sum(part.share for part in parts)
+        set_gradients(parts, ring_all_reduce(gpu, ranks, "sum", size, gradients_of(parts)))
+    outcome.store(model)
+    return outcome
+
+
+if __name__ == "__main__":
+    show("4D with EP", train)

@@ -1,0 +1,452 @@
+"""The topics of parallel training: a question, a formula, and its number simulated and measured.
+
+Each topic computes the formula from the sizes of a small job, simulates the same number (on
+simulated GPUs, or by tracing the job in a fake world), and measures it: counted on four real
+processes, or timed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from titanlite.tools.learn import jobs, processes
+from titanlite.tools.simulate.cluster import Cluster
+from titanlite.tools.simulate.collectives import (
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
+from titanlite.tools.simulate.gpu import ETHERNET, GPU
+from titanlite.tools.simulate.network import Link, Network
+
+if TYPE_CHECKING:
+    from titanlite.models.image_transformer.config import ImageTransformerConfig
+    from titanlite.tools.lab import VirtualCluster
+
+WORD = 4  # bytes of a float32
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The number of a topic in `unit`, three times, and what the job or program is."""
+
+    formula: float
+    simulated: float
+    measured: float
+    unit: str
+    of: str
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A topic: `formula` is text, `run` finds the numbers; a `timed` one is measured in seconds.
+
+    `jobs` are those of jobs.py that it needs. `page` is where the topic is explained.
+    """
+
+    title: str
+    question: str
+    formula: str
+    run: Callable[[Runs], Numbers]
+    page: str
+    jobs: tuple[str, ...] = ()
+    is_timed: bool = False
+
+
+class Runs:
+    """Runs what topics need, each at most once; close it to end its processes."""
+
+    def __init__(self, job_names: tuple[str, ...]) -> None:
+        self._names = tuple(dict.fromkeys(job_names))
+        self._stack = ExitStack()
+
+    @cached_property
+    def measured(self) -> Mapping[str, list[jobs.Figures]]:
+        """The figures of each rank of the jobs."""
+        return jobs.measured(self._names)
+
+    @cached_property
+    def cluster(self) -> VirtualCluster:
+        """Four processes of the lab."""
+        return self._stack.enter_context(processes.open_cluster())
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _model() -> ImageTransformerConfig:
+    from titanlite.models.image_transformer.config import FLAVORS
+
+    return FLAVORS["debug"]
+
+
+# Collectives
+
+ALL_REDUCED_BYTES = 1 << 20
+
+
+def _simulated_units(program: Callable[[GPU], object]) -> float:
+    """The units of data that a simulated GPU sends: its time, if a unit takes one second."""
+    cluster = Cluster(processes.NUM_RANKS, Network(Link(0, 1)))
+    cluster.run(program)
+    return cluster.gpus[0].seconds_in("send")
+
+
+def _collectives(runs: Runs) -> Numbers:
+    n, size = processes.NUM_RANKS, ALL_REDUCED_BYTES
+    ranks = range(n)
+    return Numbers(
+        2 * (n - 1) / n * size,
+        _simulated_units(lambda gpu: ring_all_reduce(gpu, ranks, "all-reduce", size, [1] * n)),
+        processes.sent_bytes(runs.cluster, "all_reduce", num_bytes=size),
+        "bytes",
+        "1 MiB on 4 ranks",
+    )
+
+
+def _sequence(runs: Runs) -> Numbers:
+    n, size = processes.NUM_RANKS, ALL_REDUCED_BYTES
+
+    def program(gpu: GPU) -> None:
+        ranks = range(n)
+        own = ring_reduce_scatter(gpu, ranks, "reduce-scatter", size, [[1]] * n)
+        ring_all_gather(gpu, ranks, "all-gather", size / n, own)
+
+    both = "reduce_scatter", "all_gather"
+    return Numbers(
+        2 * (n - 1) / n * size,
+        _simulated_units(program),
+        processes.sent_bytes(runs.cluster, *both, num_bytes=size),
+        "bytes",
+        "1 MiB on 4 ranks",
+    )
+
+
+# Data parallelism
+
+
+def _data_parallel(runs: Runs) -> Numbers:
+    from titanlite.tools.learn.ladder import RUNGS, run_rung
+    from titanlite.tools.simulate.train_step import Workload
+
+    work, link, n = Workload(), ETHERNET.between, processes.NUM_RANKS
+    rung = next(rung for rung in RUNGS if rung.name == "1D DP, ring")
+    row, _ = run_rung(rung)
+    units = float(work.gradient_units)
+    latency, per_unit = float(link.latency_seconds), float(link.seconds_per_unit)
+    compute = work.items / n * float(work.compute_units_per_item) * 0.1
+    return Numbers(
+        compute + 2 * (n - 1) * (latency + units / n * per_unit),
+        row.seconds,
+        processes.data_parallel_seconds(runs.cluster, compute, units, latency, per_unit),
+        "s",
+        f'the row "1D DP, ring" of the ladder; measured at 1/{processes.SCALE} of these times, and '
+        f"multiplied by {processes.SCALE}",
+    )
+
+
+def _padded_parameters(name: str) -> int:
+    """The parameters of a job, each with its rows filled up to a multiple of the ranks."""
+    n = jobs.NUM_RANKS
+    return sum(math.ceil(rows / n) * n * math.prod(rest) for rows, *rest in _shapes(name))
+
+
+def _shapes(name: str) -> list[tuple[int, ...]]:
+    return jobs.parameter_shapes(name)
+
+
+def _zero(runs: Runs) -> Numbers:
+    held = ("parameters", "gradients", "optimizer state")
+    plan, run = jobs.planned("fsdp"), runs.measured["fsdp"][0]
+    return Numbers(
+        4 * WORD * _padded_parameters("fsdp") / jobs.NUM_RANKS,
+        sum(plan.held[what] for what in held),
+        sum(run.held[what] for what in held),
+        "bytes",
+        "FSDP 4, rank 0",
+    )
+
+
+def _fsdp(runs: Runs) -> Numbers:
+    kinds = ("all_gather", "reduce_scatter")
+    n = jobs.NUM_RANKS
+    return Numbers(
+        3 * (n - 1) / n * WORD * _padded_parameters("fsdp"),
+        jobs.planned("fsdp").sent_by(*kinds),
+        mean(rank.sent_by(*kinds) for rank in runs.measured["fsdp"]),
+        "bytes",
+        "FSDP 4, resharding after the forward pass",
+    )
+
+
+# Splitting a sample
+
+
+def _tensor_parallel(runs: Runs) -> Numbers:
+    model, n, kinds = _model(), jobs.NUM_RANKS, ("all_gather", "reduce_scatter")
+    tokens = jobs.GLOBAL_BATCH_SIZE * model.seq_len
+    whole = (4 * model.num_layers + 1) * WORD * tokens * model.dim
+    return Numbers(
+        2 * (n - 1) / n * whole,
+        jobs.planned("tp").sent_by(*kinds, axis="tp"),
+        mean(rank.sent_by(*kinds, axis="tp") for rank in runs.measured["tp"]),
+        "bytes",
+        f"TP 4, {model.num_layers} blocks",
+    )
+
+
+def _context_parallel(runs: Runs) -> Numbers:
+    model, n = _model(), jobs.NUM_RANKS
+    tokens = jobs.GLOBAL_BATCH_SIZE * model.seq_len // n
+    keys_and_values = 2 * WORD * tokens * model.kv_heads * model.head_dim
+    # Forward the keys and values, backward both again with their gradients; a causal mask lets a
+    # rank of the layout "headtail" leave out a quarter.
+    sent = 3 / 4 * (n - 1) * 3 * keys_and_values * model.num_layers
+    return Numbers(
+        sent,
+        mean(jobs.planned("cp", rank).sent_by("send", axis="cp") for rank in range(n)),
+        mean(rank.sent_by("send", axis="cp") for rank in runs.measured["cp"]),
+        "bytes",
+        f"CP 4, {model.num_layers} blocks, mean of the ranks",
+    )
+
+
+NUM_MICROBATCHES = 8
+FORWARD_SECONDS = 0.1
+
+
+def _pipeline(runs: Runs) -> Numbers:
+    from titanlite.tools.simulate.schemes import Workload, run_scheme
+
+    n, m = processes.NUM_RANKS, NUM_MICROBATCHES
+    step = processes.pipeline_step(runs.cluster, "1F1B", m, FORWARD_SECONDS)
+    simulation = run_scheme("1F1B", Workload(workers=n, batches=m))
+    return Numbers(
+        100 * (n - 1) / (m + n - 1),
+        100 * float(simulation.bubble_fraction),
+        100 * step.bubble,
+        "%",
+        f"1F1B, {n} stages, {m} microbatches",
+    )
+
+
+def _schedules(runs: Runs) -> Numbers:
+    from titanlite.tools.simulate.schemes import Workload, run_scheme
+
+    n, m = processes.NUM_RANKS, NUM_MICROBATCHES
+    step = processes.pipeline_step(runs.cluster, "1F1B", m, FORWARD_SECONDS / 10)
+    simulation = run_scheme("1F1B", Workload(workers=n, batches=m))
+    return Numbers(
+        n,
+        max(simulation.peak_activations),
+        step.most_kept,
+        "microbatches",
+        f"1F1B, {n} stages; GPipe would keep all {m}",
+    )
+
+
+def _expert_parallel(runs: Runs) -> Numbers:
+    from titanlite.models.llama3.config import FLAVORS
+
+    model, n = FLAVORS["moe_debug"], jobs.NUM_RANKS
+    tokens = jobs.GLOBAL_BATCH_SIZE // n * jobs.EXPERT_TOKENS
+    rows = 4 * tokens * model.moe_top_k * model.dim * WORD
+    layers = model.n_layers - model.moe_n_dense_layers
+    return Numbers(
+        (n - 1) / n * layers * (8 * model.moe_num_experts + rows),
+        jobs.planned("ep").sent_by("all_to_all"),
+        mean(rank.sent_by("all_to_all") for rank in runs.measured["ep"]),
+        "bytes",
+        f"EP 4, {layers} layers of {model.moe_num_experts} experts, mean of the ranks",
+    )
+
+
+# Compute and memory
+
+
+def _recomputation(runs: Runs) -> Numbers:
+    model = _model()
+    # A product has 2 operations per weight and token forward, 4 backward. Attention has 2 products
+    # of 2 T D operations per token forward; a flash kernel has 5 backward.
+    blocks = sum(math.prod(shape) for shape in _block_weights(model))
+    head = model.vocab_size * model.dim
+    attention = model.num_layers * 2 * model.seq_len * model.dim
+    forward = 2 * blocks + 2 * attention
+    step = 3 * 2 * (blocks + head) + 7 * attention
+    plans = jobs.planned("recompute"), jobs.planned("ddp")
+    runs_of = runs.measured["recompute"][0], runs.measured["ddp"][0]
+    return Numbers(
+        (step + forward) / step,
+        plans[0].flops / plans[1].flops,
+        runs_of[0].flops / runs_of[1].flops,
+        "times the operations",
+        f"{model.num_layers} blocks, each recomputed whole",
+    )
+
+
+def _block_weights(model: ImageTransformerConfig) -> list[tuple[int, int]]:
+    kv_dim, hidden = model.kv_heads * model.head_dim, model.ffn_hidden_dim
+    attention = [(model.dim, model.dim)] * 2 + [(kv_dim, model.dim)] * 2
+    return (attention + [(hidden, model.dim)] * 3) * model.num_layers
+
+
+ROWS, SIDE = 256, 4096  # the weights, 64 MiB, are larger than caches
+
+
+def _roofline(runs: Runs) -> Numbers:
+    from titanlite.tools.planner.cost import Cost
+    from titanlite.tools.planner.events import Operator, Place
+    from titanlite.tools.planner.hardware import load_hardware
+
+    del runs
+    hardware = load_hardware("cpu")
+    cost = Cost(hardware)
+
+    def product_seconds(rows: int) -> float:
+        size = SIDE * SIDE + 2 * rows * SIDE
+        flops = 2 * rows * SIDE * SIDE
+        shape = (1, rows, SIDE, SIDE)
+        read, written = WORD * (size - rows * SIDE), WORD * rows * SIDE
+        place = Place("", "forward")
+        return cost.price(Operator("aten::mm", flops, read, written, place, "float32", shape))[0]
+
+    bandwidth = hardware.operators["aten::mm:float32"].bytes_per_second
+    assert bandwidth is not None, "the CPU's file has the rate of products"
+    return Numbers(
+        WORD * hardware.peak("float32") / (2 * bandwidth),
+        product_seconds(1) / (product_seconds(ROWS) / ROWS),
+        _measured_product_seconds(1) / (_measured_product_seconds(ROWS) / ROWS),
+        "rows",
+        f"{SIDE} x {SIDE} weights, float32, one thread of this CPU",
+    )
+
+
+def _measured_product_seconds(rows: int) -> float:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x, weights = torch.randn(rows, SIDE), torch.randn(SIDE, SIDE)
+        times = []
+        for _ in range(8):
+            start = time.thread_time()
+            torch.mm(x, weights)
+            times.append(time.thread_time() - start)
+        return min(times)
+    finally:
+        torch.set_num_threads(before)
+
+
+TOPICS = {
+    "collectives": Topic(
+        "Collectives",
+        "How much does each rank send to sum B bytes over n ranks?",
+        "2 (n-1)/n B",
+        _collectives,
+        "lab/2-collectives.md",
+    ),
+    "dp": Topic(
+        "DP",
+        "How long is a step whose gradients G are summed after the backward pass?",
+        "compute + 2 (n-1) (latency + G / (n bandwidth))",
+        _data_parallel,
+        "data_parallel.md",
+        is_timed=True,
+    ),
+    "zero": Topic(
+        "ZeRO, memory",
+        "How much do P parameters, their gradients and AdamW's moments take on each of n ranks?",
+        "16 P / n",
+        _zero,
+        "fsdp.md",
+        ("fsdp",),
+    ),
+    "fsdp": Topic(
+        "FSDP, communication",
+        "What does a rank send if it gathers w P bytes of weights twice and reduce-scatters their "
+        "gradients once?",
+        "3 (n-1)/n w P",
+        _fsdp,
+        "fsdp.md",
+        ("fsdp",),
+    ),
+    "tp": Topic(
+        "TP",
+        "What does a rank send for L blocks of width D and N tokens?",
+        "2 (4 L + 1) (n-1)/n w N D: 4 pairs of all-gather and reduce-scatter per block (a pair is "
+        "one all-reduce), and one pair for the output layer",
+        _tensor_parallel,
+        "tensor_parallel.md",
+        ("tp",),
+    ),
+    "sp": Topic(
+        "SP",
+        "What does a rank send if the activations between two products, B bytes, are held in "
+        "shards?",
+        "2 (n-1)/n B, as much as without: a reduce-scatter and an all-gather send what one "
+        "all-reduce sends",
+        _sequence,
+        "tensor_parallel.md",
+    ),
+    "cp": Topic(
+        "CP",
+        "What does a rank send around the ring, if its own tokens have K bytes of keys and values "
+        "in each of L blocks?",
+        "3 x 3/4 (n-1) K L. 3: keys and values go around once in the forward and once in the "
+        "backward pass, and their gradients once. 3/4: under the causal mask, a rank passes "
+        "on only the keys and values that some rank further along the ring needs, and their "
+        "gradients; in headtail, the default layout, these are 3/4 on average",
+        _context_parallel,
+        "context_parallel.md",
+        ("cp",),
+    ),
+    "pp": Topic(
+        "PP",
+        "How long do p stages wait in a step of m microbatches?",
+        "(p-1) / (m+p-1)",
+        _pipeline,
+        "pipeline_parallel.md",
+        is_timed=True,
+    ),
+    "schedules": Topic(
+        "PP, schedules",
+        "How many microbatches does the first of p stages keep under 1F1B?",
+        "p",
+        _schedules,
+        "pipeline_parallel.md",
+    ),
+    "ep": Topic(
+        "EP",
+        "What does a rank send to the experts and back, for N tokens with k of E experts each?",
+        "(n-1)/n L (8 E + 4 N k D w): 8 E: the number of rows that each expert will get, 8 bytes "
+        "each. 4 N k D w: the rows go to the experts and back, in the forward and in the backward "
+        "pass",
+        _expert_parallel,
+        "expert_parallel.md",
+        ("ep",),
+    ),
+    "recomputation": Topic(
+        "Recomputation",
+        "How much more is computed if the backward pass repeats the forward pass F?",
+        "1 + F / (all operations), about 4/3",
+        _recomputation,
+        "activation_checkpoint.md",
+        ("ddp", "recompute"),
+    ),
+    "roofline": Topic(
+        "Roofline",
+        "From how many rows on does a product take longer to compute than to read its weights?",
+        "w peak / (2 memory bandwidth)",
+        _roofline,
+        "plan_time.md",
+        is_timed=True,
+    ),
+}

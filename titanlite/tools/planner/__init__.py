@@ -1,0 +1,29 @@
+"""What a job's step will take on any number of ranks, from a trace of its own code.
+
+events.py      what a traced step does, as plain data (torch-free)
+fake_world.py  a world of any size in one process
+recorder.py    records operators, communication and memory; operators.py knows their shapes
+scratch.py     what kernels and communication allocate inside themselves, by device
+streams.py     the streams of a GPU, followed where there is none
+trace.py       builds a job in a fake world and records its second step
+pieces.py      traces one block of each kind and what is around the blocks
+composition.py pieces as plain data, and the memory of a run of events (torch-free)
+compose.py     a step of any size from pieces; segments.py makes its parts (split_backward.py: half
+               a backward pass), data_parallel.py adds FSDP and DDP
+offload.py     the copies of CPU offload
+float8_cast.py the casts of weights that FSDP2 gathers in float8; float8_trace.py records them
+cache.py       pieces on disk; scale.py derives those of larger microbatches
+hardware.py    the figures of a device, from TOML (hardware/); calibrate.py finds
+               those of this machine from what measure.py measures
+cost.py        the time of an operator and of a communication; fuse.py joins operators
+timing.py      the time of a list of events, and of ranks that exchange messages
+predict.py     the time of a composed step, with the pipeline's clock
+planning.py    the plan of a job from all of these
+search.py      the best plan for a number of ranks; search_report.py shows it
+space.py       the plans of a job; evaluate.py: what each takes, bounds.py: at least
+spans.py       what each rank of a predicted step does when, for traces and pictures
+report.py      a plan as text, and as plain values
+html.py        a plan and a search as a page (titanlite/tools/planner/page/)
+local.py       whether a job fits in this machine's memory
+command.py     `titanlite plan`
+"""

@@ -1,0 +1,264 @@
+"""`titanlite plan`: what a job's step takes and how long it lasts, before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.config import load_config, resolve_job
+from titanlite.config.load import override, read_job
+from titanlite.errors import ConfigError
+from titanlite.observe.first_screen import render_screen
+from titanlite.observe.pictures.mesh import draw_mesh
+from titanlite.observe.run_facts import job_facts
+from titanlite.observe.terminal import terminal_width, uses_color
+from titanlite.schedule import Timeline
+from titanlite.schedule.trace import make_trace, read_trace
+from titanlite.tools.planner.cache import load_applied
+from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
+from titanlite.tools.planner.html import draw_page
+from titanlite.tools.planner.planning import JobPlan, plan_job
+from titanlite.tools.planner.report import figures, show
+from titanlite.tools.planner.spans import draw_schedules, make_timeline, step_spans
+
+if TYPE_CHECKING:
+    from titanlite.config import JobConfig, ResolvedJob
+
+EPILOG = "Any key of the job can follow: --section.key=value."
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="titanlite plan", description=__doc__, epilog=EPILOG)
+    parser.add_argument("job", nargs="?", help="the TOML file of the job")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="by default as many as the job's degrees need"
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        help=f"also give the time: of {', '.join(known_hardware())}, or of a file",
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="measure this machine's CPU, write its hardware file, and stop",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with charts")
+    parser.add_argument(
+        "--tensors",
+        action="store_true",
+        help="print the account of every tensor instead: which stages hold it, how it lies on each "
+        "mesh axis, and what completes its gradient",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write the predicted step as a Chrome trace, for ui.perfetto.dev",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="write the predicted pipeline as a picture")
+    parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="the pipeline_step_N.json of a run, to draw below the predicted step in --svg; of a "
+        "folder, that of the fastest step",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find the best plan for --ranks on --hardware; keys on the command line stay fixed",
+    )
+    parser.add_argument("--best", metavar="FILE", help="write the job with the best plan found")
+    parser.add_argument(
+        "--exhaustive",
+        action="store_true",
+        help="try every context-parallel degree, also where smaller ones were faster",
+    )
+    options, rest = parser.parse_known_args(arguments)
+    if options.calibrate:
+        from titanlite.tools.planner.calibrate import calibrate
+
+        calibrate(options.calibrate)
+        return 0
+    if options.job is None:
+        raise ConfigError("job: is missing; give the TOML file of the job")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks: {options.ranks} is too small; give at least 1")
+    hardware = load_hardware(options.hardware) if options.hardware else None
+    for option in ("trace", "svg"):
+        if getattr(options, option) and hardware is None:
+            raise ConfigError(f"--{option}: a step has no times without --hardware; give both")
+    if options.search:
+        return _search(options, rest, hardware)
+    for option in ("best", "exhaustive"):
+        if getattr(options, option):
+            raise ConfigError(f"--{option}: only a search has it; give --search, too")
+    measured = _read_measured(options.measured, options.svg)
+    asked = _load([f"--job.config_file={options.job}", *rest])
+    config, notes = plannable(*asked, hardware)
+    resolved = resolve_job(config, options.ranks)
+    if options.tensors:
+        print("\n".join(_tensors(resolved)))
+        return 0
+    if options.svg and resolved.pipeline is None:
+        raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
+    plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
+    plan.notes.extend(notes)
+    if options.json:
+        _write("--json", options.json, json.dumps(figures(plan), indent=1))
+    if options.html:
+        page = draw_page(figures(plan), step_spans(plan), title=config.job.description)
+        _write("--html", options.html, page)
+    if options.trace or options.svg:
+        timeline = make_timeline(step_spans(plan), plan.dims)
+        if options.trace:
+            _write("--trace", options.trace, make_trace(timeline))
+        if options.svg:
+            _write("--svg", options.svg, draw_schedules(timeline, measured))
+    # Files first: what reads the output may close it early, as `head` does.
+    print(_first_screen(resolved, plan), end="\n\n")
+    print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
+    return 0
+
+
+def _tensors(resolved: ResolvedJob) -> list[str]:
+    """The account of every tensor as a table; raises ConfigError if a tensor has no answer."""
+    from titanlite.parallelize.tensor_account import describe
+    from titanlite.tools.planner.trace import tensor_account
+
+    accounts = tensor_account(resolved)
+    number = sum(one.kind == "parameter" for one in accounts.values())
+    buffers = len(accounts) - number
+    of_buffers = f", {buffers} persistent buffers" if buffers else ""
+    heading = f"{number} parameters{of_buffers}; {resolved.dims.describe()}"
+    return [heading, "", *describe(accounts)]
+
+
+def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | None) -> int:
+    from titanlite.tools.planner import search_report as report
+    from titanlite.tools.planner.space import KEPT_TRAINING
+
+    if hardware is None:
+        raise ConfigError("--search: plans have no times without --hardware; give both")
+    for option in ("trace", "svg", "measured"):
+        if getattr(options, option):
+            raise ConfigError(
+                f"--{option}: a search has many plans; plan the one that --best wrote"
+            )
+    # A job for another number of ranks need not be legal as it is.
+    reading = read_job([f"--job.config_file={options.job}", *rest])
+    asked = reading.require()
+    config, notes = plannable(asked, hardware=hardware)
+    num_ranks = options.ranks or resolve_job(config).dims.world_size
+    fixed = [one.removeprefix("--").partition("=")[0] for one in rest if one.startswith("--")]
+    keys = [key for key in fixed if key.startswith(("parallelism.", "activation_checkpoint."))]
+    keys += [key for key in fixed if key in KEPT_TRAINING]
+    space = report.make_space(config, reading.draft(num_ranks), num_ranks, hardware, keys)
+    report.terminal_note()
+    result = report.run_search(space, hardware, exhaustive=options.exhaustive)
+    found = report.search_figures(result, hardware)
+    if options.json:
+        _write("--json", options.json, json.dumps(found, indent=1))
+    if options.html:
+        _write("--html", options.html, draw_page(search=found, title=config.job.description))
+    if options.best and result.best:
+        # The job as it was given: it may run on another device than the one it is planned for.
+        best = override(asked, result.best[0].changes)
+        _write("--best", options.best, report.write_toml(best))
+    print(report.show_search(result, hardware))
+    print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
+    return 0 if result.best and not result.failures else 1
+
+
+def _first_screen(resolved: ResolvedJob, plan: JobPlan) -> str:
+    """The job as a run shows it at its start, with its effective plan."""
+    num_parameters = getattr(resolved.model, "num_parameters", None)
+    if num_parameters is None:
+        from titanlite.tools.planner.trace import count_parameters
+
+        num_parameters = count_parameters(resolved)
+    facts = job_facts(resolved, num_parameters)
+    title = resolved.config.job.description
+    applied = plan.applied or load_applied(resolved)
+    return render_screen(title, facts, applied, draw_mesh(plan.dims), stream=sys.stdout)
+
+
+def _read_measured(file: str | None, svg: str | None) -> Timeline | None:
+    """The timeline of a run's trace, or of the fastest one in a folder, if --measured is given."""
+    if file is None:
+        return None
+    if svg is None:
+        raise ConfigError("--measured: it is drawn in a picture; give --svg, too")
+    path = Path(file)
+    try:
+        found = list(path.glob("pipeline_step_*.json")) if path.is_dir() else [path]
+        timelines = [read_trace(one.read_text(encoding="utf-8")) for one in found]
+        if not timelines:
+            raise ConfigError(
+                f"--measured: {file} has no pipeline_step_N.json; give another folder"
+            )
+        return min(timelines, key=lambda timeline: timeline.end - timeline.start)
+    except OSError as error:
+        raise ConfigError(
+            f"--measured: {file} cannot be read ({error.strerror}); give another file"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"--measured: {file} is not the trace of a pipeline; give a pipeline_step_N.json of a "
+            "run with profiling.enable_pipeline_timeline = true"
+        ) from error
+
+
+def _write(option: str, file: str, text: str) -> None:
+    """Write a file that an option asks for."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{option}: {file} cannot be written ({error.strerror}); give another file"
+        ) from error
+
+
+def _load(arguments: list[str]) -> tuple[JobConfig, list[str]]:
+    """The job, and notes; a step does not depend on a tokenizer, so that may be missing."""
+    key = "model.hf_assets_path"
+    try:
+        return load_config(arguments), []
+    except ConfigError as error:
+        if not all(problem.startswith(f"{key}:") for problem in error.problems):
+            raise
+        note = f"{key}: there is no tokenizer, so its vocabulary is not compared with the model's"
+        return load_config([*arguments, f"--{key}="]), [note]
+
+
+def plannable(
+    config: JobConfig, notes: Sequence[str] = (), hardware: Hardware | None = None
+) -> tuple[JobConfig, list[str]]:
+    """The job as it can be traced on this machine, and what that changes, after `notes`.
+
+    With job.device = "auto", a job on a GPU's `hardware` runs on the GPU.
+    """
+    notes, device = list(notes), config.job.device
+    if device == "auto" and hardware is not None and hardware.kind == "gpu":
+        device = "cuda"
+        job = config.job.model_copy(update={"device": device})
+        # A copy: a job that is searched for another number of ranks need not be legal as it is.
+        config = config.model_copy(update={"job": job})
+    if config.compile.enable:
+        notes.append("compile: operators are counted one by one; the compiler fuses some of them")
+    training = config.training
+    if training.enable_cpu_offload and device != "cuda":
+        notes.append("offload: planned on CPU, where device and host are one: nothing is copied")
+    elif training.enable_cpu_offload and not training.cpu_offload_pin_memory:
+        notes.append("offload: copies are planned at the rate of pinned memory; others are slower")
+    if config.comm.mode != "default":
+        comm = config.comm.model_copy(update={"mode": "default"})
+        config = config.model_copy(update={"comm": comm})
+    if device == "cuda":
+        notes.append("device: without a GPU here, traced on the kernels of the CPU")
+    return config, notes

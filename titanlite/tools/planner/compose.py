@@ -1,0 +1,344 @@
+"""A step of a job of any size, put together from its pieces. No torch.
+
+    ResolvedJob + Pieces -> compose -> a Composition for each stage of the pipeline
+
+A step is a list of actions; actions that are alike share one segment (segments.py). Without a
+pipeline an action is the forward and backward pass of a batch. With one, the schedule's table has
+the actions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from titanlite.config import ResolvedJob
+from titanlite.schedule import Schedule, add_communication
+from titanlite.schedule.actions import (
+    BACKWARD_WEIGHT,
+    COMPUTE_KINDS,
+    FORWARD,
+    FULL_BACKWARD,
+    REDUCE_GRAD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+)
+from titanlite.tools.planner.composition import Pieces, Segment, Weight
+from titanlite.tools.planner.data_parallel import ENDS
+from titanlite.tools.planner.events import Communication, Operator, Peak, Place
+from titanlite.tools.planner.segments import BATCH, Row, Segments, Shared, Stage, Variant
+
+START, HOLD, RELEASE, END = "start", "hold", "release", "end"
+
+
+class Done(NamedTuple):
+    """One action of a step: its kind, its stage and microbatch (-1 for none), and its segment.
+
+    Microbatches are counted over all batches that the step accumulates.
+
+    The kind is one of the schedule's, or START, BATCH, HOLD, RELEASE or END.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    segment: Segment
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The step of one rank: the bytes that it holds before the step, and its actions in order.
+
+    With CPU offload, `on_host` has the bytes of each category in the host's memory at its peak, and
+    those before the step in `held_on_host`; else both are empty.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    held: dict[str, int]
+    actions: list[Done]
+    held_on_host: dict[str, int] = field(default_factory=dict)
+    on_host: dict[str, int] = field(default_factory=dict)
+
+    def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(kind, axis) -> (number of communications, total bytes)."""
+        counts: Counter[tuple[str, str]] = Counter()
+        num_bytes: Counter[tuple[str, str]] = Counter()
+        for segment, times in self.segments():
+            for event in segment.events:
+                if isinstance(event, Communication):
+                    counts[event.kind, event.axis] += times
+                    num_bytes[event.kind, event.axis] += times * event.num_bytes
+        return {key: (counts[key], num_bytes[key]) for key in sorted(counts)}
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of products in the step."""
+        return sum(
+            times * event.flops
+            for segment, times in self.segments()
+            for event in segment.events
+            if isinstance(event, Operator)
+        )
+
+    def peak(self) -> Peak:
+        """The peak of the step, with parameters and optimizer state, which are always there."""
+        now: Counter[str] = Counter(self.held)
+        total = most = now.total()
+        best, where = dict(now), Place("", "")
+        for action in self.actions:
+            segment = action.segment
+            if total + segment.peak_bytes > most:
+                most = total + segment.peak_bytes
+                best = dict(now)
+                for name, num_bytes in segment.peak.items():
+                    best[name] = best.get(name, 0) + num_bytes
+                where = segment.peak_place
+            for name, num_bytes in segment.net.items():
+                now[name] += num_bytes
+                total += num_bytes
+        return Peak(where, best)
+
+    def host_peak(self) -> Peak:
+        """The peak of the host's memory, in the update; nothing without CPU offload."""
+        return Peak(Place("", "optimizer"), self.on_host)
+
+    def segments(self) -> Iterator[tuple[Segment, int]]:
+        """Each segment, and how often it runs."""
+        times = Counter(id(action.segment) for action in self.actions)
+        by_id = {id(action.segment): action.segment for action in self.actions}
+        for key, count in times.items():
+            yield by_id[key], count
+
+
+def peaks(compositions: Sequence[Composition]) -> tuple[int, int]:
+    """The largest peaks of the ranks: of a device's memory, and of the host's for one rank.
+
+    The latter is 0 without CPU offload.
+    """
+    return (
+        max(one.peak().num_bytes for one in compositions),
+        max(one.host_peak().num_bytes for one in compositions),
+    )
+
+
+def compose(
+    resolved: ResolvedJob,
+    pieces: Pieces,
+    places: Sequence[int] | None = None,
+    *,
+    shared: Shared | None = None,
+    is_quick: bool = False,
+) -> list[Composition]:
+    """The step of the first rank of each stage of the pipeline, or of those at `places` on pp.
+
+    `shared` keeps segments for other jobs with the same pieces. If `is_quick`, segments with many
+    equal blocks have no events, only their memory and what their time follows from.
+    """
+    composer = _Composer(resolved, pieces, shared or Shared(), is_quick=is_quick)
+    return [composer.rank(place) for place in places or range(resolved.dims.pp)]
+
+
+def parts_of(pieces: Pieces, names: Sequence[str] | None) -> Stage:
+    """The parts of a stage with the modules `names`; of the whole model if that is None."""
+    blocks = [
+        (name, pieces.blocks[kind])
+        for name, kind in zip(pieces.names, pieces.kinds, strict=True)
+        if names is None or name in names
+    ]
+    outer = set(names or ()) - set(pieces.names)
+    is_first = names is None or bool(outer & set(pieces.before_names))
+    is_last = names is None or bool(outer & set(pieces.after_names))
+    before, after = ("before", pieces.before), ("after", pieces.after)
+    return [*([before] if is_first else []), *blocks, *([after] if is_last else [])]
+
+
+class _Composer:
+    """Puts the actions of each rank in order."""
+
+    def __init__(
+        self, resolved: ResolvedJob, pieces: Pieces, shared: Shared, *, is_quick: bool
+    ) -> None:
+        self._resolved, self._pieces = resolved, pieces
+        self._segments = segments = Segments(resolved, pieces, shared, is_quick=is_quick)
+        self._dims, self._pipeline, self._data = resolved.dims, resolved.pipeline, segments.data
+        self._stages = segments.stages
+        self._start = Done(START, -1, -1, segments.start())
+        self._known: dict[tuple[object, ...], tuple[dict[str, int], list[Weight], Segment]] = {}
+        self._tables = shared.tables
+        self._table: list[Row] = []
+        if self._pipeline is not None:
+            of = self._pipeline
+            self._table = self._rows(of.schedule, is_from_file=of.is_from_file)
+
+    def rank(self, place: int) -> Composition:
+        """The step of the first rank at `place` of the pipeline."""
+        dims, pipeline = self._dims, self._pipeline
+        rank = dims.rank(pp=place)
+        numbers = [0] if pipeline is None else pipeline.stages_of(place)
+        for number in numbers:
+            names = None if pipeline is None else pipeline.stages[number]
+            self._stages[number] = parts_of(self._pieces, names)
+        at_once = self._resolved.config.training.local_batch_size * dims.dp
+        batches = self._resolved.global_batch_size // at_once
+        actions = [self._start]
+        for index in range(batches):
+            is_first, is_last = index == 0, index == batches - 1
+            if pipeline is None:
+                segment = self._segments.of(BATCH, Variant(0, is_first, is_last))
+                actions.append(Done(BATCH, 0, index, segment))
+            else:
+                actions += self._pipelined(place, index, is_first=is_first, is_last=is_last)
+        held, weights, end = self._ends(numbers)
+        actions.append(Done(END, -1, -1, end))
+        coordinates = dims.coordinates(rank)
+        if not self._data.is_offloaded:
+            return Composition(rank, coordinates, held, actions)
+        device, host, most = self._split(held, weights, batches)
+        return Composition(rank, coordinates, device, actions, host, most)
+
+    def _split(
+        self, held: dict[str, int], weights: list[Weight], batches: int
+    ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """What the device and the host hold of `held`, and what the host holds at its peak.
+
+        That is in the update, or while the last gradient of a further batch is added.
+        """
+        sizes = [(self._data.shard_numel(w) * w.itemsize, w.is_trained) for w in weights]
+        parameters = sum(size for size, _ in sizes)
+        host = {"parameters": parameters, "optimizer state": held["optimizer state"]}
+        device = {**held, "parameters": held["parameters"] - parameters, "optimizer state": 0}
+        trained = [size for size, is_trained in sizes if is_trained]
+        added = max(trained, default=0) if batches > 1 and self._dims.dp_replicate == 1 else 0
+        temporary = max(added, self._segments.update_bytes(weights))
+        return device, host, {**host, "gradients": sum(trained), "temporary": temporary}
+
+    def _ends(self, numbers: Sequence[int]) -> tuple[dict[str, int], list[Weight], Segment]:
+        """What a rank with these stages holds before a step, its weights, and its update."""
+        parts = tuple(id(part) for number in numbers for _, part in self._stages[number])
+        last = 0 if self._pipeline is None else self._pipeline.schedule.num_stages - 1
+        key = parts, len(numbers), 0 in numbers, last in numbers
+        if key not in self._known:
+            copies, exchanged = self._copies(numbers)
+            of_stages = [*self._weights(numbers), copies]
+            weights = [weight for of_stage in of_stages for weight in of_stage]
+            end = self._segments.end(of_stages, exchanged, 0 if copies else self._dims.pp - 1)
+            self._known[key] = self._held(weights, numbers), weights, end
+        return self._known[key]
+
+    # What a rank has
+
+    def _weights(self, numbers: Sequence[int]) -> list[list[Weight]]:
+        """The parameters of each of these stages; a unit of embeddings and head counts once."""
+        known: set[str] = set()
+        of_stages: list[list[Weight]] = []
+        for number in numbers:
+            of_stages.append([])
+            for name, part in self._stages[number]:
+                for unit, weights in self._data.units(name, part):
+                    if unit not in known:
+                        of_stages[-1] += weights
+                        known.add(unit)
+        return of_stages
+
+    def _copies(self, numbers: Sequence[int]) -> tuple[list[Weight], int]:
+        """This rank's copies of tied weights, and the bytes of gradients that it exchanges.
+
+        Of two stages that share weights, the later one has copies.
+        """
+        ends = {name for number in numbers for name, _ in self._stages[number] if name in ENDS}
+        if self._pipeline is None or len(ends) != 1:
+            return [], 0
+        tied = self._pieces.tied
+        exchanged = sum(self._data.shard_numel(w) * w.itemsize for w in tied if w.is_trained)
+        return (list(tied) if ends == {"after"} else []), exchanged
+
+    def _held(self, weights: list[Weight], numbers: Sequence[int]) -> dict[str, int]:
+        """The bytes of each category before a step."""
+        pieces, numel = self._pieces, self._data.shard_numel
+        parts = [part for number in numbers for _, part in self._stages[number]]
+        buffers = len(numbers) * pieces.buffer_bytes + sum(part.buffer_bytes for part in parts)
+        trained = [weight for weight in weights if weight.is_trained]
+        held = {
+            "parameters": buffers + sum(numel(w) * w.itemsize for w in weights),
+            "optimizer state": sum(
+                pieces.moments * numel(w) * w.itemsize + pieces.state_bytes for w in trained
+            ),
+        }
+        if not self._data.is_fsdp and self._dims.dp_replicate > 1:
+            held["communication buffers"] = sum(w.numel * w.itemsize for w in trained)
+        if self._pipeline is not None:
+            # PyTorch's stages allocate a buffer for what each microbatch receives.
+            schedule = self._pipeline.schedule
+            received = sum((n > 0) + (n < schedule.num_stages - 1) for n in numbers)
+            held["communication buffers"] = (
+                received * schedule.num_microbatches * pieces.boundary_bytes
+            )
+        return held
+
+    # Actions
+
+    def _pipelined(
+        self, place: int, index: int, *, is_first: bool, is_last: bool
+    ) -> Iterator[Done]:
+        """The actions of one batch on a rank, in the order of the schedule's table."""
+        assert self._pipeline is not None
+        schedule = self._pipeline.schedule
+        before = index * schedule.num_microbatches
+        held = 0
+        made: set[int] = set()
+        # The stages whose weights are gathered.
+        whole: set[int] = set()
+        known: dict[tuple[str, int, bool, bool], Segment] = {}
+        for kind, stage, microbatch in self._table[place]:
+            # FSDP2 has reduced the whole gradients of the batch before.
+            has_gradients = stage in made or not (is_first or self._data.is_fsdp)
+            if kind in (FULL_BACKWARD, BACKWARD_WEIGHT):
+                made.add(stage)
+            is_gathered = not self._data.regathers or stage in whole
+            if self._data.regathers:
+                # Only PyTorch's runtime gathers a stage before its first action needs it.
+                if kind == UNSHARD and (is_gathered or not self._segments.is_runtime):
+                    continue
+                if kind in (UNSHARD, FULL_BACKWARD):
+                    whole.add(stage)
+                elif kind in (FORWARD, REDUCE_GRAD):
+                    whole.discard(stage)
+            key = kind, stage, has_gradients, is_gathered
+            segment = known.get(key)
+            if segment is None:
+                variant = Variant(stage, is_first, is_last, has_gradients, is_gathered)
+                segment = known[key] = self._segments.of(kind, variant)
+            number = -1 if microbatch is None else before + microbatch
+            yield Done(kind, stage, number, segment)
+            kept = self._segments.kept_output_bytes
+            if kept and not held and kind == FORWARD and stage == schedule.num_stages - 1:
+                held = kept
+                yield Done(HOLD, -1, -1, self._segments.hold(kept))
+        num_sent = 0
+        if self._segments.is_runtime:
+            num_sent = sum(kind in (SEND_F, SEND_B) for kind, _, _ in self._table[place])
+        if held or num_sent:
+            yield Done(RELEASE, -1, -1, self._segments.release(num_sent, held))
+
+    def _rows(self, schedule: Schedule, *, is_from_file: bool) -> list[Row]:
+        """The actions of each rank, with those that communicate."""
+        key = schedule.name, schedule.num_microbatches, schedule.stage_to_rank
+        rows = None if is_from_file else self._tables.get(key)
+        if rows is None:
+            is_lowered = any(a.kind not in COMPUTE_KINDS for row in schedule.actions for a in row)
+            table = schedule if is_lowered else add_communication(schedule)
+            rows = [
+                [
+                    (part.kind, part.stage, part.microbatch)
+                    for action in row
+                    for part in action.parts
+                ]
+                for row in table.actions
+            ]
+            if not is_from_file:
+                self._tables[key] = rows
+        return rows

@@ -1,0 +1,354 @@
+"""The pieces of a step as plain data, and the memory that a run of events takes. No torch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from titanlite.config import ResolvedJob, resolve_job
+from titanlite.config.load import override
+from titanlite.config.model import num_experts
+from titanlite.mesh.parallel_dims import expert_shard_dim
+from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Place, Wait
+
+NOWHERE = Place("", "")
+TOKENS = "tokens"
+"""In pieces, the axes over which the tokens of a microbatch are spread: those of data parallelism,
+which are others in a composed job."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Events that follow each other, and the memory that they take.
+
+    `net` has the bytes of each category that they leave allocated (negative: that they free), and
+    `peak` those that are allocated at their most, both compared with their start.
+    """
+
+    events: tuple[Event, ...]
+    net: Mapping[str, int]
+    peak: Mapping[str, int]
+    peak_place: Place = NOWHERE
+    parts: tuple[tuple[int, int, str], ...] = ()
+    """(index of the first event, of the one after the last, name) of each named part."""
+    fewer: tuple[Segment, Segment, int] | None = None
+    """If there are no events: two segments, the second with one block more, and how many more
+    blocks than that this one has. Its time follows from theirs."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+
+NOTHING = Segment((), {}, {})
+
+
+class Builder:
+    """Puts segments together, and adds communication and memory between them.
+
+    `token_axes` are the axes that TOKENS stands for, each with its number of ranks.
+    """
+
+    def __init__(
+        self, token_axes: Sequence[tuple[str, int]] = (), *, keeps_events: bool = True
+    ) -> None:
+        self.events: list[Event] = []
+        self._token_axes = token_axes
+        self._keeps_events = keeps_events
+        self.ready = -1
+        """How many events precede the earliest start of FSDP's next all-gather; -1: all."""
+        self.copied_out = -1
+        """How many events there were when the last gathered unit had been copied out."""
+        self._parts: list[tuple[int, int, str]] = []
+        self._now: Counter[str] = Counter()
+        self._peak: dict[str, int] = {}
+        self._peak_place = NOWHERE
+        self._total = self._most = self._number = 0
+
+    def add(self, segment: Segment, *, part: str = "", adds_to_gradients: bool = False) -> None:
+        """Append a segment; its communications get new numbers.
+
+        `part` is the name of its part of the model: all blocks of a kind share a segment. With
+        `adds_to_gradients`, the gradients exist already: those of the segment are temporary.
+        """
+        if self._total + segment.peak_bytes > self._most:
+            self._most = self._total + segment.peak_bytes
+            self._peak = dict(self._now + Counter())
+            for name, num_bytes in segment.peak.items():
+                self._peak[name] = self._now[name] + num_bytes
+            self._peak_place = named(segment.peak_place, part)
+        for name, num_bytes in segment.net.items():
+            if not (adds_to_gradients and name == "gradients"):
+                self._now[name] += num_bytes
+                self._total += num_bytes
+        if not self._keeps_events:
+            return
+        start, shift = len(self.events), self._number
+        for event in segment.events:
+            if isinstance(event, Communication):
+                event = event.renumbered(event.number + shift)
+                self._number = max(self._number, event.number)
+                if event.axis == TOKENS:
+                    # One after the other; without a number, each is waited for at once.
+                    self.events += [
+                        replace(event, axis=axis, num_ranks=num_ranks, number=0)
+                        for axis, num_ranks in self._token_axes
+                    ]
+                    continue
+            elif isinstance(event, Wait):
+                event = Wait(event.number + shift)
+            self.events.append(event)
+        if part:
+            self._parts.append((start, len(self.events), part))
+
+    def operator(
+        self, name: str, num_bytes: int, dtype: str, place: Place, *, is_beside: bool = False
+    ) -> None:
+        """Append an operator that reads and writes `num_bytes`."""
+        self.events.append(
+            Operator(name, 0, num_bytes, num_bytes, place, dtype, is_beside=is_beside)
+        )
+
+    def start(
+        self,
+        kind: str,
+        axis: str,
+        num_bytes: int,
+        num_ranks: int,
+        place: Place,
+        peer: int = -1,
+        ready: int = -1,
+        after: tuple[int, ...] = (),
+    ) -> int:
+        """Append a communication; returns its number, for `wait`."""
+        self._number += 1
+        self.events.append(
+            Communication(kind, axis, num_bytes, num_ranks, place, self._number, peer, ready, after)
+        )
+        return self._number
+
+    def wait(self, number: int) -> None:
+        self.events.append(Wait(number))
+
+    def allocate(self, category: str, num_bytes: int, place: Place = NOWHERE) -> None:
+        """Add to what is allocated; a negative number frees."""
+        self._now[category] += num_bytes
+        self._total += num_bytes
+        if self._total > self._most:
+            self._most, self._peak = self._total, dict(self._now)
+            self._peak_place = place
+
+    def free(self, category: str) -> None:
+        """Free what this builder has allocated of a category."""
+        self.allocate(category, -self._now[category])
+
+    def segment(self) -> Segment:
+        net = {name: num_bytes for name, num_bytes in self._now.items() if num_bytes}
+        peak = {name: num_bytes for name, num_bytes in self._peak.items() if num_bytes}
+        events = tuple(self.events) if self._keeps_events else ()
+        return Segment(events, net, peak, self._peak_place, tuple(self._parts))
+
+
+def named(place: Place, part: str) -> Place:
+    """A place in a block of the same kind, moved to the block `part`; others stay."""
+    own, traced = part.split("."), place.module.split(".")
+    if len(own) == 1 or len(traced) < len(own) or traced[: len(own) - 1] != own[:-1]:
+        return place
+    return place._replace(module=".".join([part, *traced[len(own) :]]))
+
+
+def segment_of(
+    events: Iterable[Event], category_of: Mapping[int, str], sizes: dict[int, int]
+) -> Segment:
+    """The segment of traced events; `sizes` has the size of each block, and is updated."""
+    builder = Builder()
+    for event in events:
+        if isinstance(event, Memory):
+            change = event.num_bytes - sizes.get(event.block, 0)
+            sizes[event.block] = event.num_bytes
+            builder.allocate(category_of[event.block], change, event.place)
+        elif isinstance(event, Communication):
+            # Positions in the whole trace mean nothing in a part of it.
+            builder.events.append(replace(event, ready=-1, after=()))
+        else:
+            builder.events.append(event)
+    return builder.segment()
+
+
+class Weight(NamedTuple):
+    """One parameter of a part: its shape on a rank before FSDP shards dimension 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    is_trained: bool
+    is_partial: bool = False
+    """Whether its gradient is summed over the tp axis after the backward pass, not by FSDP2."""
+    is_expert: bool = False
+    """Whether it is of experts that FSDP2 shards over a mesh of their own."""
+
+    # Weights are values, and a model has few different ones.
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def shard_numel(self, num_shards: int) -> int:
+        """The elements of the first shard, which is the largest."""
+        if self.is_expert and expert_shard_dim(self.shape[0], num_shards):
+            return self.numel // num_shards
+        rows, rest = self._rows()
+        return -(-rows // num_shards) * rest
+
+    def padded_numel(self, num_shards: int) -> int:
+        """The elements of the gathered parameter; FSDP2 pads dimension 0 to equal shards."""
+        return self.shard_numel(num_shards) * num_shards
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def _rows(self) -> tuple[int, int]:
+        return (self.shape[0], math.prod(self.shape[1:])) if self.shape else (1, 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model that computes as a whole: a block, or what is before or after them.
+
+    `weights` has the parameters of each FSDP unit that the part computes with.
+    """
+
+    forward: Segment
+    backward: Segment
+    units: Mapping[str, tuple[Weight, ...]]
+    buffer_bytes: int
+    late_bytes: int = 0
+    """The most temporary bytes after the last product of the backward pass."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight for unit in self.units.values() for weight in unit]
+
+
+@dataclass(frozen=True)
+class Float8Cast:
+    """How FSDP2 casts its shard of a weight to float8 before it gathers it.
+
+    The events are those of a shard of `numel` elements. `cast` has the reductions of the weight's
+    amax, too, unless that is computed in advance, after the update: then `amax` has the operators.
+    """
+
+    numel: int
+    is_cut: bool
+    """Whether the tp axis shards the weight, so that its amax is reduced over tp, too."""
+    cast: Segment
+    amax: Segment = NOTHING
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a step is made of, for one microbatch on a rank.
+
+    `kinds` has the kind of each block of the model, an index of `blocks`. `start` and `end` are
+    what a step does once; `end`, the update, is that of `end_weights` in `num_shards` shards.
+    """
+
+    before: Part
+    before_names: tuple[str, ...]
+    """The modules of this part that a pipeline stage can have."""
+    blocks: tuple[Part, ...]
+    after: Part
+    after_names: tuple[str, ...]
+    kinds: tuple[int, ...]
+    names: tuple[str, ...]
+    """The name of each block."""
+    start: Segment
+    end: Segment
+    buffer_bytes: int
+    """Bytes of the buffers that every stage has."""
+    end_weights: tuple[Weight, ...]
+    num_shards: int
+    num_expert_shards: int
+    tied: tuple[Weight, ...]
+    """The weights that `before` and `after` share."""
+    boundary_bytes: int
+    """Bytes of the activation between two blocks."""
+    output_bytes: int
+    """Bytes of the model's output, if the backward pass does not need it."""
+    moments: int
+    """Tensors of a parameter's size in its optimizer state."""
+    state_bytes: int
+    """Bytes of the other optimizer state of a parameter."""
+    flops_per_token: float | None
+    """Forward and backward FLOPs of the model, without recomputation."""
+    balance_bytes: tuple[int, int] = (0, 0)
+    """The bytes of the slots of each expert, which are summed in `end`; and of the whole model."""
+    casts: Mapping[str, Float8Cast] = field(default_factory=dict)
+    """The casts of the weights that FSDP2 gathers in float8, by name."""
+
+
+WITHOUT_FLOAT8_GATHER: dict[str, Any] = {
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": False,
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": False,
+}
+WITHOUT_A_PIPELINE: dict[str, Any] = {
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.pipeline_parallel_schedule_csv": "",
+    "parallelism.module_fqns_per_model_part": None,
+    "parallelism.pipeline_parallel_layers_per_stage": None,
+    "parallelism.pipeline_parallel_schedule": "1F1B",
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    # What compose.py adds by itself.
+    "parallelism.fsdp_reshard_after_forward": "default",
+}
+
+
+def uses_fsdp(resolved: ResolvedJob) -> bool:
+    """Whether FSDP2 wraps the model."""
+    training = resolved.config.training
+    is_plain = not training.is_mixed and not training.enable_cpu_offload
+    return resolved.dims.uses_fsdp(is_plain=is_plain, has_experts=has_experts(resolved))
+
+
+def offloads(resolved: ResolvedJob) -> bool:
+    """Whether parameters are kept in another memory than that of the device; on CPU all is one."""
+    config = resolved.config
+    return config.training.enable_cpu_offload and config.job.device == "cuda"
+
+
+def has_experts(resolved: ResolvedJob) -> bool:
+    """Whether the job's model has mixtures of experts."""
+    return bool(num_experts(resolved.config, resolved.model))
+
+
+def smaller(resolved: ResolvedJob, *, is_compiled: bool = False) -> ResolvedJob:
+    """The job for one microbatch, without a pipeline and on as few ranks as its pieces need.
+
+    It compiles nothing, unless `is_compiled` and the job compiles its blocks.
+    """
+    config, dims = resolved.config, resolved.dims
+    at_once = config.training.local_batch_size
+    if resolved.pipeline is not None:
+        at_once = resolved.pipeline.microbatch_size
+    is_fsdp = uses_fsdp(resolved)
+    shards = 2 if is_fsdp and not dims.cp_enabled else 1
+    # Ranks for ep, and two shards of each expert, so that its collectives are seen.
+    least = 2 * dims.ep if is_fsdp and dims.experts_are_apart(has_experts(resolved)) else 1
+    while dims.cp * dims.tp * shards % least:
+        shards += 1
+    # Replicas of DDP reduce the amaxes of float8 over their tokens.
+    has_replicas = not is_fsdp and dims.dp_replicate > 1 and config.converts_to_float8
+    replicas = 2 if has_replicas else 1
+    changes = WITHOUT_A_PIPELINE | {
+        "compile.enable": is_compiled and config.compile.enable,
+        # The weights of a single shard are not gathered.
+        **({} if dims.num_weight_shards > 1 else WITHOUT_FLOAT8_GATHER),
+        "parallelism.data_parallel_replicate_degree": replicas,
+        "parallelism.data_parallel_shard_degree": shards,
+        "training.local_batch_size": at_once,
+        "training.global_batch_size": at_once * shards * replicas,
+        # data_parallel.py adds the copies.
+        "training.enable_cpu_offload": False,
+    }
+    return resolve_job(override(config, changes), None)

@@ -1,0 +1,256 @@
+"""What one plan of a search takes: its pieces, composed and timed; or why it is dropped. No torch.
+
+    Changes -> legal? -> pieces -> bounds -> memory -> time -> Found
+
+Each step is tried only if the one before leaves the plan in the search. A plan that fails in
+composing or timing is an error of titanlite, and becomes a Failure that names it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.config import JobConfig, ResolvedJob, resolve_job
+from titanlite.config.checks import Draft, run_checks
+from titanlite.config.degrees import make_parallel_dims
+from titanlite.config.load import override, with_values
+from titanlite.config.model import resolve_model
+from titanlite.config.resolve import finish
+from titanlite.errors import ConfigError, TraceError
+from titanlite.tools.planner.bounds import Bounds, Floor, Frontier
+from titanlite.tools.planner.cache import load_pieces
+from titanlite.tools.planner.compose import compose, peaks
+from titanlite.tools.planner.composition import Pieces, smaller, uses_fsdp
+from titanlite.tools.planner.cost import Cost
+from titanlite.tools.planner.hardware import Hardware
+from titanlite.tools.planner.predict import predict
+from titanlite.tools.planner.scale import scaled
+from titanlite.tools.planner.segments import Row, Shared
+from titanlite.tools.planner.space import (
+    CHANGED,
+    CP,
+    EP,
+    GLOBAL_BATCH,
+    LOCAL_BATCH,
+    MICROBATCH,
+    MODE,
+    OF_A_BLOCK,
+    OPTION,
+    PP,
+    TP,
+    Changes,
+    without_layouts,
+)
+
+MARGIN = 0.08
+"""The share of the device's memory that a plan leaves free."""
+# Of a long pipeline two shorter ones are timed: a step's time is linear in its microbatches.
+MOST_MICROBATCHES_PER_STAGE = 4
+MOST_PIECES = 16
+"""How many pieces an evaluator keeps from one group of plans to the next."""
+DOES_NOT_FIT = "does not fit in memory"
+HOST_IS_FULL = "does not fit in the host's memory"
+NOT_LEGAL = "not legal"
+SLOWER = "cannot be among the fastest or on the front of memory, by its lower bounds"
+UNTRACEABLE = "cannot be traced"
+OF_PIECES = (TP, CP, EP, MODE, OPTION, *OF_A_BLOCK)
+"""The keys of a plan that its pieces depend on, beside the size of a microbatch."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan that fits: its keys, and what it takes."""
+
+    changes: dict[str, Any]
+    peak_bytes: int
+    seconds: float
+    tokens_per_second: float
+    """Of one rank."""
+    mfu: float | None
+    bubble: float
+    bound: str
+    host_bytes: int = 0
+    """Of the host's memory, for one rank; 0 without CPU offload."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A plan whose evaluation raised an error, and where."""
+
+    changes: dict[str, Any]
+    error: str
+
+
+Result = Found | Failure | str
+"""What a plan takes, or why it is dropped."""
+
+
+class Evaluator:
+    """Evaluates plans of one job on one device; keeps the pieces that it has traced."""
+
+    def __init__(
+        self, config: JobConfig, hardware: Hardware, *, is_compiled: bool, use_cache: bool
+    ) -> None:
+        self._config, self._hardware, self._use_cache = config, hardware, use_cache
+        self._model = resolve_model(config).sizes
+        self._cost = Cost(hardware, is_compiled=is_compiled)
+        self._pieces: dict[tuple[Any, ...], Pieces] = {}
+        self._shared: dict[int, Shared] = {}
+        self._bounds: dict[int, Bounds] = {}
+        self._tables: dict[tuple[Any, ...], list[Row]] = {}
+
+    def _forget(self) -> None:
+        """If there are many pieces, forget them, and what plans share that have them."""
+        if len(self._pieces) > MOST_PIECES:
+            self._pieces.clear()
+            self._shared.clear()
+            self._bounds.clear()
+
+    def evaluate_all(
+        self, plans: Iterable[Changes], known: Frontier | None = None
+    ) -> Iterator[Result]:
+        """What the plans of a group take, in their order: smaller microbatches first.
+
+        If a plan does not fit in memory, neither does it with larger microbatches. With `known`,
+        to which the plans are added, those that cannot be of use are dropped by their bounds.
+        """
+        self._forget()
+        too_large: set[frozenset[tuple[str, Any]]] = set()
+        for changes in plans:
+            size = LOCAL_BATCH if changes[PP] == 1 else MICROBATCH
+            others = frozenset(item for item in changes.items() if item[0] != size)
+            row = DOES_NOT_FIT if others in too_large else self.evaluate(changes, known=known)
+            if row == DOES_NOT_FIT:
+                too_large.add(others)
+            elif isinstance(row, Found) and known is not None:
+                known.add(without_layouts(changes), row.seconds, row.peak_bytes)
+            yield row
+
+    def evaluate(
+        self, changes: Changes, *, exactly: bool = False, known: Frontier | None = None
+    ) -> Result:
+        """What a plan takes, or why it is dropped.
+
+        Unless `exactly`, long pipelines are extrapolated from shorter ones, and large microbatches
+        from smaller ones.
+        """
+        try:
+            return self._evaluate(changes, exactly=exactly, known=known)
+        except Exception as error:  # other plans are still of use, and what was found is kept
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            return Failure(dict(changes), " ".join(text.split()))
+
+    def _evaluate(self, changes: Changes, *, exactly: bool, known: Frontier | None) -> Result:
+        config = with_values(self._config, changes)
+        training = config.training
+        total, rest = divmod(training.local_batch_size, changes.get(MICROBATCH, 1))
+        if rest:
+            return NOT_LEGAL
+        counts = [total]
+        if changes[PP] > 1 and not exactly and total > MOST_MICROBATCHES_PER_STAGE * changes[PP]:
+            counts = [2 * changes[PP], 3 * changes[PP]]
+        jobs: list[ResolvedJob] = []
+        for count in counts:
+            local = count * changes.get(MICROBATCH, 1)
+            batch = training.global_batch_size // training.local_batch_size * local
+            shorter = {LOCAL_BATCH: local, GLOBAL_BATCH: batch}
+            job = self._resolve(config if count == total else with_values(config, shorter))
+            if job is None:
+                return NOT_LEGAL
+            jobs.append(job)
+        try:
+            compiled = pieces = self._load(changes, jobs[0], exactly=exactly)
+            if exactly and config.compile.enable:
+                # Its peak is that of compiled blocks, which take longer to trace.
+                compiled = load_pieces(jobs[0], use_cache=self._use_cache, is_compiled=True)
+        except (TraceError, ConfigError) as error:  # the latter of the reduced job
+            return f"{UNTRACEABLE}: {' '.join(str(error).split())}"[:100]
+        cost = self._cost.on(jobs[0].dims)
+        seconds = 0.0
+        if known is not None:
+            bounds = self._bounds.setdefault(id(pieces), Bounds(pieces))
+            floor = bounds.floor(jobs[0], cost, total)
+            if not self._fits(floor.num_bytes):
+                return DOES_NOT_FIT
+            if known.excludes(floor):
+                return SLOWER
+            seconds = floor.seconds
+        shared = Shared() if exactly else self._shared_by(pieces)
+        compositions = [compose(job, pieces, shared=shared, is_quick=not exactly) for job in jobs]
+        ends = compositions[0], compositions[-1]
+        if compiled is not pieces:
+            ends = compose(jobs[0], compiled), compose(jobs[-1], compiled)
+        least, most = map(peaks, ends)
+        # The steps between the two shorter pipelines, and from there to the whole one.
+        steps = 0.0 if len(jobs) == 1 else (total - counts[0]) / (counts[1] - counts[0])
+        peak, host_peak = (
+            round(one + steps * (other - one)) for one, other in zip(least, most, strict=True)
+        )
+        if not self._fits(peak):
+            return DOES_NOT_FIT
+        host = self._hardware.host
+        if host is not None and host_peak > host.num_bytes * (1 - MARGIN):
+            return HOST_IS_FULL
+        if known is not None and known.excludes(Floor(seconds, peak)):
+            return SLOWER
+        few = predict(jobs[0], compositions[0], cost, pieces, shared, keeps_actions=False)
+        more = few
+        if len(jobs) > 1:
+            more = predict(jobs[1], compositions[1], cost, pieces, shared, keeps_actions=False)
+        step = few.step
+        seconds = step.seconds + steps * (more.step.seconds - step.seconds)
+        # Tokens grow with the microbatches, the idle time does not.
+        speed = total / counts[0] * step.seconds / seconds
+        return Found(
+            dict(changes),
+            peak,
+            seconds,
+            step.tokens_per_second * speed,
+            None if step.mfu is None else step.mfu * speed,
+            few.bubble * step.seconds / seconds,
+            step.bound,
+            host_peak,
+        )
+
+    def _resolve(self, config: JobConfig) -> ResolvedJob | None:
+        """The resolved job; None if it is not legal."""
+        draft = Draft(config, make_parallel_dims(config, None), self._model)
+        try:
+            is_legal = next(run_checks(draft, changed=CHANGED), None) is None
+        except ConfigError:
+            is_legal = False
+        return finish(draft) if is_legal else None
+
+    def _fits(self, num_bytes: int) -> bool:
+        return num_bytes <= self._hardware.memory.num_bytes * (1 - MARGIN)
+
+    def _shared_by(self, pieces: Pieces) -> Shared:
+        return self._shared.setdefault(id(pieces), Shared(tables=self._tables))
+
+    def _load(self, changes: Changes, resolved: ResolvedJob, *, exactly: bool) -> Pieces:
+        size = changes[LOCAL_BATCH] if changes[PP] == 1 else changes[MICROBATCH]
+        is_scaled = size > 4 and size % 2 == 0 and not exactly
+        of_plan = tuple(changes.get(key) for key in OF_PIECES)
+        key = of_plan, uses_fsdp(resolved), size, is_scaled
+        if key not in self._pieces:
+            pieces = None
+            if is_scaled:
+                # A single sequence takes other paths: some copies are views.
+                small = smaller(resolved)
+                one, two = (self._of_size(small, key, n) for n in (2, 4))
+                pieces = scaled(one, two, size // 2)
+            self._pieces[key] = pieces or load_pieces(resolved, use_cache=self._use_cache)
+        return self._pieces[key]
+
+    def _of_size(self, small: ResolvedJob, key: tuple[Any, ...], size: int) -> Pieces:
+        """The pieces of a reduced job with `size` sequences in its microbatch."""
+        key = *key[:2], size, False
+        if key not in self._pieces:
+            batch = small.global_batch_size // small.config.training.local_batch_size * size
+            job = override(small.config, {LOCAL_BATCH: size, GLOBAL_BATCH: batch})
+            self._pieces[key] = load_pieces(resolve_job(job), use_cache=self._use_cache)
+        return self._pieces[key]

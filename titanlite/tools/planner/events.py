@@ -1,0 +1,197 @@
+"""What a traced step does, in program order, as plain data. No torch.
+
+A Trace has the events of one rank. Computation runs on the rank's main stream; a Communication
+runs beside it from where it is issued until the Wait of the same number, if there is one, and
+otherwise holds the main stream until it ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from titanlite.plan_row import PlanRow
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "gathered parameters",
+    "communication buffers",
+    "temporary",
+)
+"""What memory is used for. Activations are what the forward pass keeps for the backward pass."""
+
+PHASES = ("forward", "backward", "recomputation", "optimizer", "other")
+FROM_RANK_TO_RANK = ("send", "receive")
+HOST_LINK = "offload"
+"""The axis of copies between a device and its host, whose kinds are these."""
+TO_DEVICE, TO_HOST = "to_device", "to_host"
+
+
+class Place(NamedTuple):
+    """Where an event happens: a module of the plain model ("" for none), and a phase."""
+
+    module: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: its floating-point operations, and the bytes that it reads and writes."""
+
+    name: str
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    place: Place
+    dtype: str
+    shape: tuple[int, ...] = ()
+    """(batch, m, n, k) of a matrix product; () for others."""
+    is_beside: bool = False
+    """Whether it runs on another stream than the main one: FSDP2's copies, on a GPU."""
+    causal: tuple[int, ...] = ()
+    """(queries, keys) of causal attention, whose masked half a kernel can skip; () for others."""
+    is_strided: bool = False
+    """Whether an input has gaps between its elements, such as a part of each row of a matrix."""
+    is_on_host: bool = False
+    """Whether it runs on the host of a GPU: the update of offloaded parameters."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """One collective, or one side of a P2P message.
+
+    `num_bytes` are those of its whole tensor: the output of a gather, the input of a reduction.
+    The axis is "world" for the sums of a step. `number` is what a Wait refers to. CPU offload's
+    copies between a rank's device and its host are communications of the axis HOST_LINK, too.
+    """
+
+    kind: str
+    axis: str
+    num_bytes: int
+    num_ranks: int
+    place: Place
+    number: int
+    peer: int = -1
+    """The other rank of a P2P message, counted along the axis; -1 for a collective."""
+    ready: int = -1
+    """How many of the trace's events the main stream must have done before it can start; -1: all
+    events before it. On a GPU, FSDP2's collectives are issued ahead of the main stream."""
+    after: tuple[int, ...] = ()
+    """The numbers of the communications that must end before it starts."""
+
+    def renumbered(self, number: int) -> Communication:
+        """The same communication with another number."""
+        # As replace, but a search calls it millions of times.
+        return Communication(
+            self.kind,
+            self.axis,
+            self.num_bytes,
+            self.num_ranks,
+            self.place,
+            number,
+            self.peer,
+            self.ready,
+            self.after,
+        )
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The main stream waits for a communication."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a block of memory has from now on; 0 frees it."""
+
+    block: int
+    num_bytes: int
+    place: Place
+
+
+Event = Operator | Communication | Wait | Memory
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory that a step holds: where, and how many bytes of each category."""
+
+    place: Place
+    bytes_of: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.bytes_of.values())
+
+
+@dataclass
+class Trace:
+    """The events of one rank in one step, and what the rank holds.
+
+    `held` has the bytes of each category that is there before the step. `sizes` has the size of the
+    blocks that are there then and that the step may free, which are part of `held`. `category_of`
+    has the category of each block of memory. `applied` is the effective plan. With CPU offload on a
+    GPU, `on_host` has the blocks in the memory of the host, and `held_on_host` is `held` there.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    events: list[Event] = field(default_factory=list)
+    held: dict[str, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    category_of: dict[int, str] = field(default_factory=dict)
+    applied: tuple[PlanRow, ...] = ()
+    on_host: set[int] = field(default_factory=set)
+    held_on_host: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def communications(self) -> list[Communication]:
+        return [event for event in self.events if isinstance(event, Communication)]
+
+    @property
+    def operators(self) -> list[Operator]:
+        return [event for event in self.events if isinstance(event, Operator)]
+
+    @property
+    def flops(self) -> int:
+        return sum(operator.flops for operator in self.operators)
+
+    def peak(self) -> Peak:
+        """The peak of the step, with parameters and optimizer state, which are always there."""
+        return self._peak(self.held, is_on_host=False)
+
+    def host_peak(self) -> Peak:
+        """The peak of the host's memory; nothing without CPU offload."""
+        return self._peak(self.held_on_host, is_on_host=True)
+
+    def _peak(self, held: dict[str, int], *, is_on_host: bool) -> Peak:
+        sizes = dict(self.sizes)
+        now: Counter[str] = Counter(held)
+        best, total, most = Peak(Place("", "other"), dict(now)), now.total(), now.total()
+        for event in self.events:
+            if not isinstance(event, Memory) or (event.block in self.on_host) != is_on_host:
+                continue
+            change = event.num_bytes - sizes.get(event.block, 0)
+            sizes[event.block] = event.num_bytes
+            now[self.category_of[event.block]] += change
+            total += change
+            if total > most:
+                best, most = Peak(event.place, dict(now)), total
+        return best
+
+
+def totals(communications: Iterable[Communication]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(kind, axis) -> (number of communications, total bytes)."""
+    counts: Counter[tuple[str, str]] = Counter()
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    for one in communications:
+        counts[one.kind, one.axis] += 1
+        num_bytes[one.kind, one.axis] += one.num_bytes
+    return {key: (counts[key], num_bytes[key]) for key in sorted(counts)}

@@ -1,0 +1,252 @@
+"""A world of any size in one process: a fake process group, fake tensors, and what they need.
+
+Under a fake process group every collective returns at once, with shapes but no values. Two parts of
+a step do not run that way and have stand-ins: DDP's reducer (C++ that reads memory) and compiled
+blocks, which are traced as eager code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titanlite import job
+from titanlite.config import ResolvedJob
+from titanlite.config.data import spec_for
+from titanlite.data.spec import Dataset
+from titanlite.job import _build_dataset
+from titanlite.modules.attention.kernels import CpuFlash
+from titanlite.modules.batch import Batch
+from titanlite.parallelize import steps
+from titanlite.parallelize.ddp import apply as ddp
+from titanlite.parallelize.float8 import linear as float8_linear
+from titanlite.parallelize.float8.gather import Float8Shard
+from titanlite.parallelize.fsdp import apply as fsdp
+from titanlite.ranks.world import World
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, size: int, device_type: str = "cpu") -> Iterator[World]:
+    """The world of `size` ranks as `rank` sees it. No process group may exist yet.
+
+    Its device is the CPU, unless "cuda" is asked for and there is a GPU: without one, autograd
+    aborts on fake CUDA tensors.
+    """
+    has_device = device_type == "cuda" and torch.cuda.is_available()
+    device = torch.device("cuda" if has_device else "cpu")
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    _forget_groups()
+    try:
+        yield World(rank, size, local_rank=0, local_size=1, device=device)
+    finally:
+        dist.destroy_process_group()
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Clear DTensor's caches: they hold process groups of a world that is gone."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def materialize(parts: list[nn.Module], mode: FakeTensorMode, device: torch.device) -> None:
+    """Allocate the parameters and buffers of `parts` as fake tensors."""
+    from titanlite.modules.tied import find_tied, tie
+
+    with mode:
+        for part in parts:
+            tied = find_tied(part)
+            part.to_empty(device=device)
+            tie(part, tied)
+
+
+def faked(batch: Batch, mode: FakeTensorMode) -> Batch:
+    """The batch without values."""
+    fields = {name: mode.from_tensor(field) for name, field in batch.fields.items()}
+    return Batch(fields, batch.dims)
+
+
+@contextlib.contextmanager
+def stand_ins(device_type: str = "cpu") -> Iterator[None]:
+    """Inside, build_job uses stand-ins for what cannot run on fake tensors, and for the data.
+
+    Where there is no GPU, a planned "cuda" device has float8 units all the same, and a kernel that
+    skips the masked half of causal attention by itself.
+    """
+    with contextlib.ExitStack() as stack:
+        if device_type == "cuda":
+            # FSDP2 copies offloaded parameters from pinned memory.
+            stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
+            for module in (steps, fsdp):
+                stack.enter_context(patch.object(module, "can_pin", lambda _: True))
+        if device_type == "cuda" and not torch.cuda.is_available():
+            stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
+            for module in (steps, float8_linear):
+                stack.enter_context(patch.object(module, "has_hardware", has_float8_units))
+        stack.enter_context(_stand_ins())
+        yield
+
+
+def has_float8_units(_: Any, dtype: torch.dtype, recipe: str) -> bool:
+    """float8_linear.has_hardware for a GPU that has them."""
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and recipe == "tensorwise")
+
+
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    with (
+        patch.object(steps, "apply_ddp", apply_ddp),
+        patch.object(job, "_build_dataset", build_dataset),
+        patch.object(FakeTensor, "as_subclass", as_subclass, create=True),
+        patch.object(torch, "compile", partial(compile_as_graph, torch.compile)),
+        patch.object(functional_collectives, "_are_we_tracing", is_compiling),
+    ):
+        # Code compiled for another job has other shapes.
+        torch.compiler.reset()
+        yield
+
+
+def compile_as_graph(
+    compiler: Any, function: Any, *, backend: Any = "inductor", **options: Any
+) -> Any:
+    """torch.compile with graphs that run operator by operator, in place of the inductor's code.
+
+    The graph is split in the same way into a forward and a backward pass, so the one keeps the same
+    tensors for the other. The inductor fuses operators; here each is seen.
+    """
+    return compiler(function, backend="aot_eager" if backend == "inductor" else backend, **options)
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is building a graph, in which a collective is waited for at once.
+
+    PyTorch takes fake tensors for a compiler's. In eager code a run waits for a collective when its
+    result is used: the result is an AsyncCollectiveTensor.
+    """
+    return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
+
+
+def as_subclass(tensor: Any, kind: type) -> Tensor:
+    """The fake tensor itself, with the methods of a shard that FSDP2 gathers in float8.
+
+    Tensor.as_subclass does not take a fake tensor. FSDP2 asks for these methods, not for the class.
+    """
+    if kind is Float8Shard:
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            setattr(tensor, name, MethodType(getattr(kind, name), tensor))
+    return tensor
+
+
+# The fields of tokens whose values do not change what a step does.
+KNOWN_FIELDS = {"targets", "positions", "documents"}
+
+
+def build_dataset(resolved: ResolvedJob, split: str) -> Dataset:
+    """Samples of zeros, so that a job is planned without its data, if their shapes are known."""
+    config = resolved.config
+    name = config.training.dataset if split == "train" else config.validation_dataset
+    spec = spec_for(config, name)
+    if spec.has_tokens and spec.fields.keys() <= KNOWN_FIELDS:
+        return ZeroTokens(resolved.seq_len, tuple(spec.fields))
+    return _build_dataset(resolved, split)
+
+
+class ZeroTokens:
+    """A data set of zeros; a Dataset."""
+
+    num_samples = 1 << 40
+
+    def __init__(self, seq_len: int, fields: tuple[str, ...]) -> None:
+        self._seq_len, self._fields = seq_len, fields
+
+    def sample(self, index: int) -> dict[str, Tensor]:
+        zeros = torch.zeros(self._seq_len, dtype=torch.int64)
+        return dict.fromkeys(("tokens", *self._fields), zeros)
+
+
+def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False) -> int:
+    """Reduce gradients in DDP's buckets, as parallelize.apply_ddp does.
+
+    The buckets are DDP's own, in reverse order of the parameters. A bucket is reduced when all its
+    gradients are there, unless set_requires_gradient_sync(False) was called.
+    """
+    state = _Replica(model, replicate_mesh.get_group())
+    model.set_requires_gradient_sync = state.set_requires_gradient_sync  # type: ignore[assignment]
+    return ddp.BUCKET_CAP_MB
+
+
+class _Replica:
+    """DDP's reductions: one all-reduce a bucket, in a buffer that exists from the first step on."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._model, self._group, self._syncs = model, group, True
+        self._buckets: list[list[nn.Parameter]] = []
+        self._buffers: list[Tensor] = []
+        self._missing: list[set[int]] = []
+        self._pending: list[Any] = []
+        model.register_forward_pre_hook(self._start)
+
+    def set_requires_gradient_sync(self, required: bool) -> None:
+        self._syncs = required
+
+    def _start(self, *_: Any) -> None:
+        # As in DDP, at the first forward pass: until then parameters have no storage.
+        if not self._buckets:
+            trained = [p for p in self._model.parameters() if p.requires_grad][::-1]
+            assign: Any = dist._compute_bucket_assignment_by_size
+            # DDP's small first bucket is only the default.
+            indices, _ = assign(trained, [ddp.BUCKET_CAP_MB << 20], [False] * len(trained))
+            self._buckets = [[trained[index] for index in bucket] for bucket in indices]
+            for number, bucket in enumerate(self._buckets):
+                size = sum(parameter.numel() for parameter in bucket)
+                self._buffers.append(bucket[0].new_empty(size))
+                for place, parameter in enumerate(bucket):
+                    parameter.register_post_accumulate_grad_hook(self._hook(number, place))
+        self._missing = [set(range(len(bucket))) for bucket in self._buckets]
+
+    def _hook(self, number: int, place: int) -> Any:
+        def ready(_: Tensor) -> None:
+            if not self._syncs:
+                return
+            self._missing[number].discard(place)
+            if self._missing[number]:
+                return
+            buffer, offset = self._buffers[number], 0
+            with torch.no_grad():
+                for parameter in self._buckets[number]:
+                    assert parameter.grad is not None
+                    buffer[offset : offset + parameter.numel()] = parameter.grad.flatten()
+                    offset += parameter.numel()
+            work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            self._pending.append((work, number))
+            if not any(self._missing):
+                self._finish()
+
+        return ready
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        for work, number in self._pending:
+            work.wait()
+            offset, buffer = 0, self._buffers[number]
+            for parameter in self._buckets[number]:
+                assert parameter.grad is not None
+                size = parameter.numel()
+                parameter.grad.copy_(buffer[offset : offset + size].view_as(parameter))
+                offset += size
+        self._pending.clear()

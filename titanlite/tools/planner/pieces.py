@@ -1,0 +1,441 @@
+"""What a job's step is made of, traced once: a block of each kind, what is around them, the update.
+
+    ResolvedJob -> trace_pieces -> Pieces -> compose.py -> a step with any number of blocks,
+                                                           microbatches, stages and shards
+
+The job's own code is traced (trace.py) with two blocks of each kind, for one microbatch, without a
+pipeline, and on the fewest ranks that keep its tensor and context parallelism. What FSDP and DDP do
+is left out: compose.py adds it, since it depends on the number of shards and on the pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from titanlite import job as job_module
+from titanlite.config import ResolvedJob
+from titanlite.errors import TitanliteError, TraceError
+from titanlite.job import Job
+from titanlite.modules.experts import expert_layers
+from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import local_part
+from titanlite.parallelize.ddp import apply as ddp
+from titanlite.parallelize.plan import ParallelPlan, find_blocks
+from titanlite.parallelize.steps import DTYPES
+from titanlite.tools.planner import fake_world
+from titanlite.tools.planner.composition import Part, Pieces, Segment, Weight, segment_of, smaller
+from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Trace, Wait
+from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
+from titanlite.tools.planner.planning import representatives
+from titanlite.tools.planner.recorder import Recorder
+from titanlite.tools.planner.trace import trace_job
+from titanlite.training import step
+from titanlite.training.gradient_norm import reduce_partial_gradients
+
+# Of FSDP2, each before the collective whose buffer it fills.
+CHUNK = "fsdp::chunk_cat"
+COPY_IN = ("fsdp::all_gather_copy_in", CHUNK)
+CAST = "aten::_foreach_copy_"
+FORWARD, BACKWARD = "forward", "backward"
+
+
+def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
+    """Trace the pieces of a job; no process group may exist in this process.
+
+    They are of eager code, unless `is_compiled` and the job compiles its blocks.
+
+    Raises TraceError if the job's own code cannot run on fake tensors.
+    """
+    fewer = _FewerBlocks()
+    sizes: list[int] = []
+    outputs: list[tuple[int, int]] = []
+
+    casts = CastRecorder()
+
+    def watch(job: Job, recorder: Recorder) -> None:
+        casts.start(job, recorder)
+        for block in find_blocks(job.parts[0], job.plan).values():
+            block.register_forward_hook(lambda _, __, output: sizes.append(_num_bytes(output)))
+
+        def note_output(_: nn.Module, __: Any, output: Any) -> None:
+            (block,) = recorder.blocks_of([local_part(output)])
+            outputs.append((block, _num_bytes(output)))
+
+        job.parts[0].register_forward_hook(note_output)
+
+    partial: set[int] = set()
+
+    def reduce(parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        partial.update(id(p) for p in parameters if _is_partial(p.grad))
+        reduce_partial_gradients(parameters)
+
+    with (
+        patch.object(job_module, "_build_model", fewer),
+        patch.object(step, "reduce_partial_gradients", reduce),
+        casts.recording(),
+        patch.object(fake_world, "apply_ddp", _without_ddp),
+    ):
+        small = smaller(resolved, is_compiled=is_compiled)
+        layout = small.config.parallelism.context_parallel_load_balancer
+        rank = representatives(small.dims, layout)[0]
+        try:
+            job, trace = trace_job(small, rank, watch, runs_first_step=small.config.compile.enable)
+        except TitanliteError:
+            raise
+        except Exception as error:  # the model's own code can raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise TraceError(
+                f"model.name: {small.config.model.name} cannot be traced ({reason}); its code must "
+                "run on tensors without values"
+            ) from error
+    events, reduced = _without_fsdp(trace, casts.events)
+    is_float8 = small.config.converts_to_float8
+    segments: dict[tuple[str, str], Segment] = {}
+    late: dict[tuple[str, str], int] = {}
+    sizes_of = dict(trace.sizes)
+    for key, run in _cut(events, fewer.kept, is_float8=is_float8):
+        late[key] = _late_bytes(run, trace.category_of, sizes_of)
+        segments[key] = segment_of(run, trace.category_of, sizes_of)
+    units = _units(job, fewer.kept, partial, reduced)
+    buffers: Counter[str] = Counter()
+    for name, buffer in job.parts[0].named_buffers():
+        own = canonical_name(name)
+        where = _part_of(own, fewer.kept, job.plan)
+        if where == "before" and not _is_in(own, job.plan.embeddings):
+            where = ""  # Every stage has the modules that no stage names.
+        buffers[where] += _num_bytes(buffer)
+
+    def part(name: str) -> Part:
+        forward, backward = segments[name, FORWARD], segments[name, BACKWARD]
+        at_end = late[name, BACKWARD]
+        return Part(forward, backward, units.get(name, {}), buffers[name], at_end)
+
+    # The last of each kind is the most typical: the first block of all has other neighbours.
+    of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
+    weights = [weight for of_part in units.values() for unit in of_part.values() for weight in unit]
+    state, moments = _optimizer_state(job)
+    return Pieces(
+        before=part("before"),
+        before_names=job.plan.embeddings,
+        blocks=tuple(part(of_kind[kind]) for kind in sorted(of_kind)),
+        after=part("after"),
+        after_names=job.plan.head,
+        kinds=tuple(fewer.kinds),
+        names=tuple(fewer.names),
+        start=segments["start", ""],
+        end=segments["end", ""],
+        end_weights=tuple(dict.fromkeys(weights)),
+        buffer_bytes=buffers[""],
+        num_shards=job.dims.num_weight_shards,
+        num_expert_shards=job.dims.num_expert_shards,
+        tied=_tied(job, units),
+        boundary_bytes=sizes[0] if sizes else 0,
+        output_bytes=0 if trace.category_of[outputs[-1][0]] == "activations" else outputs[-1][1],
+        moments=moments,
+        state_bytes=state,
+        flops_per_token=job.flops_per_token,
+        balance_bytes=(_balance_bytes(job.parts[0]), fewer.balance_bytes),
+        casts=casts.casts(),
+    )
+
+
+class _FewerBlocks:
+    """Builds a model with at most two blocks of each kind.
+
+    Blocks with the same modules and parameters are of one kind. `kinds` and `names` are those of
+    all blocks, `kept_kinds` and `kept` those of the blocks that stay.
+    """
+
+    def __init__(self) -> None:
+        self._build = job_module._build_model
+        self.names: list[str] = []
+        self.kinds: list[int] = []
+        self.kept: list[str] = []
+        self.kept_kinds: list[int] = []
+        self.balance_bytes = 0
+
+    def __call__(self, *args: Any) -> tuple[nn.Module, ParallelPlan]:
+        model, plan = self._build(*args)
+        self.balance_bytes = _balance_bytes(model)
+        blocks = find_blocks(model, plan)
+        self.names = [plan.block_name(key) for key in blocks]
+        known: dict[Any, int] = {}
+        self.kinds = [known.setdefault(_look(block), len(known)) for block in blocks.values()]
+        self.kept_kinds, removed = [], []
+        for key, kind in zip(blocks, self.kinds, strict=True):
+            if self.kept_kinds.count(kind) < 2:
+                self.kept_kinds.append(kind)
+            else:
+                removed.append(key)
+        container: Any = model.get_submodule(plan.blocks or "") if blocks else None
+        for key in reversed(removed):
+            del container[key if isinstance(container, nn.ModuleDict) else int(key)]
+        self.kept = [plan.block_name(key) for key in find_blocks(model, plan)]
+        return model, plan
+
+
+def _balance_bytes(model: nn.Module) -> int:
+    """The bytes of the numbers of slots of all experts, which a step sums over all ranks."""
+    return sum(8 * layer.num_experts for layer in expert_layers([model]).values())
+
+
+def _look(module: nn.Module) -> tuple[Any, ...]:
+    parameters = (
+        (name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()
+    )
+    return repr(module), *parameters
+
+
+def _cut(
+    events: Sequence[Event], blocks: Sequence[str], *, is_float8: bool
+) -> Iterator[tuple[tuple[str, str], list[Event]]]:
+    """The events of each segment of a step: ("start", ""), (part, "forward"), ..., ("end", "").
+
+    The parts are "before", the blocks and "after". Events of no module belong to the part of the
+    event before.
+    """
+    order = ["before", *blocks, "after"]
+    turn = len(order)
+    keys = [("start", "")]
+    keys += [(name, FORWARD) for name in order]
+    keys += [(name, BACKWARD) for name in reversed(order)]
+    keys.append(("end", ""))
+    runs: dict[tuple[str, str], list[Event]] = {key: [] for key in keys}
+    at, start = 0, _end_of_start(events)
+    for index, event in enumerate(events):
+        # FSDP2's memory is that of another unit while a module runs.
+        where = None if isinstance(event, Memory) else getattr(event, "place", None)
+        if where is not None and 0 < at < len(keys) - 1:
+            if where.phase == "optimizer" or (at > turn and where.phase == FORWARD):
+                at = len(keys) - 1
+            elif where.phase != FORWARD:
+                at = max(at, turn + 1)
+            if where.module and at < len(keys) - 1:
+                name = next((block for block in blocks if _is_in(where.module, (block,))), None)
+                if name is None and at not in (1, turn + 1):
+                    name = "after" if at <= turn else "before"
+                if name is not None:
+                    here = keys.index((name, FORWARD if at <= turn else BACKWARD))
+                    at = max(at, here)
+        runs[keys[at]].append(event)
+        if at == 0 and index >= start:
+            at = 1
+    for key, run in runs.items():
+        yield key, [over_tokens(event) for event in run] if key[1] and is_float8 else run
+
+
+def _late_bytes(
+    events: Sequence[Event], category_of: Mapping[int, str], sizes: Mapping[int, int]
+) -> int:
+    """The most temporary bytes after the last product, compared with the start of `events`."""
+    products = [at for at, e in enumerate(events) if isinstance(e, Operator) and e.shape]
+    sizes, now, most = dict(sizes), 0, 0
+    for at, event in enumerate(events):
+        if isinstance(event, Memory):
+            change = event.num_bytes - sizes.get(event.block, 0)
+            sizes[event.block] = event.num_bytes
+            if category_of[event.block] not in ("activations", "gradients"):
+                now += change
+        if products and at > products[-1]:
+            most = max(most, now)
+    return most
+
+
+def _without_ddp(model: nn.Module, *_: Any, **__: Any) -> int:
+    """In place of apply_ddp: compose.py adds what DDP does."""
+    return ddp.BUCKET_CAP_MB
+
+
+def _end_of_start(events: Sequence[Event]) -> int:
+    """The last sum over the world before the model runs: of targets, or of sequences."""
+    found = 0
+    for index, event in enumerate(events):
+        if isinstance(event, Communication | Operator) and event.place.module:
+            break
+        if isinstance(event, Communication) and event.axis == "world":
+            found = index
+    return found
+
+
+def _without_fsdp(trace: Trace, casts: Sequence[Event]) -> tuple[list[Event], Counter[int]]:
+    """The events without the collectives, copies, casts to float8 and buffers of FSDP2.
+
+    Also the bytes of the Partial gradients that FSDP2 sums over the tp axis.
+    """
+    reduced: Counter[int] = Counter()
+    events: list[Event] = []
+    dropped: set[int] = set()
+    blocks = {b for b, category in trace.category_of.items() if category == "gathered parameters"}
+    is_next = False
+    cast = {id(event) for event in casts if not isinstance(event, Memory)}
+    blocks |= {event.block for event in casts if isinstance(event, Memory) and event.num_bytes}
+    for event in trace.events:
+        if id(event) in cast:
+            continue
+        if isinstance(event, Memory):
+            if event.block not in blocks:
+                events.append(event)
+        elif isinstance(event, Operator) and event.name.startswith("fsdp::"):
+            # What was allocated since the operator before is its buffer.
+            while events and _prepares(events[-1]):
+                if isinstance(one := events.pop(), Memory):
+                    blocks.add(one.block)
+            if event.name == CHUNK:
+                for one in _summed_before(events):
+                    reduced[one.num_bytes] += 1
+                    dropped.add(one.number)
+            is_next = is_next or event.name in COPY_IN
+        elif isinstance(event, Communication) and is_next:
+            while events and isinstance(one := events[-1], Memory) and one.num_bytes:
+                blocks.add(one.block)
+                events.pop()
+            dropped.add(event.number)
+            is_next = False
+        elif not isinstance(event, Wait) or event.number not in dropped:
+            events.append(event)
+    kept = [
+        event
+        for event in events
+        if not (isinstance(event, Memory) and event.block in blocks)
+        and not (isinstance(event, Wait | Communication) and event.number in dropped)
+    ]
+    return kept, reduced
+
+
+def _summed_before(events: Sequence[Event]) -> Iterator[Communication]:
+    """The sums over the tp axis at the end of `events`, after the last operator."""
+    for event in reversed(events):
+        if isinstance(event, Operator):
+            return
+        if isinstance(event, Communication):
+            if event.kind != "all_reduce" or event.axis != "tp":
+                return
+            yield event
+
+
+def _prepares(event: Event) -> bool:
+    """Whether the event belongs to FSDP's operator after it: an allocation, or a cast of shards."""
+    if isinstance(event, Memory):
+        return event.num_bytes > 0
+    return isinstance(event, Operator) and event.name == CAST
+
+
+def _units(
+    job: Job, blocks: Sequence[str], partial: set[int], reduced: Counter[int]
+) -> dict[str, dict[str, tuple[Weight, ...]]]:
+    """Part -> FSDP unit -> its parameters. Without FSDP a part is one unit.
+
+    A unit of embeddings and head, which share a weight, belongs to both parts.
+    """
+    model, plan = job.parts[0], job.plan
+    of_unit: dict[str, list[Weight]] = {}
+    parts_of_unit: dict[str, set[str]] = {}
+    numbers: dict[int, str] = {}
+    owners: dict[str, str] = {}
+    for name, module in model.named_modules():
+        own = canonical_name(name)
+        part = _part_of(own, blocks, plan)
+        if isinstance(module, FSDPModule):
+            unit = numbers.setdefault(id(module._get_fsdp_state()), own or "the rest")
+        else:
+            unit = owners.get(own.rpartition(".")[0], "") if numbers else part
+        # A checkpoint wrapper and what it wraps have one name.
+        owners[own] = owners.get(own) or unit
+        parts_of_unit.setdefault(unit, set())
+    has_apart = job.meshes.experts is not None
+    experts = {f"{layer}.experts" for layer in expert_layers([model])}
+    left, dtype = Counter(reduced), job.config.training.param_dtype
+    for name, parameter in job.parameters.items():
+        size = math.prod(_shape(parameter))
+        is_partial = id(parameter) in partial
+        for itemsize in sorted({parameter.element_size(), DTYPES[dtype].itemsize}):
+            if not is_partial and _is_replicated(parameter) and left[size * itemsize] > 0:
+                left[size * itemsize] -= 1
+                is_partial = True
+        parent = name.rpartition(".")[0]
+        unit = owners.get(parent, "the rest")
+        of_unit.setdefault(unit, []).append(
+            Weight(
+                name,
+                _shape(parameter),
+                parameter.element_size(),
+                parameter.requires_grad,
+                is_partial,
+                has_apart and parent in experts,
+            )
+        )
+        parts_of_unit[unit].add(_part_of(name, blocks, plan))
+    for further in job.tied:
+        unit = owners.get(further.rpartition(".")[0], "the rest")
+        parts_of_unit.setdefault(unit, set()).add(_part_of(further, blocks, plan))
+    found: dict[str, dict[str, tuple[Weight, ...]]] = {}
+    for unit, weights in of_unit.items():
+        for part in parts_of_unit[unit]:
+            found.setdefault(part, {})[unit] = tuple(weights)
+    return found
+
+
+def _tied(job: Job, units: Mapping[str, Mapping[str, tuple[Weight, ...]]]) -> tuple[Weight, ...]:
+    firsts = set(job.tied.values())
+    found = (w for unit in units.get("before", {}).values() for w in unit if w.name in firsts)
+    return tuple(dict.fromkeys(found))
+
+
+def _is_partial(gradient: Tensor | None) -> bool:
+    return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
+
+
+def _is_replicated(parameter: Tensor) -> bool:
+    """Whether the tp axis replicates it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    return any(axis == "tp" and placement.is_replicate() for axis, placement in axes)
+
+
+def _part_of(name: str, blocks: Sequence[str], plan: ParallelPlan) -> str:
+    block = next((block for block in blocks if _is_in(name, (block,))), "")
+    return block or ("after" if _is_in(name, plan.head) else "before")
+
+
+def _is_in(name: str, modules: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape on a rank, before FSDP shards it."""
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+        for axis, degree, placement in axes:
+            if axis in ("tp", "ep") and placement.is_shard():
+                dim = placement.dim  # type: ignore[attr-defined]
+                shape[dim] = -(-shape[dim] // degree)
+    return tuple(shape)
+
+
+def _optimizer_state(job: Job) -> tuple[int, int]:
+    """Of each parameter: the bytes of small state, and the number of tensors of its size."""
+    for parameter, state in job.trainer.optimizer.state.items():
+        size = local_part(parameter).numel()
+        tensors = [local_part(value) for value in state.values() if isinstance(value, Tensor)]
+        whole = sum(tensor.numel() == size for tensor in tensors)
+        if size > 1:
+            return sum(_num_bytes(t) for t in tensors if t.numel() != size), whole
+    return 0, 0
+
+
+def _num_bytes(output: Any) -> int:
+    tensor = output[0] if isinstance(output, tuple) else output
+    tensor = local_part(tensor)
+    return tensor.numel() * tensor.element_size()

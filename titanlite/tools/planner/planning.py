@@ -1,0 +1,221 @@
+"""The plan of a job: what its step takes on each rank, and how long it lasts. Torch-free.
+
+    ResolvedJob [+ Hardware] -> plan_job -> JobPlan: memory, communication, operations, time
+
+A small job is traced whole (trace.py). A large one is composed from pieces (pieces.py, compose.py),
+whose communication is the same and whose peaks differ by a few percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from titanlite.config import ResolvedJob
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.plan_row import PlanRow
+from titanlite.quantities import format_bytes
+from titanlite.tools.planner.cache import load_pieces
+from titanlite.tools.planner.compose import Composition, compose
+from titanlite.tools.planner.composition import has_experts, offloads
+from titanlite.tools.planner.cost import Cost
+from titanlite.tools.planner.events import Peak, totals
+from titanlite.tools.planner.hardware import Hardware
+from titanlite.tools.planner.predict import Prediction, predict
+
+WHOLE, PIECES = "whole", "pieces"
+# Passes of a block through a microbatch up to which a job is traced whole.
+MOST_PASSES = 200
+LARGE_BUBBLE = 0.25
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The step of one rank, which stands for all ranks of its pipeline stage.
+
+    `held` has the bytes of each category before the step. `totals` maps (kind, axis) to the number
+    of communications and the bytes of their whole tensors. With CPU offload on a GPU, `host` is the
+    peak of what the rank takes of the host's memory, and `held_on_host` what it holds there.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    held: dict[str, int]
+    peak: Peak
+    totals: dict[tuple[str, str], tuple[int, int]]
+    flops: int
+    host: Peak | None = None
+    held_on_host: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The plan of a job on its number of ranks.
+
+    `method` is WHOLE or PIECES. `prediction` is None without hardware. `warnings` are about the
+    plan, `notes` about the planning.
+    """
+
+    dims: ParallelDims
+    ranks: list[RankPlan]
+    method: str
+    hardware: Hardware | None = None
+    prediction: Prediction | None = None
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    cost: Cost | None = field(default=None, repr=False)
+    """The cost of the prediction."""
+    applied: tuple[PlanRow, ...] = ()
+    """The effective plan of a job that was traced whole; cache.load_applied has that of others."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of all ranks."""
+        return max(one.peak.num_bytes for one in self.ranks)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that a rank takes of its host's memory; 0 without CPU offload on a GPU."""
+        return max(0 if one.host is None else one.host.num_bytes for one in self.ranks)
+
+
+def plan_job(
+    resolved: ResolvedJob,
+    hardware: Hardware | None = None,
+    *,
+    is_compiled: bool = False,
+    method: str | None = None,
+    use_cache: bool = True,
+) -> JobPlan:
+    """The plan of a job; `method` chooses how, by default by the job's size.
+
+    `is_compiled` says that the time is of compiled blocks. Experts are assumed to have equally many
+    tokens.
+    """
+    dims, offloaded = resolved.dims, offloads(resolved)
+    if offloaded and hardware is not None:
+        _ = hardware.offload_host
+    method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
+    prediction, cost = None, None
+    applied: tuple[PlanRow, ...] = ()
+    compositions: list[Composition] = []
+    if method == PIECES or hardware is not None:
+        pieces = load_pieces(resolved, use_cache=use_cache)
+        compositions = compose(resolved, pieces)
+        if hardware is not None:
+            cost = Cost(hardware, dims, is_compiled=is_compiled)
+            prediction = predict(resolved, compositions, cost, pieces)
+    if method == PIECES and resolved.config.compile.enable:
+        # Time is that of eager pieces, with operators fused by rule: the hardware files are fitted
+        # to it.
+        compiled = load_pieces(resolved, use_cache=use_cache, is_compiled=True)
+        compositions = compose(resolved, compiled)
+    shown = representatives(dims)
+    if method == WHOLE:
+        from titanlite.tools.planner.trace import trace_rank
+
+        ranks = []
+        layout = resolved.config.parallelism.context_parallel_load_balancer
+        for rank in representatives(dims, layout):
+            trace = trace_rank(resolved, rank)
+            counts = totals(trace.communications)
+            applied = applied or trace.applied
+            host = trace.host_peak() if offloaded else None
+            of_trace = trace.coordinates, trace.held, trace.peak(), counts, trace.flops
+            ranks.append(RankPlan(rank, *of_trace, host, trace.held_on_host))
+    else:
+        ranks = [
+            RankPlan(
+                one.rank,
+                one.coordinates,
+                one.held,
+                _of_any_block(one.peak(), resolved),
+                one.totals(),
+                one.flops,
+                one.host_peak() if offloaded else None,
+                one.held_on_host,
+            )
+            for one in compositions
+            if one.rank in shown
+        ]
+    plan = JobPlan(dims, ranks, method, hardware, prediction, cost=cost, applied=applied)
+    if compositions and (again := _repeated_in_halves(resolved)):
+        plan.notes.append(
+            f"schedule: it splits the backward pass, and each half runs {again} again; composed "
+            "steps count this once, so their time and peak are too low"
+        )
+    if has_experts(resolved):
+        plan.notes.append("experts: planned as if all had equally many tokens")
+    plan.warnings.extend(find_warnings(plan))
+    return plan
+
+
+def _repeated_in_halves(resolved: ResolvedJob) -> str:
+    """What both halves of a split backward pass run; "" for nothing."""
+    config, pipeline = resolved.config, resolved.pipeline
+    if pipeline is None or not pipeline.schedule.splits_backward:
+        return ""
+    found = ["the recomputation"] if config.activation_checkpoint.mode != "none" else []
+    found += ["float8 products"] if config.converts_to_float8 else []
+    return " and ".join(found)
+
+
+def _of_any_block(peak: Peak, resolved: ResolvedJob) -> Peak:
+    """The peak in a block without its number: the stages of a pipeline share their pieces."""
+    if resolved.pipeline is None:
+        return peak
+    names = peak.place.module.split(".")
+    place = peak.place._replace(module=".".join("*" if n.isdigit() else n for n in names))
+    return replace(peak, place=place)
+
+
+def passes(resolved: ResolvedJob) -> int:
+    """How often the ranks that are traced run a block in a step, about."""
+    config, dims, pipeline = resolved.config, resolved.dims, resolved.pipeline
+    batches = resolved.global_batch_size // (config.training.local_batch_size * dims.dp)
+    if pipeline is None:
+        return batches * getattr(resolved.model, "n_layers", 1)
+    blocks = max(len(stage) for stage in pipeline.stages)
+    ranks = len(representatives(dims))
+    return batches * ranks * blocks * pipeline.schedule.num_microbatches
+
+
+def representatives(dims: ParallelDims, layout: str | None = None) -> list[int]:
+    """One rank per pipeline stage, those with the largest shards: the first of other axes.
+
+    Of more than four stages: the first two, the middle one and the last. In context parallelism
+    with contiguous shards (layout "none") the last rank attends to the most keys.
+    """
+    last = {"cp": dims.cp - 1} if layout == "none" else {}
+    places = list(range(dims.pp)) if dims.pp <= 4 else [0, 1, dims.pp // 2, dims.pp - 1]
+    return [dims.rank(pp=place, **last) for place in places]
+
+
+def find_warnings(plan: JobPlan) -> Sequence[str]:
+    """What is wrong with a plan on its hardware: one line each."""
+    hardware, prediction, dims = plan.hardware, plan.prediction, plan.dims
+    if hardware is None:
+        return []
+    found = []
+    if plan.peak_bytes > hardware.memory.num_bytes:
+        found.append(
+            f"does not fit: a rank needs {format_bytes(plan.peak_bytes)}, and {hardware.name} has "
+            f"{format_bytes(hardware.memory.num_bytes)}"
+        )
+    host = hardware.offload_host if plan.host_bytes else None
+    if host is not None and plan.host_bytes > host.num_bytes:
+        found.append(
+            f"does not fit: CPU offload needs {format_bytes(plan.host_bytes)} of the host's memory "
+            f"for a rank, whose share of it is {format_bytes(host.num_bytes)}"
+        )
+    if dims.tp > hardware.node.num_ranks:
+        found.append(
+            f"tensor parallelism over {dims.tp} ranks leaves the node, which has "
+            f"{hardware.node.num_ranks}: its collectives use the slower links between nodes"
+        )
+    if prediction is not None and prediction.bubble > LARGE_BUBBLE:
+        found.append(
+            f"the pipeline's ranks are idle for {prediction.bubble:.0%} of the step; give more "
+            "microbatches, or an interleaved schedule"
+        )
+    return found

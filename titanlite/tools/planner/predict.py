@@ -1,0 +1,334 @@
+"""The time of a composed step: what each action takes, and the pipeline's clock. Torch-free.
+
+    Compositions + Cost -> predict -> Prediction
+
+The events of an action run on the streams of one rank (timing.py), once for all actions that are
+alike. The ranks of a pipeline then run their actions in the schedule's order, each as soon as its
+rank is free and its input has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from titanlite.config import ResolvedJob
+from titanlite.errors import TitanliteError
+from titanlite.schedule import Span, Timeline
+from titanlite.schedule.actions import (
+    BACKWARD_INPUT,
+    FORWARD,
+    FULL_BACKWARD,
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+)
+from titanlite.tools.planner.compose import END, START, Composition, Done
+from titanlite.tools.planner.composition import Pieces, Segment
+from titanlite.tools.planner.cost import Cost
+from titanlite.tools.planner.events import Communication
+from titanlite.tools.planner.segments import BATCH, P2P, Shared
+from titanlite.tools.planner.timing import SegmentTime, StepTime, Traffic, step_time, time_events
+
+BACKWARDS = (FULL_BACKWARD, BACKWARD_INPUT)
+Timing = tuple[float, bool, int | None, int | None]
+"""An action's seconds, whether it is a send, what it waits for and what it gives (`_code`)."""
+WAIT_FOR_SENDS = ("1F1B",)
+"""Schedules whose ranks wait for what they have sent: PyTorch's Schedule1F1B posts a send together
+with the receive of the other direction and waits for both, and a send of the same direction only
+after the one before has ended."""
+SPAN_KINDS = {UNSHARD: "FETCH", REDUCE_GRAD: "REDUCE_GRAD"}
+
+
+class Ran(NamedTuple):
+    """An action of the rank at `place` on pp, from `start` to `end`; a send takes its transfer."""
+
+    place: int
+    start: float
+    end: float
+    done: Done
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted time of a step, and what each rank does when.
+
+    `timeline` has the work of a pipeline's ranks; `actions` has all actions, in the order in which
+    they start on each rank.
+    """
+
+    step: StepTime
+    timeline: Timeline
+    bubble: float
+    """The share of the step in which a rank waits for another, the mean over the pipeline."""
+    actions: list[Ran] = field(default_factory=list, repr=False)
+
+
+def predict(
+    resolved: ResolvedJob,
+    compositions: Sequence[Composition],
+    cost: Cost,
+    pieces: Pieces,
+    shared: Shared | None = None,
+    *,
+    keeps_actions: bool = True,
+) -> Prediction:
+    """The time of a step; `compositions` has one rank of every stage of the pipeline, in order.
+
+    `shared` is what they were composed with. Unless `keeps_actions`, the timeline is empty.
+    """
+    pipeline = resolved.pipeline
+    clock = _Clock(
+        compositions,
+        cost,
+        shared or Shared(),
+        keeps_actions=keeps_actions,
+        waits_for_sends=pipeline is not None and pipeline.schedule.name in WAIT_FOR_SENDS,
+    )
+    seconds = clock.run()
+    segments = {one.rank: clock.rank_time(place, seconds) for place, one in enumerate(compositions)}
+    tokens = resolved.global_batch_size * resolved.seq_len
+    step = step_time(
+        segments,
+        cost,
+        tokens=tokens,
+        model_flops=pieces.flops_per_token and pieces.flops_per_token * tokens,
+        dtype=resolved.config.training.param_dtype,
+    )
+    rows = [f"rank {one.rank}" for one in compositions]
+    idle = [segment.idle_seconds / seconds if seconds else 0.0 for segment in segments.values()]
+    timeline = Timeline("predicted step", rows, clock.spans, unit="s")
+    return Prediction(step, timeline, sum(idle) / len(idle), clock.actions)
+
+
+class _Clock:
+    """Runs the actions of all ranks of a pipeline in virtual time."""
+
+    def __init__(
+        self,
+        compositions: Sequence[Composition],
+        cost: Cost,
+        shared: Shared,
+        *,
+        keeps_actions: bool,
+        waits_for_sends: bool,
+    ) -> None:
+        self._compositions, self._cost = compositions, cost
+        self._waits_for_sends = waits_for_sends
+        self._known: dict[int, SegmentTime] = {}
+        self._times, self._keeps_actions = shared.times, keeps_actions
+        self._place_of = {
+            done.stage: place
+            for place, one in enumerate(compositions)
+            for done in one.actions
+            if done.stage >= 0
+        }
+        self.spans: list[Span] = []
+        self.actions: list[Ran] = []
+        # Seconds in which a rank waits for a transfer that is under way, by rank, kind and phase.
+        self._exposed: dict[tuple[int, str, str], float] = defaultdict(float)
+
+    def time(self, done: Done, rank: int) -> SegmentTime:
+        """The time of an action; equal for all ranks of a stage."""
+        segment = done.segment
+        if done.kind in P2P:
+            return self._known.get(id(segment)) or self._time_message(segment, rank)
+        found = self._times.get(id(segment))
+        if found is None:
+            if segment.fewer is None:
+                found = time_events(segment.events, self._cost, rank)
+            else:
+                one, two, count = segment.fewer
+                shorter, longer = (time_events(s.events, self._cost, rank) for s in (one, two))
+                found = _add(_add(longer, longer, count), shorter, -count)
+            self._times[id(segment)] = found
+        return found
+
+    def _time_message(self, segment: Segment, rank: int) -> SegmentTime:
+        """The time of a message; equal for all that take as long and count as the same."""
+        (event,) = segment.events
+        assert isinstance(event, Communication)
+        key = event.kind, event.place, self._cost.communication(event, rank)
+        if key not in self._times:
+            self._times[key] = time_events(segment.events, self._cost, rank)
+        found = self._known[id(segment)] = self._times[key]
+        return found
+
+    def run(self) -> float:
+        """The seconds of the step."""
+        rows = [self._row(place) for place in range(len(self._compositions))]
+        at = [0] * len(rows)
+        clock = [0.0] * len(rows)
+        arrived: dict[tuple[int, int], tuple[float, float]] = {}
+        free: dict[tuple[int, str], float] = defaultdict(float)
+        waiting: dict[tuple[int, int], int] = {}
+        # Each rank's last send: whether it goes forward, its start and its end.
+        sent = [(True, 0.0, 0.0)] * len(rows)
+        runnable = list(range(len(rows)))[::-1]
+        while runnable:
+            place = runnable.pop()
+            row, now = rows[place], clock[place]
+            for index in range(at[place], len(row)):
+                done, (seconds, is_send, need, gives) = row[index]
+                if need is not None:
+                    awaited = need, done.microbatch
+                    if awaited not in arrived:
+                        waiting[awaited] = place
+                        at[place] = index
+                        break
+                    begins, ends = arrived[awaited]
+                    if ends > now:
+                        self._wait(place, done, now, begins, ends)
+                        now = ends
+                if self._waits_for_sends and not is_send:
+                    is_forward, begins, ends = sent[place]
+                    if ends > now and is_forward != (done.kind == FORWARD):
+                        self._wait(place, done, now, begins, ends, "send")
+                        now = ends
+                start = now
+                if is_send:
+                    # A send runs beside the work; the next one on its link waits for it.
+                    start = max(now, free[place, done.kind])
+                    if self._waits_for_sends and start > now:
+                        phase = "forward" if done.kind == SEND_F else "backward"
+                        self._exposed[place, "send", phase] += start - now
+                        now = start
+                    end = free[place, done.kind] = start + seconds
+                    sent[place] = done.kind == SEND_F, start, end
+                else:
+                    end = now = now + seconds
+                if self._keeps_actions:
+                    self._note(place, done, start, end, is_send=is_send)
+                if gives is not None:
+                    key = gives, done.microbatch
+                    # What stays on this rank is there at once.
+                    arrived[key] = (start if is_send else end), end
+                    if key in waiting:
+                        runnable.append(waiting.pop(key))
+            else:
+                at[place] = len(row)
+            clock[place] = now
+        if any(done < len(row) for done, row in zip(at, rows, strict=True)):
+            raise TitanliteError("the composed pipeline deadlocks")
+        # The gradient norm is a sum over all ranks.
+        start = max(clock)
+        ends = start
+        for place, one in enumerate(self._compositions):
+            seconds = self.time(one.actions[-1], one.rank).seconds
+            ends = max(ends, start + seconds)
+            self.actions.append(Ran(place, start, start + seconds, one.actions[-1]))
+        return ends
+
+    def _row(self, place: int) -> list[tuple[Done, Timing]]:
+        """The actions of a rank that take time, without the update."""
+        one = self._compositions[place]
+        known: dict[tuple[int, str, int], Timing] = {}
+        row = []
+        for done in one.actions:
+            kind = done.kind
+            if kind in (RECV_F, RECV_B, END):
+                continue
+            key = id(done.segment), kind, done.stage
+            if key not in known:
+                known[key] = self._timing(done, place, one.rank)
+            row.append((done, known[key]))
+        return row
+
+    def _timing(self, done: Done, place: int, rank: int) -> Timing:
+        of = self.time(done, rank)
+        last = max(self._place_of, default=0)
+        kind, stage = done.kind, done.stage
+        if kind in (SEND_F, SEND_B):
+            busy = sum(one.busy_seconds for one in of.traffic)
+            return busy, True, None, _code(kind == SEND_F, stage)
+        need = gives = None
+        if kind == FORWARD:
+            need = _code(True, stage - 1) if stage > 0 else None
+            is_local = self._place_of.get(stage + 1) == place
+            gives = _code(True, stage) if is_local else None
+        elif kind in BACKWARDS:
+            need = _code(False, stage + 1) if stage < last else None
+            is_local = self._place_of.get(stage - 1) == place
+            gives = _code(False, stage) if is_local else None
+        return of.seconds, False, need, gives
+
+    def _wait(
+        self,
+        place: int,
+        done: Done,
+        now: float,
+        begins: float,
+        ends: float,
+        kind: str = "receive",
+    ) -> None:
+        phase = "forward" if (done.kind == FORWARD) == (kind == "receive") else "backward"
+        self._exposed[place, kind, phase] += ends - max(now, begins)
+
+    def _note(self, place: int, done: Done, start: float, end: float, *, is_send: bool) -> None:
+        self.actions.append(Ran(place, start, end, done))
+        if is_send or end <= start or done.kind in (START, BATCH):
+            return
+        kind = SPAN_KINDS.get(done.kind, done.kind)
+        microbatch = None if done.microbatch < 0 else done.microbatch
+        self.spans.append(Span(place, start, end, kind, done.stage, microbatch))
+
+    def rank_time(self, place: int, seconds: float) -> SegmentTime:
+        """The sum of a rank's actions in a step of `seconds`."""
+        one = self._compositions[place]
+        total = SegmentTime(0.0, {}, (), 0.0, 0.0, 0.0)
+        times = Counter(id(done.segment) for done in one.actions)
+        by_id = {id(done.segment): done for done in one.actions}
+        for key, count in times.items():
+            total = _add(total, self.time(by_id[key], one.rank), count)
+        traffic = []
+        for item in total.traffic:
+            if item.axis == "pp":
+                exposed = self._exposed[place, item.kind, item.phase]
+                item = replace(item, exposed_seconds=exposed)
+            traffic.append(item)
+        spent = (
+            sum(total.compute_seconds.values())
+            + total.launch_seconds
+            + sum(item.exposed_seconds for item in traffic)
+        )
+        return replace(
+            total, seconds=seconds, traffic=tuple(traffic), idle_seconds=max(0.0, seconds - spent)
+        )
+
+
+def _code(is_forward: bool, stage: int) -> int:
+    """A number for the output of a stage in a pass."""
+    return 2 * stage + is_forward
+
+
+def _add(total: SegmentTime, one: SegmentTime, times: int) -> SegmentTime:
+    """`total` and `times` repetitions of `one`."""
+    compute = dict(total.compute_seconds)
+    for kind, seconds in one.compute_seconds.items():
+        compute[kind] = compute.get(kind, 0.0) + seconds * times
+    traffic: dict[tuple[str, str, str], Traffic] = {
+        (item.axis, item.kind, item.phase): item for item in total.traffic
+    }
+    for item in one.traffic:
+        key = item.axis, item.kind, item.phase
+        known = traffic.get(key, Traffic(*key, 0, 0.0, 0.0, 0.0))
+        traffic[key] = Traffic(
+            *key,
+            known.count + item.count * times,
+            known.num_bytes + item.num_bytes * times,
+            known.busy_seconds + item.busy_seconds * times,
+            known.exposed_seconds + item.exposed_seconds * times,
+        )
+    return SegmentTime(
+        total.seconds + one.seconds * times,
+        compute,
+        tuple(traffic.values()),
+        total.launch_seconds + one.launch_seconds * times,
+        0.0,
+        total.flops + one.flops * times,
+    )

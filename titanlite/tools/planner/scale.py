@@ -1,0 +1,76 @@
+"""The pieces of a larger microbatch from those of two smaller ones. No torch.
+
+Every figure of an operator, a communication or a stretch of memory is linear in the number of
+sequences. A peak may move to another place as they grow; then it is underestimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from titanlite.tools.planner.composition import Part, Pieces, Segment
+from titanlite.tools.planner.events import Communication, Event, Operator
+
+
+def scaled(one: Pieces, two: Pieces, factor: int) -> Pieces | None:
+    """The pieces for `factor` times the sequences of `one`; `two` has twice as many.
+
+    None if the two differ in more than size. What a step reads at its start is that of `two`.
+    """
+    try:
+        return replace(
+            two,
+            before=_part(one.before, two.before, factor),
+            blocks=tuple(_part(*pair, factor) for pair in zip(one.blocks, two.blocks, strict=True)),
+            after=_part(one.after, two.after, factor),
+            end=_segment(one.end, two.end, factor),
+            boundary_bytes=_at(one.boundary_bytes, two.boundary_bytes, factor),
+            output_bytes=_at(one.output_bytes, two.output_bytes, factor),
+        )
+    except ValueError:
+        return None
+
+
+def _part(one: Part, two: Part, factor: int) -> Part:
+    return replace(
+        two,
+        forward=_segment(one.forward, two.forward, factor),
+        backward=_segment(one.backward, two.backward, factor),
+        late_bytes=_at(one.late_bytes, two.late_bytes, factor),
+    )
+
+
+def _segment(one: Segment, two: Segment, factor: int) -> Segment:
+    events = (_event(*pair, factor) for pair in zip(one.events, two.events, strict=True))
+    net, peak = _bytes(one.net, two.net, factor), _bytes(one.peak, two.peak, factor)
+    return Segment(tuple(events), net, peak, two.peak_place)
+
+
+def _event(one: Event, two: Event, factor: int) -> Event:
+    if type(one) is not type(two):
+        raise ValueError
+    if isinstance(one, Operator) and isinstance(two, Operator):
+        if one.name != two.name:
+            raise ValueError
+        return replace(
+            two,
+            flops=_at(one.flops, two.flops, factor),
+            bytes_read=_at(one.bytes_read, two.bytes_read, factor),
+            bytes_written=_at(one.bytes_written, two.bytes_written, factor),
+            shape=tuple(_at(*pair, factor) for pair in zip(one.shape, two.shape, strict=True)),
+        )
+    if isinstance(one, Communication) and isinstance(two, Communication):
+        if (one.kind, one.axis) != (two.kind, two.axis):
+            raise ValueError
+        return replace(two, num_bytes=_at(one.num_bytes, two.num_bytes, factor))
+    return two
+
+
+def _bytes(one: Mapping[str, int], two: Mapping[str, int], factor: int) -> dict[str, int]:
+    return {name: _at(one.get(name, 0), two.get(name, 0), factor) for name in {**one, **two}}
+
+
+def _at(one: int, two: int, factor: int) -> int:
+    """The value at `factor` of the line through (1, one) and (2, two)."""
+    return one + (two - one) * (factor - 1)

@@ -1,0 +1,206 @@
+"""`titanlite plan --search`: the search with its progress, its tables, and the best job's TOML."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from titanlite.config import JobConfig
+from titanlite.config.checks import Draft, run_checks
+from titanlite.config.model import num_experts
+from titanlite.config.pipeline import split_points
+from titanlite.config.toml import show, show_name
+from titanlite.errors import ConfigError
+from titanlite.observe.terminal import counting_bar
+from titanlite.quantities import format_bytes, format_count, format_seconds
+from titanlite.tools.planner.evaluate import Found
+from titanlite.tools.planner.hardware import Hardware
+from titanlite.tools.planner.search import SearchResult, search
+from titanlite.tools.planner.space import (
+    ASYNC_TP,
+    CHANGED,
+    CP,
+    EP,
+    FIRST_LESS,
+    GLOBAL_BATCH,
+    LAST_LESS,
+    LOCAL_BATCH,
+    MICROBATCH,
+    MODE,
+    OFFLOAD,
+    ORDER,
+    PER_STAGE,
+    PP,
+    REPLICATE,
+    RESHARD,
+    ROTATION,
+    SCHEDULE,
+    SHARD,
+    TP,
+    WHOLE_LOSS,
+    Space,
+    value_of,
+)
+
+DEGREES = {"pp": PP, "dp": REPLICATE, "fsdp": SHARD, "cp": CP, "tp": TP, "ep": EP}
+
+
+def make_space(
+    config: JobConfig, draft: Draft, num_ranks: int, hardware: Hardware, keys: Sequence[str]
+) -> Space:
+    """The plans of a job; `keys` of it stay as they are.
+
+    Raises ConfigError if plans cannot be compared, if no plan is legal, or if there is none. A
+    tokenizer may be missing: no plan depends on it.
+    """
+    problems = run_checks(draft, unknown=CHANGED)
+    if wrong := [one for one in problems if not one.startswith("model.hf_assets_path:")]:
+        raise ConfigError(*wrong)
+    if config.training.enable_cpu_offload and config.job.device == "cuda":
+        _ = hardware.offload_host  # raises ConfigError if it is not known
+    model = draft.model
+    if config.training.global_batch_size == -1:
+        raise ConfigError(
+            f"{GLOBAL_BATCH}: -1 follows from the plan, and a search compares plans of one global "
+            "batch; give it"
+        )
+    kept = {key: value_of(config, key) for key in keys}
+    num_blocks = sum("." in name for name in split_points(config, model))
+    space = Space(
+        config,
+        num_ranks,
+        hardware.node.num_ranks,
+        num_blocks,
+        kept,
+        num_experts(config, model),
+        has_host=hardware.host is not None,
+    )
+    if next(space.candidates(), None) is None:
+        given = " and the keys given" if keys else ""
+        raise ConfigError(
+            f"--ranks: no plan has {num_ranks} ranks with {GLOBAL_BATCH} = "
+            f"{config.training.global_batch_size}{given}; give another number"
+        )
+    return space
+
+
+def run_search(
+    space: Space, hardware: Hardware, *, exhaustive: bool = False, use_cache: bool = True
+) -> SearchResult:
+    """Search with a progress bar on a terminal."""
+    with counting_bar() as progress:
+        task = progress.add_task("plans", total=None)
+
+        def on_progress(result: SearchResult, done: int) -> None:
+            best = result.best
+            told = (
+                f", best {format_count(best[0].tokens_per_second)} tokens/s a rank" if best else ""
+            )
+            progress.update(
+                task,
+                completed=done,
+                total=result.num_candidates,
+                description=f"{len(result.found)} fit{told}",
+            )
+
+        return search(
+            space,
+            hardware,
+            is_compiled=space.config.compile.enable,
+            use_cache=use_cache,
+            num_workers=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2,
+            exhaustive=exhaustive,
+            on_progress=on_progress,
+        )
+
+
+def show_search(result: SearchResult, hardware: Hardware) -> str:
+    """The best plans, the Pareto front of memory against time, and what was dropped."""
+    timed = f"{len(result.found):,} of {result.num_candidates:,} plans were timed"
+    lines = [timed if result.is_complete else f"interrupted: {timed}"]
+    lines += [f"  {count:,} dropped: {why}" for why, count in result.dropped.most_common()]
+    for one in result.failures:
+        lines.append(f"  error in {describe(one.changes)}: {one.error}")
+    if not result.found:
+        return "\n".join([*lines, "", f"no plan fits the memory of {hardware.name}"])
+    lines += ["", "the fastest", *_rows(result.best)]
+    lines += ["", "the fastest for their memory", *_rows(result.front)]
+    return "\n".join(lines)
+
+
+def _rows(plans: Sequence[Found]) -> Iterator[str]:
+    yield f"  {'tokens/s a rank':>15} {'step':>9} {'MFU':>6} {'memory':>9} {'bubble':>6}  plan"
+    for one in plans:
+        mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
+        rate, seconds = format_count(one.tokens_per_second), format_seconds(one.seconds)
+        yield (
+            f"  {rate:>15} {seconds:>9} {mfu:>6} {format_bytes(one.peak_bytes):>9} "
+            f"{one.bubble:>6.0%}  {describe(one.changes)}"
+        )
+
+
+def describe(changes: Mapping[str, Any]) -> str:
+    """A plan in words: "fsdp 8 x tp 4, microbatch 2, AC full"."""
+    of = {name: changes.get(key, 1) for name, key in DEGREES.items()}
+    degrees = [f"{name} {degree}" for name, degree in of.items() if degree > 1]
+    words = [" x ".join(degrees) or "one rank"]
+    if changes[PP] > 1:
+        chunks = f", {changes[PER_STAGE]} blocks a stage" if changes.get(PER_STAGE) else ""
+        words.append(f"{changes[SCHEDULE]}{chunks}")
+    words.append(f"microbatch {changes[MICROBATCH] if changes[PP] > 1 else changes[LOCAL_BATCH]}")
+    if changes.get(MODE, "none") != "none":
+        words.append(f"AC {changes[MODE]}")
+    if changes.get(RESHARD, "default") != "default":
+        words.append(f"reshard {changes[RESHARD]}")
+    if changes.get(OFFLOAD):
+        words.append("CPU offload")
+    if ASYNC_TP in changes:
+        words.append("async TP" if changes[ASYNC_TP] else "no async TP")
+    if WHOLE_LOSS in changes:
+        words.append("whole loss" if changes[WHOLE_LOSS] else "loss parallel")
+    words += [f"CP {changes[key]}" for key in (ORDER, ROTATION) if key in changes]
+    if FIRST_LESS in changes:
+        words.append(f"embeddings as {changes[FIRST_LESS]} blocks, head as {changes[LAST_LESS]}")
+    return ", ".join(words)
+
+
+def search_figures(result: SearchResult, hardware: Hardware) -> dict[str, Any]:
+    """A search as values that JSON can hold, the fastest plan first."""
+    plans = sorted(result.found, key=lambda one: (one.seconds, one.peak_bytes))
+    return {
+        "plans": [asdict(one) for one in plans],
+        "memory_bytes": hardware.memory.num_bytes,
+        "num_candidates": result.num_candidates,
+        "is_complete": result.is_complete,
+        "dropped": dict(result.dropped),
+    }
+
+
+def write_toml(config: JobConfig) -> str:
+    """The keys of a job that are set, as TOML."""
+    lines: list[str] = []
+
+    def write(name: str, values: Mapping[str, Any]) -> None:
+        plain = {k: v for k, v in values.items() if v is not None and not isinstance(v, dict)}
+        if plain:
+            lines.append(f"[{name}]")
+            lines.extend(f"{show_name(key)} = {show(value)}" for key, value in plain.items())
+            lines.append("")
+        for key, value in values.items():
+            if isinstance(value, dict) and value:
+                write(f"{name}.{show_name(key)}", value)
+
+    # The file that was read is no part of the job.
+    dumped = config.model_dump(mode="json", exclude_unset=True, exclude={"job": {"config_file"}})
+    for section, values in dumped.items():
+        write(section, values)
+    return "\n".join(lines)
+
+
+def terminal_note() -> None:
+    """Say on standard error that Ctrl-C keeps what was found."""
+    if sys.stderr.isatty():
+        print("Ctrl-C ends the search and keeps what it has found", file=sys.stderr)

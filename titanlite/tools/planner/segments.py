@@ -1,0 +1,432 @@
+"""The segments of a step: the forward and backward passes of stages and batches, and the update.
+
+compose.py puts them in order. Segments that are alike are made once, and those that all jobs with
+the same pieces share can be kept from one job to the next. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from titanlite.config import ResolvedJob
+from titanlite.schedule.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE_KINDS,
+    FORWARD,
+    FULL_BACKWARD,
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+)
+from titanlite.tools.planner.composition import Builder, Part, Pieces, Segment, Weight
+from titanlite.tools.planner.data_parallel import BUFFERS, ENDS, Pending, Replication
+from titanlite.tools.planner.events import Communication, Event, Operator, Place
+from titanlite.tools.planner.split_backward import BACKWARD_PHASE, half_of
+
+FORWARD_PHASE = "forward"
+BATCH = "batch"
+P2P = (SEND_F, RECV_F, SEND_B, RECV_B)
+Stage = list[tuple[str, Part]]
+"""The parts of a stage in the order of the forward pass, by name."""
+
+Row = list[tuple[str, int, int | None]]
+"""(kind, stage, microbatch) of each action of a rank of a pipeline."""
+
+# Equal blocks of a batch from which on the time of each further one is the same.
+FEW_BLOCKS = 5
+
+
+@dataclass
+class Shared:
+    """What jobs with the same pieces, number of ranks and hardware share: segments and their times.
+
+    `times` is filled by predict.py, by the `id` of a segment, or by what a message is. `tables` has
+    the actions of generated schedules, by name, number of microbatches and the ranks of the stages;
+    all jobs can share them.
+    """
+
+    segments: dict[tuple[Any, ...], Segment] = field(default_factory=dict)
+    times: dict[Any, Any] = field(default_factory=dict)
+    tables: dict[tuple[Any, ...], list[Row]] = field(default_factory=dict)
+
+
+class Variant(NamedTuple):
+    """What actions of a kind differ in: they are alike if this is equal.
+
+    `is_first` and `is_last`: of the batches that a step accumulates. `has_gradients`: an earlier
+    microbatch has left gradients. `is_gathered`: the weights of the stage are whole before it.
+    """
+
+    stage: int
+    is_first: bool
+    is_last: bool
+    has_gradients: bool = False
+    is_gathered: bool = True
+
+
+class Segments:
+    """Makes the segments of a job; those that are alike are made once.
+
+    If `is_quick`, the segment of a batch with many equal blocks has no events: only its memory and,
+    in `fewer`, segments with less blocks from which its time follows.
+    """
+
+    def __init__(
+        self, resolved: ResolvedJob, pieces: Pieces, shared: Shared, *, is_quick: bool = False
+    ) -> None:
+        self._pieces, self._dims, self._pipeline = pieces, resolved.dims, resolved.pipeline
+        self.data = Replication(resolved, pieces)
+        self.stages: dict[int, Stage] = {}
+        axes = self.data.token_axes if resolved.config.converts_to_float8 else ()
+        self._token_axes: tuple[tuple[str, int], ...] = axes
+        self._shared, self._is_quick = shared.segments, is_quick
+        of = resolved.pipeline
+        # PyTorch's runtime of schedules with several stages a rank. It waits for sends at the end.
+        self.is_runtime = of is not None and (
+            of.is_from_file or of.schedule.num_stages > of.schedule.num_ranks
+        )
+        # Its stage of several keeps an output until its backward pass, and that of a single stage
+        # until it has the next one.
+        self.kept_output_bytes = 0 if self.is_runtime else pieces.output_bytes
+        self._known: dict[tuple[Any, ...], Segment] = {}
+        self._stage_keys: dict[int, tuple[int, ...]] = {}
+
+    def of(self, kind: str, variant: Variant) -> Segment:
+        """The segment of an action, or of a BATCH."""
+        if kind in P2P:
+            # Stages send to others.
+            key: tuple[Any, ...] = (kind, variant.stage)
+            if key not in self._known:
+                self._known[key] = self._message(kind, variant.stage)
+            return self._known[key]
+        stage = variant.stage
+        parts = self._stage_keys.get(stage)
+        if parts is None:
+            # Stages of the same parts are alike.
+            parts = self._stage_keys[stage] = tuple(id(part) for _, part in self.stages[stage])
+        boundaries = self._boundaries(kind, stage)
+        communicates = kind in (UNSHARD, REDUCE_GRAD, BATCH) or self.data.regathers
+        reduces = self.data.key if communicates else self.data.is_fsdp
+        key = (kind, parts, variant[1:], reduces, boundaries, self._is_quick)
+        key = *key, self._token_axes, self.is_runtime, self.data.splits_backward
+        if key not in self._shared:
+            make = self._batch if kind == BATCH else self._action
+            self._shared[key] = make(kind, variant)
+        return self._shared[key]
+
+    def _batch(self, _: str, variant: Variant) -> Segment:
+        """The forward and backward pass of one batch, without a pipeline."""
+        parts = self.stages[0]
+        short = shortened(parts) if self._is_quick else None
+        if short is None:
+            return self._whole(parts, variant, Builder(self._token_axes))
+        fewer, more, times = short
+        whole = self._whole(parts, variant, Builder(keeps_events=False))
+        shorter, longer = (
+            self._whole(one, variant, Builder(self._token_axes)) for one in (fewer, more)
+        )
+        return replace(whole, fewer=(shorter, longer, times))
+
+    def _whole(self, parts: Stage, variant: Variant, builder: Builder) -> Segment:
+        data = self.data
+        if not data.is_fsdp:
+            buckets = data.buckets(parts) if variant.is_last else {}
+            for name, part in parts:
+                builder.add(part.forward, part=name)
+            for name, part in reversed(parts):
+                builder.add(part.backward, part=name, adds_to_gradients=not variant.is_first)
+                for num_bytes in buckets.get(name, ()):
+                    data.all_reduce_bucket(builder, num_bytes, Place(name, BACKWARD_PHASE))
+            return builder.segment()
+        here: set[str] = set()
+        self._gathered_forward(builder, parts, here)
+        started: dict[str, tuple[int, ...]] = {}
+        pending = Pending()
+        for index, (name, part) in reversed(list(enumerate(parts))):
+            place = Place(name, BACKWARD_PHASE)
+            self._gather_for_backward(builder, parts, index, here, started)
+            builder.add(part.backward, part=name)
+            for unit, weights in data.reduced_units(name, part):
+                if name == "after" and data.is_shared(unit):
+                    here.add(unit)
+                    continue
+                data.free(builder, weights)
+                pending = data.reduce(
+                    builder,
+                    weights,
+                    place,
+                    pending,
+                    is_first=variant.is_first,
+                    is_last=variant.is_last,
+                )
+        data.end_reduce(builder, pending)
+        return builder.segment()
+
+    def _gathered_forward(self, builder: Builder, parts: Stage, here: set[str]) -> None:
+        """A forward pass that gathers the units which are not `here`, and updates `here`."""
+        data = self.data
+        last_block = next((name for name, _ in reversed(parts) if name not in ENDS), "")
+        has_head = parts[-1][0] == "after"
+        for name, part in parts:
+            place = Place(name, FORWARD_PHASE)
+            for unit, weights in data.units(name, part):
+                if unit not in here:
+                    numbers = data.start_gather(builder, weights, place)
+                    data.finish_gather(builder, weights, numbers, place)
+                    here.add(unit)
+            builder.add(part.forward, part=name)
+            if data.frees(is_needed_first=name in ("after", last_block)):
+                for unit, weights in data.units(name, part):
+                    if not (name == "before" and has_head and data.is_shared(unit)):
+                        data.free(builder, weights)
+                        here.discard(unit)
+
+    def _gather_for_backward(
+        self,
+        builder: Builder,
+        parts: Stage,
+        index: int,
+        here: set[str],
+        started: dict[str, tuple[int, ...]],
+    ) -> None:
+        """Gather the units of a part that are not `here`, before its backward pass.
+
+        Those of the part before it are gathered meanwhile: `started` has their numbers.
+        """
+        name, part = parts[index]
+        place, data = Place(name, BACKWARD_PHASE), self.data
+        for unit, weights in data.units(name, part):
+            if unit not in here:
+                numbers = started.get(unit) or data.start_gather(builder, weights, place)
+                data.finish_gather(builder, weights, numbers, place)
+        if index:
+            for unit, weights in data.units(*parts[index - 1]):
+                if unit not in here:
+                    started[unit] = data.start_gather(builder, weights, place)
+
+    def _action(self, kind: str, variant: Variant) -> Segment:
+        """An action of a pipeline."""
+        parts, data = self.stages[variant.stage], self.data
+        builder = Builder(self._token_axes)
+        has_gradients = variant.has_gradients
+        here: set[str] = set()
+        if variant.is_gathered:
+            here.update(unit for name, part in parts for unit, _ in data.units(name, part))
+        if kind == FORWARD and data.regathers:
+            self._gathered_forward(builder, parts, here)
+        elif kind == FORWARD:
+            for _, part in parts:
+                builder.add(part.forward)
+        elif kind == FULL_BACKWARD:
+            started: dict[str, tuple[int, ...]] = {}
+            for index, (name, part) in reversed(list(enumerate(parts))):
+                self._gather_for_backward(builder, parts, index, here, started)
+                builder.add(part.backward, adds_to_gradients=has_gradients and not data.is_fsdp)
+                data.keep_gradients(builder, part, Place(name, BACKWARD_PHASE), has_gradients)
+        elif kind in (BACKWARD_INPUT, BACKWARD_WEIGHT):
+            for name, part in reversed(parts):
+                builder.add(self._half_of(name, part, kind, has_gradients or data.is_fsdp))
+                if kind == BACKWARD_WEIGHT:
+                    data.keep_gradients(builder, part, Place(name, BACKWARD_PHASE), has_gradients)
+        elif kind == UNSHARD and data.is_fsdp:
+            for name, part in parts:
+                place = Place(name, FORWARD_PHASE)
+                for _, weights in data.units(name, part):
+                    numbers = data.start_gather(builder, weights, place)
+                    data.finish_gather(builder, weights, numbers, place)
+        elif kind == REDUCE_GRAD and data.is_fsdp:
+            self._reduce_stage(builder, parts, variant)
+        if kind in COMPUTE_KINDS:
+            # Tensors of the model's own forward, and the gradient that is sent, end here.
+            for category in ("temporary", BUFFERS):
+                builder.free(category)
+            if self.is_runtime and parts[-1][0] == "after" and kind != BACKWARD_INPUT:
+                sign = 1 if kind == FORWARD else -1
+                builder.allocate("temporary", sign * self._pieces.output_bytes)
+        if boundaries := self._boundaries(kind, variant.stage):
+            builder.allocate("activations", boundaries * self._pieces.boundary_bytes)
+        return builder.segment()
+
+    def _half_of(self, name: str, part: Part, kind: str, has_gradients: bool) -> Segment:
+        """Half of the backward pass of a part; made once for all jobs with these pieces."""
+        of_weights = self.data.computed_gradient_bytes(part)
+        key = "half", name == "after", id(part), kind, of_weights, has_gradients
+        if key not in self._shared:
+            whole = self._with_tied(part) if name == "after" else part
+            boundary = self._pieces.boundary_bytes
+            self._shared[key] = half_of(
+                whole, kind, boundary, of_weights, has_gradients=has_gradients
+            )
+        return self._shared[key]
+
+    def _with_tied(self, part: Part) -> Part:
+        """The part with the weights that it shares with the first one; their gradients are here."""
+        known = {weight.name for weight in part.weights}
+        tied = tuple(weight for weight in self._pieces.tied if weight.name not in known)
+        return replace(part, units={**part.units, "tied": tied}) if tied else part
+
+    def _message(self, kind: str, stage: int) -> Segment:
+        """A message between two stages."""
+        assert self._pipeline is not None
+        name = "send" if kind in (SEND_F, SEND_B) else "receive"
+        place = Place("", FORWARD_PHASE if kind in (SEND_F, RECV_F) else BACKWARD_PHASE)
+        other = stage + (1 if kind in (SEND_F, RECV_B) else -1)
+        peer = self._pipeline.schedule.stage_to_rank[other]
+        builder = Builder()
+        builder.start(name, "pp", self._pieces.boundary_bytes, self._dims.pp, place, peer)
+        if kind == SEND_B and self.is_runtime:
+            builder.allocate(BUFFERS, self._pieces.boundary_bytes)
+        return builder.segment()
+
+    def hold(self, output_bytes: int) -> Segment:
+        """The model's output stays there until the end of a batch in a pipeline."""
+        builder = Builder()
+        builder.allocate("temporary", output_bytes)
+        return builder.segment()
+
+    def release(self, num_sent: int, output_bytes: int) -> Segment:
+        """The end of a batch in a pipeline: what was sent is freed, and the model's output."""
+        builder = Builder()
+        builder.allocate("temporary", -output_bytes)
+        builder.allocate(BUFFERS, -num_sent * self._pieces.boundary_bytes)
+        return builder.segment()
+
+    def _boundaries(self, kind: str, stage: int) -> int:
+        """How many activations between stages an action leaves beside those of its parts.
+
+        The parts of a model free their input after their backward pass. A stage keeps its input,
+        which is in a buffer, and frees its output: then, or what was sent at the end of the batch.
+        An output that stays on the rank takes the place of the next stage's buffer.
+        """
+        if self._pipeline is None:
+            return 0
+        ranks = self._pipeline.schedule.stage_to_rank
+        is_last = stage + 1 == len(ranks)
+        is_local = not is_last and ranks[stage] == ranks[stage + 1]
+        if kind == FORWARD:
+            return -is_local
+        if kind == BACKWARD_INPUT:
+            # The gradient of its output, which it keeps for the weights, is in a buffer.
+            return -(not is_last)
+        if kind not in (FULL_BACKWARD, BACKWARD_WEIGHT):
+            return 0
+        frees_output = not (is_last or is_local or self.is_runtime)
+        had_gradient = kind == BACKWARD_WEIGHT and not is_last
+        return (stage > 0) - frees_output + had_gradient
+
+    def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
+        pending = Pending()
+        for name, part in reversed(parts):
+            place = Place(name, BACKWARD_PHASE)
+            for _, weights in self.data.reduced_units(name, part):
+                self.data.free(builder, weights)
+                pending = self.data.reduce(
+                    builder,
+                    weights,
+                    place,
+                    pending,
+                    is_first=variant.is_first,
+                    is_last=variant.is_last,
+                )
+            builder.allocate("gradients", -self.data.whole_gradient_bytes(part))
+        self.data.end_reduce(builder, pending)
+
+    def update_bytes(self, weights: list[Weight]) -> int:
+        """What the update of these weights allocates at most."""
+        own, traced = self._updated(weights)
+        return round(self._pieces.end.peak_bytes * own / max(1, traced))
+
+    def _updated(self, weights: list[Weight]) -> tuple[int, int]:
+        """The elements that are updated: of these weights, and of those that were traced."""
+        pieces = self._pieces
+        traced = sum(
+            w.shard_numel(pieces.num_expert_shards if w.is_expert else pieces.num_shards)
+            for w in pieces.end_weights
+            if w.is_trained
+        )
+        return sum(self.data.shard_numel(w) for w in weights if w.is_trained), traced
+
+    def end(self, of_stages: Sequence[Sequence[Weight]], exchanged: int, peer: int) -> Segment:
+        """The gradient norm, clipping and the update, for the weights of these stages."""
+        weights = [weight for of_stage in of_stages for weight in of_stage]
+        pieces = self._pieces
+        own, traced = self._updated(weights)
+        partial = sum(w.numel * w.itemsize for w in weights if w.is_partial)
+        names = tuple(tuple(w.name for w in of_stage) for of_stage in of_stages)
+        in_advance = (names, self.data.key) if pieces.casts else ()
+        is_offloaded = self.data.is_offloaded
+        key = ("end", own, partial, exchanged, peer, self._dims.pp, is_offloaded, in_advance)
+        if key in self._shared:
+            return self._shared[key]
+        ratio = own / max(1, traced)
+        events: list[Event] = []
+        for event in self.in_world(pieces.end).events:
+            if isinstance(event, Operator) and event.bytes_read > traced:
+                event = replace(
+                    event,
+                    bytes_read=round(event.bytes_read * ratio),
+                    bytes_written=round(event.bytes_written * ratio),
+                )
+            elif isinstance(event, Communication) and event.axis == "tp":
+                event = replace(event, num_bytes=partial)
+            if isinstance(event, Communication) and exchanged:
+                # The gradients of a tied weight are summed over its two stages.
+                for kind in ("send", "receive"):
+                    place = Place("", "optimizer")
+                    size = self._dims.pp
+                    events.append(Communication(kind, "pp", exchanged, size, place, 0, peer))
+                exchanged = 0
+            events.append(event)
+        for of_stage in of_stages:
+            events += self.data.amaxes_in_advance(of_stage)
+        if is_offloaded:
+            events = [replace(e, is_on_host=True) if isinstance(e, Operator) else e for e in events]
+            # What it allocates is on the host: compose.py.
+            self._shared[key] = Segment(tuple(events), {}, {}, pieces.end.peak_place)
+        else:
+            self._shared[key] = replace(pieces.end, events=tuple(events), net={})
+        return self._shared[key]
+
+    def start(self) -> Segment:
+        """What a step does first."""
+        if ("start",) not in self._shared:
+            self._shared["start",] = self.in_world(self._pieces.start)
+        return self._shared["start",]
+
+    def in_world(self, segment: Segment) -> Segment:
+        """The segment with sums over the ranks of this job, and of all its experts."""
+        counts, whole_counts = self._pieces.balance_bytes
+        events: list[Event] = []
+        for event in segment.events:
+            if isinstance(event, Communication) and event.axis == "world":
+                size = whole_counts if event.num_bytes == counts else event.num_bytes
+                event = replace(event, num_ranks=self._dims.world_size, num_bytes=size)
+            events.append(event)
+        return replace(segment, events=tuple(events))
+
+
+def shortened(parts: Stage) -> tuple[Stage, Stage, int] | None:
+    """The parts with FEW_BLOCKS - 1 and with FEW_BLOCKS of the longest run of equal ones.
+
+    Also how many are left out of the latter. None if no run is that long.
+    """
+    start = best = longest = 0
+    for index, (_, part) in enumerate(parts):
+        if part is not parts[start][1]:
+            start = index
+        if index + 1 - start > longest:
+            best, longest = start, index + 1 - start
+    if longest <= FEW_BLOCKS:
+        return None
+    after = parts[best + longest :]
+    return (
+        [*parts[: best + FEW_BLOCKS - 1], *after],
+        [*parts[: best + FEW_BLOCKS], *after],
+        longest - FEW_BLOCKS,
+    )

@@ -1,0 +1,253 @@
+"""Trace a training step of a job of any size in one process, with the job's own code.
+
+The job is built as a run builds it, by build_job, for one rank of a fake world (fake_world.py). Two
+steps run on fake tensors; the second is recorded (recorder.py), since optimizer state and lazily
+built parts exist only after the first. Pieces (pieces.py) have no such parts, so an update alone,
+which makes the optimizer state, stands for their first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titanlite.config import ResolvedJob
+from titanlite.config.model import load_model_spec
+from titanlite.job import Job, build_job
+from titanlite.models.build import build_model
+from titanlite.modules.shards import local_part
+from titanlite.parallelize.tensor_account import TensorAccount, merged, require_whole
+from titanlite.plan_row import PlanRow
+from titanlite.ranks.machine import num_cores
+from titanlite.ranks.settings import ignore_warnings, own_settings
+from titanlite.tools.planner.composition import offloads
+from titanlite.tools.planner.events import Memory, Trace
+from titanlite.tools.planner.fake_world import fake_world, faked, materialize, stand_ins
+from titanlite.tools.planner.offload import OffloadRecorder
+from titanlite.tools.planner.recorder import Recorder
+from titanlite.tools.planner.scratch import BY_DEVICE
+
+
+def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
+    """The second step of `rank`. No process group may exist in this process.
+
+    A job with `job.device = "cuda"` is traced with the streams and the scratch memory of a GPU, and
+    on its kernels if there is a GPU here; else on those of the CPU, as with CPU offload.
+    """
+    return trace_job(resolved, rank)[1]
+
+
+def trace_job(
+    resolved: ResolvedJob,
+    rank: int,
+    prepare: Callable[[Job, Recorder], None] | None = None,
+    *,
+    runs_first_step: bool = True,
+) -> tuple[Job, Trace]:
+    """The job of `rank` and its second step; `prepare` is called before the first one.
+
+    Unless `runs_first_step`, only the update of the first one runs.
+    """
+    planned = _planned_device(resolved)
+    offloaded = offloads(resolved)
+    with contextlib.ExitStack() as stack:
+        job, mode = stack.enter_context(_built(resolved, rank))
+        recorder = (OffloadRecorder if offloaded else Recorder)(
+            axes_of_groups(job),
+            scratch=BY_DEVICE[planned],
+            num_threads=max(1, num_cores() // resolved.dims.world_size),
+        )
+        if planned == "cuda":
+            device = torch.get_device_module(job.world.device)
+            stack.enter_context(recorder.streams.in_place_of(device))
+        if prepare is not None:
+            prepare(job, recorder)
+        with mode, recorder.watching(job.trainer.parts):
+            if runs_first_step:
+                # One batch of a step that accumulates several is enough.
+                job.trainer.step([faked(batch, mode) for batch in job.draw()[:1]])
+            else:
+                recorder.note(_local(tensor for part in job.parts for tensor in _held_by(part)))
+                _make_optimizer_state(job)
+        return job, _record_step(job, recorder, mode)
+
+
+def applied_plan(resolved: ResolvedJob) -> tuple[PlanRow, ...]:
+    """The effective plan of a job's first rank; the job is built and runs no step."""
+    with _built(resolved, 0) as (job, _):
+        return tuple(job.applied)
+
+
+def tensor_account(resolved: ResolvedJob) -> dict[str, TensorAccount]:
+    """The account of every tensor of a job on its number of ranks; no step runs.
+
+    Raises TitanliteError if a tensor has no answer.
+    """
+    accounts: list[Mapping[str, TensorAccount]] = []
+    plain: Mapping[str, tuple[str, tuple[int, ...]]] = {}
+    for place in range(resolved.dims.pp):
+        with _built(resolved, resolved.dims.rank(pp=place)) as (job, _):
+            accounts.append(job.tensors)
+            plain = job.plain_tensors
+    whole = merged(accounts)
+    require_whole(whole, plain)
+    return whole
+
+
+@contextlib.contextmanager
+def _built(resolved: ResolvedJob, rank: int) -> Iterator[tuple[Job, FakeTensorMode]]:
+    """The job of `rank`, with fake tensors of that mode; its fake world exists inside."""
+    planned = _planned_device(resolved)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(own_settings())
+        # What torch warns of, a run of the job says too.
+        ignore_warnings(category=UserWarning, module=r"torch\.")
+        device = "cpu" if offloads(resolved) else planned
+        world = stack.enter_context(fake_world(rank, resolved.dims.world_size, device))
+        stack.enter_context(stand_ins(planned))
+        stack.enter_context(frozen_objects())
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        yield (
+            build_job(resolved, world, lambda parts: materialize(list(parts), mode, world.device)),
+            mode,
+        )
+
+
+def _planned_device(resolved: ResolvedJob) -> str:
+    return "cuda" if resolved.config.job.device == "cuda" else "cpu"
+
+
+def count_parameters(resolved: ResolvedJob) -> int:
+    """The elements of all parameters of the job's model; a tied weight counts once."""
+    with torch.device("meta"):
+        model = build_model(load_model_spec(resolved.config), resolved.model, torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Inside, the garbage collector skips the objects that exist now: torch has a million."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _held_by(part: nn.Module) -> Iterator[Tensor]:
+    yield from part.parameters()
+    yield from part.buffers()
+
+
+def _make_optimizer_state(job: Job) -> None:
+    optimizer = job.trainer.optimizer
+    for parameter in job.trainer.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _record_step(job: Job, recorder: Recorder, mode: FakeTensorMode) -> Trace:
+    gc.collect()
+    recorder.events.clear()
+    recorder.streams.restart()
+    trace = Trace(job.world.rank, job.dims.coordinates(job.world.rank), recorder.events)
+    trace.applied = tuple(job.applied)
+    parameters = _local(job.parameters.values())
+    states = [
+        value
+        for state in job.trainer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    of_parts = [*parameters, *(buffer for part in job.parts for buffer in part.buffers())]
+    known = recorder.blocks_of([*of_parts, *_local(states)])
+    if isinstance(recorder, OffloadRecorder):
+        recorder.start([*parameters, *_local(states)])
+        trace.on_host = recorder.on_host
+        trace.held_on_host = {
+            "parameters": _num_bytes(parameters),
+            "optimizer state": _num_bytes(_local(states)),
+        }
+    # What else is there: parameters that stay gathered, buffers of DDP and of pipeline stages.
+    trace.sizes = {b: size for b, size in recorder.sizes.items() if size and b not in known}
+    recorder.buffers.update(trace.sizes.keys() - recorder.gathered)
+    trace.held = {
+        "parameters": _num_bytes(of_parts) - trace.held_on_host.get("parameters", 0),
+        "optimizer state": 0 if trace.on_host else _num_bytes(_local(states)),
+        "gathered parameters": sum(trace.sizes.get(b, 0) for b in recorder.gathered),
+        "communication buffers": sum(trace.sizes.get(b, 0) for b in recorder.buffers),
+    }
+    gradients: set[int] = set()
+
+    def on_gradients() -> None:
+        present = [p.grad for p in job.parameters.values() if p.grad is not None]
+        gradients.update(recorder.blocks_of(_local(present)))
+        recorder.phase = "optimizer"
+
+    recorder.phase = "forward"
+    with mode, recorder.watching(job.trainer.parts):
+        batches = [faked(batch, mode) for batch in job.draw()]
+        recorder.note(field for batch in batches for field in batch.fields.values())
+        job.trainer.step(batches, on_gradients=on_gradients)
+        del batches
+    recorder.phase = "other"
+    found = {
+        "gradients": gradients,
+        "gathered parameters": recorder.gathered,
+        "communication buffers": recorder.buffers,
+        "activations": _kept_for_backward(trace),
+    }
+    for block in recorder.sizes:
+        names = (name for name, blocks in found.items() if block in blocks)
+        trace.category_of[block] = next(names, "temporary")
+    return trace
+
+
+def _kept_for_backward(trace: Trace) -> set[int]:
+    """The blocks that are allocated in a forward pass and freed in a backward pass."""
+    made: dict[int, str] = {}
+    kept = set()
+    for event in trace.events:
+        if isinstance(event, Memory):
+            if event.num_bytes:
+                made.setdefault(event.block, event.place.phase)
+            elif made.get(event.block) == "forward" and event.place.phase != "forward":
+                kept.add(event.block)
+    return kept
+
+
+def axes_of_groups(job: Job) -> dict[str | tuple[int, ...], tuple[str, ...]]:
+    """The name of each process group, and its ranks -> its axes.
+
+    The group of all ranks can have two: one of the mesh, and one of the mesh of the experts.
+    DTensor may use a group of the same ranks that was made for an earlier job.
+    """
+    axes: dict[str | tuple[int, ...], tuple[str, ...]] = {}
+    for mesh in (job.meshes.world, job.meshes.dp):
+        for axis in mesh.mesh_dim_names or ():
+            group = mesh.get_group(axis)
+            # If dp_shard has one rank, dp_shard_cp is cp: the first name is kept.
+            ranks = tuple(dist.get_process_group_ranks(group))
+            axes.setdefault(group.group_name, axes.setdefault(ranks, (axis,)))
+    if (experts := job.meshes.experts) is not None:
+        for axis in experts.mesh_dim_names or ():
+            name = experts.get_group(axis).group_name
+            if axis not in axes.get(name, ()):
+                axes[name] = (*axes.get(name, ()), axis)
+    return axes
+
+
+def _local(tensors: Iterable[Any]) -> list[Tensor]:
+    return [local_part(tensor) for tensor in tensors]
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in map(local_part, tensors))

@@ -1,0 +1,83 @@
+"""On a rank: writes gradients as weighted sums of the gradients of the batch's cells.
+
+A cell is the targets of one microbatch on one data- and context-parallel rank. If a gradient is a
+sum of cells' gradients with weights other than one, the cells were computed correctly and summed
+incorrectly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titanlite.config import ResolvedJob
+from titanlite.job import Job
+from titanlite.modules.attention import make_layout
+from titanlite.modules.batch import Batch
+from titanlite.modules.shards import local_part, shard_of
+from titanlite.tools.verify.record import Cell
+
+# With more cells, microbatches are merged: each cell costs a backward pass and a gradient copy.
+MOST_CELLS = 48
+
+
+def cells_file(folder: str) -> Path:
+    """The file of the cells' gradients, stacked by parameter."""
+    return Path(folder) / "cells.pt"
+
+
+def shares_of(
+    job: Job, names: list[str], record: Mapping[str, Tensor], folder: str
+) -> dict[str, tuple[tuple[float, ...], float]]:
+    """Gradient -> (weight of each cell, relative residual), by least squares, on this rank."""
+    by_cell = torch.load(cells_file(folder), mmap=True, weights_only=True)
+    parameters = job.parameters
+    shares = {}
+    for name in names:
+        parameter = parameters.get(name)
+        if parameter is None or parameter.grad is None or name not in by_cell:
+            continue
+        own = local_part(parameter.grad).detach().cpu().double().flatten()
+        cells = torch.stack([shard_of(c, parameter).double().flatten() for c in by_cell[name]], 1)
+        if cells.size(0) != len(own) or len(own) < 2 * cells.size(1) or not own.isfinite().all():
+            continue
+        weights = torch.linalg.lstsq(cells, own[:, None], driver="gelsd").solution[:, 0]
+        scale = shard_of(record[name], parameter).double().norm().item()
+        left = (cells @ weights - own).norm().item()
+        shares[name] = (tuple(weights.tolist()), left / scale if scale else math.inf)
+    return shares
+
+
+def cells_of(plan: ResolvedJob) -> tuple[Cell, ...]:
+    """The cells of a plan's batch; microbatches are merged if there are too many cells."""
+    dims, size = plan.dims, plan.config.training.local_batch_size
+    if plan.pipeline is not None:
+        size = plan.pipeline.microbatch_size
+    count = plan.global_batch_size // dims.dp // size
+    if dims.dp * count * dims.cp > MOST_CELLS:
+        count = 1
+    return tuple(
+        (data, microbatch, part)
+        for data in range(dims.dp)
+        for microbatch in range(count)
+        for part in range(dims.cp)
+    )
+
+
+def cut_cells(batch: Batch, cells: tuple[Cell, ...], plan: ResolvedJob) -> Iterator[Batch]:
+    """For each cell, its sequences with all targets of other cells masked."""
+    dims, seq_len = plan.dims, plan.seq_len
+    layout = make_layout(plan.config.parallelism.context_parallel_load_balancer, dims.cp)
+    count = 1 + max(microbatch for _, microbatch, _ in cells)
+    size = batch.num_sequences // dims.dp // count
+    for data, microbatch, part in cells:
+        first = data * batch.num_sequences // dims.dp + microbatch * size
+        is_out = torch.ones(1, seq_len, dtype=torch.bool)
+        is_out[:, layout.positions(part, seq_len) if dims.cp_enabled else slice(None)] = False
+        if batch.targets.ndim > 1:
+            is_out = is_out[:, : batch.targets.size(1)]
+        yield batch.rows(first, first + size).leave_out(is_out)

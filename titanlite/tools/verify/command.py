@@ -1,0 +1,236 @@
+"""The command `titanlite verify`: does a plan compute what one process computes?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.config import Reading, read_job
+from titanlite.config.model import num_experts
+from titanlite.config.toml import quote
+from titanlite.errors import ConfigError
+from titanlite.ranks.machine import check_local_ranks
+from titanlite.start import check_start
+from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
+
+HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
+       titanlite verify --matrix [CONFIG.toml] [--ranks N] [--output FOLDER] [options]
+
+Run a job under its plan and on one process, from the same weights and data, and compare loss,
+gradient norm, every gradient and every weight, step by step. Print the cause if they differ.
+
+  --steps N           optimizer steps to compare (default 5; with --matrix 2)
+  --until-stable      run until warm-up has ended and decay and garbage collection have begun
+                      (at most 200 steps), so that these are compared too
+  --dtype DTYPE       float64 (default), float32, or bfloat16, which computes in bfloat16 and
+                      keeps weights in float32
+  --replay-routing    send every token to the experts to which the reference routed it, so that
+                      close scores, which may round another way, do not add to the differences
+  --shrink            make layers, widths, sequence and batch as small as the plan allows
+  --json FILE         write every difference of every step, and the diagnosis
+  --section.key=value any key of the job, as for train.py
+
+  --matrix            verify plans that contain every legal pair of features: of a small image
+                      transformer, or of the model, data and optimizer of a job, which a file or
+                      keys give (--model.name=llama3 --model.flavor=tiny)
+  --ranks N           with --matrix: the number of ranks of every plan (default 8)
+  --output FOLDER     with --matrix: the folder of results and overview.html; plans that agree
+                      there are not run again (default outputs/verify)
+  --compile           with --matrix: add torch.compile (aot_eager) to the features
+  --limit N           with --matrix: only the first N plans, which contain the most pairs
+
+exit status: 0 all agree, 1 something differs or does not run, 2 bad input"""
+
+EXAMPLE = "titanlite verify configs/tp2_fsdp2.toml"
+
+
+@dataclass
+class Options:
+    """The parsed command line; `job` are the arguments for the job's own keys."""
+
+    job: list[str]
+    steps: int | None = None
+    dtype: str = "float64"
+    replay_routing: bool = False
+    shrink: bool = False
+    until_stable: bool = False
+    json: str | None = None
+    matrix: bool = False
+    ranks: int = 8
+    output: str = "outputs/verify"
+    compile: bool = False
+    limit: int | None = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return the exit status. Raises ConfigError for bad input."""
+    if "--help" in arguments or "-h" in arguments:
+        print(HELP)
+        return 0
+    options = parse(arguments)
+    return verify_matrix(options) if options.matrix else verify_one(options)
+
+
+def verify_one(options: Options) -> int:
+    """Verify the job that the options name."""
+    from titanlite.tools.verify.report import format_header, format_verification, to_json
+    from titanlite.tools.verify.verify import Verifier
+
+    if options.json:
+        _require_writable(options.json)
+    reading = read_job(options.job, needs_file=EXAMPLE)
+    shrunk: list[str] = []
+    if options.shrink:
+        from titanlite.tools.verify.shrink import generated, shrink
+
+        # The data set of the file need not exist on this machine.
+        changes = [
+            f"--{key}={'none' if value is None else value}"
+            for key, value in generated(reading.config).items()
+        ]
+        reading = read_job([*options.job, *changes], needs_file=EXAMPLE)
+        reading.draft()
+        config, shrunk = shrink(reading.require())
+        reading = Reading(config)
+        shrunk += ["generated data"] * bool(changes)
+    start = check_start(reading)
+    config = start.job.config
+    if options.replay_routing and not num_experts(start.job.config, start.job.model):
+        raise ConfigError("--replay-routing: the model has no experts; remove it")
+    source = config.job.config_file or ""
+
+    def show(text: str) -> None:
+        # A reader that has closed the output must not cost the file that is asked for.
+        with contextlib.suppress(*([BrokenPipeError] if options.json else [])):
+            print(text, flush=True)
+
+    steps = options.steps or DEFAULT_STEPS
+    if options.until_stable:
+        steps, begins = steps_until_stable(config)
+        show(f"{steps} steps: {', '.join(begins)}")
+
+    with Verifier(start.device_type, max_ranks=config.job.max_local_ranks) as verifier:
+        found = verifier.verify(
+            start.job,
+            steps=steps,
+            reloads=True,
+            dtype=options.dtype,
+            replay=options.replay_routing,
+            on_start=lambda found: show(format_header(found, source, shrunk) + "\n"),
+        )
+    if options.json:
+        _write(options.json, json.dumps(to_json(found, source, shrunk), indent=1) + "\n")
+    print(format_verification(found))
+    if found.error is not None and found.error.rank_traceback:
+        print(f"\n{found.error.rank_traceback}", file=sys.stderr)
+    return 0 if found.agrees else 1
+
+
+def verify_matrix(options: Options) -> int:
+    """Verify every pair of features."""
+    from titanlite.tools.verify.matrix import run_matrix
+
+    check_local_ranks(options.ranks, key="--ranks")
+    job = None
+    if options.job:
+        reading = read_job(options.job)
+        reading.draft()
+        job = reading.require()
+    return run_matrix(
+        num_ranks=options.ranks,
+        folder=Path(options.output),
+        job=job,
+        steps=options.steps or 2,
+        with_compile=options.compile,
+        limit=options.limit,
+    )
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Parse the options; raises ConfigError for a wrong one."""
+    options = Options([])
+    given = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        given.append(name)
+        if name in VALUES:
+            if not equals:
+                if not rest or rest[0].startswith("--"):
+                    raise ConfigError(f"{name}: needs a value; write {name}=value")
+                text = rest.pop(0)
+            setattr(options, name.removeprefix("--"), VALUES[name](name, text))
+        elif word in FLAGS:
+            setattr(options, word.removeprefix("--").replace("-", "_"), True)
+        elif not word.startswith("--"):
+            options.job.append(f"--job.config_file={word}")
+        else:
+            options.job.append(word)
+            # In "--section.key value" the value is not a config file.
+            if not equals and rest and not rest[0].startswith("--") and "." in name:
+                options.job.append(rest.pop(0))
+    if options.until_stable and options.steps is not None:
+        raise ConfigError("--until-stable: chooses the steps itself; remove it or --steps")
+    for name in given:
+        if options.matrix and name in OF_ONE_JOB:
+            raise ConfigError(f"{name}: is for a single job, not for --matrix; remove it")
+        if not options.matrix and name in OF_THE_MATRIX:
+            instead = ", or give --compile.enable=true" if name == "--compile" else ""
+            raise ConfigError(f"{name}: works only with --matrix; remove it{instead}")
+    return options
+
+
+def _count(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise ConfigError(f"{name}: {quote(text)} is not a positive integer; give one")
+    return int(text)
+
+
+def _dtype(name: str, text: str) -> str:
+    if text not in DTYPES:
+        raise ConfigError(f"{name}: {quote(text)} is not supported; give {', '.join(DTYPES)}")
+    return text
+
+
+def _path(name: str, text: str) -> str:
+    if not text:
+        raise ConfigError(f"{name}: is empty; give a path")
+    return text
+
+
+VALUES: dict[str, Callable[[str, str], object]] = {
+    "--steps": _count,
+    "--dtype": _dtype,
+    "--json": _path,
+    "--ranks": _count,
+    "--output": _path,
+    "--limit": _count,
+}
+FLAGS = ("--replay-routing", "--shrink", "--until-stable", "--matrix", "--compile")
+OF_ONE_JOB = ("--dtype", "--replay-routing", "--shrink", "--until-stable", "--json")
+OF_THE_MATRIX = ("--ranks", "--output", "--compile", "--limit")
+
+
+def _require_writable(path: str) -> None:
+    """Check before the run, so that no result is lost after it."""
+    folder = Path(path).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if Path(path).is_dir():
+        raise ConfigError(f"--json: {quote(path)} is a folder; give a file")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--json: {quote(path)} cannot be written; give another file")
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: {quote(path)} cannot be written ({error.strerror})") from error

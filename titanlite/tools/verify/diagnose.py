@@ -1,0 +1,119 @@
+"""From the pattern of differences to the likely cause, in sentences; torch-free.
+
+Each of QUESTIONS tests the ranks' measurements for one kind of error and yields what it finds. They
+run in the order of the computation in a step (inputs.py, passes.py, gradients.py, updates.py): the
+first error most likely causes the later ones. No question knows a particular bug. Each compares the
+numbers with the pattern of one kind of error: an extra sum, a missing part, a skipped rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from titanlite.tools.verify.differences import KINDS
+from titanlite.tools.verify.evidence import Evidence, JobEvidence
+from titanlite.tools.verify.experts import (
+    explain_auxiliary_loss,
+    explain_expert_gradients,
+    explain_experts,
+    explain_loads,
+)
+from titanlite.tools.verify.gradients import explain_gradients, explain_shares
+from titanlite.tools.verify.inputs import (
+    explain_count,
+    explain_counts,
+    explain_data,
+    explain_stage_positions,
+    explain_start,
+)
+from titanlite.tools.verify.passes import (
+    explain_cures,
+    explain_float8,
+    explain_forward,
+    explain_loss,
+    explain_recomputation,
+    unexplained,
+)
+from titanlite.tools.verify.updates import (
+    explain_buffers,
+    explain_metrics,
+    explain_norm_alone,
+    explain_rate,
+    explain_reloaded,
+    explain_replicas,
+    explain_state,
+    explain_update,
+    explain_validation,
+)
+
+E = TypeVar("E", bound=Evidence)
+
+
+def diagnose(evidence: JobEvidence) -> list[str]:
+    """What is wrong with a job's plan, the most likely cause first."""
+    return answers(evidence, QUESTIONS)
+
+
+def answers(evidence: E, questions: Iterable[Callable[[E], Iterable[str]]]) -> list[str]:
+    """What the questions find, the most likely cause first."""
+    found: list[str] = []
+    for ask in questions:
+        found += [sentence for sentence in ask(evidence) if sentence not in found]
+    if not found:
+        found = [unexplained(evidence)]
+    found += _growth(evidence)
+    return found
+
+
+def _growth(e: Evidence) -> list[str]:
+    """Whether the difference grew or jumped, if it begins after the first step."""
+    if e.step <= 1 or not e.failures:
+        return []
+    first = min((f for f in e.failures if f.step == e.step), key=lambda f: KINDS.index(f.kind))
+    if first.kind in ("validation", "metric", "reloaded"):
+        # Compared in few steps only, or after the last.
+        return []
+    key = first.kind, first.name
+    series = [of_step.get(key, 0.0) for of_step in e.differences[: e.step + 1]]
+    before = [value for value in series[1:-1] if value > 0.0]
+    if before and first.difference < 1e3 * before[-1] and before[-1] > 3 * before[0]:
+        return [
+            f"the difference grows from {before[0]:.1e} at step 1 to {first.difference:.1e} at "
+            f"step {e.step}: amplified rounding error is more likely than a wrong sum"
+        ]
+    last = before[-1] if before else 0.0
+    return [
+        f"the difference begins at step {e.step}, with a jump from {last:.1e} to "
+        f"{first.difference:.1e}: earlier steps agree, so look at what happens only from this step "
+        "on"
+    ]
+
+
+QUESTIONS = (
+    explain_start,
+    explain_data,
+    explain_stage_positions,
+    explain_count,
+    explain_cures,
+    explain_recomputation,
+    explain_float8,
+    explain_experts,
+    explain_auxiliary_loss,
+    explain_forward,
+    explain_shares,
+    explain_loss,
+    explain_expert_gradients,
+    explain_gradients,
+    explain_loads,
+    explain_counts,
+    explain_norm_alone,
+    explain_rate,
+    explain_update,
+    explain_state,
+    explain_buffers,
+    explain_validation,
+    explain_metrics,
+    explain_reloaded,
+    explain_replicas,
+)

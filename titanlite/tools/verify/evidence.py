@@ -1,0 +1,124 @@
+"""The measurements of a plan that differs, and helpers that the questions of diagnose.py share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from titanlite.config import ResolvedJob
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.tools.verify.differences import Failure, Key, Split
+from titanlite.tools.verify.record import (
+    Agreement,
+    RankRun,
+    RankTrace,
+    ReferenceStep,
+    ReferenceTrace,
+)
+from titanlite.tools.verify.wording import Degrees, name_factor
+
+# A factor explains a difference if the residual is below this share of the whole.
+EXPLAINED = 1e-6
+
+
+@dataclass
+class Evidence:
+    """All measurements of a parallel run that differs, for a diagnosis."""
+
+    dims: Degrees
+    reference: Sequence[ReferenceStep]
+    runs: Sequence[RankRun]
+    differences: Sequence[dict[Key, float]]
+    failures: Sequence[Failure]
+    splits: Sequence[Split]
+    reference_trace: ReferenceTrace | None = None
+    traces: Sequence[RankTrace] = ()
+    cured_by: Sequence[str] = ()
+    """Settings with which the plan agrees, such as "compile.enable = false"."""
+
+    @property
+    def step(self) -> int:
+        """The first step in which something differs."""
+        # Replicas that differ from each other also differ from the reference, which is a failure.
+        steps = [f.step for f in self.failures] or [s.step for s in self.splits]
+        return min(steps, default=1)
+
+    def failed(self, kind: str) -> list[str]:
+        """The names of the tensors of this kind that differ at that step ("" for a number)."""
+        return [f.name for f in self.failures if f.step == self.step and f.kind == kind]
+
+    @property
+    def forward_order(self) -> Sequence[str]:
+        """The reference's modules, in the order in which their forward calls end."""
+        return () if self.reference_trace is None else self.reference_trace.modules
+
+    @property
+    def parameter_order(self) -> dict[str, int]:
+        """Parameter -> index of its module in forward order, for the modules in that order."""
+        place = {module: index for index, module in enumerate(self.forward_order)}
+        names = {name for run in self.runs for name in run.placements}
+        return {name: place[m] for name in names if (m := holder_of(name)) in place}
+
+    def factor(self, value: float) -> str:
+        """The degree or count of the run that `value` equals, in words; "" for none."""
+        return name_factor(value, self.dims)
+
+
+@dataclass
+class JobEvidence(Evidence):
+    """All measurements of a job's plan that differs, for `diagnose`."""
+
+    dims: ParallelDims
+    job: ResolvedJob = field(kw_only=True)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per rank and step."""
+        job = self.job
+        size = job.config.training.local_batch_size
+        if job.pipeline is not None:
+            size = job.pipeline.microbatch_size
+        return job.global_batch_size // job.dims.dp // size
+
+    def factor(self, value: float) -> str:
+        return name_factor(
+            value,
+            self.dims,
+            num_microbatches=self.num_microbatches,
+            num_targets=self.reference[max(1, self.step)].num_targets,
+            batch=self.job.global_batch_size,
+        )
+
+
+def holder_of(parameter: str) -> str:
+    """The module that holds a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def pooled(parts: Sequence[Agreement]) -> tuple[float, float]:
+    """The factor that fits all parts best, and the largest relative residual of any part."""
+    bb, ab = sum(p.bb for p in parts), sum(p.ab for p in parts)
+    if bb == 0.0 or not math.isfinite(bb + ab + sum(p.aa for p in parts)):
+        return 0.0, math.inf
+    factor = ab / bb
+    left = 0.0
+    for part in parts:
+        residual = part.aa - 2 * factor * part.ab + factor * factor * part.bb
+        size = max(part.aa, factor * factor * part.bb, part.bb)
+        # A rounding error of 1e-16 in the residual becomes 1e-8 under the root.
+        left = max(left, (max(0.0, residual) / size) ** 0.5 if size else 0.0)
+    return factor, 0.0 if left < 3e-7 else left
+
+
+def worst(run: RankRun, tensors: str, step: int, names: Sequence[str]) -> float:
+    """One rank's largest difference in the named tensors ("gradients", "weights") of a step."""
+    found = getattr(run.steps[step], tensors)
+    return max((found[name].difference for name in names if name in found), default=0.0)
+
+
+def ranks_of(e: Evidence, difference: Callable[[RankRun], float]) -> list[int]:
+    """The ranks whose difference is within a factor of 1e4 of the largest."""
+    values = {run.rank: difference(run) for run in e.runs}
+    largest = max(values.values())
+    return [rank for rank, value in values.items() if value > 0 and value >= 1e-4 * largest]

@@ -1,0 +1,192 @@
+"""On a rank: checks a run against its settings and against formulas.
+
+The reference runs the same optimizer, clipping and loss as the plan, so a bug in these is in both
+and no number differs. Each check here returns or yields sentences about what is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.data.sampler import read_batch
+from titanlite.job import Job
+from titanlite.modules.batch import IGNORE_INDEX, call_model
+from titanlite.modules.shards import local_part
+from titanlite.ranks.hang_state import recorded_calls
+from titanlite.tools.verify.jobs import own_decay, own_multiplier
+from titanlite.training.loss import NEXT_TOKEN
+from titanlite.training.metrics import Validation
+
+# Reductions of at most this many elements are losses, norms and counts, not gradients.
+MOST_NUMBERS = 16
+
+
+def optimizer_problems(job: Job) -> tuple[str, ...]:
+    """Where the optimizer's parameters or options do not match the job."""
+    section, optimizer = job.config.optimizer, job.trainer.optimizer
+    counts = Counter(p for group in optimizer.param_groups for p in group["params"])
+    problems = []
+    wanted = {name: p for name, p in job.parameters.items() if p.requires_grad}
+    if missing := [name for name, parameter in wanted.items() if parameter not in counts]:
+        more = f" and {len(missing) - 1} others are" if len(missing) > 1 else " is"
+        problems.append(f"{missing[0]}{more} in no parameter group")
+    if twice := [name for name, parameter in wanted.items() if counts[parameter] > 1]:
+        problems.append(f"{twice[0]} is in {counts[wanted[twice[0]]]} parameter groups")
+    if frozen := [n for n, p in job.parameters.items() if p in counts and not p.requires_grad]:
+        problems.append(f"the frozen {frozen[0]} is in a parameter group")
+    if strange := set(counts) - set(job.parameters.values()):
+        problems.append(f"{len(strange)} tensors in its groups are not model parameters")
+    if type(optimizer).__name__ != section.name:
+        problems.append(f"it is {type(optimizer).__name__}, not {section.name}")
+    options: dict[str, Any] = {}
+    if section.name == "SGD":
+        options["momentum"] = section.momentum
+    else:
+        options |= {"betas": (section.beta1, section.beta2), "eps": section.eps}
+    for group in optimizer.param_groups:
+        problems += [
+            f"{key} is {group[key]} instead of {value} for {len(group['params'])} parameters"
+            for key, value in options.items()
+            if group[key] != value
+        ]
+    names = {parameter: name for name, parameter in job.parameters.items()}
+    wrong: Counter[str] = Counter()
+    for group in optimizer.param_groups:
+        for name in [names[p] for p in group["params"] if p in names]:
+            expected = {
+                "weight_decay": own_decay(job.config, name),
+                "initial_lr": section.lr * own_multiplier(job.config, name),
+            }
+            wrong.update(
+                f"{key} is {group[key]:g} instead of {value:g}"
+                for key, value in expected.items()
+                if not math.isclose(group[key], value, rel_tol=1e-12)
+            )
+    problems += [f"{line} for {count} parameters" for line, count in wrong.items()]
+    start = "the optimizer does not match the job: "
+    return tuple(f"{start}{problem}" for problem in dict.fromkeys(problems))
+
+
+def wrong_validation(job: Job, shown: float) -> Iterator[str]:
+    """Whether a validation loss is the mean over all samples; only for the next-token loss."""
+    dataset, section = job.validation_dataset, job.config.validation
+    # A float8 scale depends on the batch, so splitting the samples differently changes the loss.
+    has_mean = job.trainer.loss.count is NEXT_TOKEN.count and not job.config.converts_to_float8
+    if not has_mean or dataset is None:
+        return
+    sizes = [dataset.num_samples, section.steps * job.resolved.global_batch_size]
+    num_samples = min(size for size in sizes if size is not None and size > 0)
+    total, count, at_once = 0.0, 0, section.local_batch_size
+    model = job.parts[0].eval()
+    with torch.no_grad():
+        for first in range(0, num_samples, at_once):
+            indices = range(first, min(first + at_once, num_samples))
+            batch = read_batch(dataset, indices, job.data.fields)
+            batch = batch.to(job.world.device, getattr(torch, job.config.training.dtype))
+            total += job.trainer.loss.total(call_model(model, batch), batch).item()
+            count += int((batch.targets != IGNORE_INDEX).sum())
+    model.train()
+    if not math.isclose(total / count, shown, rel_tol=1e-6):
+        yield (
+            f"even on one process, the validation loss is {shown:.6g}, but the {count} targets of "
+            f"its {num_samples} samples have a mean loss of {total / count:.6g}: the samples, the "
+            "sum or its divisor is wrong"
+        )
+
+
+def validate_unchanged(job: Job, problems: list[str]) -> Validation:
+    """Run a validation; adds to `problems` any training state that it changes."""
+    before = _training_state(job)
+    found = job.validate()
+    after = _training_state(job)
+    for what, value in before.items():
+        if any(a is not b and a != b for a, b in zip(value, after[what], strict=True)):
+            problems.append(f"a validation changes {what}; restore it before training continues")
+    return found
+
+
+def _training_state(job: Job) -> dict[str, list[Any]]:
+    trainer = job.trainer
+    return {
+        "the position in the training data": [job.sampler.state],
+        "the learning-rate schedule": [
+            trainer.scheduler.last_epoch,
+            *(group["lr"] for group in trainer.optimizer.param_groups),
+        ],
+        "which modules are in training mode": [m.training for p in job.parts for m in p.modules()],
+        "gradients": [parameter.grad is None for parameter in job.parameters.values()],
+        # Compared by identity: FSDP registers other tensors while parameters are gathered.
+        "the tensors that are the model's parameters": [id(p) for p in job.parameters.values()],
+    }
+
+
+def left_over_gradients(job: Job, step: int) -> Iterator[str]:
+    """Whether gradients are left after a step, so that the next step adds to them."""
+    left = [
+        name
+        for name, parameter in job.parameters.items()
+        if parameter.grad is not None and local_part(parameter.grad).any()
+    ]
+    if left:
+        more = f" and {len(left) - 1} others" if len(left) > 1 else ""
+        yield (
+            f"step {step} does not clear the gradients of {left[0]}{more}, so the next step adds "
+            "to them. Call zero_grad() after every optimizer step"
+        )
+
+
+def wrong_formats(job: Job) -> Iterator[str]:
+    """Weights and optimizer state whose dtype is not training.dtype."""
+    wanted = job.config.training.dtype
+    state = job.trainer.optimizer.state
+    for what, tensors in (
+        ("weights", job.parameters.items()),
+        (
+            "optimizer states",
+            (
+                (f"{name}.{key}", value)
+                for name, parameter in job.parameters.items()
+                for key, value in state.get(parameter, {}).items()
+                if isinstance(value, Tensor) and value.ndim > 0
+            ),
+        ),
+    ):
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors}
+        wrong = {name: dtype for name, dtype in dtypes.items() if dtype != wanted}
+        if wrong:
+            name, dtype = next(iter(wrong.items()))
+            yield (
+                f"{len(wrong)} of {len(dtypes)} {what} are not in training.dtype {wanted}: {name} "
+                f"is in {dtype}"
+            )
+
+
+def wrong_reductions(job: Job, before: Mapping[str, int]) -> list[str]:
+    """Gradient reductions whose dtype is not the job's reduce dtype.
+
+    `before` is the number of the last call of each group before the job, since groups are reused.
+    """
+    wanted = job.config.training.reduce_dtype
+    mesh = job.meshes.dp
+    axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
+    found: dict[str, int] = {}
+    for call in recorded_calls():
+        axis = axes.get(call.group.partition("@")[0])
+        is_reduction = "reduce" in call.operation and call.num_elements > MOST_NUMBERS
+        if call.number <= before.get(call.group, -1):
+            continue
+        # Counts are reduced as integers.
+        is_float = "int" not in call.dtype
+        if axis is not None and is_reduction and is_float and call.dtype != wanted:
+            what = f"{call.operation} over {axis} is in {call.dtype}"
+            found[what] = found.get(what, 0) + 1
+    return [
+        f"gradients are not reduced in the job's dtype {wanted}: {what} ({count} calls)"
+        for what, count in found.items()
+    ]

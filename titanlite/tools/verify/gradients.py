@@ -1,0 +1,195 @@
+"""What is wrong with gradients, judged by the ranks' measurements; torch-free.
+
+It tests for three patterns: a common factor, a missing sum over a mesh axis, and parts of the batch
+that are summed with wrong coefficients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from titanlite.tools.verify.evidence import EXPLAINED, Evidence, JobEvidence, holder_of, pooled
+from titanlite.tools.verify.shares import describe_shares
+from titanlite.tools.verify.wording import be, is_near, name_parameters, name_ranks
+
+
+def explain_gradients(e: Evidence) -> Iterator[str]:
+    """What is wrong with the gradients, as far as their numbers show it."""
+    wrong = e.failed("gradient")
+    if not wrong:
+        return
+    pending = [name for run in e.runs for name in run.pending if name in wrong]
+    if pending:
+        who = name_parameters(set(pending), e.runs, "gradient")
+        yield (
+            f"{who} {be(who)} still Partial at the optimizer step: an all-reduce is missing. "
+            "Reduce every Partial gradient before the optimizer step"
+        )
+        return
+    absent = {
+        name
+        for run in e.runs
+        for name in wrong
+        if (found := run.steps[e.step].gradients.get(name)) is not None and not found.digest
+    }
+    if absent:
+        who = name_parameters(absent, e.runs, "gradient")
+        names = {name for run in e.runs for name in run.placements}
+        yield (
+            f"{who} {be(who)} missing at the optimizer step. "
+            + (
+                "The wrapper (FSDP, DDP) was told not to reduce them and still holds them. Enable "
+                "its gradient synchronization for the last backward pass of a step"
+                if absent == names
+                else "Either the backward pass does not reach the parameters, because the forward "
+                "pass detaches a tensor, or their wrapper (FSDP, DDP) was told not to reduce them"
+            )
+        )
+    by_rank = list(_factors_of_ranks(e, wrong))
+    yield from by_rank
+    if not by_rank:
+        yield from missing_sums(e, wrong)
+    yield from _factors(e, wrong)
+
+
+def explain_shares(e: JobEvidence) -> Iterator[str]:
+    """Gradients that are sums of contributions of ranks or microbatches, wrongly weighted."""
+    rest = [name for name in e.failed("gradient") if _factor_of(e, name) is None]
+    if rest and e.reference_trace is not None and not list(missing_sums(e, rest)):
+        pipeline = e.job.pipeline
+        yield from describe_shares(
+            e.reference_trace,
+            e.traces,
+            e.runs,
+            rest,
+            e.factor,
+            1 if pipeline is None else pipeline.schedule.num_microbatches,
+        )
+
+
+def missing_sums(e: Evidence, wrong: list[str]) -> Iterator[str]:
+    """Gradients that are correct once summed over an axis."""
+    by_axis: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in wrong:
+        sums = [t.summed_gradients[name] for t in e.traces if name in t.summed_gradients]
+        for axis in {axis for of_rank in sums for axis in of_rank}:
+            found = [of_rank[axis] for of_rank in sums if axis in of_rank]
+            factor, left = pooled(found)
+            spread = {round(pooled([one])[0], 6) for one in found}
+            if left < EXPLAINED and len(spread) == 1 and not _has_factor(e, name):
+                words = "" if is_near(factor, 1.0) else f", up to a factor of {factor:.6g}"
+                by_axis[axis, words].append(name)
+    for (axis, words), names in by_axis.items():
+        who = name_parameters(names, e.runs, "gradient")
+        if before := _all_before(e, wrong, names):
+            others = name_parameters(before, e.runs, "gradient")
+            last = max(names, key=e.parameter_order.__getitem__)
+            yield (
+                f"{who} {be(who)} correct only after a sum over {axis}{words}, and {others}, of "
+                f"earlier modules, {be(others)} wrong as a result: the module that reads the "
+                f"output of {holder_of(last)} returns a gradient of its input that is still "
+                f"Partial over {axis}. All-reduce it over {axis} in that module's backward pass"
+            )
+            continue
+        if axis == "pp":
+            yield (
+                f"{who} {be(who)} correct only after a sum over the stages that hold a copy of "
+                f"this weight{words}: each stage has only the gradient of its own use of the "
+                "weight. Sum the gradients of the copies before the optimizer step"
+            )
+            continue
+        is_of_plan = axis == "tp" and isinstance(e, JobEvidence)
+        named = ", or name it in partial_gradients of the ParallelPlan" if is_of_plan else ""
+        yield (
+            f"{who} {be(who)} correct only after a sum over {axis}{words}: each rank has the "
+            f"gradient of its own tokens only. Add the missing all-reduce over {axis}{named}"
+        )
+
+
+def _all_before(e: Evidence, wrong: Sequence[str], explained: Sequence[str]) -> list[str]:
+    """The other wrong gradients, if all are of earlier modules and nothing else explains them."""
+    rest = [name for name in wrong if name not in explained]
+    order = e.parameter_order
+    if any(name not in order for name in wrong) or any(_has_factor(e, name) for name in rest):
+        return []
+    first = min(order[name] for name in explained)
+    return rest if all(order[name] < first for name in rest) else []
+
+
+def _factors_of_ranks(e: Evidence, wrong: list[str]) -> Iterator[str]:
+    """Gradients that agree on some ranks and are scaled by one factor on the others."""
+    found: dict[tuple[tuple[int, ...], float], list[str]] = defaultdict(list)
+    for name in wrong:
+        if _has_factor(e, name):
+            continue
+        factors = {}
+        for run in e.runs:
+            part = run.steps[e.step].gradients.get(name)
+            if part is not None and part.bb > 0:
+                factor, left = pooled([part])
+                if left >= EXPLAINED or factor == 0.0:
+                    break
+                factors[run.rank] = factor
+        else:
+            bad = {rank: f for rank, f in factors.items() if not is_near(f, 1.0)}
+            factor = next(iter(bad.values()), 1.0)
+            if 0 < len(bad) < len(factors) and all(is_near(f, factor) for f in bad.values()):
+                found[tuple(bad), round(factor, 6)].append(name)
+    for (ranks, factor), names in found.items():
+        who = name_parameters(names, e.runs, "gradient")
+        same = e.factor(factor)
+        yield (
+            f"{who} {be(who)} {factor:.6g} times as large as on one process, "
+            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}, but correct on the other ranks"
+            f"{f'; {factor:.6g} is {same}' if same else ''}. Look for a scaling or a reduction "
+            "that differs between ranks"
+        )
+
+
+def _has_factor(e: Evidence, name: str) -> bool:
+    return _factor_of(e, name) is not None
+
+
+def _factor_of(e: Evidence, name: str) -> float | None:
+    """The factor between a gradient and the reference's, if it is the same on every rank."""
+    parts = [
+        run.steps[e.step].gradients[name]
+        for run in e.runs
+        if name in run.steps[e.step].gradients and run.steps[e.step].gradients[name].bb > 0
+    ]
+    factor, left = pooled(parts)
+    return factor if parts and left < EXPLAINED else None
+
+
+def _factors(e: Evidence, wrong: list[str]) -> Iterator[str]:
+    """Gradients that differ from the reference's by a factor, grouped by that factor."""
+    groups: dict[float, list[str]] = defaultdict(list)
+    for name in wrong:
+        factor = _factor_of(e, name)
+        if factor is None or is_near(factor, 1.0):
+            continue
+        known = next((value for value in groups if is_near(factor, value)), factor)
+        groups[known].append(name)
+    for factor, names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        who = name_parameters(names, e.runs, "gradient")
+        same = e.factor(factor)
+        if factor == 0 or abs(factor) < EXPLAINED:
+            yield (
+                f"{who} {be(who)} zero: the backward pass stops before these parameters. Look for "
+                "a detached tensor in the forward pass"
+            )
+        elif same:
+            often = "twice" if "the square of" in same else "once"
+            verb = (
+                f"summed or multiplied by it {often} too often"
+                if factor > 1
+                else "averaged instead of summed, or divided once too often"
+            )
+            loss = "" if e.failed("loss") else ". The loss agrees"
+            yield (
+                f"{who} {be(who)} {factor:.6g} times as large as on one process, and {factor:.6g} "
+                f"is {same}: {'it is' if be(who) == 'is' else 'they are'} {verb}{loss}"
+            )
+        else:
+            yield f"{who} {be(who)} {factor:.6g} times as large as on one process"

@@ -1,0 +1,17 @@
+"""Compares any parallel code with the plain model that it should equal: `titanlite.compare`.
+
+    comparison.py   compare(): starts the ranks, judges their measurements, finds the cause
+    request.py      the arguments, checked before a process starts, and sent to the ranks
+    grid.py         the axes along which the caller arranges the ranks
+    reference.py    on one process: runs the plain model and records every step
+    parallel.py     on a rank: runs the caller's parallel code and measures it against the record
+    building.py     on a rank: calls the caller's functions, finds modules and parameters
+    local_parts.py  on a rank: which part of each of the reference's tensors it holds
+    batches.py      on a rank: its part of each batch, and which rows and columns these are
+    tracing.py      on a rank: its module outputs, and sums over axes of what is wrong
+    findings.py report.py    the likely cause, and the text of a result
+
+tools/verify/ has the measurements, tolerances and sentences that both share. Only the modules
+that run on ranks import torch: reference.py, parallel.py, building.py, local_parts.py, batches.py
+and tracing.py.
+"""

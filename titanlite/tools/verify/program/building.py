@@ -1,0 +1,206 @@
+"""On a rank: calls the caller's functions, and finds modules, optimizer and parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_map
+
+from titanlite.errors import ConfigError
+from titanlite.modules.names import unwrapped_name
+from titanlite.tools.verify.program.request import Request
+
+DEFAULT_LR = 1e-3
+
+
+@dataclass
+class Built:
+    """What the function `reference` or `parallel` has returned, and what was found in it."""
+
+    value: Any
+    modules: list[nn.Module]
+    optimizer: Optimizer
+    request: Request
+    is_reference: bool
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def name_of(self, module: nn.Module, name: str) -> str:
+        """The reference's name of a module, parameter or buffer of `module`."""
+        own = unwrapped_name(module, name)
+        return own if self.is_reference else self.request.name_of(own)
+
+    @contextlib.contextmanager
+    def parameters(self, *, writes: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+        """The parameters by the reference's names; those of FSDP1 are whole inside."""
+        with contextlib.ExitStack() as exits:
+            for module in self.modules:
+                if self.is_flat:
+                    # FSDP1 keeps flat shards: only whole parameters have shapes to compare.
+                    summoned = FullyShardedDataParallel.summon_full_params(
+                        module, with_grads=not writes, writeback=writes
+                    )
+                    exits.enter_context(summoned)
+            found: dict[str, nn.Parameter] = {}
+            for module in self.modules:
+                for name, parameter in module.named_parameters():
+                    known = self.name_of(module, name)
+                    if known in found and found[known] is not parameter:
+                        raise ConfigError(
+                            f"rename: two parameters of one rank become {known}, one of them "
+                            f"{name}; give them different names"
+                        )
+                    found[known] = parameter
+            yield found
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether FSDP1 has flattened parameters."""
+        every = (inner for module in self.modules for inner in module.modules())
+        return any(isinstance(module, FullyShardedDataParallel) for module in every)
+
+    def run_step(self, batch: Any) -> float | None:
+        """Forward and backward pass of one batch; returns the loss, None if there is none here."""
+        request = self.request
+        if request.step is not None and not self.is_reference:
+            return number_of(request.step(self.value, batch), "step")
+        loss = request.loss(self.value, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise ConfigError(
+                f"loss: returned a {type(loss).__name__}{shape}; return a tensor with one number"
+            )
+        loss.backward()
+        return number_of(loss, "loss")
+
+    def clip(self) -> float:
+        """Call the caller's `clip`; returns the gradient norm, 0 without one."""
+        if self.request.clip is None:
+            return 0.0
+        return number_of(self.request.clip(self.value), "clip") or 0.0
+
+
+def number_of(value: Any, name: str) -> float | None:
+    """A loss or a norm as a number; a DTensor is reduced first."""
+    if value is None:
+        return None
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{name}: returned a {type(value).__name__}; return one number, or None"
+        ) from None
+
+
+def build(request: Request, mesh: Any, *, is_reference: bool) -> Built:
+    """Call `reference` or `parallel`, under the comparison's dtype and seed."""
+    name = "reference" if is_reference else "parallel"
+    function = request.reference if is_reference else request.parallel
+    if request.seed is not None:
+        torch.manual_seed(request.seed)
+    arguments = [mesh] if not is_reference and _takes_mesh(function) else []
+    value = function(*arguments)
+    if is_reference and not isinstance(value, nn.Module):
+        raise ConfigError(f"reference: returned a {type(value).__name__}; return an nn.Module")
+    modules, optimizers = _find(value)
+    if not modules:
+        raise ConfigError(
+            f"parallel: returned a {type(value).__name__} without an nn.Module; return the "
+            "module, or a tuple of it and what `step` needs"
+        )
+    if not is_reference and request.step is None and not isinstance(value, nn.Module):
+        raise ConfigError(
+            f"step: is needed, since `parallel` returned a {type(value).__name__}, not a module; "
+            "give a function (returned value, batch) -> loss that runs forward and backward"
+        )
+    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise ConfigError(f"{name}: has no parameter that requires a gradient")
+    _check_dtype(name, modules, request.dtype)
+    if optimizers:
+        optimizer = optimizers[0]
+    elif request.optimizer is not None:
+        optimizer = request.optimizer(parameters)
+    else:
+        # Parameters may be a mixture of DTensors and plain tensors, which foreach does not take.
+        optimizer = AdamW(parameters, lr=DEFAULT_LR, foreach=False)
+    built = Built(value, modules, optimizer, request, is_reference)
+    built.buffers = {
+        built.name_of(module, name): buffer
+        for module in modules
+        for name, buffer in module.named_buffers()
+    }
+    return built
+
+
+@contextlib.contextmanager
+def in_dtype(dtype: str) -> Iterator[None]:
+    """Inside, torch's default dtype is `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def cast(batch: Any, dtype: str) -> Any:
+    """The batch with its floating-point tensors in `dtype`."""
+    wanted = getattr(torch, dtype)
+    return tree_map(
+        lambda leaf: (
+            leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        ),
+        batch,
+    )
+
+
+def _takes_mesh(function: Any) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.kind in places and (p.default is p.empty or p.name == "mesh") for p in parameters)
+
+
+def _find(value: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+    """The modules and optimizers in a returned value, without modules inside others."""
+    items: list[Any] = []
+
+    def unfold(item: Any) -> None:
+        if isinstance(item, Sequence) and not isinstance(item, str):
+            for each in item:
+                unfold(each)
+        else:
+            items.append(item)
+
+    unfold(value)
+    found = [item for item in items if isinstance(item, nn.Module)]
+    inside = {id(inner) for module in found for inner in list(module.modules())[1:]}
+    modules = {id(module): module for module in found if id(module) not in inside}
+    return list(modules.values()), [item for item in items if isinstance(item, Optimizer)]
+
+
+def _check_dtype(name: str, modules: Sequence[nn.Module], dtype: str) -> None:
+    wanted = getattr(torch, dtype)
+    for module in modules:
+        for parameter, value in module.named_parameters():
+            if value.is_floating_point() and value.dtype != wanted:
+                own = str(value.dtype).removeprefix("torch.")
+                known = unwrapped_name(module, parameter)
+                raise ConfigError(
+                    f"{name}: {known} is {own}, but the comparison runs in {dtype}, torch's "
+                    "default dtype there; build it without naming a dtype, or give "
+                    'dtype="float32"'
+                )

@@ -1,0 +1,447 @@
+"""Compares parallel code with a plain model on one process: `titanlite.compare`.
+
+result = titanlite.compare(build_model, build_parallel, batches=batches, loss=loss, ranks=4)
+assert result.agrees, result
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.tools.verify.differences import Tolerance, differences, failures, split_replicas
+from titanlite.tools.verify.pool import RankPool
+from titanlite.tools.verify.program.findings import PartEvidence, diagnose
+from titanlite.tools.verify.program.grid import Grid, make_grid
+from titanlite.tools.verify.program.request import Request, Split, check, pack
+from titanlite.tools.verify.record import RankRun, ReferenceTrace
+from titanlite.tools.verify.result import Result
+from titanlite.tools.verify.wording import be, name_parameters
+
+if TYPE_CHECKING:
+    from titanlite.tools.verify.program.parallel import RankReport
+    from titanlite.tools.verify.program.reference import ReferenceRecord
+
+# A reference that differs from itself by more than this draws random numbers.
+RANDOM = 1e-3
+
+
+@dataclass(kw_only=True)
+class Given(Tolerance):
+    """A tolerance that the caller has given."""
+
+    limit: float = 0.0
+
+    def _make(self, step: int, key: tuple[str, str]) -> float:
+        return 0.0 if key[0] == "start" else self.limit
+
+
+@dataclass
+class Comparison(Result):
+    """The result of comparing parallel code with its reference; `print` shows all of it."""
+
+    grid: Grid
+    dtype: str
+    num_steps: int
+    name: str = ""
+    """The name of the function that builds the parallel model."""
+    losses: str = ""
+    """How the ranks' losses were combined: "mean" or "sum" over the parts of the batch; "" if each
+    rank's loss was compared by itself."""
+
+    def __str__(self) -> str:
+        from titanlite.tools.verify.program.report import format_comparison
+
+        return format_comparison(self)
+
+    def check(self) -> Comparison:
+        """Raises AssertionError, with what `print` shows, unless the parallel code agrees."""
+        if not self.agrees:
+            raise AssertionError(f"\n{self}")
+        return self
+
+
+def compare(
+    reference: Callable[[], Any],
+    parallel: Callable[..., Any],
+    *,
+    batches: Sequence[Any],
+    loss: Callable[[Any, Any], Any],
+    ranks: int | Mapping[str, int],
+    split: Split | None = None,
+    step: Callable[[Any, Any], Any] | None = None,
+    optimizer: Callable[[list[Any]], Any] | None = None,
+    clip: Callable[[Any], Any] | None = None,
+    shard: Callable[[str], Any] | None = None,
+    rename: Callable[[str], str] | Mapping[str, str] | None = None,
+    copy_weights: bool = False,
+    modules: bool = True,
+    dtype: str = "float64",
+    tolerance: float | None = None,
+    seed: int | None = 0,
+    timeout_seconds: float = 300,
+    max_ranks: int | None = None,
+) -> Comparison:
+    """Train parallel code on local ranks and its plain model on one process, and compare each step.
+
+    `reference()` returns the plain model. `parallel()` or `parallel(mesh)` runs on every rank, in
+    an initialized process group (gloo on CPU), and returns that rank's model, or a tuple whose
+    elements are modules (such as pipeline stages), an optimizer, and anything else that `step`
+    needs. `ranks` is the number of ranks, or a dict from axis to degree; ranks are numbered in
+    row-major order. `mesh` is a DeviceMesh with the axes of that dict; if `ranks` is a number, its
+    only axis is "world".
+
+    batches: the global batch of each step: tensors in dicts, tuples or lists.
+    loss: a function (model, batch) that returns a scalar tensor. It is called on the reference and,
+        if `step` is not given, on the ranks.
+    split: how a rank gets its part of a batch. With None, all ranks get the whole batch. With the
+        name of an axis, dimension 0 of every tensor is cut into equal parts over this axis. A dict
+        from axis to dimension cuts other dimensions. A function (batch, mesh) returns the part.
+    step: a function (built, part), where `built` is what `parallel` returned. It runs the forward
+        and backward passes of a rank itself, and returns the loss or None.
+    optimizer: a function (parameters) that returns the optimizer of either side; by default AdamW
+        with lr 1e-3.
+    clip: a function (model) that clips the gradients and returns their norm; it is called on both
+        sides before each optimizer step.
+    shard: a function (name) that says how a rank's tensor of this name is cut from the reference's.
+        It returns one of: None, if the tensor is not cut; (dim, axis), if dimension `dim` is cut
+        into equal chunks over the mesh axis `axis`; (dim, index, count), if the rank has chunk
+        `index` of `count` along `dim`; a list of such tuples, for several cuts; or a function from
+        the whole tensor to the rank's part. DTensors do not need it. Other tensors do not need it
+        if one dimension is 1/n of the reference's and only one axis has degree n.
+    rename: a function or a dict from the parallel code's name of a parameter or module to that of
+        the reference. Prefixes of DDP, FSDP1, torch.compile and checkpoint wrappers are removed
+        before.
+    copy_weights: start from the reference's weights instead of comparing the starting values.
+    modules: whether to record module outputs, by forward hooks.
+    dtype: "float64" or "float32", torch's default dtype while the functions run.
+    tolerance: the largest relative difference that counts as agreement; docs/compare.md explains
+        the default.
+    seed: torch.manual_seed gets it before `reference` and before `parallel` is called; None for no
+        seed.
+    timeout_seconds: how long the ranks may take altogether.
+    max_ranks: the largest number of ranks to start; by default as many as the cores and the
+        memory of this machine allow.
+
+    Raises ConfigError for a mistake in the arguments and TitanliteError if the reference does not
+    run. An exception on a rank is part of the result.
+    """
+    with Comparer(timeout_seconds=timeout_seconds, max_ranks=max_ranks) as comparer:
+        return comparer.compare(
+            reference,
+            parallel,
+            batches=batches,
+            loss=loss,
+            ranks=ranks,
+            split=split,
+            step=step,
+            optimizer=optimizer,
+            clip=clip,
+            shard=shard,
+            rename=rename,
+            copy_weights=copy_weights,
+            modules=modules,
+            dtype=dtype,
+            tolerance=tolerance,
+            seed=seed,
+        )
+
+
+def assert_parallel_equals_reference(
+    reference: Callable[[], Any], parallel: Callable[..., Any], **options: Any
+) -> Comparison:
+    """Call `compare` with these arguments, and return its result.
+
+    Raises AssertionError, with the likely cause, unless the parallel code agrees.
+    """
+    return compare(reference, parallel, **options).check()
+
+
+class Comparer:
+    """A context manager: all comparisons in its `with` block run on the same processes.
+
+    That is faster than new processes for each. Global state that the caller's code changes stays
+    changed for the next comparison.
+    """
+
+    def __init__(self, *, timeout_seconds: float = 300, max_ranks: int | None = None) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.max_ranks = max_ranks
+        self._exits = contextlib.ExitStack()
+        self._pools: dict[int, RankPool] = {}
+
+    def __enter__(self) -> Comparer:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._exits.__exit__(*error)
+
+    def compare(
+        self,
+        reference: Callable[[], Any],
+        parallel: Callable[..., Any],
+        *,
+        ranks: int | Mapping[str, int],
+        tolerance: float | None = None,
+        **options: Any,
+    ) -> Comparison:
+        """The same as `titanlite.compare`."""
+        start = time.perf_counter()
+        grid = make_grid(ranks)
+        request = Request(
+            reference, parallel, grid=grid, timeout_seconds=self.timeout_seconds, **options
+        )
+        check(request)
+        packed = pack(request)
+        name = getattr(getattr(parallel, "func", parallel), "__name__", type(parallel).__name__)
+        found = Comparison(grid, request.dtype, len(request.batches), name)
+        # The ranks start while the reference runs.
+        self._pool(grid.world_size).start()
+        with tempfile.TemporaryDirectory(prefix="titanlite-compare-") as folder:
+            record = self._reference(packed, folder)
+            found.narrowed = record.narrowed
+            try:
+                reports = self._pool(grid.world_size).call(
+                    "titanlite.tools.verify.program.parallel:run_parallel", packed, folder, record
+                )
+            except RankError as error:
+                found.error = error
+                found.findings = [f"the parallel code does not run: {error}"]
+            else:
+                _Judging(self, request, packed, folder, record, reports, found).judge(tolerance)
+        found.seconds = time.perf_counter() - start
+        return found
+
+    def _pool(self, num_ranks: int) -> RankPool:
+        if num_ranks not in self._pools:
+            pool = RankPool(
+                num_ranks, timeout_seconds=self.timeout_seconds, max_ranks=self.max_ranks
+            )
+            self._pools[num_ranks] = self._exits.enter_context(pool)
+        return self._pools[num_ranks]
+
+    def alone(self, function: str, *args: Any) -> Any:
+        """The result of a function on one process."""
+        (result,) = self._pool(1).call(function, *args)
+        return result
+
+    def _reference(self, packed: bytes, folder: str) -> ReferenceRecord:
+        try:
+            record = self.alone(
+                "titanlite.tools.verify.program.reference:run_reference", packed, folder
+            )
+        except RankError as error:
+            raise TitanliteError(
+                f"{error.rank_traceback}\nreference: does not run on one process: {error.message}"
+            ) from error
+        for step, numbers in enumerate(record.steps):
+            if not math.isfinite(numbers.loss + numbers.norm):
+                raise ConfigError(
+                    f"reference: its loss or gradient norm is not finite in step {step}, so it "
+                    "cannot be compared; give other batches or another optimizer"
+                )
+        return record
+
+
+class _Judging:
+    """Combines the ranks' reports into a result."""
+
+    def __init__(
+        self,
+        comparer: Comparer,
+        request: Request,
+        packed: bytes,
+        folder: str,
+        record: ReferenceRecord,
+        reports: list[RankReport],
+        found: Comparison,
+    ) -> None:
+        self.comparer, self.request, self.packed, self.folder = comparer, request, packed, folder
+        self.record, self.reports, self.found = record, reports, found
+        self.runs = [report.run for report in reports]
+
+    def judge(self, tolerance: float | None) -> None:
+        """Fill in the result."""
+        found, is_narrow = self.found, bool(self.record.narrowed)
+        self._place()
+        found.losses = self._combine_losses()
+        found.differences = self._differences(self.runs)
+        if tolerance is not None:
+            found.tolerance = Given(dtype=found.dtype, limit=tolerance)
+        elif found.dtype == "float64":
+            found.tolerance = Tolerance("float64", is_narrow=is_narrow)
+        else:
+            found.tolerance = Tolerance(found.dtype, self._rounding(found.dtype, "float64"))
+        found.failures = failures(found.differences, found.tolerance)
+        is_wrong = any(failure.kind != "start" for failure in found.failures)
+        if is_wrong and found.dtype == "float64":
+            # Some tensors have larger rounding errors; measuring them also finds random numbers.
+            rounding = self._rounding("float64")
+            if tolerance is None:
+                found.tolerance = Tolerance("float64", rounding, is_narrow)
+                found.failures = failures(found.differences, found.tolerance)
+        found.splits = split_replicas(self.runs)
+        found.problems = self._pending()
+        if not found.agrees:
+            is_differing = found.failures or found.splits
+            found.findings = found.problems + (diagnose(self._evidence()) if is_differing else [])
+
+    def _pending(self) -> list[str]:
+        """Gradients that are Partial at the optimizer step, though their local parts agree."""
+        failed = self.found.failures
+        wrong = {f.name for f in failed if f.kind == "gradient" and f.step == failed[0].step}
+        names = {name for run in self.runs for name in run.pending} - wrong
+        if not names:
+            return []
+        who = name_parameters(names, self.runs, "gradient")
+        return [
+            f"{who} {be(who)} still Partial at the optimizer step, though the local part is "
+            "correct: an optimizer that reduces it would get a wrong gradient. Give it the "
+            "placements of its parameter before the optimizer step"
+        ]
+
+    def _place(self) -> None:
+        """Find along which axes each parameter is replicated: where ranks hold equal elements."""
+        grid, reports = self.found.grid, self.reports
+        names = {name for report in reports for name in report.places}
+        axes = [axis for axis in grid.axes_in_use if self._is_held_along(axis, names)]
+        for report in reports:
+            for name in report.places:
+                report.run.placements[name] = {
+                    axis: "replicated"
+                    if len({reports[r].places.get(name) for r in self._along(axis, report)}) == 1
+                    else "sharded"
+                    for axis in axes
+                }
+
+    def _is_held_along(self, axis: str, names: set[str]) -> bool:
+        """Whether all ranks along an axis hold the same parameters: not so for pipeline stages."""
+        return all(
+            len({name in self.reports[rank].places for rank in self._along(axis, report)}) == 1
+            for report in self.reports
+            for name in names
+        )
+
+    def _along(self, axis: str, report: RankReport) -> list[int]:
+        """The ranks that differ from this one only on one axis."""
+        place = self.found.grid.coordinates(report.run.rank)
+        return [
+            other.run.rank
+            for other in self.reports
+            if {**self.found.grid.coordinates(other.run.rank), axis: 0} == {**place, axis: 0}
+        ]
+
+    def _combine_losses(self) -> str:
+        """Set each run's loss to what is compared with the reference's; returns how it was made.
+
+        The losses of the distinct parts of the batch are averaged or added, whichever is closer to
+        the reference's loss over all steps.
+        """
+        ways: dict[str, list[list[float]]] = {"": [], "mean": [], "sum": []}
+        for step, known in enumerate(self.record.steps[1:]):
+            own = [report.losses[step] for report in self.reports]
+            given = [value for value in own if value is not None]
+            by_part: dict[str, float] = {}
+            for report, value in zip(self.reports, own, strict=True):
+                if value is not None:
+                    by_part.setdefault(report.parts[step], value)
+            parts = list(by_part.values())
+            if not given:
+                given, parts = [known.loss], [known.loss]
+            ways[""].append([given[0] if value is None else value for value in own])
+            ways["mean"].append([fmean(parts)] * len(own))
+            ways["sum"].append([math.fsum(parts)] * len(own))
+        is_split = any(len(set(of_step)) > 1 for of_step in self._parts_by_step())
+        chosen = min(ways, key=lambda way: self._loss_error(ways[way])) if is_split else ""
+        for step, values in enumerate(ways[chosen], 1):
+            for run, value in zip(self.runs, values, strict=True):
+                run.steps[step].loss = value
+        return chosen
+
+    def _parts_by_step(self) -> list[list[str]]:
+        return [
+            [report.parts[step] for report in self.reports] for step in range(self.found.num_steps)
+        ]
+
+    def _loss_error(self, values: list[list[float]]) -> float:
+        return max(
+            max(abs(value - known.loss) for value in of_step)
+            for of_step, known in zip(values, self.record.steps[1:], strict=True)
+        )
+
+    def _differences(self, runs: Sequence[RankRun]) -> list[dict[tuple[str, str], float]]:
+        found = differences(runs, self.record.steps)
+        for of_step in found:
+            of_step.pop(("lr", ""), None)
+            if self.request.clip is None:
+                of_step.pop(("norm", ""), None)
+        return found
+
+    def _rounding(self, *dtypes: str) -> list[dict[tuple[str, str], float]]:
+        """The reference's differences from itself, with weights that differ in the last bit.
+
+        Raises ConfigError if they are far larger than rounding error.
+        """
+        rounding: list[dict[tuple[str, str], float]] = [{} for _ in self.record.steps]
+        for dtype in dtypes:
+            again = self.comparer.alone(
+                "titanlite.tools.verify.program.parallel:run_again",
+                self.packed,
+                self.folder,
+                self.record,
+                dtype,
+            )
+            for step, value in enumerate(again.losses, 1):
+                again.run.steps[step].loss = value
+            of_dtype = self._differences([again.run])
+            loss = of_dtype[1].get(("loss", ""), 0.0)
+            if loss > RANDOM:
+                raise ConfigError(
+                    f"reference: a second run has another loss in step 1, by {loss:.0e}: it draws "
+                    "random numbers; turn off dropout (p=0, or model.eval() in the function)"
+                )
+            for total, of_step in zip(rounding, of_dtype, strict=True):
+                for key, value in of_step.items():
+                    total[key] = max(total.get(key, 0.0), value)
+        return rounding
+
+    def _evidence(self) -> PartEvidence:
+        found, record = self.found, self.record
+        evidence = PartEvidence(
+            found.grid,
+            record.steps,
+            self.runs,
+            found.differences,
+            found.failures,
+            found.splits,
+            tied=record.tied,
+        )
+        step = max(1, evidence.step)
+        traces = [r.traces[step] for r in self.reports if step in r.traces]
+        evidence.reference_trace = ReferenceTrace(record.modules, (), (), (), record.num_left_out)
+        evidence.traces = traces
+        evidence.backward = {trace.rank: trace.summed_backward for trace in traces}
+        evidence.torn = [axis for trace in traces for axis in trace.torn_backward]
+        evidence.is_split = len(set(self._parts_by_step()[step - 1])) > 1
+        files = [trace.file for trace in traces]
+        if evidence.failed("gradient") and all(files) and files:
+            by_part: dict[str, list[int]] = {}
+            for report in self.reports:
+                by_part.setdefault(report.parts[step - 1], []).append(report.run.rank)
+            evidence.parts = list(by_part.values())
+            with contextlib.suppress(RankError):
+                evidence.shares, evidence.expected_shares = self.comparer.alone(
+                    "titanlite.tools.verify.program.reference:find_shares",
+                    self.packed,
+                    self.folder,
+                    step,
+                    files,
+                )
+        return evidence

@@ -1,0 +1,333 @@
+"""On a rank: compares module outputs with the reference's, and sums what is wrong over each axis.
+
+The part of the reference's output that a rank should have follows from sizes: a dimension as long
+as the batch has the rank's rows, one as long as the sequence its columns, and one that is still n
+times too long is cut into n chunks along an axis of n ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titanlite.modules.shards import local_part
+from titanlite.tools.verify.agreement import agreement, digest_of
+from titanlite.tools.verify.outputs import Outputs
+from titanlite.tools.verify.program.batches import Where
+from titanlite.tools.verify.program.grid import Grid
+from titanlite.tools.verify.program.local_parts import Held
+from titanlite.tools.verify.record import Agreement, ModuleOutput, RankTrace, module_of
+
+# The largest difference of an output that agrees, and of a gradient that is not looked at again.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
+NARROW_TOLERANCE = 1e-4
+# No more ways to cut an output than this are tried, and no larger gradients are saved.
+MOST_WAYS = 64
+MOST_ELEMENTS = 1 << 24
+
+
+@dataclass
+class PartTrace(RankTrace):
+    """One rank's detailed recording of one step of parallel code."""
+
+    summed_backward: dict[str, tuple[str, Agreement]] = field(default_factory=dict)
+    """Axis -> the first wrong output's gradient in backward order, and its sum over the axis."""
+    torn_backward: tuple[str, ...] = ()
+    """Axes along which ranks hold the same output, but different gradients of it."""
+    file: str = ""
+    """Where the rank has saved its part of the batch and its wrong gradients."""
+
+
+@dataclass
+class Tracer:
+    """Compares one rank's step with the record of the reference's."""
+
+    grid: Grid
+    rank: int
+    mesh: Any
+    where: Where | None
+    modules: Sequence[str]
+    """The reference's calls in forward order."""
+    tolerance: float
+    device: torch.device
+
+    def trace(
+        self, kept: Outputs, record: Mapping[str, Any], held: Mapping[str, Held], wrong: list[str]
+    ) -> PartTrace:
+        """Compare outputs; every rank of the world must call this. `wrong` are wrong gradients."""
+        found: dict[str, ModuleOutput] = {}
+        parts: dict[str, Tensor] = {}
+        for call, tensors in kept.first.items():
+            known = record["outputs"].get(call)
+            compared = self._compare(tensors, known) if known else None
+            if compared is None and known and len(tensors) > 2:
+                # A pipeline's first step starts with a call that only finds shapes.
+                compared = self._compare(tensors[1:], known)
+            if compared is not None:
+                found[call], parts[call] = compared
+                found[call].recomputed = kept.recomputed_difference(call)
+        factor, backward = self._compare_backward(kept, record, found)
+        knowledge: list[Any] = [None] * self.grid.world_size
+        places = {n: one.place for n, one in held.items() if one.parameter.grad is not None}
+        mine = {
+            "outputs": {c: (bool(o.wrong_calls), parts[c].shape) for c, o in found.items()},
+            "backward": backward,
+            "parts": {call: digest_of(parts[call]) for call, (bad, _) in backward.items() if bad},
+            "gradients": places,
+            "wrong": wrong,
+        }
+        dist.all_gather_object(knowledge, mine)
+        self._excuse(knowledge, found)
+        trace = PartTrace(
+            rank=self.rank,
+            coordinates=self.grid.coordinates(self.rank),
+            modules=found,
+            summed_output={},
+            summed_gradients={},
+            shares={},
+            pending_inputs=tuple(kept.pending_inputs),
+            styles={},
+        )
+        self._sum_outputs(trace, knowledge, kept, parts)
+        self._sum_backward(trace, knowledge, kept, record, factor)
+        self._sum_gradients(trace, knowledge, held, record)
+        return trace
+
+    def _excuse(self, knowledge: list[Any], found: dict[str, ModuleOutput]) -> None:
+        """Ignore wrong outputs inside a module whose own output agrees on every rank.
+
+        A layer of a hand-made pair may put out a Partial that the module around it reduces.
+        """
+        agrees: dict[str, bool] = {}
+        for of_rank in knowledge:
+            for call, (bad, _) in of_rank["outputs"].items():
+                agrees[call] = agrees.get(call, True) and not bad
+        for call in [call for call, good in agrees.items() if not good]:
+            parts = module_of(call).split(".")
+            around = {".".join(parts[:count]) for count in range(len(parts))}
+            if any(agrees.get(module) for module in around):
+                for of_rank in knowledge:
+                    of_rank["outputs"].pop(call, None)
+                if call in found:
+                    found[call].wrong_calls = ()
+
+    def _compare(
+        self, calls: list[Tensor], known: list[Tensor]
+    ) -> tuple[ModuleOutput, Tensor] | None:
+        """An output compared with the best fitting part of the reference's; None if none fits."""
+        if len(known) not in (1, len(calls)) or not calls[0].ndim:
+            return None
+        wrong, sums = [], [0.0, 0.0, 0.0]
+        worst = agreement(known[0], known[0], known[0])
+        parts = []
+        for index, call in enumerate(calls):
+            whole = known[index] if len(known) == len(calls) else known[0]
+            share = (index, len(calls)) if len(known) == 1 else (0, 1)
+            parts_of = self.ways(call, whole, share)
+            fitting = [(agreement(call, part, whole), part) for part in parts_of]
+            if not fitting:
+                return None
+            best, part = min(fitting, key=lambda way: way[0].error)
+            parts.append(part)
+            sums = [s + v for s, v in zip(sums, (best.aa, best.ab, best.bb), strict=True)]
+            if not best.difference <= self.tolerance:
+                wrong.append(index)
+            worst = max(worst, best, key=lambda a: a.error)
+        combined = Agreement(worst.error, worst.scale, sums[0], sums[1], sums[2], "")
+        return ModuleOutput(combined, len(calls), tuple(wrong)), parts[0]
+
+    def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Tensor]:
+        """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""
+        if call.ndim != whole.ndim:
+            return
+        per_dim = [list(self._ways_of_dim(call, whole, dim, share)) for dim in range(call.ndim)]
+        for chosen in itertools.islice(itertools.product(*per_dim), MOST_WAYS):
+            part = whole
+            for dim, (numbers, index, count) in enumerate(chosen):
+                if numbers is not None:
+                    part = part.index_select(dim, numbers)
+                part = part.chunk(count, dim)[index] if count > 1 else part
+            yield part
+
+    def _ways_of_dim(
+        self, call: Tensor, whole: Tensor, dim: int, share: tuple[int, int]
+    ) -> Iterator[tuple[Tensor | None, int, int]]:
+        """Selections of one dimension: the numbers to take first, then a chunk (index, count)."""
+        own, size = call.size(dim), whole.size(dim)
+        bases: list[Tensor | None] = [None] if own == size else []
+        if self.where is not None:
+            rows = self._rows(share)
+            columns, num_columns = self.where.columns, self.where.num_columns
+            if size == self.where.num_rows:
+                bases.append(rows)
+            if size == num_columns and num_columns > 1:
+                bases.append(columns)
+            if size == self.where.num_rows * num_columns and num_columns > 1:
+                bases.append((rows[:, None] * num_columns + columns[None]).flatten())
+        bases += [None] if own != size else []
+        for base in bases:
+            left = size if base is None else len(base)
+            if left == own:
+                yield base, 0, 1
+            elif own and left % own == 0:
+                for index in self._indices(left // own):
+                    yield base, index, left // own
+
+    def _rows(self, share: tuple[int, int]) -> Tensor:
+        assert self.where is not None
+        index, count = share
+        rows = self.where.rows
+        return rows.chunk(count)[index] if len(rows) % count == 0 else rows
+
+    def _indices(self, count: int) -> Iterator[int]:
+        """This rank's index among `count` along one axis, or along two taken together."""
+        place = self.grid.coordinates(self.rank)
+        for number in (1, 2):
+            for axes in itertools.combinations(self.grid.axes_in_use, number):
+                if math.prod(self.grid.degrees[axis] for axis in axes) == count:
+                    index = 0
+                    for axis in axes:
+                        index = index * self.grid.degrees[axis] + place[axis]
+                    yield index
+
+    def _compare_backward(
+        self, kept: Outputs, record: Mapping[str, Any], found: dict[str, ModuleOutput]
+    ) -> tuple[float, dict[str, tuple[bool, str]]]:
+        """Compare the gradients of outputs; returns their common factor, and which are wrong.
+
+        With each comes a digest of it.
+
+        A loss that is a mean over the rank's own part scales all of them by one factor: that of the
+        last output in forward order.
+        """
+        factor = 0.0
+        wrong: dict[str, tuple[bool, str]] = {}
+        for call in reversed(self.modules):
+            gradients, known = kept.gradients_of(call), record["output_gradients"].get(call)
+            if call not in found or gradients is None or not known or not gradients[0].ndim:
+                continue
+            if len(known) != 1 or len(gradients) != 1:
+                continue
+            own, parts = gradients[0], list(self.ways(gradients[0], known[0], (0, 1)))
+            ways = [way for part in parts if (way := agreement(own, part, part)).bb > 0]
+            if not ways:
+                continue
+            if not factor:
+                best = min(ways, key=lambda way: way.aa - way.ab**2 / way.bb)
+                factor = best.ab / best.bb
+                if not factor or not math.isfinite(factor):
+                    return 0.0, {}
+            scaled = [agreement(own / factor, part, part) for part in parts]
+            best = min(scaled, key=lambda way: way.error)
+            is_wrong = not best.difference <= self.tolerance
+            found[call].gradient = best if is_wrong else best._replace(error=0.0)
+            wrong[call] = is_wrong, best.digest
+        return factor, wrong
+
+    def _groups(self) -> Iterator[tuple[str, list[int], Any]]:
+        for axis in self.grid.axes_in_use:
+            group = self.mesh.get_group(axis)
+            yield axis, dist.get_process_group_ranks(group), group
+
+    def _sum_outputs(
+        self, trace: PartTrace, knowledge: list[Any], kept: Outputs, parts: Mapping[str, Tensor]
+    ) -> None:
+        """Sum the first wrong output over each axis: is it a Partial that has not been reduced?"""
+        wrong = {c for of_rank in knowledge for c, (bad, _) in of_rank["outputs"].items() if bad}
+        first = next((call for call in self.modules if call in wrong), None)
+        for axis, ranks, group in self._groups():
+            shapes = [knowledge[rank]["outputs"].get(first, (False, None))[1] for rank in ranks]
+            if first is None or shapes[0] is None or len(set(shapes)) > 1:
+                continue
+            total = kept.first[first][0].to(self.device).clone()
+            dist.all_reduce(total, group=group)
+            part = parts[first]
+            if total.ndim > 1 and total[..., 0].numel() > 1:
+                # The bias may be added after the sum: then the same row is missing everywhere.
+                total += (part - total).flatten(0, -2).mean(0)
+            trace.summed_output[axis] = agreement(total, part, part)
+
+    def _sum_backward(
+        self,
+        trace: PartTrace,
+        knowledge: list[Any],
+        kept: Outputs,
+        record: Mapping[str, Any],
+        factor: float,
+    ) -> None:
+        """Sum the first wrong gradient of an output, in backward order, over each axis."""
+        wrong = {c for of_rank in knowledge for c, (bad, _) in of_rank["backward"].items() if bad}
+        last = next((call for call in reversed(self.modules) if call in wrong), None)
+        for axis, ranks, group in self._groups():
+            shapes = [knowledge[rank]["outputs"].get(last, (False, None))[1] for rank in ranks]
+            if last is None or any(last not in knowledge[rank]["backward"] for rank in ranks):
+                continue
+            if shapes[0] is None or len(set(shapes)) > 1:
+                continue
+            own = {knowledge[rank]["backward"][last][1] for rank in ranks}
+            same = {knowledge[rank]["parts"].get(last) for rank in ranks}
+            if len(own) == len(ranks) and len(same) == 1:
+                trace.torn_backward += (axis,)
+            gradients = kept.gradients_of(last)
+            assert gradients is not None
+            total = (gradients[0] / factor).to(self.device)
+            dist.all_reduce(total, group=group)
+            known = record["output_gradients"][last][0]
+            ways = [agreement(total, part, part) for part in self.ways(total, known, (0, 1))]
+            best = min(ways, key=lambda way: way.error)
+            trace.summed_backward[axis] = last, best
+
+    def _sum_gradients(
+        self,
+        trace: PartTrace,
+        knowledge: list[Any],
+        held: Mapping[str, Held],
+        record: Mapping[str, Any],
+    ) -> None:
+        """Sum each wrong gradient over the axes along which all ranks hold the same part."""
+        names = sorted({name for of_rank in knowledge for name in of_rank["wrong"]})
+        for name in names:
+            sums: dict[str, Agreement] = {}
+            for axis, ranks, group in self._groups():
+                places = [knowledge[rank]["gradients"].get(name) for rank in ranks]
+                if places[0] is None or len(set(places)) > 1:
+                    continue
+                gradient = held[name].parameter.grad
+                assert gradient is not None
+                total = local_part(gradient.detach()).to(self.device).clone()
+                dist.all_reduce(total, group=group)
+                whole = record["gradients"][name]
+                sums[axis] = agreement(total, held[name].part_of(whole, gradient), whole)
+            if sums:
+                trace.summed_gradients[name] = sums
+
+
+def save_part(
+    path: Path, rank: int, batch: Any, digest: str, held: Mapping[str, Held], wrong: Sequence[str]
+) -> str:
+    """Save a rank's part of the batch and its wrong gradients for `find_shares`."""
+    gradients, num_elements = {}, 0
+    for name in sorted(wrong, key=lambda name: held[name].shape.numel()):
+        gradient = held[name].parameter.grad
+        num_elements += held[name].shape.numel()
+        if gradient is None or num_elements > MOST_ELEMENTS:
+            continue
+        elements = held[name].part_of(
+            torch.arange(held[name].shape.numel()).view(held[name].shape),
+            gradient if isinstance(gradient, DTensor) else None,
+        )
+        own = local_part(gradient.detach()).cpu().flatten()
+        if own.numel() == elements.numel():
+            gradients[name] = own.clone(), elements.flatten().clone()
+    found = {"rank": rank, "batch": batch, "digest": digest, "gradients": gradients}
+    torch.save(found, path)
+    return str(path)

@@ -1,0 +1,245 @@
+"""On a rank: computes each step of the reference again by formulas, from the previous step.
+
+A plan is compared with the reference, so an error in code that both run is not a difference. Here
+the samples, the number of targets, the norm, the clipping and the optimizer's update of each step
+are checked against the job's settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.job import Job
+from titanlite.modules.batch import IGNORE_INDEX, Batch
+from titanlite.tools.verify.differences import NOISE
+from titanlite.tools.verify.jobs import own_decay, own_multiplier, scheduled_lr
+from titanlite.tools.verify.record import ReferenceStep
+from titanlite.training.loss import NEXT_TOKEN
+
+# The largest relative difference between the optimizer's kernels and the formulas, in float64.
+ROUNDING = 1e-9
+NARROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Recurrence:
+    """Checks the steps of a job on one process, in order; `weights` are the starting weights."""
+
+    def __init__(self, job: Job, weights: Mapping[str, Tensor]) -> None:
+        self._job = job
+        self._section = job.config.optimizer
+        self._weights = weights
+        self._state: Mapping[str, Tensor] = {}
+        self._has_own_samples = True
+        training = job.config.training
+        # Formulas and kernels round differently; only in float64 is an error larger than that.
+        self._is_exact = training.dtype == training.param_dtype == "float64"
+
+    def problems(
+        self, step: int, batches: list[Batch], record: Mapping[str, Any], numbers: ReferenceStep
+    ) -> Iterator[str]:
+        """What is wrong in `step`; `record` has its tensors, `numbers` its loss, norm and rate."""
+        if self._has_own_samples:
+            wrong = list(self._wrong_samples(step, record["fields"]))
+            self._has_own_samples = not wrong
+            yield from wrong
+        yield from self._wrong_count(step, batches, numbers.num_targets)
+        yield from self._changed_frozen(step, record["weights"])
+        if self._is_exact:
+            # An error in one step makes the next ones start from wrong values.
+            found = list(self._wrong_update(step, record, numbers))
+            self._is_exact = not found
+            yield from found
+        self._weights, self._state = record["weights"], record["state"]
+
+    def _wrong_samples(self, step: int, fields: Mapping[str, Tensor]) -> Iterator[str]:
+        """Whether the step trains on the samples that follow those of the previous step."""
+        size = self._job.resolved.global_batch_size
+        name, rows = next(iter(fields.items()))
+        first = (step - 1) * size
+        expected: Counter[bytes] = Counter()
+        for index in range(first, first + size):
+            sample = self._job.dataset.sample(index)
+            field = sample if isinstance(sample, Tensor) else sample[name]
+            expected[_bytes(field.to(rows.dtype))] += 1
+        missing = expected - Counter(_bytes(row) for row in rows)
+        if missing:
+            yield (
+                f"even on one process, step {step} does not train on samples {first} to "
+                f"{first + size - 1}: {missing.total()} of them are missing from its batch"
+            )
+
+    def _wrong_count(self, step: int, batches: list[Batch], counted: int) -> Iterator[str]:
+        """Whether the step divides by its number of targets; a custom loss may count others."""
+        if self._job.trainer.loss.count is not NEXT_TOKEN.count:
+            return
+        own = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
+        if own != counted:
+            yield (
+                f"even on one process, step {step} has {own} targets but divides its loss by "
+                f"{counted}: masked targets must not be counted"
+            )
+
+    def _changed_frozen(self, step: int, weights: Mapping[str, Tensor]) -> Iterator[str]:
+        """Whether the step changes a weight that does not require a gradient, by any bit."""
+        frozen = [name for name, p in self._job.parameters.items() if not p.requires_grad]
+        for name in frozen:
+            if not torch.equal(weights[name], self._weights[name]):
+                yield f"even on one process, step {step} changes the frozen weight {name}"
+                return
+
+    def _wrong_update(
+        self, step: int, record: Mapping[str, Any], numbers: ReferenceStep
+    ) -> Iterator[str]:
+        gradients: Mapping[str, Tensor] = record["gradients"]
+        norm = math.sqrt(sum((g.double() ** 2).sum().item() for g in gradients.values()))
+        if not math.isclose(norm, numbers.norm, rel_tol=ROUNDING):
+            yield (
+                f"even on one process, the gradient norm of step {step} is {numbers.norm:.6g}, but "
+                f"its gradients have a norm of {norm:.6g}: the norm is computed wrongly"
+            )
+            return
+        scale = min(1.0, self._job.config.training.max_norm / (norm + 1e-6))
+        # The update from a gradient that is only rounding error cannot be compared.
+        names = [n for n, g in gradients.items() if g.double().norm().item() > NOISE * norm]
+        given = {name: scale * gradients[name].double() for name in names}
+        yield from self._wrong_moments(step, given, record["state"], norm) or self._wrong_weights(
+            step, given, record
+        )
+
+    def _wrong_moments(
+        self, step: int, given: Mapping[str, Tensor], state: Mapping[str, Tensor], norm: float
+    ) -> list[str]:
+        """Whether the first moments follow from the clipped gradients `given`."""
+        wrong, factors = [], []
+        for name, gradient in given.items():
+            moment = state.get(f"{name}.exp_avg")
+            decays = own_decay(self._job.config, name) != 0
+            if moment is None or (self._section.name == "Adam" and decays):
+                return []
+            decayed = self._section.beta1 * self._previous(name, "exp_avg", moment)
+            expected = decayed + (1 - self._section.beta1) * gradient
+            if _error(moment, expected) > ROUNDING:
+                wrong.append(name)
+            used = (moment.double() - decayed) / (1 - self._section.beta1)
+            factor = ((used * gradient).sum() / (gradient * gradient).sum()).item()
+            left = (used - factor * gradient).norm() / used.norm().clamp_min(1e-300)
+            factors.append(factor if left < 1e-6 else math.nan)
+        if not wrong:
+            return []
+        start = f"even on one process, in step {step} "
+        clipped = f"clipping a norm of {norm:.6g} to {self._job.config.training.max_norm:g}"
+        if all(math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors):
+            return [
+                f"{start}the optimizer receives gradients {factors[0]:.6g} times as large as "
+                f"{clipped} gives: clipping is wrong"
+            ]
+        moments = {name: state[f"{name}.exp_avg"] for name in wrong}
+        for dtype in NARROW_DTYPES:
+            if all(torch.equal(m, m.to(dtype).to(m.dtype)) for m in moments.values()):
+                narrow = str(dtype).removeprefix("torch.")
+                return [
+                    f"{start}every value of the optimizer's exp_avg is exact in {narrow}: it is "
+                    f"kept in {narrow}, but the job's dtype is float64"
+                ]
+        fresh = {n: (1 - self._section.beta1) * given[n] for n in wrong}
+        if all(_error(moments[name], fresh[name]) < ROUNDING for name in wrong):
+            return [
+                f"{start}the optimizer's exp_avg contains nothing of earlier steps: the optimizer "
+                "state was lost or reset"
+            ]
+        return [
+            f"{start}the optimizer's exp_avg of {wrong[0]}"
+            f"{f' and {len(wrong) - 1} other parameters' if len(wrong) > 1 else ''} is not "
+            "beta1 times its previous value plus (1 - beta1) times the clipped gradient: clipping "
+            "or the optimizer state is wrong"
+        ]
+
+    def _wrong_weights(
+        self, step: int, given: Mapping[str, Tensor], record: Mapping[str, Any]
+    ) -> Iterator[str]:
+        lr = record["lr"]
+
+        def off(name: str, lr: float) -> float:
+            expected = self._next_weight(step, name, given[name], lr)
+            error = (record["weights"][name].double() - expected).abs().max().item()
+            return error / max(expected.abs().max().item(), lr, 1e-300)
+
+        wrong = next((name for name in given if off(name, lr) > ROUNDING), None)
+        if wrong is None:
+            return
+        config = self._job.config
+        next_lr = scheduled_lr(config, step + 1)
+        reason = (
+            f"the formula with a learning rate of {lr * own_multiplier(config, wrong):.6g} and a "
+            f"weight decay of {own_decay(config, wrong):g}: the update is wrong"
+        )
+        if next_lr != lr and all(off(name, next_lr) < ROUNDING for name in given):
+            reason += (
+                f". It agrees with the next step's learning rate, {next_lr:.6g}: the schedule is "
+                "advanced before the optimizer. Call scheduler.step() after optimizer.step()"
+            )
+        yield (
+            f"even on one process, the update of step {step} is not that of {self._section.name}: "
+            f"{wrong} has a relative difference of {off(wrong, lr):.1e} from {reason}"
+        )
+
+    def _next_weight(self, step: int, name: str, gradient: Tensor, lr: float) -> Tensor:
+        """A weight after this step by AdamW (arXiv 1711.05101), Adam or SGD."""
+        section, weight = self._section, self._weights[name].double()
+        decay = own_decay(self._job.config, name)
+        lr *= own_multiplier(self._job.config, name)
+        if section.name in ("SGD", "Adam"):
+            gradient = gradient + decay * weight
+        if section.name == "SGD":
+            if section.momentum and step > 1:
+                gradient = gradient + section.momentum * self._previous(
+                    name, "momentum_buffer", gradient
+                )
+            return weight - lr * gradient
+        if section.name == "AdamW":
+            weight = weight * (1 - lr * decay)
+        beta1, beta2 = section.beta1, section.beta2
+        first = beta1 * self._previous(name, "exp_avg", gradient) + (1 - beta1) * gradient
+        second = beta2 * self._previous(name, "exp_avg_sq", gradient)
+        second = second + (1 - beta2) * gradient * gradient
+        first = first / (1 - beta1**step)
+        return weight - lr * first / ((second / (1 - beta2**step)).sqrt() + section.eps)
+
+    def _previous(self, name: str, key: str, like: Tensor) -> Tensor:
+        """The optimizer state after the previous step; zeros before the first step."""
+        kept = self._state.get(f"{name}.{key}")
+        return torch.zeros_like(like, dtype=torch.float64) if kept is None else kept.double()
+
+
+def one_seed_for_all(weights: Mapping[str, Tensor]) -> Iterator[str]:
+    """Whether matrices of equal shape start with the same random values."""
+    first: dict[tuple[Any, ...], str] = {}
+    for name, weight in weights.items():
+        # Random tensors have about as many distinct values as elements; constants have few.
+        some = weight.flatten()[:4096]
+        if weight.ndim < 2 or some.unique().numel() < some.numel() // 2:
+            continue
+        key = (*weight.shape, _bytes(weight))
+        if key in first:
+            yield (
+                f"{name} and {first[key]} start with the same random values: their generators have "
+                "the same seed. Seed each by the parameter's name"
+            )
+            return
+        first[key] = name
+
+
+def _error(own: Tensor, expected: Tensor) -> float:
+    """max|a - b| / max|b|."""
+    largest = expected.abs().max().item()
+    return (own.double() - expected).abs().max().item() / max(largest, 1e-300)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()

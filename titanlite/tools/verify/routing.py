@@ -1,0 +1,224 @@
+"""On a rank: records where the tokens of expert layers go, and compares it with the reference's.
+
+    recorded_routing    the experts of each token, and the rows that each expert computed
+    followed_routing    the tokens that go elsewhere in a step; can send them the reference's way
+    compare_routing     a trace's routing, and the gradients of the experts one by one
+
+In float32 and bfloat16, two scores can be closer than their rounding error. The token then goes to
+another expert under another plan, and everything after it differs by more than rounding error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.job import Job
+from titanlite.modules.batch import Batch
+from titanlite.modules.experts import ExpertLayer, expert_layers
+from titanlite.modules.shards import is_sharded, local_part, offsets_of, shard_of
+from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.parts import ExpectedPart
+from titanlite.tools.verify.record import Agreement, ExpertTrace, MovedToken
+
+# The dimensions of sequences and of tokens in what a router returns.
+LABELS = (1, 0)
+
+
+@dataclass
+class Routing:
+    """What an expert layer did in the forward passes of a step, in the order of its calls."""
+
+    chosen: list[Tensor] = field(default_factory=list)
+    """The experts of each token, [T, B, K]."""
+    margins: list[Tensor] = field(default_factory=list)
+    """By how much the last chosen expert's rank value exceeds that of the next one, [T, B]."""
+    rows: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """Expert -> the rows that it computed on this rank."""
+
+
+@contextlib.contextmanager
+def recorded_routing(job: Job) -> Iterator[dict[str, Routing]]:
+    """Inside, the routing of every expert layer is recorded by the layer's name."""
+    layers = expert_layers(job.parts)
+    found = {name: Routing() for name in layers}
+    with contextlib.ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.enter_context(_recorded(job, layer, found[name]))
+        yield found
+
+
+@contextlib.contextmanager
+def followed_routing(
+    job: Job, batches: list[Batch], known: Mapping[str, Mapping[str, Tensor]], *, replay: bool
+) -> Iterator[dict[str, tuple[MovedToken, ...]]]:
+    """Inside, runs a step's routing; the dict has, on exit, each layer's tokens that go elsewhere.
+
+    `known` is the `routing_record` of the reference's step. With `replay`, all tokens are sent to
+    the experts that the reference chose, in recomputation too.
+    """
+    found: dict[str, tuple[MovedToken, ...]] = {}
+    own = ExpectedPart(job, batches)
+    layers = {name: layer for name, layer in expert_layers(job.parts).items() if name in known}
+    with recorded_routing(job) as routed:
+        replays = {name: _Replay(own, known[name]["chosen"]) for name in layers if replay}
+        for name in replays:
+            layers[name].router.choose = replays[name]
+        try:
+            yield found
+        finally:
+            for layer in layers.values():
+                layer.router.choose = None
+        for name in layers:
+            if name in replays:
+                routed[name].chosen = [choice.cpu() for choice, _ in replays[name].calls]
+            found[name] = _moved(own, routed[name], known[name])
+
+
+class _Replay:
+    """Replaces the experts that a router chooses by those of the reference."""
+
+    def __init__(self, own: ExpectedPart, known: Tensor) -> None:
+        self.own, self.known = own, known
+        self.calls: list[tuple[Tensor, Tensor]] = []
+        """In the order of the microbatches: the router's choice, and the reference's."""
+
+    def __call__(self, chosen: Tensor) -> Tensor:
+        if _is_recomputed():
+            # Recomputation makes the same choice again, in any order of microbatches.
+            return next(there for here, there in self.calls if torch.equal(here, chosen))
+        part = self.own.part_of_call(len(self.calls), chosen, self.known, LABELS)
+        replaced = chosen if part is None else part.to(chosen.device)
+        self.calls.append((chosen, replaced))
+        return replaced
+
+
+@contextlib.contextmanager
+def _recorded(job: Job, layer: ExpertLayer, found: Routing) -> Iterator[None]:
+    experts: Any = layer.experts
+    compute = experts._compute
+    first = 0
+    if experts.exchange is not None and job.meshes.ep is not None:
+        first = job.meshes.ep.get_local_rank() * (layer.num_experts // experts.exchange.size)
+
+    def keep(router: Any, inputs: Any, output: Any) -> None:
+        if not _is_recomputed():
+            found.chosen.append(output.chosen.detach().cpu().clone())
+            ranked = output.scores.detach()
+            if layer.expert_bias is not None:
+                ranked = ranked + layer.expert_bias
+            values = ranked.sort(-1, descending=True).values
+            last = min(layer.top_k, layer.num_experts - 1)
+            found.margins.append((values[..., last - 1] - values[..., last]).cpu())
+
+    def count(rows: Tensor, sizes: list[int]) -> Tensor:
+        if not _is_recomputed():
+            for index, size in enumerate(sizes):
+                found.rows[first + index] += size
+        outputs: Tensor = compute(rows, sizes)
+        return outputs
+
+    hook = layer.router.register_forward_hook(keep)
+    experts._compute = count
+    try:
+        yield
+    finally:
+        hook.remove()
+        del experts._compute
+
+
+def _is_recomputed() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def compare_routing(
+    job: Job,
+    own: ExpectedPart,
+    found: Mapping[str, Routing],
+    known: Mapping[str, Mapping[str, Tensor]],
+    gradients: Mapping[str, Tensor],
+) -> dict[str, ExpertTrace]:
+    """This rank's routing compared with `known`: the reference's "chosen" and "margins" by layer.
+
+    `gradients` are the reference's whole gradients.
+    """
+    return {
+        name: ExpertTrace(
+            rows=dict(routing.rows),
+            num_tokens=sum(chosen[..., 0].numel() for chosen in routing.chosen),
+            moved=_moved(own, routing, known[name]),
+            gradients=_by_expert(job, name, gradients),
+        )
+        for name, routing in found.items()
+        if name in known
+    }
+
+
+def _moved(
+    own: ExpectedPart, routing: Routing, known: Mapping[str, Tensor]
+) -> tuple[MovedToken, ...]:
+    """The tokens of this rank that went to other experts than on the reference."""
+    tokens = []
+    _, parts = own.compare(routing.chosen, known["chosen"], LABELS)
+    _, margins = own.compare(routing.margins, known["margins"], LABELS)
+    _, positions = own.compare(routing.margins, known["positions"], LABELS)
+    _, sequences = own.compare(routing.margins, known["sequences"], LABELS)
+    for index, (chosen, part) in enumerate(zip(routing.chosen, parts, strict=True)):
+        if part.shape != chosen.shape:
+            continue
+        differs = (chosen.sort(-1).values != part.sort(-1).values).any(-1)
+        for t, b in differs.nonzero().tolist():
+            tokens.append(
+                MovedToken(
+                    call=index,
+                    sequence=int(sequences[index][t, b]),
+                    position=int(positions[index][t, b]),
+                    experts=tuple(chosen[t, b].tolist()),
+                    expected=tuple(part[t, b].tolist()),
+                    margin=float(margins[index][t, b]),
+                )
+            )
+    return tuple(sorted(tokens, key=lambda token: (token.sequence, token.position)))
+
+
+def _by_expert(
+    job: Job, layer: str, gradients: Mapping[str, Tensor]
+) -> dict[str, dict[int, Agreement]]:
+    """Parameter -> expert -> this rank's part of that expert's gradient, compared."""
+    found: dict[str, dict[int, Agreement]] = {}
+    for name in (f"{layer}.experts.{leaf}" for leaf in ("w1", "w2", "w3")):
+        parameter = job.parameters.get(name)
+        if parameter is None or parameter.grad is None or name not in gradients:
+            continue
+        own, whole = local_part(parameter.grad.detach()), gradients[name]
+        part = shard_of(whole, parameter)
+        placements = getattr(parameter, "placements", ())
+        if any(is_sharded(p) and getattr(p, "dim", 0) != 0 for p in placements):
+            continue  # by rows: the factors of the whole tensor say enough
+        first = offsets_of(parameter)[0]
+        found[name] = {
+            first + index: agreement(one, expected, whole[first + index])
+            for index, (one, expected) in enumerate(zip(own, part, strict=True))
+        }
+    return found
+
+
+def routing_record(found: Mapping[str, Routing]) -> dict[str, dict[str, Tensor]]:
+    """The reference's routing: for each layer, tensors over all its sequences."""
+    record = {}
+    for name, routing in found.items():
+        chosen = torch.cat(routing.chosen, dim=1)
+        length, number = chosen.shape[:2]
+        record[name] = {
+            "chosen": chosen,
+            "margins": torch.cat(routing.margins, dim=1),
+            "positions": torch.arange(length).unsqueeze(1).expand(length, number),
+            "sequences": torch.arange(number).expand(length, number),
+        }
+    return record

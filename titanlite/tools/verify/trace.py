@@ -1,0 +1,329 @@
+"""On a rank: runs the first differing step again with detailed recording.
+
+trace_reference   records every module's output, and the gradient of each cell (cells.py)
+trace_plan        compares this rank's outputs with them, and its gradients with sums of cells
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.config import ResolvedJob
+from titanlite.job import Job
+from titanlite.modules.batch import Batch, has_own_inputs, join, takes
+from titanlite.modules.names import canonical_name
+from titanlite.modules.shards import local_part, shard_of
+from titanlite.observe.failing import styles_of
+from titanlite.parallelize.float8.linear import Float8Linear
+from titanlite.ranks.world import World
+from titanlite.registry import is_over_batch
+from titanlite.tools.verify.agreement import agreement, placements_of
+from titanlite.tools.verify.cells import cells_file, cells_of, cut_cells, shares_of
+from titanlite.tools.verify.inspect_model import unchanged_buffers
+from titanlite.tools.verify.jobs import Microbatches, microbatches_of
+from titanlite.tools.verify.outputs import Outputs, recorded
+from titanlite.tools.verify.parts import ExpectedPart, label_dimensions
+from titanlite.tools.verify.record import (
+    Agreement,
+    ModuleOutput,
+    RankTrace,
+    ReferenceTrace,
+    module_of,
+)
+from titanlite.tools.verify.routing import compare_routing, recorded_routing, routing_record
+from titanlite.tools.verify.run import Patch, draw_zero_parameters, load, loads_of, open_job
+from titanlite.tools.verify.sequences import cut_again, leave_out_targets
+
+# Outputs and cells' gradients are kept up to these totals.
+MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30
+
+
+def trace_reference(
+    world: World,
+    resolved: ResolvedJob,
+    step: int,
+    folder: str,
+    plan: ResolvedJob,
+    names: list[str],
+) -> ReferenceTrace:
+    """Record `step` of the reference in detail into `folder`, with the cells of `plan`.
+
+    `names` are the parameters whose gradients are recorded for each cell.
+    """
+    microbatches = microbatches_of(plan)
+    with _at_step(world, resolved, step, folder, microbatches) as (job, batches):
+        model = job.parts[0]
+        with unchanged_buffers(model):
+            labels = label_dimensions(model, batches[0])
+        with (
+            recorded(job.parts, _puts_out_logits(job)) as kept,
+            _scales_of(job) as scaled,
+            recorded_routing(job) as routed,
+        ):
+            job.trainer.compute_gradients(batches)
+        experts = loads_of(job)
+        job.trainer.optimizer.zero_grad(set_to_none=True)
+        outputs, num_bytes, num_left_out = {}, 0, 0
+        gradients_of: dict[str, Tensor] = {}
+        for name, calls in kept.first.items():
+            num_bytes += sum(call.numel() * call.element_size() for call in calls)
+            if num_bytes > MOST_OUTPUT_BYTES:
+                num_left_out += 1
+                continue
+            batch_dim, _ = labels.get(module_of(name), (None, None))
+            outputs[name] = _whole(calls, batch_dim, microbatches)
+            of_outputs = kept.gradients_of(name)
+            # Without a dimension of sequences each rank or microbatch has only a share of it.
+            if of_outputs is not None and batch_dim is not None:
+                gradients_of[name] = _whole(of_outputs, batch_dim, microbatches)
+        record: dict[str, Any] = {"outputs": outputs, "gradients": gradients_of, "labels": labels}
+        if microbatches is None:
+            record["routing"] = routing_record(routed)
+        torch.save(record, _trace_file(folder))
+
+        batch = join(batches)
+        # Cells need the sequences in the order of the global batch.
+        if microbatches is not None:
+            order = [number for rows in microbatches for r in rows for number in r]
+            places = torch.tensor(order).argsort().tolist()
+            batch = join([batch.rows(place, place + 1) for place in places])
+        # A loss over the whole batch is not a sum over cells.
+        cells = () if is_over_batch(plan.config.training.loss) else cells_of(plan)
+        losses, targets, gradients = [], [], defaultdict(list)
+        names = _small_enough(job, names, len(cells))
+        num_targets = max(1, int(batch.count_targets()))
+        for own in cut_cells(batch, cells, plan) if cells else ():
+            # The trainer divides by the targets of this cell, not of the step.
+            loss, count = job.trainer.compute_gradients([own])
+            count = int(own.count_targets())
+            losses.append(loss * count)
+            targets.append(count)
+            for name, gradient in job.whole_gradients():
+                if name in names:
+                    gradients[name].append(gradient.cpu() * (count / num_targets))
+            job.trainer.optimizer.zero_grad(set_to_none=True)
+        torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
+        return ReferenceTrace(
+            tuple(outputs), cells, tuple(losses), tuple(targets), num_left_out, scaled, experts
+        )
+
+
+def trace_plan(
+    world: World,
+    resolved: ResolvedJob,
+    step: int,
+    folder: str,
+    names: list[str],
+    modules: tuple[str, ...],
+    patch: Patch | None = None,
+) -> RankTrace:
+    """Run `step` of the plan again and compare it with the reference's trace in `folder`.
+
+    `names` are the gradients that differ, `modules` the reference's modules in forward order. Every
+    rank of the world must call this.
+    """
+    with (
+        (patch or contextlib.nullcontext)(),
+        _at_step(world, resolved, step, folder) as (job, batches),
+    ):
+        with (
+            recorded(job.parts, _puts_out_logits(job)) as kept,
+            _scales_of(job) as scaled,
+            recorded_routing(job) as routed,
+        ):
+            job.trainer.compute_gradients(batches)
+        known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
+        record = load(folder, step)["gradients"]
+        own = ExpectedPart(job, batches)
+        found, expected = {}, {}
+        for name, calls in kept.first.items():
+            if name in known["outputs"]:
+                found[name], expected[name] = own.compare(
+                    calls,
+                    known["outputs"][name],
+                    known["labels"].get(module_of(name), (None, None)),
+                )
+                found[name].recomputed = kept.recomputed_difference(name)
+                gradients = kept.gradients_of(name)
+                if gradients is not None and name in known["gradients"]:
+                    labels = known["labels"].get(module_of(name), (None, None))
+                    of_gradient, _ = own.compare(gradients, known["gradients"][name], labels)
+                    if not of_gradient.shape:
+                        found[name].gradient = of_gradient.agreement
+        return RankTrace(
+            rank=world.rank,
+            coordinates=job.dims.coordinates(world.rank),
+            modules=found,
+            summed_output=_sum_outputs(job, modules, found, kept.first, expected),
+            summed_gradients=_sum_gradients(job, names, record),
+            shares=shares_of(job, names, record, folder),
+            pending_inputs=tuple(kept.pending_inputs),
+            blind_stages=_blind_stages(job, kept, batches),
+            styles=styles_of(job),
+            scaled=scaled,
+            experts=compare_routing(job, own, routed, known.get("routing", {}), record),
+        )
+
+
+def _small_enough(job: Job, names: list[str], num_cells: int) -> list[str]:
+    """The smallest parameters whose gradients, once per cell, fit into MOST_CELL_BYTES."""
+    sizes = {name: parameter.numel() for name, parameter in job.parameters.items()}
+    chosen, num_bytes = [], 0
+    for name in sorted(names, key=lambda name: sizes.get(name, 0)):
+        num_bytes += sizes.get(name, 0) * num_cells * 8
+        if num_bytes <= MOST_CELL_BYTES:
+            chosen.append(name)
+    return chosen
+
+
+def _trace_file(folder: str) -> Path:
+    return Path(folder) / "trace.pt"
+
+
+@contextlib.contextmanager
+def _at_step(
+    world: World,
+    resolved: ResolvedJob,
+    step: int,
+    folder: str,
+    microbatches: Microbatches | None = None,
+) -> Iterator[tuple[Job, list[Batch]]]:
+    """The job just before `step`, and the batches of that step."""
+
+    def draw(number: int) -> list[Batch]:
+        batches = leave_out_targets(job, job.draw(), load(folder, number)["fields"])
+        return cut_again(batches, microbatches)
+
+    with open_job(world, resolved) as job:
+        draw_zero_parameters(job, load(folder, 0)["drawn"])
+        for number in range(1, step):
+            job.trainer.step(draw(number))
+        yield job, draw(step)
+
+
+def _whole(calls: list[Tensor], batch_dim: int | None, microbatches: Microbatches | None) -> Tensor:
+    """Join a module's outputs for all microbatches, in the order of the batch's sequences."""
+    if batch_dim is None:
+        return calls[0]
+    whole = torch.cat(calls, batch_dim)
+    order = [number for rows in microbatches or () for r in rows for number in r]
+    if whole.size(batch_dim) != len(order):
+        return whole
+    return whole.index_select(batch_dim, torch.tensor(order).argsort())
+
+
+@contextlib.contextmanager
+def _scales_of(job: Job) -> Iterator[dict[str, tuple[bool, float]]]:
+    """Inside, record the input scales of each float8 layer; the dict is filled on exit."""
+    layers = {
+        canonical_name(name): module
+        for part in job.parts
+        for name, module in part.named_modules()
+        if isinstance(module, Float8Linear)
+    }
+    found: dict[str, tuple[bool, float]] = {}
+    for layer in layers.values():
+        layer.observed = []
+    try:
+        yield found
+    finally:
+        for name, layer in layers.items():
+            if layer.observed:
+                is_rowwise, _ = layer.observed[0]
+                found[name] = is_rowwise, max(amax for _, amax in layer.observed)
+            layer.observed = None
+
+
+def _blind_stages(job: Job, kept: Outputs, batches: list[Batch]) -> dict[int, str]:
+    """This rank's stages that take positions and do not receive those of their tokens."""
+    blind = {}
+    for index, (stage, part) in enumerate(zip(job.stage_numbers, job.parts, strict=True)):
+        if has_own_inputs(part) or not takes(part, "positions"):
+            continue
+        given = kept.positions[index]
+        if any(positions is None for positions in given):
+            blind[stage] = "missing"
+        elif not all(any(_is_part(own, batch) for batch in batches) for own in given):
+            blind[stage] = "wrong"
+    return blind
+
+
+def _is_part(own: Tensor | None, batch: Batch) -> bool:
+    """Whether positions are those of a batch, or of consecutive sequences of it."""
+    whole = batch.positions
+    if own is None or own.ndim != whole.ndim or own.size(-1) != whole.size(-1):
+        return False
+    if batch.dims["positions"].batch is None:
+        return torch.equal(own, whole)
+    return any(torch.equal(own, part) for part in whole.unfold(0, len(own), 1).movedim(-1, 1))
+
+
+def _puts_out_logits(job: Job) -> list[bool]:
+    """Whether each part's output is the logits: the whole model's, or the last stage's."""
+    if job.pipeline is None:
+        return [True] * len(job.parts)
+    return [job.pipeline.has_last and part is job.parts[-1] for part in job.parts]
+
+
+def _sum_outputs(
+    job: Job,
+    modules: tuple[str, ...],
+    found: Mapping[str, ModuleOutput],
+    calls: Mapping[str, list[Tensor]],
+    expected: Mapping[str, list[Tensor]],
+) -> dict[str, Agreement]:
+    """The output of the first wrong module, summed over tp if its shape is the same on all ranks.
+
+    It shows whether that output is a Partial that has not been reduced.
+    """
+    wrong: list[list[str] | None] = [None] * job.world.size
+    dist.all_gather_object(wrong, [name for name, output in found.items() if output.wrong_calls])
+    everywhere = {name for of_rank in wrong for name in of_rank or ()}
+    first = next((name for name in modules if name in everywhere), None)
+    if first is None or first not in found or not job.dims.tp_enabled:
+        return {}
+    index = 0
+    total = calls[first][index].to(job.world.device).clone()
+    shapes: list[Any] = [None] * job.dims.tp
+    group = job.meshes.world["tp"].get_group()
+    dist.all_gather_object(shapes, total.shape, group=group)
+    if len(set(shapes)) > 1:
+        return {}
+    dist.all_reduce(total, group=group)
+    part = expected[first][index]
+    return {"tp": agreement(total, part, part)} if part.shape == total.shape else {}
+
+
+def _sum_gradients(
+    job: Job, names: list[str], record: Mapping[str, Tensor]
+) -> dict[str, dict[str, Agreement]]:
+    """Each wrong gradient summed over each axis over which its parameter is replicated."""
+    parameters = job.parameters
+    sums: dict[str, dict[str, Agreement]] = {}
+    for name in names:
+        parameter = parameters.get(name)
+        if parameter is None or parameter.grad is None or name not in record:
+            continue
+        own = local_part(parameter.grad).detach()
+        expected = shard_of(record[name], parameter)
+        sums[name] = {}
+        for axis in _replicated_axes(job, parameter):
+            total = own.to(job.world.device).clone()
+            dist.all_reduce(total, group=job.meshes.world[axis].get_group())
+            sums[name][axis] = agreement(total, expected, record[name])
+        summed = None if job.pipeline is None else job.pipeline.copies.summed(name)
+        if summed is not None:
+            sums[name]["pp"] = agreement(summed, expected, record[name])
+    return sums
+
+
+def _replicated_axes(job: Job, parameter: Tensor) -> list[str]:
+    return [axis for axis, how in placements_of(job, parameter).items() if how == "replicated"]

@@ -1,0 +1,168 @@
+"""Differences after the gradients: norm, rate, weights, state, buffers, checkpoint; torch-free."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from titanlite.tools.verify.evidence import EXPLAINED, Evidence, pooled, ranks_of, worst
+from titanlite.tools.verify.norms import explain_norm
+from titanlite.tools.verify.wording import agree, is_near, listed, name_parameters, name_ranks
+
+
+def explain_norm_alone(e: Evidence) -> Iterator[str]:
+    if not e.failed("norm") or e.failed("gradient") or e.failed("start"):
+        return
+    own, known = e.runs[0].steps[e.step].norm, e.reference[e.step].norm
+    norms = {run.steps[e.step].norm for run in e.runs}
+    if len(norms) > 1:
+        yield (
+            f"ranks have different gradient norms ({listed(sorted(norms), 3)}): sum the squares "
+            "over all ranks"
+        )
+    words = explain_norm(e.runs, e.step, own)
+    ratio = (
+        f"the gradient norm is {own / known:.6g} times as large as on one process, but every "
+        "gradient agrees"
+    )
+    same = e.factor(own / known)
+    if words:
+        yield f"{ratio}: {words}. Count each gradient element once, however many ranks hold it"
+    elif same:
+        yield f"{ratio}; {own / known:.6g} is {same}"
+    else:
+        yield ratio
+
+
+def explain_rate(e: Evidence) -> Iterator[str]:
+    if e.failed("lr"):
+        known = e.reference[e.step].lr
+        rates = {run.rank: run.steps[e.step].lr for run in e.runs}
+        wrong = {rank: rate for rank, rate in rates.items() if not is_near(rate, known)}
+        where = name_ranks(wrong, e.runs, rates)
+        shown = listed(f"{rate:.6g}" for rate in sorted(set(wrong.values())))
+        yield (
+            f"the learning rate of step {e.step} is {shown} {where}, "
+            f"but [lr_scheduler] gives {known:.6g}: the schedule is wrong, or is not advanced "
+            "once per step"
+        )
+
+
+def explain_update(e: Evidence) -> Iterator[str]:
+    wrong = e.failed("weight")
+    if not wrong or any(e.failed(kind) for kind in ("start", "gradient", "norm")):
+        return
+    shown = name_parameters(wrong, e.runs, "weight")
+    ranks = ranks_of(e, lambda run: worst(run, "weights", e.step, wrong))
+    yield (
+        f"gradients and their norm agree, but {shown} {agree(shown, 'differ')} after the step, "
+        f"{name_ranks(ranks, e.runs, range(len(e.runs)))}. {_wrong_update(e)}"
+    )
+
+
+def _wrong_update(e: Evidence) -> str:
+    """What is wrong between the gradients and the weights, judged by the optimizer state."""
+    moments = [
+        part
+        for run in e.runs
+        for name, part in run.steps[e.step].state.items()
+        if name.endswith((".exp_avg", ".momentum_buffer")) and part.bb > 0
+    ]
+    if not moments:
+        return "Either clipping or the optimizer is wrong"
+    if not e.failed("state"):
+        return (
+            "The optimizer state agrees, so the optimizer received the correct gradients. The "
+            "update itself is wrong: look at the learning rate, the weight decay and when it runs"
+        )
+    factor, left = pooled(moments)
+    # After step 1 the state also holds the gradients of earlier steps.
+    if e.step == 1 and left < EXPLAINED and not is_near(factor, 1.0):
+        same = e.factor(factor)
+        return (
+            f"The optimizer received gradients {factor:.6g} times as large as on one process"
+            f"{f' ({factor:.6g} is {same})' if same else ''}: clipping is wrong"
+        )
+    return "The optimizer state differs too: clipping or the optimizer is wrong"
+
+
+def explain_state(e: Evidence) -> Iterator[str]:
+    if (wrong := e.failed("state")) and not any(
+        e.failed(kind) for kind in ("start", "gradient", "norm", "weight")
+    ):
+        keys = sorted({name.rpartition(".")[2] for name in wrong})
+        names = {name.rpartition(".")[0] for name in wrong}
+        yield (
+            f"after step {e.step} all weights agree, but the optimizer state of "
+            f"{name_parameters(names, e.runs, 'parameter')} differs ({listed(keys)}): the weights "
+            "of later steps will differ. Look at how the optimizer updates this state"
+        )
+
+
+def explain_buffers(e: Evidence) -> Iterator[str]:
+    wrong = e.failed("buffer")
+    if not wrong:
+        return
+    values = defaultdict(set)
+    for run in e.runs:
+        for name in wrong:
+            if name in run.steps[e.step].buffers:
+                values[name].add(run.steps[e.step].buffers[name].digest)
+    apart = [name for name in wrong if len(values[name]) > 1]
+    how = (
+        f"ranks hold different values of {listed(apart, 3)}"
+        if apart
+        else "all ranks hold the same wrong values"
+    )
+    yield (
+        f"buffers differ from those of one process after step {e.step}: {listed(wrong, 3)}; {how}. "
+        "Reduce batch statistics kept in a buffer over all ranks that read the batch"
+    )
+
+
+def explain_validation(e: Evidence) -> Iterator[str]:
+    if e.failed("validation") and not e.failed("weight"):
+        own, known = e.runs[0].steps[e.step].validation, e.reference[e.step].validation
+        assert own is not None
+        assert known is not None
+        same = e.factor(own / known) if known else ""
+        yield (
+            f"the weights agree, but the validation loss is {own:.6g} instead of {known:.6g}"
+            f"{f' (the ratio is {same})' if same else ''}: the evaluation, its data or its average "
+            "is wrong"
+        )
+
+
+def explain_metrics(e: Evidence) -> Iterator[str]:
+    if e.failed("validation") or e.failed("weight"):
+        return
+    for name in e.failed("metric"):
+        own, known = e.runs[0].steps[e.step].metrics[name], e.reference[e.step].metrics[name]
+        yield (
+            f"the weights and the validation loss agree, but the metric {name} is {own:.6g} "
+            f"instead of {known:.6g}: its sum or its count depends on how the batch is split. "
+            "Return the sum over targets and their number, and no mean"
+        )
+
+
+def explain_reloaded(e: Evidence) -> Iterator[str]:
+    if wrong := e.failed("reloaded"):
+        tensors = f"{len(wrong)} tensor{'s' * (len(wrong) > 1)} ({listed(sorted(wrong), 3)})"
+        yield (
+            "everything agrees until the checkpoint is saved. A run that resumes from it has "
+            f"different values in {tensors}: what is saved, or how it is sharded on loading, is "
+            "wrong under this plan"
+        )
+
+
+def explain_replicas(e: Evidence) -> Iterator[str]:
+    splits = [split for split in e.splits if split.step == e.step]
+    if splits and not any(e.failed(kind) for kind in ("start",)):
+        groups = " and ".join(
+            f"rank{'s' if len(group) > 1 else ''} {listed(group)}" for group in splits[0].groups
+        )
+        names = {split.name for split in splits}
+        yield (
+            f"the replicas of {name_parameters(names, e.runs, 'parameter')} differ from step "
+            f"{e.step} on ({groups} hold different bits)"
+        )

@@ -1,0 +1,158 @@
+"""Words for a factor, a set of ranks or a set of parameters in a diagnosis; torch-free."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from titanlite.tools.verify.record import RankRun
+
+# The relative tolerance within which a factor counts as equal to a degree or a count: far above
+# rounding error in float64, far too small for a coincidence.
+EXACT = 1e-6
+
+
+class Degrees(Protocol):
+    """The degree of each axis, and the number of ranks."""
+
+    @property
+    def degrees(self) -> Mapping[str, int]: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+def name_factor(
+    factor: float,
+    dims: Degrees,
+    *,
+    num_microbatches: int = 0,
+    num_targets: int = 0,
+    batch: int = 0,
+) -> str:
+    """The degree or count that equals a factor, such as "the degree of cp"; "" for none.
+
+    A count of 0 is unknown.
+    """
+    degrees = {axis: n for axis, n in dims.degrees.items() if n > 1}
+    known: dict[str, float] = {f"the degree of {axis}": n for axis, n in degrees.items()}
+    if (ep := getattr(dims, "ep", 1)) > 1:
+        known["the degree of ep"] = ep
+        if (shards := getattr(dims, "num_expert_shards", 1)) > 1:
+            known["the number of shards of each expert (efsdp)"] = shards
+    known |= {
+        f"the degrees of {a} and {b}": degrees[a] * degrees[b]
+        for a, b in itertools.combinations(degrees, 2)
+    }
+    if len(degrees) > 2:
+        known["the number of ranks"] = dims.world_size
+    if num_microbatches > 1:
+        known["the number of microbatches"] = num_microbatches
+    if num_targets:
+        known["the number of targets in the step"] = num_targets
+    if batch:
+        known["the number of sequences in the step"] = batch
+    squares = {f"the square of {words}": n * n for words, n in known.items()}
+    for candidates in (known, squares):
+        same = [words for words, n in candidates.items() if is_near(factor, n)]
+        inverse = [words for words, n in candidates.items() if is_near(factor, 1 / n)]
+        if same:
+            return " or ".join(same)
+        if inverse:
+            return "1 over " + " or ".join(inverse)
+    return ""
+
+
+def is_near(value: float, expected: float, tolerance: float = EXACT) -> bool:
+    """Whether two numbers are equal up to rounding error."""
+    return math.isfinite(value) and abs(value - expected) <= tolerance * max(abs(expected), 1e-300)
+
+
+def name_ranks(ranks: Collection[int], runs: Sequence[RankRun], among: Collection[int]) -> str:
+    """Words for some of the ranks `among`: by mesh coordinates where possible, else by number."""
+    chosen, all_ranks = set(ranks), set(among)
+    if chosen == all_ranks:
+        return "on every rank" if len(chosen) > 1 else f"on rank {min(chosen)}"
+    if len(chosen) == 1:
+        rank = min(chosen)
+        place = {a: n for a, n in runs[rank].coordinates.items() if _degree(runs, a) > 1}
+        where = ", ".join(f"{axis} {n}" for axis, n in place.items())
+        return f"on rank {rank} only ({where})"
+    for axis in runs[0].coordinates:
+        positions = {runs[rank].coordinates[axis] for rank in chosen}
+        if _degree(runs, axis) > 1 and chosen == {
+            rank for rank in all_ranks if runs[rank].coordinates[axis] in positions
+        }:
+            return f"on the ranks with {axis} {listed(sorted(positions))}"
+    return f"on ranks {listed(sorted(chosen))}"
+
+
+def _degree(runs: Sequence[RankRun], axis: str) -> int:
+    return len({run.coordinates[axis] for run in runs})
+
+
+def listed(values: Iterable[object], most: int = 6) -> str:
+    """ "a, b and c"; only the first `most` if there are more."""
+    words = [str(value) for value in values]
+    if len(words) > most:
+        return f"{', '.join(words[:most])} and {len(words) - most} more"
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def name_parameters(names: Collection[str], runs: Sequence[RankRun], what: str) -> str:
+    """Words for a set of parameters: their names, and the stage or placement they share."""
+    chosen = set(names)
+    placed: dict[str, Mapping[str, str]] = {}
+    stages: dict[str, set[int]] = {}
+    for run in runs:
+        placed.update(run.placements)
+        for name in run.placements:
+            stages.setdefault(name, set()).add(run.coordinates.get("pp", 0))
+    if chosen == set(placed):
+        return f"all {len(placed)} {what}s"
+    shown = f"{len(chosen)} of {len(placed)} {what}s ({listed(sorted(chosen), 3)}"
+    if len(chosen) == 1:
+        return f"the {what} of {min(chosen)}" if what != "parameter" else min(chosen)
+    places = sorted(set().union(*stages.values()))
+    for count in range(1, len(places)):
+        for some in itertools.combinations(places, count):
+            if chosen == {name for name, held in stages.items() if not held.isdisjoint(some)}:
+                return f"{shown}; exactly those on pp {listed(some)})"
+    axes = next(iter(placed.values()), {})
+    for axis in axes:
+        for how in ("replicated", "strided", "sharded"):
+            same = {name for name, axes_of in placed.items() if axes_of.get(axis) == how}
+            if chosen == same:
+                return f"{shown}; exactly those {how_in_words(how, axis)})"
+    for axis in axes:
+        replicated = {name for name, axes_of in placed.items() if axes_of[axis] == "replicated"}
+        if chosen <= replicated and replicated != set(placed):
+            return f"{shown}; all replicated over {axis})"
+        if not chosen & replicated and replicated:
+            return f"{shown}; all sharded over {axis})"
+    return f"{shown})"
+
+
+def be(who: str) -> str:
+    """ "is" or "are" for a result of name_parameters: "the gradient of x" is, "9 gradients" are."""
+    return "is" if who.startswith("the ") else "are"
+
+
+def be_a_sum(who: str) -> str:
+    """ "is a sum" or "are sums", as for `be`."""
+    return "is a sum" if be(who) == "is" else "are sums"
+
+
+def agree(who: str, verb: str) -> str:
+    """`verb`, or its third person singular: "differ" or "differs"."""
+    is_one = be(who) == "is"
+    return {"do": "does", "are": "is"}.get(verb, f"{verb}s") if is_one else verb
+
+
+def how_in_words(how: str, axis: str) -> str:
+    """A placement over an axis, as words after a noun: "sharded over tp"."""
+    if how == "strided":
+        return f"that {axis} shards along an already sharded dimension"
+    return f"{how} over {axis}"
