@@ -82,11 +82,11 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "register": ("register_model", "register_dataset", "register_loss", "register_metric"),
     },
     "Random numbers": {
-        "keyed": ("keyed_normal", "keyed_uniform", "sample_keys"),
-        "dropout": ("TokenDropout",),
+        "modules.keyed": ("keyed_normal", "keyed_uniform", "sample_keys"),
+        "modules.dropout": ("TokenDropout",),
     },
     "Verify": {
-        "equivalence.comparison": (
+        "tools.verify.program.comparison": (
             "compare",
             "assert_parallel_equals_reference",
             "Comparer",
@@ -113,10 +113,10 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "PipelineRunner",
         ),
         "schedule": ("make_schedule",),
-        "tied": ("find_tied",),
+        "modules.tied": ("find_tied",),
     },
     "Styles of TP": {
-        "parallelize.styles": (
+        "parallelize.tensor_parallel.styles": (
             "GatherColwise",
             "RowwiseLocal",
             "NormLocal",
@@ -125,17 +125,13 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Ring attention": {
-        "attention": (
-            "ring_attention",
-            "RingAttention",
-            "register_ring_attention",
-            "make_layout",
-            "Layout",
-        ),
+        "parallelize.context_parallel.ring": ("ring_attention", "RingAttention"),
+        "parallelize.context_parallel.huggingface": ("register_ring_attention",),
+        "modules.attention": ("make_layout", "Layout"),
     },
     "Step": {
         "training.initialize": ("initialize",),
-        "batch": ("make_batch", "Batch", "FieldDims", "call_model"),
+        "modules.batch": ("make_batch", "Batch", "FieldDims", "call_model"),
         "training.step": ("Trainer", "StepResult"),
         "training.loss": ("Loss", "NEXT_TOKEN", "token_loss_sum", "loss_context"),
         "training.gradient_norm": ("gradient_norm", "clip_gradients", "reduce_partial_gradients"),

@@ -43,11 +43,13 @@ from titanlite.parallelize.async_tensor_parallel.apply import (
     warn_of_small_chunks,
 )
 from titanlite.parallelize.compile.apply import keep_caches_apart
+from titanlite.parallelize.ddp.apply import apply_ddp
 from titanlite.parallelize.float8.apply import choose_layers, none_left, refused_shapes
 from titanlite.parallelize.float8.gather import gather_in_float8, precompute_scales
 from titanlite.parallelize.plan import NEEDED, lacks_plan
 from titanlite.parallelize.steps import (
     DTYPES,
+    Hardware,
     Parallelized,
     split_and_parallelize,
     uses_loss_parallel,
@@ -82,8 +84,6 @@ from titanlite.training.step import StepResult, Trainer
 
 # How torch begins its error for a batch norm of one sample.
 NO_VARIANCE = "Expected more than 1 value per channel when training"
-
-Materialize = Callable[[Sequence[nn.Module]], None]
 
 
 @dataclass
@@ -268,12 +268,28 @@ class Job:
             yield self._own_part(batch)
 
 
-def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | None = None) -> Job:
+@dataclass(frozen=True)
+class Builders:
+    """What a job is made of; a tool that needs another model, data set or reducer hands it in."""
+
+    model: Callable[[ResolvedJob, DatasetSpec], tuple[nn.Module, ParallelPlan]]
+    """Builds the plain model on the "meta" device, and its plan."""
+    dataset: Callable[[ResolvedJob, str], Dataset]
+    """Builds the data set of a split."""
+    ddp: Callable[..., int] = apply_ddp
+    """Replicates a model, as apply_ddp does."""
+    hardware: Hardware = field(default_factory=Hardware)
+    """What the job's device can do."""
+    materialize: Callable[[Sequence[nn.Module]], None] | None = None
+    """Allocates the parts of the model, without initial values; None: they are drawn."""
+
+
+def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = None) -> Job:
     """Build this rank's part of the job; every rank of the world must call this.
 
     The model is built without storage, sharded, and then materialized and initialized. So a rank
-    holds only its shards, and one whole parameter at a time while it draws their values. If
-    `materialize` is given, it allocates the parts of the model instead, without initial values.
+    holds only its shards, and one whole parameter at a time while it draws their values. A tool
+    gives `builders` to make a job of other parts.
     """
     config, dims = resolved.config, resolved.dims
     start_settings(
@@ -281,12 +297,13 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     )
     world.name_places(dims.describe_place)
     data = spec_for(config)
-    model, plan = _build_model(resolved, data)
+    builders = builders or Builders(build_plain_model, build_dataset)
+    model, plan = builders.model(resolved, data)
     layers = expert_layers([model])
     meshes = build_meshes(dims, world.device.type, has_experts=bool(layers))
     axes = meshes.axes_of_groups()
     world.name_groups(axes)
-    dataset = _build_dataset(resolved, "train")
+    dataset = builders.dataset(resolved, "train")
     layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
     for layer in layers.values():
         layer.force_balance = config.debug.moe_force_load_balance
@@ -317,14 +334,24 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
     example, loss = _example(resolved, data, dataset, layout), _loss_of(config, data)
     draws = _find_draws(resolved, model, example, loss)
     with _as_config_error():
-        made = split_and_parallelize(model, config, dims, meshes, resolved.pipeline, example, plan)
+        made = split_and_parallelize(
+            model,
+            config,
+            dims,
+            meshes,
+            resolved.pipeline,
+            example,
+            plan,
+            builders.ddp,
+            builders.hardware,
+        )
     made.applied += _separate_draws(resolved, world, made.parts, draws, plan)
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
     stages = (0,) if made.pipeline is None else made.pipeline.numbers
     tensors = account_of(dict(zip(stages, made.parts, strict=True)), dims, plan, tied)
     row = None
-    if materialize is not None:
-        materialize(made.parts)
+    if builders.materialize is not None:
+        builders.materialize(made.parts)
     else:
         tensors = _whole_account(tensors, meshes)
         require_whole(tensors, plain)
@@ -376,7 +403,7 @@ def build_job(resolved: ResolvedJob, world: World, materialize: Materialize | No
         ),
         dataset=dataset,
         validation_dataset=(
-            _build_dataset(resolved, "validation") if config.validation.enable else None
+            builders.dataset(resolved, "validation") if config.validation.enable else None
         ),
         applied=made.applied,
         recomputation=made.recomputation,
@@ -443,7 +470,7 @@ def check_float8(resolved: ResolvedJob) -> None:
     """
     config, tp = resolved.config, resolved.dims.tp
     section = config.quantize.linear.float8
-    model, plan = _build_model(resolved, spec_for(config))
+    model, plan = build_plain_model(resolved, spec_for(config))
     chosen, skipped = choose_layers(model, section.recipe, section.filter_fqns)
     if not chosen:
         raise ConfigError(
@@ -459,7 +486,7 @@ def check_float8(resolved: ResolvedJob) -> None:
 
 def check_documents(resolved: ResolvedJob) -> None:
     """Raises ConfigError if the model cannot keep the documents of a sequence apart."""
-    model, _ = _build_model(resolved, spec_for(resolved.config))
+    model, _ = build_plain_model(resolved, spec_for(resolved.config))
     if not takes(model, "documents"):
         raise ConfigError(
             f"training.attend_across_documents: forward of {type(model).__name__} takes no "
@@ -468,7 +495,7 @@ def check_documents(resolved: ResolvedJob) -> None:
         )
 
 
-def _build_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, ParallelPlan]:
+def build_plain_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, ParallelPlan]:
     """The plain model on the "meta" device, and its parallel plan."""
     spec = load_model_spec(resolved.config)
     with torch.device("meta"):
@@ -706,7 +733,8 @@ def _describe_frozen(model: nn.Module) -> list[PlanRow]:
     return [PlanRow("frozen tensors", number, number, note)]
 
 
-def _build_dataset(resolved: ResolvedJob, split: str) -> Dataset:
+def build_dataset(resolved: ResolvedJob, split: str) -> Dataset:
+    """The data set of the split "train" or "validation"; raises ConfigError if its code fails."""
     config = resolved.config
     name = config.training.dataset if split == "train" else config.validation_dataset
     arguments = source_arguments(config, resolved.model, resolved.seq_len, split)

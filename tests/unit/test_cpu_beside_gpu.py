@@ -80,4 +80,4 @@ def test_nothing_asks_whether_the_machine_has_gpus_to_decide_what_a_job_does() -
         if "cuda.is_available" in path.read_text()
     }
     # A mend of inductor that only GPUs need; and a job that is planned for a GPU.
-    assert asking == {"parallelize/torchao.py", "plan/fake_world.py"}
+    assert asking == {"parallelize/float8/torchao.py", "tools/planner/fake_world.py"}

@@ -220,6 +220,58 @@ def test_the_core_is_built_in_floors_and_knows_no_tool(module: str) -> None:
             assert floor_of(used) <= floor_of(module), f"{module} imports {used}: from above"
 
 
+PATCHED = {
+    # The kernel of a GPU that is not there skips the masked half of causal attention by itself.
+    ("titanlite.tools.planner.fake_world", "CpuFlash"),
+}
+"""What a tool replaces in the core."""
+
+
+def private_names(module: str) -> Iterator[str]:
+    """The private names of other parts of titanlite that a module imports or reads."""
+    tree = ast.parse(MODULES[module].read_text())
+    own = tool_of(module) or module
+    aliases = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and is_below(node.module or "", "titanlite"):
+            for name in node.names:
+                found = f"{node.module}.{name.name}"
+                if (tool_of(module_of(found)) or module_of(found)) == own:
+                    continue
+                if name.name.startswith("_"):
+                    yield found
+                if found in MODULES:
+                    aliases.add(name.asname or name.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            if node.value.id in aliases and is_private:
+                yield f"{node.value.id}.{node.attr}"
+
+
+def patched(module: str) -> Iterator[str]:
+    """The names of titanlite's core that a module gives to mock's patch."""
+    tree = ast.parse(MODULES[module].read_text())
+    core = {
+        name.asname or name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and is_below(node.module or "", "titanlite")
+        for name in node.names
+        if tool_of(module_of(f"{node.module}.{name.name}")) is None
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("patch"):
+            for argument in node.args[:1]:
+                if isinstance(argument, ast.Name) and argument.id in core:
+                    yield argument.id
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if tool_of(name)])
+def test_tools_use_the_cores_public_names_and_patch_none(module: str) -> None:
+    assert not list(private_names(module))
+    assert {(module, name) for name in patched(module)} <= PATCHED
+
+
 def test_tools_import_each_other_in_no_circle() -> None:
     folders = {path.name for path in (ROOT / "titanlite/tools").iterdir() if path.is_dir()}
     assert folders - {"__pycache__"} == set(TOOLS)

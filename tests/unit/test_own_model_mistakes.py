@@ -25,7 +25,7 @@ import titanlite
 from titanlite.config import resolve_job
 from titanlite.config.load import read_values
 from titanlite.errors import TitanliteError
-from titanlite.job import _build_model, spec_for
+from titanlite.job import build_plain_model, spec_for
 from titanlite.modules.batch import Batch, FieldDims
 from titanlite.parallelize import ParallelPlan, apply_ac, apply_tp, split_model
 from titanlite.parallelize.pipeline_parallel.apply import StageList, sent_by_stages
@@ -226,7 +226,7 @@ def test_other_axes_need_a_plan(axis: str, key: str, needed: str) -> None:
 
     def build() -> None:
         resolved = resolve_job(config)
-        _build_model(resolved, spec_for(config))
+        build_plain_model(resolved, spec_for(config))
 
     line = line_of(build)
     assert line.startswith(
@@ -260,7 +260,7 @@ def test_other_axes_need_a_plan(axis: str, key: str, needed: str) -> None:
 )
 def test_a_wrong_name_in_a_plan(plan: ParallelPlan, message: str) -> None:
     config = read_values(job(plan=plan)).config
-    line = line_of(lambda: _build_model(resolve_job(config), spec_for(config)))
+    line = line_of(lambda: build_plain_model(resolve_job(config), spec_for(config)))
     assert line == f"model.name: {message}"
 
 

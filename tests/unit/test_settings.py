@@ -36,7 +36,7 @@ from titanlite.config import make_config, resolve_job
 from titanlite.job import build_job
 from titanlite.parallelize.activation_checkpoint.apply import IGNORED_OPERATORS
 from titanlite.ranks.settings import keeping_freed_memory, own_settings
-from titanlite.tools.planner.fake_world import fake_world, materialize, stand_ins
+from titanlite.tools.planner.fake_world import fake_builders, fake_world, stand_ins
 from titanlite.tools.planner.trace import applied_plan
 
 # Here a job runs in the test's own process, in which torch warns of what it does itself.
@@ -187,13 +187,7 @@ def test_each_job_of_a_process_has_its_own_settings(tmp_path: Path, name: str) -
                     from torch._subclasses.fake_tensor import FakeTensorMode
 
                     mode = FakeTensorMode(allow_non_fake_inputs=True)
-                    build_job(
-                        resolved,
-                        world,
-                        lambda parts, mode=mode: materialize(
-                            list(parts), mode, torch.device("cpu")
-                        ),
-                    )
+                    build_job(resolved, world, fake_builders(mode, torch.device("cpu")))
             found.append(changed(before))
     alone, after = found
     # What only hides warnings, or has no meaning for a job that does not ask for it.

@@ -84,14 +84,14 @@ def test_script_is_short_and_says_what_it_shows(name):
     for word in ("Concept", "Workflow", "Pros", "Cons"):
         assert f"\n{word} " in doc
     command = next(line for line in doc.splitlines() if line.startswith("Run it: "))
-    assert command.split()[5] == name
+    assert command.split()[4] == name
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_a_script_advises_to_run_runs(name, capsys):
     doc = import_module(f"titanlite.tools.learn.ladder.{SCRIPTS[name][0]}").__doc__
     command = next(line for line in doc.splitlines() if line.startswith("Run it: "))
-    assert main([*command.split()[5:], "--columns", "100"]) == 0
+    assert main([*command.split()[4:], "--columns", "100"]) == 0
     assert SCRIPTS[name][1] in capsys.readouterr().out.splitlines()[-1]
 
 

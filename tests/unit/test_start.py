@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from titanlite.cli import train as train_command
 from titanlite.config import JobConfig, checks, load_config, read_job, resolve_job
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.errors import ConfigError
 from titanlite.from_python import train
 from titanlite.ranks import machine
 from titanlite.ranks.launch import Place, Ranks, run_ranks
-from titanlite.run import command as train_command
 from titanlite.start import BACKENDS, check_start, least_bytes
 from titanlite.tools.lab.cluster import VirtualCluster
 from titanlite.tools.lab.mesh import Mesh

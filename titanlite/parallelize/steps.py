@@ -50,6 +50,14 @@ from titanlite.schedule import walk
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
+@dataclass(frozen=True)
+class Hardware:
+    """What a device can do: whether it pins CPU memory, and has float8 units for a dtype."""
+
+    can_pin: Callable[[str], bool] = can_pin
+    has_float8: Callable[[torch.device | str, torch.dtype, str], bool] = has_hardware
+
+
 @dataclass
 class Part:
     """A model or pipeline stage during the steps, with what the steps need of the job."""
@@ -60,6 +68,8 @@ class Part:
     meshes: Meshes
     plan: ParallelPlan
     whole: nn.Module | None
+    ddp: Callable[..., int] = apply_ddp
+    hardware: Hardware = field(default_factory=Hardware)
     recomputation: RecomputationReport = field(default_factory=lambda: RecomputationReport(()))
     rings: Mapping[str, str] = field(default_factory=dict)
 
@@ -76,6 +86,7 @@ def float8(part: Part) -> PlanRow:
         recipe,
         filter_fqns=section.filter_fqns,
         emulate=section.emulate,
+        has_units=part.hardware.has_float8,
         token_mesh=meshes.dp,
         tp_mesh=meshes.tp,
         whole=part.whole,
@@ -89,7 +100,7 @@ def float8(part: Part) -> PlanRow:
     dtype, device = config.training.param_dtype, meshes.world.device_type
     if section.emulate:
         notes.append("products emulated")
-    elif has_hardware(device, DTYPES[dtype], recipe):
+    elif part.hardware.has_float8(device, DTYPES[dtype], recipe):
         notes.append("products by torch._scaled_mm")
     else:
         notes.append(f"products emulated: {device} has none for {recipe} in {dtype}")
@@ -286,9 +297,10 @@ def data_parallel(part: Part) -> PlanRow:
     if not dims.uses_fsdp(is_plain=is_plain, has_experts=meshes.experts is not None):
         if dims.dp_replicate == 1:
             return PlanRow("data parallel", requested, "off")
-        bucket = apply_ddp(model, meshes.dp["dp_replicate"], compiled=config.compile.enable)
+        bucket = part.ddp(model, meshes.dp["dp_replicate"], compiled=config.compile.enable)
         return PlanRow("data parallel", requested, requested, f"buckets of {bucket} MB")
     own_shards = meshes.experts is not None and dims.num_expert_shards > 1
+    pins = training.cpu_offload_pin_memory and part.hardware.can_pin(meshes.world.device_type)
     units = apply_fsdp(
         model,
         meshes.dp,
@@ -297,7 +309,7 @@ def data_parallel(part: Part) -> PlanRow:
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         pipelined=dims.pp_enabled,
         cpu_offload=training.enable_cpu_offload,
-        pin_memory=training.cpu_offload_pin_memory,
+        pin_memory=pins,
         expert_mesh=meshes.expert_dp,
         plan=part.plan,
     )
@@ -325,8 +337,7 @@ def data_parallel(part: Part) -> PlanRow:
     if is_mixed:
         notes.append(f"computes in {param}, reduces in {reduce}")
     if training.enable_cpu_offload:
-        pinned = training.cpu_offload_pin_memory and can_pin(meshes.world.device_type)
-        notes.append(f"parameters on the CPU, {'pinned' if pinned else 'not pinned'}")
+        notes.append(f"parameters on the CPU, {'pinned' if pins else 'not pinned'}")
     return PlanRow("data parallel", requested, active, "; ".join(notes))
 
 
@@ -374,15 +385,18 @@ def parallelize(
     plan: ParallelPlan | None = None,
     *,
     whole: nn.Module | None = None,
+    ddp: Callable[..., int] = apply_ddp,
+    hardware: Hardware | None = None,
 ) -> tuple[list[PlanRow], RecomputationReport]:
     """Apply every step that `config` enables to `model`, in place.
 
     Returns one row of the effective plan per step, and the report of activation checkpointing. The
     model may be on the "meta" device, and get storage and values later. `plan` defaults to the one
     registered for the model's class. For a pipeline stage, `whole` is the whole model: the plan may
-    name modules that only the whole model has.
+    name modules that only the whole model has. `ddp` replicates a model where apply_ddp would.
     """
-    part = Part(model, config, dims, meshes, plan or find_plan(model), whole)
+    part = Part(model, config, dims, meshes, plan or find_plan(model), whole, ddp)
+    part.hardware = hardware or part.hardware
     rows = [step.apply(part) for step in STEPS]
     return rows, part.recomputation
 
@@ -408,6 +422,8 @@ def split_and_parallelize(
     pipeline_plan: PipelinePlan | None,
     example: Batch,
     plan: ParallelPlan | None = None,
+    ddp: Callable[..., int] = apply_ddp,
+    hardware: Hardware | None = None,
 ) -> Parallelized:
     """Split `model` into the stages of `pipeline_plan` and `parallelize` those of this rank.
 
@@ -419,7 +435,7 @@ def split_and_parallelize(
     if pipeline_plan is None or meshes.pp is None:
         has_blocks = plan.blocks is None or find_blocks(model, plan)
         found = [] if has_blocks and not plan.is_derived else [_blocks_row(model, plan)]
-        applied, report = parallelize(model, config, dims, meshes, plan)
+        applied, report = parallelize(model, config, dims, meshes, plan, ddp=ddp, hardware=hardware)
         off = PlanRow("pipeline parallel", "off", "off")
         return Parallelized([model], None, [*found, off, *applied], report)
     tied = find_tied(model)
@@ -427,7 +443,9 @@ def split_and_parallelize(
     stages = pipeline_plan.stages_of(meshes.pp.get_local_rank())
     parts = {stage: copy.deepcopy(plain_parts[stage]) for stage in stages}
     done = {
-        stage: parallelize(part, config, dims, meshes, plan, whole=model)
+        stage: parallelize(
+            part, config, dims, meshes, plan, whole=model, ddp=ddp, hardware=hardware
+        )
         for stage, part in parts.items()
     }
     pipeline = PipelineRunner(

@@ -6,7 +6,7 @@ v_shaped.py     ZBV and DualPipeV
 table.py        reads and writes CSV in the format of torch.distributed.pipelining
 walk.py         checks that a schedule runs; reports blocked ranks and missing work
 lower.py        adds sends and receives, unshard and reshard, and gradient reduction
-timeline.py     what ran when, measured or simulated; titanlite/drawing draws it
+timeline.py     what ran when, measured or simulated; observe/pictures and tools/figures draw it
 trace.py        exports a timeline as a Chrome trace
 """
 

@@ -18,7 +18,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from titanlite.errors import TitanliteError
 from titanlite.modules.names import canonical_name
-from titanlite.parallelize.float8.linear import MULTIPLE, AmaxGroups, Float8Linear, Groups
+from titanlite.parallelize.float8.linear import (
+    MULTIPLE,
+    AmaxGroups,
+    Float8Linear,
+    Groups,
+    HasUnits,
+    has_hardware,
+)
 from titanlite.parallelize.float8.torchao import find_recipe, load_torchao
 from titanlite.parallelize.plan import ParallelPlan, match_modules
 from titanlite.parallelize.tensor_parallel.styles import GatherColwise, RowwiseLocal
@@ -41,6 +48,7 @@ def apply_float8(
     *,
     filter_fqns: Sequence[str] = (),
     emulate: bool = False,
+    has_units: HasUnits = has_hardware,
     token_mesh: DeviceMesh | None = None,
     tp_mesh: DeviceMesh | None = None,
     whole: nn.Module | None = None,
@@ -52,7 +60,8 @@ def apply_float8(
     then call each float8 layer's own method `product` for the matrix multiplication. A scale covers
     a whole tensor, so it is computed over all ranks that have a part of it: those with other tokens
     of the same microbatch (every dimension of `token_mesh`), and those with other features of the
-    layer (the 1-D `tp_mesh`). With `emulate`, the device's float8 units are not used.
+    layer (the 1-D `tp_mesh`). With `emulate`, the device's float8 units are not used;
+    `has_units` says whether it has any.
 
     Raises TitanliteError if no layer can be converted. For a pipeline stage, give the whole model
     as `whole`: the error is then raised only if none of its layers can be converted.
@@ -68,7 +77,7 @@ def apply_float8(
     for name in chosen:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        converted = Float8Linear(layer, of_recipe, groups, emulate=emulate)
+        converted = Float8Linear(layer, of_recipe, groups, emulate=emulate, has_units=has_units)
         if not name:
             raise TitanliteError(
                 "apply_float8: model is itself a linear layer and cannot be replaced in place; "

@@ -48,17 +48,9 @@ class Float8Shard(torch.Tensor):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, torch.Size]]:
         """The bytes to gather, and the metadata: the scale and the size of the whole weight."""
         assert isinstance(module, Float8Linear)
-        shard = _as_computed(self.as_subclass(torch.Tensor), mp_policy.param_dtype)
-        amax = _precomputed(module)
-        if amax is None:
-            groups = _groups_of(module, mesh.get_group().group_name, outer_size)
-            (amax,) = reduce_max([(amax_of(shard, None), groups)])
-        recipe = module.recipe
-        data, scale = cast(shard, scale_of(amax, recipe.dtype, recipe), recipe.dtype)
-        rows = math.ceil(outer_size[0] / mesh.size())
-        # gloo's collectives do not support float8, and FSDP2 gathers shards of equal size.
-        padded = nn.functional.pad(data.view(torch.uint8), (0, 0, 0, rows - data.size(0)))
-        return (padded,), (scale, outer_size)
+        with module.while_scaling("cast"):
+            shard = _as_computed(self.as_subclass(torch.Tensor), mp_policy.param_dtype)
+            return _bytes_to_gather(shard, mesh, outer_size, module)
 
     def fsdp_post_all_gather(
         self,
@@ -78,6 +70,21 @@ class Float8Shard(torch.Tensor):
         # These are views of memory that FSDP2 frees itself, so no inner tensors are returned.
         data8 = data.narrow(0, 0, size[0]).view(torch.float8_e4m3fn)
         return Float8Weight(data8, scale, param_dtype), ()
+
+
+def _bytes_to_gather(
+    shard: Tensor, mesh: DeviceMesh, outer_size: torch.Size, module: Float8Linear
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, torch.Size]]:
+    amax = _precomputed(module)
+    if amax is None:
+        groups = _groups_of(module, mesh.get_group().group_name, outer_size)
+        (amax,) = reduce_max([(amax_of(shard, None), groups)])
+    recipe = module.recipe
+    data, scale = cast(shard, scale_of(amax, recipe.dtype, recipe), recipe.dtype)
+    rows = math.ceil(outer_size[0] / mesh.size())
+    # gloo's collectives do not support float8, and FSDP2 gathers shards of equal size.
+    padded = nn.functional.pad(data.view(torch.uint8), (0, 0, 0, rows - data.size(0)))
+    return (padded,), (scale, outer_size)
 
 
 def gather_in_float8(model: nn.Module) -> int:
@@ -107,13 +114,18 @@ def precompute_scales(model: nn.Module) -> None:
         for fsdp_param in _sharded_weights(model)
         if hasattr(fsdp_param.sharded_param._local_tensor, "fsdp_pre_all_gather")
     ]
+    if not weights:
+        return
     wanted = []
-    for fsdp_param in weights:
-        layer = fsdp_param._module_info.module
-        group = fsdp_param.mesh_info.mesh.get_group(-1).group_name
-        groups = _groups_of(layer, group, fsdp_param._orig_size)
-        wanted.append((amax_of_shard(fsdp_param), groups))
-    for fsdp_param, amax in zip(weights, reduce_max(wanted), strict=True):
+    with weights[0]._module_info.module.while_scaling("scales"):
+        for fsdp_param in weights:
+            layer = fsdp_param._module_info.module
+            group = fsdp_param.mesh_info.mesh.get_group(-1).group_name
+            groups = _groups_of(layer, group, fsdp_param._orig_size)
+            with layer.while_scaling("amax"):
+                wanted.append((amax_of_shard(fsdp_param), groups))
+        maxima = reduce_max(wanted)
+    for fsdp_param, amax in zip(weights, maxima, strict=True):
         parameter = fsdp_param.sharded_param
         fsdp_param._module_info.module.precomputed = (amax, _version(parameter))
 

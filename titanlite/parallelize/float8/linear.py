@@ -12,7 +12,8 @@ multiplied in the layer's dtype, at least float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,6 +140,10 @@ _VIEWS = (_aten.view.default, _aten.as_strided.default, _aten._unsafe_view.defau
 _SAME_SHAPE = (*_VIEWS, _aten.detach.default, _aten.alias.default)
 
 
+HasUnits = Callable[[torch.device | str, torch.dtype, str], bool]
+"""Whether a device has float8 units for a dtype and a recipe."""
+
+
 class Float8Linear(nn.Linear):
     """nn.Linear with products in float8. It takes over the parameters of `layer` unchanged.
 
@@ -147,16 +152,26 @@ class Float8Linear(nn.Linear):
     """
 
     def __init__(
-        self, layer: nn.Linear, recipe: Recipe, groups: AmaxGroups, *, emulate: bool = False
+        self,
+        layer: nn.Linear,
+        recipe: Recipe,
+        groups: AmaxGroups,
+        *,
+        emulate: bool = False,
+        has_units: HasUnits | None = None,
     ) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight, self.bias = layer.weight, layer.bias
         self.recipe, self.groups, self.emulate = recipe, groups, emulate
+        self.has_units = has_units or has_hardware
         self.was_multiplied = False
         self.observed: list[tuple[bool, float]] | None = None
         """If a list, each product appends (input is scaled by rows, largest amax of the input)."""
         self.precomputed: tuple[Tensor, tuple[int, int]] | None = None
         """For a weight that is gathered in float8: its amax, and the weight's version then."""
+        self.while_scaling: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Entered while FSDP2 casts the weight ("cast"), computes its amax in advance ("amax"), or,
+        of the first of several layers, their scales ("scales")."""
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe.name}"
@@ -190,7 +205,7 @@ class Float8Linear(nn.Linear):
         """The scaling of a product with this layer's weight or a shard of it."""
         cut = "out" if weight.size(0) < self.out_features else ""
         cut = "in" if weight.size(1) < self.in_features else cut
-        hardware = not self.emulate and has_hardware(x.device, x.dtype, self.recipe.name)
+        hardware = not self.emulate and self.has_units(x.device, x.dtype, self.recipe.name)
         return Scaling(self.recipe, self.groups, cut, hardware)
 
     def _forward_of_shards(self, x: Tensor, weight: DTensor) -> Tensor:

@@ -45,7 +45,7 @@ def apply_fsdp(
     reshard_after_forward: str = "default",
     pipelined: bool = False,
     cpu_offload: bool = False,
-    pin_memory: bool = True,
+    pin_memory: bool | None = None,
     expert_mesh: DeviceMesh | None = None,
     plan: Plan | None = None,
 ) -> int:
@@ -57,8 +57,9 @@ def apply_fsdp(
     `dp_mesh` shards. A 2-D one replicates over its first axis and shards over its second (HSDP).
     With `expert_mesh`, 1-D or 2-D in the same way, the routed experts of each expert layer are one
     unit, which is sharded over `expert_mesh`: by expert, or by rows if there are fewer experts than
-    ranks. Computation is in
-    `param_dtype` and reduction in `reduce_dtype`; None means the parameter's own dtype.
+    ranks. Computation is in `param_dtype` and reduction in `reduce_dtype`; None means the
+    parameter's own dtype. With `cpu_offload`, `pin_memory` pins the memory of offloaded shards; by
+    default where the device can.
 
     `reshard_after_forward` "always" frees a unit after its forward pass, "never" keeps it for the
     backward pass. "default" frees all units but the head and the last block, which the backward
@@ -78,18 +79,17 @@ def apply_fsdp(
         check_mesh("apply_fsdp", "expert_mesh", expert_mesh, most_axes=2)
     check_choice("apply_fsdp", "reshard_after_forward", reshard_after_forward, RESHARD)
     check_dtypes("apply_fsdp", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    check_flags("apply_fsdp", pipelined=pipelined, cpu_offload=cpu_offload, pin_memory=pin_memory)
+    check_flags("apply_fsdp", pipelined=pipelined, cpu_offload=cpu_offload)
+    if pin_memory is None:
+        pin_memory = can_pin(dp_mesh.device_type)
+    check_flags("apply_fsdp", pin_memory=pin_memory)
     if any(isinstance(p, DTensor) or not p.requires_grad for p in model.parameters()):
         # FSDP2 warns about views because in-place changes to them would skip a hook. The output of
         # a tensor-parallel style is such a view if it is the local tensor of a DTensor, and so is
         # that of a frozen linear layer.
         ignore_warnings("FSDP2-wrapped module .* returned a view tensor")
     reshard = {"always": True, "never": False, "default": not pipelined}[reshard_after_forward]
-    offload = (
-        CPUOffloadPolicy(pin_memory=pin_memory and can_pin(dp_mesh.device_type))
-        if cpu_offload
-        else OffloadPolicy()
-    )
+    offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
     _check_experts(model, expert_mesh)

@@ -8,7 +8,7 @@ blocks, which are traced as eager code.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -23,18 +23,17 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite import job
 from titanlite.config import ResolvedJob
 from titanlite.config.data import spec_for
 from titanlite.data.spec import Dataset
-from titanlite.job import _build_dataset
+from titanlite.job import Builders, build_dataset, build_plain_model
 from titanlite.modules.attention.kernels import CpuFlash
 from titanlite.modules.batch import Batch
-from titanlite.parallelize import steps
+from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.ddp import apply as ddp
-from titanlite.parallelize.float8 import linear as float8_linear
 from titanlite.parallelize.float8.gather import Float8Shard
-from titanlite.parallelize.fsdp import apply as fsdp
+from titanlite.parallelize.float8.linear import has_hardware
+from titanlite.parallelize.steps import Hardware
 from titanlite.ranks.world import World
 
 
@@ -64,15 +63,25 @@ def _forget_groups() -> None:
     _redistribute._gen_transform_infos.cache_clear()
 
 
-def materialize(parts: list[nn.Module], mode: FakeTensorMode, device: torch.device) -> None:
-    """Allocate the parameters and buffers of `parts` as fake tensors."""
-    from titanlite.modules.tied import find_tied, tie
+def fake_builders(mode: FakeTensorMode, device: torch.device, planned: str = "cpu") -> Builders:
+    """Builders of a job without values: fake parameters, samples of zeros, DDP in Python.
 
-    with mode:
-        for part in parts:
-            tied = find_tied(part)
-            part.to_empty(device=device)
-            tie(part, tied)
+    A job that is `planned` for "cuda" has float8 units, also where there is no GPU.
+    """
+
+    def materialize(parts: Sequence[nn.Module]) -> None:
+        with mode:
+            for part in parts:
+                tied = find_tied(part)
+                part.to_empty(device=device)
+                tie(part, tied)
+
+    hardware = Hardware()
+    if planned == "cuda":
+        # FSDP2 copies offloaded parameters from pinned memory.
+        units = has_hardware if torch.cuda.is_available() else has_float8_units
+        hardware = Hardware(lambda _: True, units)
+    return Builders(build_plain_model, dataset_without_data, apply_ddp, hardware, materialize)
 
 
 def faked(batch: Batch, mode: FakeTensorMode) -> Batch:
@@ -83,21 +92,17 @@ def faked(batch: Batch, mode: FakeTensorMode) -> Batch:
 
 @contextlib.contextmanager
 def stand_ins(device_type: str = "cpu") -> Iterator[None]:
-    """Inside, build_job uses stand-ins for what cannot run on fake tensors, and for the data.
+    """Inside, torch has stand-ins for what cannot run on fake tensors.
 
-    Where there is no GPU, a planned "cuda" device has float8 units all the same, and a kernel that
-    skips the masked half of causal attention by itself.
+    Where there is no GPU, a planned "cuda" device has a kernel that skips the masked half of causal
+    attention by itself.
     """
     with contextlib.ExitStack() as stack:
         if device_type == "cuda":
             # FSDP2 copies offloaded parameters from pinned memory.
             stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
-            for module in (steps, fsdp):
-                stack.enter_context(patch.object(module, "can_pin", lambda _: True))
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
-            for module in (steps, float8_linear):
-                stack.enter_context(patch.object(module, "has_hardware", has_float8_units))
         stack.enter_context(_stand_ins())
         yield
 
@@ -110,8 +115,6 @@ def has_float8_units(_: Any, dtype: torch.dtype, recipe: str) -> bool:
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
     with (
-        patch.object(steps, "apply_ddp", apply_ddp),
-        patch.object(job, "_build_dataset", build_dataset),
         patch.object(FakeTensor, "as_subclass", as_subclass, create=True),
         patch.object(torch, "compile", partial(compile_as_graph, torch.compile)),
         patch.object(functional_collectives, "_are_we_tracing", is_compiling),
@@ -156,14 +159,14 @@ def as_subclass(tensor: Any, kind: type) -> Tensor:
 KNOWN_FIELDS = {"targets", "positions", "documents"}
 
 
-def build_dataset(resolved: ResolvedJob, split: str) -> Dataset:
+def dataset_without_data(resolved: ResolvedJob, split: str) -> Dataset:
     """Samples of zeros, so that a job is planned without its data, if their shapes are known."""
     config = resolved.config
     name = config.training.dataset if split == "train" else config.validation_dataset
     spec = spec_for(config, name)
     if spec.has_tokens and spec.fields.keys() <= KNOWN_FIELDS:
         return ZeroTokens(resolved.seq_len, tuple(spec.fields))
-    return _build_dataset(resolved, split)
+    return build_dataset(resolved, split)
 
 
 class ZeroTokens:

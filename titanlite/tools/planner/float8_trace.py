@@ -1,6 +1,6 @@
 """Find, in a trace, the casts with which FSDP2 gathers weights in float8.
 
-    with CastRecorder() as casts: trace a job -> casts.pieces(): a Float8Cast of each weight
+    recorder = CastRecorder(); recorder.start(job, ...); trace the job -> recorder.casts()
 
 The casts depend on the number of shards, so compose.py puts them into a step, not the trace.
 """
@@ -8,21 +8,18 @@ The casts depend on the number of shards, so compose.py puts them into a step, n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite import job as job_module
 from titanlite.job import Job
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
-from titanlite.parallelize.float8 import gather as float8_gather
-from titanlite.parallelize.float8.gather import Float8Shard
 from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.tools.planner.composition import NOTHING, TOKENS, Float8Cast, segment_of
 from titanlite.tools.planner.events import Communication, Event, Memory
@@ -34,7 +31,8 @@ EXPERT_AXES = ("ep", EXPERT_SHARDS)
 class CastRecorder:
     """The events of casts, by weight: of the cast itself, and of an amax computed in advance.
 
-    `events` has all of them, and those of the reductions after the latter.
+    Each float8 layer tells when its weight is cast (Float8Linear.while_scaling). `events` has all
+    of them, and those of the reductions after the latter.
     """
 
     def __init__(self) -> None:
@@ -50,45 +48,19 @@ class CastRecorder:
         for name, module in job.parts[0].named_modules():
             if isinstance(module, Float8Linear):
                 self._layers[module] = f"{canonical_name(name)}.weight"
+                module.while_scaling = partial(self._noting, module)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Inside, the events of casts are noted; enter it before the job is built."""
-        gather = Float8Shard.fsdp_pre_all_gather
-        amax_of_shard = float8_gather.amax_of_shard
-        precompute_scales = job_module.precompute_scales
-
-        def noted_gather(
-            shard: Float8Shard, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
-        ) -> Any:
-            arguments = (shard, mesh, size, stride, module, policy)
-            return self._note(self._casts, module, lambda: gather(*arguments))
-
-        def noted_amax(fsdp_param: Any) -> Any:
-            module = fsdp_param._module_info.module
-            return self._note(self._amaxes, module, lambda: amax_of_shard(fsdp_param))
-
-        def noted_precompute(model: nn.Module) -> None:
-            self._note({}, None, lambda: precompute_scales(model))
-
-        with (
-            patch.object(Float8Shard, "fsdp_pre_all_gather", noted_gather),
-            patch.object(float8_gather, "amax_of_shard", noted_amax),
-            patch.object(job_module, "precompute_scales", noted_precompute),
-        ):
-            yield
-
-    def _note(self, found: dict[str, list[Event]], module: Any, call: Callable[[], Any]) -> Any:
-        if self._recorder is None:
-            return call()
+    def _noting(self, module: nn.Module, kind: str) -> Iterator[None]:
+        assert self._recorder is not None
         events = self._recorder.events
         before = len(events)
-        result = call()
+        yield
         self.events += events[before:]
         # The first step is not recorded, and later casts are equal.
-        if module is not None:
+        found = {"cast": self._casts, "amax": self._amaxes}.get(kind)
+        if found is not None:
             found[self._layers[module]] = events[before:]
-        return result
 
     def casts(self) -> dict[str, Float8Cast]:
         """The cast of each weight that is gathered in float8."""

@@ -14,30 +14,26 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titanlite import job as job_module
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError, TraceError
-from titanlite.job import Job
+from titanlite.job import Job, build_plain_model
 from titanlite.modules.experts import expert_layers
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
 from titanlite.parallelize.ddp import apply as ddp
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
 from titanlite.parallelize.steps import DTYPES
-from titanlite.tools.planner import fake_world
 from titanlite.tools.planner.composition import Part, Pieces, Segment, Weight, segment_of, smaller
 from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Trace, Wait
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
 from titanlite.tools.planner.planning import representatives
 from titanlite.tools.planner.recorder import Recorder
 from titanlite.tools.planner.trace import trace_job
-from titanlite.training import step
 from titanlite.training.gradient_norm import reduce_partial_gradients
 
 # Of FSDP2, each before the collective whose buffer it fills.
@@ -60,6 +56,13 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
 
     casts = CastRecorder()
 
+    partial: set[int] = set()
+
+    def reduce(parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        partial.update(id(p) for p in parameters if _is_partial(p.grad))
+        reduce_partial_gradients(parameters)
+
     def watch(job: Job, recorder: Recorder) -> None:
         casts.start(job, recorder)
         for block in find_blocks(job.parts[0], job.plan).values():
@@ -70,33 +73,28 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
             outputs.append((block, _num_bytes(output)))
 
         job.parts[0].register_forward_hook(note_output)
+        job.trainer.reduce_partial = reduce
 
-    partial: set[int] = set()
-
-    def reduce(parameters: Iterable[nn.Parameter]) -> None:
-        parameters = list(parameters)
-        partial.update(id(p) for p in parameters if _is_partial(p.grad))
-        reduce_partial_gradients(parameters)
-
-    with (
-        patch.object(job_module, "_build_model", fewer),
-        patch.object(step, "reduce_partial_gradients", reduce),
-        casts.recording(),
-        patch.object(fake_world, "apply_ddp", _without_ddp),
-    ):
-        small = smaller(resolved, is_compiled=is_compiled)
-        layout = small.config.parallelism.context_parallel_load_balancer
-        rank = representatives(small.dims, layout)[0]
-        try:
-            job, trace = trace_job(small, rank, watch, runs_first_step=small.config.compile.enable)
-        except TitanliteError:
-            raise
-        except Exception as error:  # the model's own code can raise anything
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise TraceError(
-                f"model.name: {small.config.model.name} cannot be traced ({reason}); its code must "
-                "run on tensors without values"
-            ) from error
+    small = smaller(resolved, is_compiled=is_compiled)
+    layout = small.config.parallelism.context_parallel_load_balancer
+    rank = representatives(small.dims, layout)[0]
+    try:
+        job, trace = trace_job(
+            small,
+            rank,
+            watch,
+            runs_first_step=small.config.compile.enable,
+            model=fewer,
+            ddp=_without_ddp,
+        )
+    except TitanliteError:
+        raise
+    except Exception as error:  # the model's own code can raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TraceError(
+            f"model.name: {small.config.model.name} cannot be traced ({reason}); its code must "
+            "run on tensors without values"
+        ) from error
     events, reduced = _without_fsdp(trace, casts.events)
     is_float8 = small.config.converts_to_float8
     segments: dict[tuple[str, str], Segment] = {}
@@ -156,7 +154,6 @@ class _FewerBlocks:
     """
 
     def __init__(self) -> None:
-        self._build = job_module._build_model
         self.names: list[str] = []
         self.kinds: list[int] = []
         self.kept: list[str] = []
@@ -164,7 +161,7 @@ class _FewerBlocks:
         self.balance_bytes = 0
 
     def __call__(self, *args: Any) -> tuple[nn.Module, ParallelPlan]:
-        model, plan = self._build(*args)
+        model, plan = build_plain_model(*args)
         self.balance_bytes = _balance_bytes(model)
         blocks = find_blocks(model, plan)
         self.names = [plan.block_name(key) for key in blocks]

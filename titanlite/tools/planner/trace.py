@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from titanlite.ranks.machine import num_cores
 from titanlite.ranks.settings import ignore_warnings, own_settings
 from titanlite.tools.planner.composition import offloads
 from titanlite.tools.planner.events import Memory, Trace
-from titanlite.tools.planner.fake_world import fake_world, faked, materialize, stand_ins
+from titanlite.tools.planner.fake_world import fake_builders, fake_world, faked, stand_ins
 from titanlite.tools.planner.offload import OffloadRecorder
 from titanlite.tools.planner.recorder import Recorder
 from titanlite.tools.planner.scratch import BY_DEVICE
@@ -50,15 +51,17 @@ def trace_job(
     prepare: Callable[[Job, Recorder], None] | None = None,
     *,
     runs_first_step: bool = True,
+    **others: Any,
 ) -> tuple[Job, Trace]:
     """The job of `rank` and its second step; `prepare` is called before the first one.
 
-    Unless `runs_first_step`, only the update of the first one runs.
+    Unless `runs_first_step`, only the update of the first one runs. `others` are fields of Builders
+    that the job is built with.
     """
     planned = _planned_device(resolved)
     offloaded = offloads(resolved)
     with contextlib.ExitStack() as stack:
-        job, mode = stack.enter_context(_built(resolved, rank))
+        job, mode = stack.enter_context(_built(resolved, rank, **others))
         recorder = (OffloadRecorder if offloaded else Recorder)(
             axes_of_groups(job),
             scratch=BY_DEVICE[planned],
@@ -102,8 +105,11 @@ def tensor_account(resolved: ResolvedJob) -> dict[str, TensorAccount]:
 
 
 @contextlib.contextmanager
-def _built(resolved: ResolvedJob, rank: int) -> Iterator[tuple[Job, FakeTensorMode]]:
-    """The job of `rank`, with fake tensors of that mode; its fake world exists inside."""
+def _built(resolved: ResolvedJob, rank: int, **others: Any) -> Iterator[tuple[Job, FakeTensorMode]]:
+    """The job of `rank`, with fake tensors of that mode; its fake world exists inside.
+
+    `others` are fields of Builders.
+    """
     planned = _planned_device(resolved)
     with contextlib.ExitStack() as stack:
         stack.enter_context(own_settings())
@@ -114,10 +120,8 @@ def _built(resolved: ResolvedJob, rank: int) -> Iterator[tuple[Job, FakeTensorMo
         stack.enter_context(stand_ins(planned))
         stack.enter_context(frozen_objects())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        yield (
-            build_job(resolved, world, lambda parts: materialize(list(parts), mode, world.device)),
-            mode,
-        )
+        builders = replace(fake_builders(mode, world.device, planned), **others)
+        yield build_job(resolved, world, builders), mode
 
 
 def _planned_device(resolved: ResolvedJob) -> str:

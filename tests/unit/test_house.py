@@ -1,0 +1,52 @@
+"""The sizes that the code stays below, so that a newcomer can read the core whole."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "titanlite/tools"
+
+# In lines. A larger limit is a change of its own, which says why.
+CORE, LIBRARY, TESTS = 34_000, 70_000, 45_000
+# The tokens of a line, blank lines and comments counted: long lines gain nothing.
+TOKENS_OF_A_LINE = 8.5
+
+
+def lines(paths: Iterable[Path]) -> int:
+    """The lines of these files, or those that their tokens would fill, if these are more."""
+    texts = [path.read_text() for path in paths]
+    num_lines = sum(text.count("\n") for text in texts)
+    num_tokens = sum(
+        token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
+        for text in texts
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+    )
+    return max(num_lines, round(num_tokens / TOKENS_OF_A_LINE))
+
+
+def library() -> list[Path]:
+    return [*(ROOT / "titanlite").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
+
+
+def test_the_core_stays_readable() -> None:
+    assert lines(path for path in library() if TOOLS not in path.parents) <= CORE
+
+
+def test_the_library_stays_below_its_limit() -> None:
+    assert lines(library()) <= LIBRARY
+
+
+def test_the_tests_stay_below_their_limit() -> None:
+    assert lines((ROOT / "tests").rglob("*.py")) <= TESTS
+
+
+def test_a_long_line_counts_as_several(tmp_path: Path) -> None:
+    short, long = tmp_path / "short.py", tmp_path / "long.py"
+    short.write_text("x = [\n" + "    1,\n" * 20 + "]\n")
+    long.write_text(f"x = [{', '.join(['1'] * 200)}]\n")
+    assert lines([short]) == 22
+    assert lines([long]) == round(405 / TOKENS_OF_A_LINE)
