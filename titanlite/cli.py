@@ -13,7 +13,7 @@ from typing import Any
 from titanlite.errors import TitanliteError
 from titanlite.ranks.signals import (
     ending_with_the_output,
-    told_of_interrupt,
+    interrupt_status,
     unwinding_at_sigterm,
 )
 
@@ -141,7 +141,7 @@ def _run(name: str, rest: Sequence[str]) -> int:
                 module = command.parts[rest.pop(0)]
             status: int = getattr(import_module(module), command.function)(rest)
     except KeyboardInterrupt as stop:
-        return told_of_interrupt(stop)
+        return interrupt_status(stop)
     except TitanliteError as error:
         print(f"titanlite {name}: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterator, Sequence
 class TitanliteError(Exception):
     """The base class of titanlite's errors."""
 
-    is_told_here: bool | None = None
+    rank: int | None = None
+    """The rank that raised the error, if it comes from one."""
+    is_printed_here: bool | None = None
     """Whether this rank prints the error; None until the ranks have agreed which one does."""
 
 
@@ -49,7 +51,7 @@ class RankError(TitanliteError):
 
     def __init__(self, rank: int, message: str, rank_traceback: str = "") -> None:
         super().__init__(rank, message, rank_traceback)
-        self.rank = rank
+        self.rank: int = rank
         self.message = message
         self.rank_traceback = rank_traceback
 

@@ -17,7 +17,7 @@ from titanlite.config import ResolvedJob, read_job
 from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place, torchrun_place
 from titanlite.ranks.signals import StopRequest, ending_with_the_output
-from titanlite.start import Planner, check_start, run_job, telling_errors
+from titanlite.start import Planner, check_start, reporting_errors, run_job
 
 EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
 
@@ -28,16 +28,16 @@ def main(argv: Sequence[str], planner: Planner, *, example: str = EXAMPLE) -> in
     `example` is the command that the error message for a missing file suggests.
     """
     prepare_environment()
-    with ending_with_the_output(), telling_errors() as told:
-        told.place = torchrun_place()
-        world = None if told.place is None or told.place.world_size == 1 else told.place
+    with ending_with_the_output(), reporting_errors() as ended:
+        ended.place = torchrun_place()
+        world = None if ended.place is None or ended.place.world_size == 1 else ended.place
         read = read_job(argv, needs_file=example)
         if read.config.memory_estimation.enable:
             num_ranks = None if world is None else world.world_size
             planner.print_memory(read, num_ranks, is_first=world is None or world.rank == 0)
         else:
             run_job(train_on_rank, check_start(read, world, trains=True, planner=planner), world)
-    return told.status
+    return ended.status
 
 
 def command(arguments: Sequence[str], planner: Planner) -> int:
@@ -110,7 +110,7 @@ def train_on_rank(
                 recording.after_step(step, result, validation)
                 if said := checkpoints.after_step(step, is_last=is_last, stops=stops):
                     reporter.say(said)
-                for path in checkpoints.take_saved():
+                for path in checkpoints.pop_saved():
                     recording.after_checkpoint(path)
                 if stops:
                     reporter.say("stopped as requested; run the same command to resume")

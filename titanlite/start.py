@@ -33,7 +33,7 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.quantities import ITEMSIZE
 from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, run_ranks
 from titanlite.ranks.machine import check_local_memory, check_local_ranks, room_bytes
-from titanlite.ranks.signals import StopRequest, told_of_interrupt, unwinding_at_sigterm
+from titanlite.ranks.signals import StopRequest, interrupt_status, unwinding_at_sigterm
 from titanlite.registry import MODELS
 
 # The backends of torch._dynamo.list_backends that need no further package.
@@ -155,7 +155,7 @@ def run_job(
 
 
 @dataclass
-class Told:
+class ExitStatus:
     """The exit status of a job; `place` is this process's place in torchrun's world."""
 
     place: Place | None = None
@@ -163,35 +163,35 @@ class Told:
 
 
 @contextlib.contextmanager
-def telling_errors() -> Iterator[Told]:
+def reporting_errors() -> Iterator[ExitStatus]:
     """Print an error raised inside to stderr once, and set the exit status.
 
     An error that a user can act on is one line.
     """
-    told = Told()
+    ended = ExitStatus()
     try:
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
             # train.py sets SIG_DFL during its imports.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        yield told
+        yield ended
     except RankError as error:
         print(f"{error.rank_traceback}\n{error}".strip(), file=sys.stderr)
-        told.status = 1
+        ended.status = 1
     except LostWorldError:
-        told.status = 1
+        ended.status = 1
     except OutputClosedError:
         raise
     except TitanliteError as error:
         # Before the rendezvous every rank raises the same error; one rank per machine prints it.
-        is_told = error.is_told_here
-        if is_told or (is_told is None and (told.place is None or told.place.local_rank == 0)):
+        prints = error.is_printed_here
+        if prints or (prints is None and (ended.place is None or ended.place.local_rank == 0)):
             print(error, file=sys.stderr)
-        elif is_told is None:
+        elif prints is None:
             # torchrun ends all ranks once one has failed: wait until the error has been printed.
             threading.Event().wait(SILENT_SECONDS)
-        told.status = 2 if isinstance(error, ConfigError) else 1
+        ended.status = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt as stop:
-        told.status = told_of_interrupt(stop)
+        ended.status = interrupt_status(stop)
 
 
 def check_backend(name: str) -> None:

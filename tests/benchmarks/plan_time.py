@@ -24,7 +24,7 @@ from titanlite.tools.planner.calibrate import calibrate, typical_step
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.hardware import Hardware, load_hardware
 from titanlite.tools.planner.measure import time_steps
-from titanlite.tools.planner.planning import representatives
+from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.planner.timing import time_events
 from titanlite.tools.planner.trace import trace_rank
 

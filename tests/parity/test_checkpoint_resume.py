@@ -68,7 +68,7 @@ def note_saved(place: Place, config: JobConfig) -> list[tuple[int, list[str]]]:
         with Checkpoints(job) as checkpoints:
             for step in range(1, 8):
                 checkpoints.after_step(step, is_last=step == 7)
-                if saved := checkpoints.take_saved():
+                if saved := checkpoints.pop_saved():
                     # As a callback may: ranks that come here at different steps would hang.
                     dist.barrier()
                     heard.append((step, [path.name for path in saved]))

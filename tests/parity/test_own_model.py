@@ -17,7 +17,8 @@ from titanlite.models.build import build_model, initial_model
 from titanlite.models.spec import ModelSpec
 from titanlite.modules.batch import call_model, check_forward, make_batch, set_call
 from titanlite.ranks.launch import Place, run_ranks
-from titanlite.registry import LOSSES, register_loss
+from titanlite.register import register_loss
+from titanlite.registry import LOSSES
 from titanlite.start import check_start
 from titanlite.tools.verify.verify import Verifier
 from titanlite.training.loss import load_loss

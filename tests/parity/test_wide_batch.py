@@ -106,7 +106,7 @@ def test_a_validation_set_has_the_fields_of_the_training_set() -> None:
 
 
 @pytest.mark.usefixtures("no_data_of_other_tests")
-def test_a_model_without_images_is_told_which_data_it_can_read() -> None:
+def test_a_model_without_images_prints_which_data_it_can_read() -> None:
     with pytest.raises(ConfigError) as caught:
         config({}, dataset="photos")
     assert caught.value.problems == (

@@ -168,7 +168,7 @@ def test_merge_does_not_hide_a_nan():
     assert lse.isnan().all()
 
 
-def test_the_choice_of_kernel_is_told(monkeypatch):
+def test_the_choice_of_kernel_prints(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     assert explain_choice("cpu", torch.float64, 7) == "CPU flash"
     assert explain_choice("cuda", torch.bfloat16, 64) == "CUDA flash"

@@ -337,7 +337,7 @@ def test_a_warm_up_that_is_cut_is_written_as_given() -> None:
     assert (config.warmup_steps, longer.warmup_steps) == (3, 30)
 
 
-def test_a_run_that_goes_on_longer_is_told_of_the_warm_up() -> None:
+def test_a_run_that_goes_on_longer_prints_of_the_warm_up() -> None:
     short = load_config(["--training.steps=3", "--lr_scheduler.warmup_steps=30"])
     longer = override(short, {"training.steps": 40})
     assert changed_keys(short.model_dump(mode="json", exclude_unset=True), longer) == [

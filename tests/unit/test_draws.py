@@ -441,7 +441,7 @@ class Hidden(Net):
         return self.head(x).mean(1)
 
 
-def test_a_draw_that_the_plan_cannot_tell_is_told_after_the_first_step(
+def test_a_draw_that_the_plan_cannot_tell_prints_after_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from titanlite.observe.reporter import Reporter

@@ -448,7 +448,7 @@ def save_behind(place: Place) -> None:
         ranks = CheckpointGroup(world, 60)
         world.set_timeout(1)
         if world.rank == 1:
-            with ranks.patiently():
+            with ranks.with_long_timeout():
                 threading.Thread(target=ranks.gathered, args=[0], daemon=True).start()
             threading.Event().wait()
         dist.all_reduce(zeros(8))
@@ -460,7 +460,7 @@ def stay_in_a_save(place: Place) -> None:
 
     with open_world(place, init_timeout_seconds=60) as world:
         ranks = CheckpointGroup(world, 1)
-        with ranks.patiently():
+        with ranks.with_long_timeout():
             ranks.all_do(read_what_does_not_come if world.rank == 1 else lambda: None)
 
 
@@ -475,7 +475,7 @@ def read_what_does_not_come() -> None:
         (stay_in_a_save, "1 s (comm.checkpoint_timeout_seconds)", "over checkpoints"),
     ],
 )
-def test_a_save_is_told_from_a_step(function, reason, named):
+def test_a_save_prints_from_a_step(function, reason, named):
     with pytest.raises(RankError) as raised:
         run_ranks(function, 2, timeout_seconds=60)
     said = f"{raised.value.rank_traceback}\n{raised.value}"
@@ -501,7 +501,7 @@ def test_under_torchrun_the_first_rank_that_fails_says_so():
         assert not watch.explain(error)
         assert not watch.explain(error)
         watch.close()
-        told.append(error.is_told_here)
+        told.append(error.is_printed_here)
     assert told == [True, False]
 
 

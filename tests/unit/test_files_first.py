@@ -156,7 +156,7 @@ def test_a_sample(num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "titanlite.ranks.world.open_world": lambda *_, **__: contextlib.nullcontext(world),
         "titanlite.job.build_job": lambda *_: SimpleNamespace(data=data),
         "titanlite.checkpoint.group.CheckpointGroup": lambda *_: SimpleNamespace(
-            patiently=contextlib.nullcontext
+            with_long_timeout=contextlib.nullcontext
         ),
         "titanlite.checkpoint.weights.load_safetensors": lambda *_: None,
         "titanlite.sampling.generate.sample_sequences": sample,

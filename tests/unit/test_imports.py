@@ -118,8 +118,17 @@ MUST_NOT_IMPORT = {
 # Of these folders only the modules that run on ranks, or trace, import torch.
 WITH_TORCH = {
     "titanlite/tools/verify": (
-        *("agreement", "cells", "formulas", "inspect_model", "outputs", "parts", "recurrence"),
-        *("routing", "run", "sequences", "trace"),
+        *(
+            "agreement",
+            "cells",
+            "formulas",
+            "inspect_model",
+            "opened",
+            "outputs",
+            "parts",
+            "recurrence",
+        ),
+        *("recurrence", "routing", "run", "sequences", "trace"),
     ),
     "titanlite/tools/verify/program": (
         *("batches", "building", "local_parts", "parallel", "reference", "tracing"),

@@ -76,7 +76,7 @@ def test_the_machine_without_the_report_says_so_once(capfd: pytest.CaptureFixtur
     assert line.partition(": the run has stopped: ")[2] == report.replace(": ", " ", 1)
 
 
-def test_an_error_of_a_rank_is_told_on_the_other_machine(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_a_rank_prints_on_the_other_machine(capfd: pytest.CaptureFixture[str]) -> None:
     with ranks(dist.HashStore(), 0, 1, 2, 3) as watches:
         assert not watches[3].explain(ValueError("no such table"))
         found = at_once(*(lambda one=one: one.explain(LOST) for one in watches[:3]))
@@ -94,7 +94,7 @@ def test_a_mistake_that_all_ranks_find_is_printed_on_each_machine() -> None:
         errors = [ConfigError("metrics.enable_wandb: no") for _ in watches]
         for one, error in zip(watches[::-1], errors[::-1], strict=True):
             one.explain(error)
-        assert [error.is_told_here for error in errors] == [False, True, False, True]
+        assert [error.is_printed_here for error in errors] == [False, True, False, True]
 
 
 class Cable:

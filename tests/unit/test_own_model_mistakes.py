@@ -511,7 +511,7 @@ def test_context_parallelism_needs_tokens() -> None:
     )
 
 
-def test_a_classifier_is_told_about_samples(
+def test_a_classifier_prints_about_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     titanlite.train(job(folder=tmp_path))

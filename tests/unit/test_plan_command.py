@@ -20,7 +20,8 @@ from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.command import _read_measured, plannable
 from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.hardware import FOLDER, load_hardware
-from titanlite.tools.planner.planning import PIECES, plan_job, representatives
+from titanlite.tools.planner.planning import PIECES, plan_job
+from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.planner.trace import trace_rank
 
 BATCH, TOKENS = 4, 64

@@ -1,4 +1,4 @@
-"""Bytes and seconds: the memory of simulated workers, keepers' links, and units."""
+"""Bytes and seconds: the memory of simulated workers, owners' links, and units."""
 
 import itertools
 import xml.etree.ElementTree as ET
@@ -96,23 +96,23 @@ def test_memory_is_what_a_plain_count_gives(placed, link, reduces, splits):
     costs = Costs(network=network, reduce_gradients=bool(network and reduces), **SIZES)
     simulation = simulate(3, 3, 3, strategy, costs=costs, split_backward=splits)
     cells = {cell[3:]: cell for cell in simulation.cells}
-    keepers = [{strategy(Work(s, b, d))[1] for b in range(3) for d in (F, B)} for s in range(3)]
+    owners = [{strategy(Work(s, b, d))[1] for b in range(3) for d in (F, B)} for s in range(3)]
     reduced = {one.stage: one for one in simulation.reductions}
     fetches = [span for span in simulation.timeline().spans if span.kind == "FETCH"]
 
     def held(worker, now):
         sizes = [0, 0, 0, 0]
         for stage in range(3):
-            is_keeper = worker in keepers[stage]
-            sizes[0] += 3 * is_keeper
-            sizes[2] += 7 * is_keeper
+            is_owner = worker in owners[stage]
+            sizes[0] += 3 * is_owner
+            sizes[2] += 7 * is_owner
             makers = [cells[stage, b, W if splits else B] for b in range(3)]
             begun = any(cell.worker == worker and cell.start <= now for cell in makers)
             one = reduced.get(stage)
             if one is not None:
                 computes = any(cell.worker == worker for cell in makers)
-                begun &= is_keeper or now < one.end
-                begun |= is_keeper and not computes and one.start <= now
+                begun &= is_owner or now < one.end
+                begun |= is_owner and not computes and one.start <= now
             sizes[1] += 5 * begun
             for batch in range(3):
                 last = cells[stage, batch, W if splits else B]
@@ -146,7 +146,7 @@ def test_fetched_weights_are_held_from_the_fetch_to_the_end_of_the_work():
     assert {size for _, size in ((at, s[4]) for at, s in free.memory.curve(1))} == {1}
 
 
-# ---- keepers ---------------------------------------------------------------------------------
+# ---- owners ---------------------------------------------------------------------------------
 
 
 def fetch_spans(simulation):

@@ -142,7 +142,7 @@ def test_ctrl_c_keeps_what_has_run(tmp_path, capsys):
     assert "interrupted before a point had run" in capsys.readouterr().err
 
 
-def test_progress_is_told_after_each_point():
+def test_progress_prints_after_each_point():
     done = []
 
     def run(scheme, point):

@@ -308,7 +308,7 @@ def test_every_rank_of_every_run_starts_with_a_random_state_of_its_own() -> None
     import numpy as np
     import torch
 
-    from titanlite.tools.verify import run
+    from titanlite.tools.verify import opened
 
     def draw(*_: object) -> Any:
         numbers = float(torch.rand(())), random.random(), float(np.random.rand())
@@ -316,11 +316,11 @@ def test_every_rank_of_every_run_starts_with_a_random_state_of_its_own() -> None
 
     states = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]), patch.object(run, "build_job", draw):
+        with torch.random.fork_rng(devices=[]), patch.object(opened, "build_job", draw):
             drawn = []
             for rank in (0, 1, 0):
                 world, resolved = SimpleNamespace(rank=rank), SimpleNamespace()
-                with run.open_job(*cast(Any, (world, resolved))) as job:
+                with opened.open_job(*cast(Any, (world, resolved))) as job:
                     drawn.append(cast(Any, job).numbers)
                     # Nor does the job seed its steps.
                     assert job.trainer.generators is None

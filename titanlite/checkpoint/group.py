@@ -37,7 +37,7 @@ class CheckpointGroup:
         self.group = group
 
     @contextlib.contextmanager
-    def patiently(self) -> Iterator[None]:
+    def with_long_timeout(self) -> Iterator[None]:
         """Inside, this rank uses the long timeout, and so does a save that starts inside."""
         # The world may have set the timeout of this group, too.
         set_group_timeout(timedelta(seconds=self._timeout_seconds), self.group)

@@ -77,7 +77,7 @@ class Checkpoints:
         if self._section.enable:
             seconds = self._job.config.comm.checkpoint_timeout_seconds
             self._ranks = CheckpointGroup(self._job.world, seconds)
-            with contextlib.ExitStack() as exits, self._ranks.patiently():
+            with contextlib.ExitStack() as exits, self._ranks.with_long_timeout():
                 self._token = self._ranks.from_first(make_token)
                 if self._saves:
                     self.notes += self._ranks.from_first(lambda: self._prepare(exits))
@@ -135,7 +135,7 @@ class Checkpoints:
         ended, self._ended = self._ended, ""
         return "\n".join(filter(None, (ended, line)))
 
-    def take_saved(self) -> list[Path]:
+    def pop_saved(self) -> list[Path]:
         """The checkpoints completed since the last call; every rank gets them at the same step."""
         saved, self._saved = self._saved, []
         return saved
@@ -168,14 +168,14 @@ class Checkpoints:
         )
         self._saving_to = self._folder.at(step)
         if in_background and self._section.async_mode != "disabled":
-            with self._ranks.patiently():
+            with self._ranks.with_long_timeout():
                 self._saving = save_async(pieces, folder, self._ranks.group, seal, self._copies)
             self._times = times = [start]
             self._saving.add_done_callback(lambda _: times.append(time.perf_counter()))
             seconds = time.perf_counter() - start
             line = f"checkpoint: saving step-{step} in the background; copied in {seconds:.2g} s"
             return f"{warning}{line}"
-        with self._explaining(), self._ranks.patiently():
+        with self._explaining(), self._ranks.with_long_timeout():
             save(pieces, folder, self._ranks.group, seal)
         return f"{warning}{self._said(self._saving_to, start)}"
 
@@ -197,7 +197,7 @@ class Checkpoints:
             dtype=section.export_dtype,
         )
         self._saving_to = self._folder.at(step)
-        with self._explaining(), self._ranks.patiently():
+        with self._explaining(), self._ranks.with_long_timeout():
             if section.last_save_in_hf:
                 self._ranks.all_do(lambda: save_file(job, folder, dtype, seal, self._ranks))
             else:
@@ -232,7 +232,7 @@ class Checkpoints:
         """Wait until the background save, if any, is done; raises its error."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            with self._explaining(), self._ranks.patiently():
+            with self._explaining(), self._ranks.with_long_timeout():
                 saving.result()
             self._ended = self._said(self._saving_to, *self._times)
 

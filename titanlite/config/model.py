@@ -67,7 +67,7 @@ def load_config_class(spec: ModelSpec) -> Any:
         config_class = spec.load_config_class()
     except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"model.name: loading {_shown(spec.config)} or its flavors failed with {_told(error)}; "
+            f"model.name: loading {_shown(spec.config)} or its flavors failed with {_why(error)}; "
             f"correct the registration of {quote(spec.name)}"
         ) from error
     wrong = [name for name, made in flavors.items() if not isinstance(made, config_class)]
@@ -154,7 +154,7 @@ def resolve_model(config: JobConfig, *, flavor_is_known: bool = True) -> Resolve
     try:
         found.sizes = dataclasses.replace(flavors[flavor], **values)
     except ValueError as error:
-        found.problems.append(f"model: {_told(error)}; change the sizes in [model]")
+        found.problems.append(f"model: {_why(error)}; change the sizes in [model]")
     return found
 
 
@@ -221,10 +221,10 @@ def import_module(name: str) -> None:
         importlib.import_module(name)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(
-            f"experimental.custom_import: importing {quote(name)} failed with {_told(error)}; "
+            f"experimental.custom_import: importing {quote(name)} failed with {_why(error)}; "
             f"give a module that can be imported from {quote(here)}"
         ) from error
 
 
-def _told(error: Exception) -> str:
+def _why(error: Exception) -> str:
     return f"{type(error).__name__} ({' '.join(str(error).split())})"

@@ -54,8 +54,8 @@ def naming_failures(job: Job, *, every: bool = False) -> Iterator[None]:
             raise told_inside from None
         frames = [frame for one in chain for frame, _ in traceback.walk_tb(one.__traceback__)]
         line = next(filter(None, map(user_line, reversed(chain))), "")
-        told = " ".join(str(chain[-1]).split())
-        what = f"fails with {type(chain[-1]).__name__}: {told}" + (f" ({line})" if line else "")
+        message = " ".join(str(chain[-1]).split())
+        what = f"fails with {type(chain[-1]).__name__}: {message}" + (f" ({line})" if line else "")
         kind: type[Exception] = TitanliteError
         if not isinstance(error, TitanliteError) and (where := _loss_of(frames)):
             raise TitanliteError(_explain_loss(job, *where, what)) from error
@@ -71,7 +71,7 @@ def naming_failures(job: Job, *, every: bool = False) -> Iterator[None]:
                 "a module may get a shard under this plan: read sizes such as the number of heads "
                 "from the tensors"
             )
-        elif MIXED in told:
+        elif MIXED in message:
             entry = ""
             advice = (
                 "a weight that FSDP2 shards is whole only while its own module computes: call the "

@@ -260,9 +260,10 @@ def _raise_first_cause(
     failed = [(rank, *outcome) for rank, outcome in sorted(outcomes.items())]
     deaths = [(index, what) for index, kind, what in failed if kind == "death"]
     errors = [(index, what) for index, kind, what in failed if kind == "error"]
-    mistakes = [what["mistake"] for _, what in errors if what["mistake"] is not None]
-    if mistakes:
-        raise mistakes[0]
+    mistakes = [(index, what["mistake"]) for index, what in errors if what["mistake"] is not None]
+    for index, mistake in mistakes:
+        mistake.rank = index
+        raise mistake
     if report is not None:
         rank, headline = report["rank"], report["headline"]
         exit_code = dict(deaths).get(rank)

@@ -115,7 +115,7 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def told_of_interrupt(interrupt: KeyboardInterrupt) -> int:
+def interrupt_status(interrupt: KeyboardInterrupt) -> int:
     """Print the signal that stopped this process, in one line; returns the exit status."""
     number = interrupt.args[0] if interrupt.args else signal.SIGINT
     print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)

@@ -57,7 +57,7 @@ END_SECONDS = 2.0
 FINISHED = "has finished its run"
 REPORTED = b"reported"
 # The rank that tells why the run ends, and a line about it; here no rank did.
-NOT_TOLD = json.dumps((-1, "a rank has raised the alarm, and its report has not come"))
+NO_END = json.dumps((-1, "a rank has raised the alarm, and its report has not come"))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Watch:
         # torchrun numbers the ranks of a machine in sequence.
         self._first_here = place.rank - place.local_rank
         self._here = range(self._first_here, self._first_here + place.local_world_size)
-        self._told: socket.socket | None = None
+        self._lost_notice: socket.socket | None = None
         self._store = store
         self._folder = _exchange_folder(place)
         self._traces = traces
@@ -182,8 +182,8 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(ANSWER_SECONDS)
         self._box.close()
-        if self._told is not None:
-            self._told.close()
+        if self._lost_notice is not None:
+            self._lost_notice.close()
 
     def _leave(self, how: str) -> None:
         with contextlib.suppress(RuntimeError):
@@ -198,16 +198,16 @@ class Watch:
         """
         if self._folder is None and isinstance(error, TitanliteError):
             with contextlib.suppress(RuntimeError):
-                if error.is_told_here is None:
-                    error.is_told_here = self._is_first_to_tell()
+                if error.is_printed_here is None:
+                    error.is_printed_here = self._is_first_to_print()
 
-    def _is_first_to_tell(self) -> bool:
+    def _is_first_to_print(self) -> bool:
         """Whether no other rank of this machine has printed why the run ends."""
-        return self._store.add(f"told/{self._first_here}", 1) == 1
+        return self._store.add(f"printed/{self._first_here}", 1) == 1
 
     def _tell(self, where: int, headline: str) -> None:
         """Print one line on this machine, unless rank `where`, which is here, tells it all."""
-        if self._folder is None and where not in self._here and self._is_first_to_tell():
+        if self._folder is None and where not in self._here and self._is_first_to_print():
             self._print(f"the run has stopped: {headline}")
 
     def _tell_lost(self, error: BaseException) -> None:
@@ -220,9 +220,9 @@ class Watch:
             return
         is_first = self._rank == self._first_here
         if sys.platform == "linux":
-            self._told = self._told or socket.socket(socket.AF_UNIX)
+            self._lost_notice = self._lost_notice or socket.socket(socket.AF_UNIX)
             try:
-                self._told.bind(f"\0titanlite-lost-{os.getppid()}-{self._first_here}")
+                self._lost_notice.bind(f"\0titanlite-lost-{os.getppid()}-{self._first_here}")
                 is_first = True
             except OSError:
                 is_first = False
@@ -333,10 +333,10 @@ class Watch:
         elif self._hears("verdict"):
             if self._store.get("verdict") == REPORTED:
                 self._write_traces()
-            told = self._store.get("end") if self._hears("end") else NOT_TOLD
-            self._tell(*json.loads(told))
+            end = self._store.get("end") if self._hears("end") else NO_END
+            self._tell(*json.loads(end))
         else:
-            self._tell(*json.loads(NOT_TOLD))
+            self._tell(*json.loads(NO_END))
         self._over.set()
         self._end_unless_left()
 

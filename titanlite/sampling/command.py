@@ -129,7 +129,7 @@ def draw(
     with open_world(place, device_type, describe_place=resolved.dims.describe_place) as world:
         job = build_job(resolved, world)
         ranks = CheckpointGroup(world, config.comm.checkpoint_timeout_seconds)
-        with ranks.patiently():
+        with ranks.with_long_timeout():
             if manifest is None:
                 load_safetensors(job, source, ranks)
             else:

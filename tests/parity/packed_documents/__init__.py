@@ -1,9 +1,9 @@
 """A data set of sequences that hold several documents, registered by custom_import."""
 
-from titanlite.data.catalog import register
 from titanlite.data.spec import DatasetSpec
+from titanlite.registry import DATASETS
 
-register(
+DATASETS.add(
     DatasetSpec(
         "packed_documents",
         "random tokens in documents of random lengths, one after the other",

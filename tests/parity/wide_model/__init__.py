@@ -3,10 +3,9 @@
 Registered by custom_import = "wide_model".
 """
 
-from titanlite.data.catalog import register as register_dataset
 from titanlite.data.spec import DatasetSpec
 from titanlite.models.spec import ModelSpec
-from titanlite.registry import MODELS
+from titanlite.registry import DATASETS, MODELS
 
 MODELS.add(
     ModelSpec(
@@ -16,7 +15,7 @@ MODELS.add(
         plan="wide_model.plan:PLANS",
     )
 )
-register_dataset(
+DATASETS.add(
     DatasetSpec(
         "weighted",
         "random tokens, each with a weight and a number, each sequence with a label",

@@ -158,7 +158,9 @@ def _deadlock(
         is_only_one = len(waits[chain[-1]][1]) == 1
         return f"{text}, which {end}" if is_only_one else f"{text}; rank {gone[0]} {end}"
     cycle = " -> ".join(map(str, [*chain, chain[0]]))
-    told = "; ".join(f"rank {rank} {link}" for rank, link in zip(chain[:2], links[:2], strict=True))
+    links_listed = "; ".join(
+        f"rank {rank} {link}" for rank, link in zip(chain[:2], links[:2], strict=True)
+    )
     advice = ""
     kinds = {waits[rank][0].kind for rank in chain}
     if kinds == {SEND}:
@@ -167,7 +169,7 @@ def _deadlock(
         advice = "; one of them must send before it receives"
     return (
         f"is in a deadlock, {cycle}: each rank waits for the next, and nothing is in flight; "
-        f"{told}{'; and so on' * (len(links) > 2)}{advice}"
+        f"{links_listed}{'; and so on' * (len(links) > 2)}{advice}"
     )
 
 

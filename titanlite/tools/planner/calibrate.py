@@ -49,7 +49,7 @@ from titanlite.tools.planner.measure import (
     time_steps,
     typical,
 )
-from titanlite.tools.planner.planning import representatives
+from titanlite.tools.planner.representatives import representatives
 
 Step = tuple[float, JobConfig]
 """A job, and the CPU-seconds of its step over all ranks."""

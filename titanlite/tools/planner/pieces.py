@@ -31,8 +31,8 @@ from titanlite.parallelize.steps import DTYPES
 from titanlite.tools.planner.composition import Part, Pieces, Segment, Weight, segment_of, smaller
 from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Trace, Wait
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
-from titanlite.tools.planner.planning import representatives
 from titanlite.tools.planner.recorder import Recorder
+from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.planner.trace import trace_job
 from titanlite.training.gradient_norm import reduce_partial_gradients
 

@@ -22,6 +22,7 @@ from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.events import Peak, totals
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.predict import Prediction, predict
+from titanlite.tools.planner.representatives import representatives
 
 WHOLE, PIECES = "whole", "pieces"
 # Passes of a block through a microbatch up to which a job is traced whole.
@@ -178,17 +179,6 @@ def passes(resolved: ResolvedJob) -> int:
     blocks = max(len(stage) for stage in pipeline.stages)
     ranks = len(representatives(dims))
     return batches * ranks * blocks * pipeline.schedule.num_microbatches
-
-
-def representatives(dims: ParallelDims, layout: str | None = None) -> list[int]:
-    """One rank per pipeline stage, those with the largest shards: the first of other axes.
-
-    Of more than four stages: the first two, the middle one and the last. In context parallelism
-    with contiguous shards (layout "none") the last rank attends to the most keys.
-    """
-    last = {"cp": dims.cp - 1} if layout == "none" else {}
-    places = list(range(dims.pp)) if dims.pp <= 4 else [0, 1, dims.pp // 2, dims.pp - 1]
-    return [dims.rank(pp=place, **last) for place in places]
 
 
 def find_warnings(plan: JobPlan) -> Sequence[str]:

@@ -96,14 +96,14 @@ def run_search(
 
         def on_progress(result: SearchResult, done: int) -> None:
             best = result.best
-            told = (
+            more = (
                 f", best {format_count(best[0].tokens_per_second)} tokens/s a rank" if best else ""
             )
             progress.update(
                 task,
                 completed=done,
                 total=result.num_candidates,
-                description=f"{len(result.found)} fit{told}",
+                description=f"{len(result.found)} fit{more}",
             )
 
         return search(

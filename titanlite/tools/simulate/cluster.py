@@ -135,11 +135,11 @@ class Cluster:
 
     def _check_progress(self) -> None:
         if self._running and self._failure is None and self._running <= self._waiting.keys():
-            told = "; ".join(
+            listed = "; ".join(
                 f"rank {rank} waits for {description} from rank {source}"
                 for rank, (source, description) in sorted(self._waiting.items())
             )
-            self._fail(SimulationError(f"the ranks deadlock: {told}"))
+            self._fail(SimulationError(f"the ranks deadlock: {listed}"))
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:

@@ -32,7 +32,7 @@ class Costs:
 
     A work item whose weights are stored on another worker first fetches `weight_units`. The fetch
     may start together with the `prefetch`-th work item before it; with `prefetch=0`, the worker
-    must be idle first. A keeper, the worker that stores weights, sends those of one fetch at a time
+    must be idle first. An owner, the worker that stores weights, sends those of one fetch at a time
     over each of its links (between and inside nodes); without `fetch_contention`, all at once.
 
     `reduce_gradients` reduces each stage's gradient over the workers that hold it, with a ring

@@ -87,7 +87,7 @@ class _Engine:
         self.weight_units = plan.tick_costs.weight_units
         self.fetches = costs.network is not None and any(self.weight_units)
         self.fetch_free = [0] * plan.num_workers
-        # When each keeper serves fetches, by its links between and inside nodes.
+        # When each owner serves fetches, by its links between and inside nodes.
         self.serving: dict[tuple[int, bool], list[list[int]]] = {}
         self.recent_starts: list[deque[int]] = [deque(maxlen=costs.prefetch) for _ in self.idle]
 
@@ -269,15 +269,15 @@ class _Engine:
         stage = min(k, self.chain - 1 - k)
         start = self.now
         if number < self.num_chained and self.weight_units[stage]:
-            keeper = self.plan.weight[number]
-            if keeper != worker:
+            owner = self.plan.weight[number]
+            if owner != worker:
                 begin = start
                 if self.costs.prefetch:
                     is_full = len(before) == self.costs.prefetch
                     begin = max(before[0] if is_full else 0, self.fetch_free[worker])
-                link = self.plan.link(keeper, worker)
+                link = self.plan.link(owner, worker)
                 if self.costs.fetch_contention:
-                    place = keeper, link is self.plan.tick_costs.inside
+                    place = owner, link is self.plan.tick_costs.inside
                     busy = self.serving.setdefault(place, [])
                     begin = _book(busy, begin, link.fetches[stage] - link.latency)
                 end = begin + link.fetches[stage]

@@ -189,16 +189,16 @@ def _telling_where(path: str, folder: Path) -> Iterator[None]:
         ) from stop
     except SyntaxError as error:
         line = (error.text or "").strip()
-        told = f"{error.filename}:{error.lineno}: {line}" if line else str(error.filename)
-        raise SimulationError(f"{path}: raises {_told(error)} ({told})") from error
+        place = f"{error.filename}:{error.lineno}: {line}" if line else str(error.filename)
+        raise SimulationError(f"{path}: raises {_message_of(error)} ({place})") from error
     except Exception as error:
         place = _place(error, folder)
         if place is None:
             raise
-        raise SimulationError(f"{path}: raises {_told(error)} ({place})") from error
+        raise SimulationError(f"{path}: raises {_message_of(error)} ({place})") from error
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {' '.join(text.split())}"
 

@@ -70,12 +70,12 @@ class Memory:
             costs.per_stage(name, stages)[0]
             for name in ("weight_units", gradient, "optimizer_units", activation)
         )
-        keepers = _keepers(plan)
-        for stage, workers in enumerate(keepers):
+        owners = _owners(plan)
+        for stage, workers in enumerate(owners):
             for worker in workers:
                 self._hold(worker, WEIGHTS, weights[stage], 0, end)
                 self._hold(worker, OPTIMIZER, optimizer[stage], 0, end)
-        self._hold_gradients(gradients, keepers, starts, reductions, end)
+        self._hold_gradients(gradients, owners, starts, reductions, end)
         for held in held_inputs(plan, starts):
             for worker, start, stop in zip(held.workers, held.starts, held.ends, strict=True):
                 self._hold(worker, ACTIVATIONS, kept[held.stage], start, stop)
@@ -93,7 +93,7 @@ class Memory:
     def _hold_gradients(
         self,
         sizes: Sequence[Exact],
-        keepers: Sequence[set[int]],
+        owners: Sequence[set[int]],
         starts: Sequence[int],
         reductions: Sequence[ReductionTicks],
         end: Exact,
@@ -112,12 +112,12 @@ class Memory:
                     first[worker, stage] = start
         reduced = {stage: (start, stop) for stage, _, start, stop in reductions}
         for (worker, stage), start in first.items():
-            is_sent = stage in reduced and worker not in keepers[stage]
+            is_sent = stage in reduced and worker not in owners[stage]
             self._hold(
                 worker, GRADIENTS, sizes[stage], start, reduced[stage][1] if is_sent else end
             )
         for stage, (begin, _) in reduced.items():
-            for worker in keepers[stage]:
+            for worker in owners[stage]:
                 if (worker, stage) not in first:
                     self._hold(worker, GRADIENTS, sizes[stage], begin, end)
 
@@ -126,8 +126,8 @@ class Memory:
     ) -> None:
         plan, chain = self._plan, 2 * self._plan.num_stages
         begun = {extra.work: extra.start for extra in extras if extra.kind == "FETCH"}
-        for number, (worker, keeper) in enumerate(zip(plan.compute, plan.weight, strict=True)):
-            if worker != keeper:
+        for number, (worker, owner) in enumerate(zip(plan.compute, plan.weight, strict=True)):
+            if worker != owner:
                 start, k = starts[number], number % chain
                 end = start + plan.duration(number)
                 size = sizes[min(k, chain - 1 - k)]
@@ -168,7 +168,7 @@ class Memory:
         return simplest(max(most, held))
 
 
-def _keepers(plan: Plan) -> list[set[int]]:
+def _owners(plan: Plan) -> list[set[int]]:
     """By stage, the workers that store its weights."""
     chain = 2 * plan.num_stages
     return [

@@ -35,7 +35,7 @@ def reduce_gradients(plan: Plan, starts: list[int]) -> list[ReductionTicks]:
     sizes = tick_costs.weight_units
     complete: list[Exact] = [0] * plan.num_stages
     members: list[set[int]] = [set() for _ in range(plan.num_stages)]
-    keepers: list[set[int]] = [set() for _ in range(plan.num_stages)]
+    owners: list[set[int]] = [set() for _ in range(plan.num_stages)]
     free: list[Exact] = [0] * plan.num_workers
     for stage, direction, _, ran_on, _, ends in plan.columns(starts):
         if direction != Direction.FORWARD:
@@ -46,15 +46,15 @@ def reduce_gradients(plan: Plan, starts: list[int]) -> list[ReductionTicks]:
                 free[worker] = max(free[worker], ended)
     chain = 2 * plan.num_stages
     for stage in range(plan.num_stages):
-        keepers[stage].update(plan.weight[chain - 1 - stage :: chain])
+        owners[stage].update(plan.weight[chain - 1 - stage :: chain])
 
     reductions: list[ReductionTicks] = []
     for stage in sorted(range(plan.num_stages), key=lambda stage: (complete[stage], -stage)):
-        workers = sorted(members[stage] | keepers[stage])
+        workers = sorted(members[stage] | owners[stage])
         if len(workers) == 1 or not sizes[stage]:
             continue
         link = network.slowest_link(workers)
-        seconds = ring_all_reduce_seconds if len(keepers[stage]) > 1 else ring_reduce_seconds
+        seconds = ring_all_reduce_seconds if len(owners[stage]) > 1 else ring_reduce_seconds
         start: Exact = max(complete[stage], *(free[worker] for worker in workers))
         end = start + tick_costs.ticks.per_unit * seconds(link, len(workers), sizes[stage])
         for worker in workers:

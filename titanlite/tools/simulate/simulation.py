@@ -168,11 +168,11 @@ def _check_all_ran(plan: Plan, starts: list[int | None]) -> None:
     if plan.needs:
         is_free = plan.orders is None and plan.max_in_flight is None
         why = "the needs go in a circle" if is_free else f"{why}, or its needs go in a circle"
-    told = "; ".join(
+    listed = "; ".join(
         f"worker {worker} is blocked at {work_at(plan, number)}"
         for worker, number in sorted(blocked.items())
     )
-    raise SimulationError(f"{why}: {told}")
+    raise SimulationError(f"{why}: {listed}")
 
 
 def _keys(plan: Plan, priority: Priority | None) -> Sequence[int]:

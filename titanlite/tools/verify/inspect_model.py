@@ -20,6 +20,7 @@ from titanlite.modules.batch import Batch, call_model, join
 from titanlite.modules.draws import inside_modules
 from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.ranks.world import World
+from titanlite.tools.verify.opened import open_job
 from titanlite.tools.verify.record import Mixing
 
 
@@ -52,8 +53,6 @@ def find_mixing(world: World, resolved: ResolvedJob) -> Mixing:
     A module's output for the first sequence is compared between the batch and a batch of copies of
     that sequence; the sum of the losses, between the batch and its sequences one by one.
     """
-    from titanlite.tools.verify.run import open_job
-
     with open_job(world, resolved) as job, torch.no_grad():
         batch = job.draw()[0]
         model = job.parts[0]
@@ -106,8 +105,6 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 
 def find_random(world: World, resolved: ResolvedJob) -> str:
     """The modules that draw from torch's own generators, in words; "" if none is found."""
-    from titanlite.tools.verify.run import open_job
-
     with open_job(world, resolved) as job:
         return f"{job.draws.describe()} {job.draws.verb}" if job.draws.shapes else ""
 

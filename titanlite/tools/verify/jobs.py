@@ -176,11 +176,11 @@ def steps_until_stable(config: JobConfig) -> tuple[int, list[str]]:
     # Two steps more, so that after-effects show up too.
     steps = {what: step + 2 for what, step in begins.items() if step}
     chosen = min(max([DEFAULT_STEPS, *steps.values()]), most)
-    told = [
+    passed = [
         f"{what} at step {step - 2}{'' if step <= chosen else ', which is not reached'}"
         for what, step in steps.items()
     ]
-    return chosen, told
+    return chosen, passed
 
 
 def accumulation_pair(plan: ResolvedJob) -> tuple[ResolvedJob, ResolvedJob] | None:

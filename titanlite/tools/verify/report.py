@@ -67,11 +67,11 @@ def format_result(found: Result, verdict: str, findings: Sequence[str], dtype: s
     lines.append(textwrap.fill(verdict, WIDTH, break_long_words=False))
     if found.narrowed and dtype == "float64":
         names, verb = listed(found.narrowed, 3), "rounds" if len(found.narrowed) == 1 else "round"
-        told = (
+        note = (
             f"note: {names} {verb} to a narrower dtype inside this {dtype} run, so the "
             f"tolerance is at least {NARROW_TOLERANCE:.0e} and smaller errors are not found"
         )
-        lines += ["", textwrap.fill(told, WIDTH, break_long_words=False)]
+        lines += ["", textwrap.fill(note, WIDTH, break_long_words=False)]
     is_first = findings[:1] == found.findings[:1]
     for index, finding in enumerate(findings):
         text = f"{'likely cause' if index == 0 and is_first else 'also seen'}: {finding}"

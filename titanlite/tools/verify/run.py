@@ -8,9 +8,7 @@ and the ranks on which something differs are known.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +26,6 @@ from titanlite.modules.batch import join
 from titanlite.modules.shards import local_part, shard_of, whole_tensor
 from titanlite.observe.failing import naming_failures
 from titanlite.ranks.hang_state import recorded_calls
-from titanlite.ranks.settings import own_settings
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import (
     agreement_of,
@@ -52,6 +48,7 @@ from titanlite.tools.verify.formulas import (
 )
 from titanlite.tools.verify.inspect_model import find_narrowed
 from titanlite.tools.verify.jobs import Microbatches, scheduled_lr
+from titanlite.tools.verify.opened import open_job
 from titanlite.tools.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
 from titanlite.tools.verify.recurrence import Recurrence, one_seed_for_all
 from titanlite.tools.verify.routing import followed_routing, recorded_routing, routing_record
@@ -248,25 +245,6 @@ def check_formats(world: World, resolved: ResolvedJob, patch: Patch | None) -> t
     with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
         job.trainer.step(job.draw())
         return (*wrong_formats(job), *wrong_reductions(job, calls_before))
-
-
-@contextlib.contextmanager
-def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
-    """Build the job in a world that is reused from job to job."""
-    with own_settings():
-        # Ranks forked from one process share its random state; ranks on different machines do not.
-        # A different seed on each rank makes missing seeds show up here too.
-        seed = hash((world.rank, time.monotonic_ns())) % 2**32
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        try:
-            job = build_job(resolved, world)
-            # Nor does the job seed its steps: what it draws differs from run to run, and shows up.
-            job.trainer.generators = None
-            yield job
-        finally:
-            gc.collect()
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:
             if (changed := _try(small, {"training.seq_len": shorter})) is not None:
                 small = changed
                 break
-    return small, _told(config, small)
+    return small, _message_of(config, small)
 
 
 def _smaller(name: str, value: int) -> Iterator[int]:
@@ -93,7 +93,7 @@ def _try(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig | None:
     return None
 
 
-def _told(config: JobConfig, small: JobConfig) -> list[str]:
+def _message_of(config: JobConfig, small: JobConfig) -> list[str]:
     before, after = make_model_config(config), make_model_config(small)
     jobs = resolve_job(config), resolve_job(small)
     pairs = [

@@ -29,6 +29,7 @@ from titanlite.tools.verify.agreement import agreement, placements_of
 from titanlite.tools.verify.cells import cells_file, cells_of, cut_cells, shares_of
 from titanlite.tools.verify.inspect_model import unchanged_buffers
 from titanlite.tools.verify.jobs import Microbatches, microbatches_of
+from titanlite.tools.verify.opened import open_job
 from titanlite.tools.verify.outputs import Outputs, recorded
 from titanlite.tools.verify.parts import ExpectedPart, label_dimensions
 from titanlite.tools.verify.record import (
@@ -39,7 +40,7 @@ from titanlite.tools.verify.record import (
     module_of,
 )
 from titanlite.tools.verify.routing import compare_routing, recorded_routing, routing_record
-from titanlite.tools.verify.run import Patch, draw_zero_parameters, load, loads_of, open_job
+from titanlite.tools.verify.run import Patch, draw_zero_parameters, load, loads_of
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets
 
 # Outputs and cells' gradients are kept up to these totals.

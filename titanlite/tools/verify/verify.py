@@ -192,8 +192,8 @@ class Verifier:
                     if not waits:
                         self._start_resume_alone(job_that_saves, reference, steps)
                     (runs[0].reloaded_alone,) = self.pool(1).results()
-            except RankError as error:
-                found.error = error
+            except TitanliteError as error:
+                found.error = self._failure(error)
             except BaseException:
                 self._close_busy()
                 raise
@@ -242,6 +242,13 @@ class Verifier:
             )
             self._pools[num_ranks] = self._exits.enter_context(pool)
         return self._pools[num_ranks]
+
+    def _failure(self, error: TitanliteError) -> RankError:
+        """What a plan's rank failed with; raises a ConfigError again: the job itself is wrong."""
+        if isinstance(error, ConfigError):
+            self._close_busy()
+            raise error
+        return error if isinstance(error, RankError) else RankError(error.rank or 0, str(error))
 
     def _close_busy(self) -> None:
         """End ranks whose run has no reader any more."""
@@ -368,8 +375,8 @@ class Verifier:
             kinds = ("start", "loss", "norm", "gradient", "weight", "state")
             if any(map(evidence.failed, kinds)):
                 evidence.cured_by = self._cures(found, reference, step, patch)
-        except RankError as error:
-            lost = [f"recording step {step} in detail failed ({error})"]
+        except TitanliteError as error:
+            lost = [f"recording step {step} in detail failed ({self._failure(error)})"]
         return diagnose(evidence) + lost
 
     def _runs(
@@ -378,7 +385,8 @@ class Verifier:
         """Whether the job runs to its end."""
         try:
             self._run(job, reference, steps, patch)
-        except RankError:
+        except TitanliteError as error:
+            self._failure(error)
             return False
         return True
 
@@ -392,7 +400,8 @@ class Verifier:
             without = resolve_job(config, found.job.dims.world_size)
             try:
                 runs = self._run(without, reference, step, patch)
-            except RankError:
+            except TitanliteError as error:
+                self._failure(error)
                 continue
             if not failures(differences(runs, reference.steps[: step + 1]), found.tolerance):
                 cures += [f"{key} = {json.dumps(value)}" for key, value in changes.items()]

@@ -22,6 +22,7 @@ from titanlite.tools.verify.program.findings import PartEvidence, diagnose
 from titanlite.tools.verify.program.grid import Grid, make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
 from titanlite.tools.verify.record import RankRun, ReferenceTrace
+from titanlite.tools.verify.report import format_result, judge
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.wording import be, name_parameters
 
@@ -57,9 +58,20 @@ class Comparison(Result):
     rank's loss was compared by itself."""
 
     def __str__(self) -> str:
-        from titanlite.tools.verify.program.report import format_comparison
-
-        return format_comparison(self)
+        """The parallel code and its reference, the table of differences, and the diagnosis."""
+        steps = f"{self.num_steps} step{'s' * (self.num_steps > 1)}"
+        ranks = f"{self.grid.world_size} rank{'s' * (self.grid.world_size > 1)}"
+        lines = [
+            f"parallel   {self.name}: {self.grid.describe()}, {ranks}",
+            f"reference  the same batches on one process; {self.dtype}, {steps}",
+        ]
+        if self.losses:
+            lines.append(f"loss       the {self.losses} over the parts of the batch")
+        if self.error is not None:
+            verdict = f"DOES NOT RUN: {self.error} ({self.seconds:.1f} s)"
+            text = format_result(self, verdict, self.findings[1:], self.dtype)
+            return "\n".join([*lines, "", text, "", self.error.rank_traceback]).rstrip()
+        return "\n".join([*lines, "", format_result(self, judge(self), self.findings, self.dtype)])
 
     def check(self) -> Comparison:
         """Raises AssertionError, with what `print` shows, unless the parallel code agrees."""
