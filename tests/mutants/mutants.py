@@ -135,12 +135,12 @@ MUTANTS = [
         r"accumulation is wrong.*microbatch",
         STEP,
         (
-            "        self.reduce_partial(self.parameters)\n",
+            "        self._require_gradients()\n",
             "            if is_last and len(batches) > 1 and self.stages is None:\n"
             "                for p, g in saved:\n                    p.grad = g\n"
             "            saved = [(p, None if p.grad is None else p.grad.clone())"
             " for p in self.parameters]\n"
-            "        self.reduce_partial(self.parameters)\n",
+            "        self._require_gradients()\n",
         ),
     ),
     mutant(
