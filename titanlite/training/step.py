@@ -110,8 +110,8 @@ class Trainer:
     """What `evaluate` computes besides the loss."""
     balancer: Balancer | None = None
     """Balances the experts of a model that has any."""
-    reduce_partial: Callable[[Iterable[nn.Parameter]], None] = reduce_partial_gradients
-    """Completes the gradients that DTensor has left Partial."""
+    reduce_partial: Callable[[Iterable[nn.Parameter]], None] | None = None
+    """Completes the gradients that DTensor has left Partial; None: reduce_partial_gradients."""
     generators: Generators | None = None
     """Seeds the random generators before each step and each validation."""
 
@@ -173,7 +173,7 @@ class Trainer:
             for loss in self._forward_backward(batch, num_targets, is_last=is_last):
                 loss_sum += loss
         self._require_gradients()
-        self.reduce_partial(self.parameters)
+        (self.reduce_partial or reduce_partial_gradients)(self.parameters)
         self._sums.sum()
         if self.stages is not None:
             self.stages.copies.sum_gradients()
