@@ -4,7 +4,7 @@ import bisect
 import contextlib
 import linecache
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 
 class TitanliteError(Exception):
@@ -100,3 +100,24 @@ def nearest(value: int, legal: Sequence[int]) -> str:
 def number_ranks(numbers: Collection[int]) -> str:
     """Rank numbers as text: "rank 3" or "ranks 0, 2"."""
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
+
+
+def one_of(words: Iterable[str]) -> str:
+    """ "a", "a or b", "a, b or c"."""
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def quote(text: str) -> str:
+    """`text` as a TOML string on one line."""
+    return '"' + "".join(map(_escape, text)) + '"'
+
+
+def _escape(character: str) -> str:
+    named = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    if character in named:
+        return named[character]
+    if character.isprintable():
+        return character
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

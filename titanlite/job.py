@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,16 +44,16 @@ from titanlite.parallelize.async_tensor_parallel.apply import (
 )
 from titanlite.parallelize.compile.apply import keep_caches_apart
 from titanlite.parallelize.ddp.apply import apply_ddp
-from titanlite.parallelize.float8.apply import choose_layers, none_left, refused_shapes
-from titanlite.parallelize.float8.gather import gather_in_float8, precompute_scales
-from titanlite.parallelize.plan import NEEDED, lacks_plan
-from titanlite.parallelize.steps import (
-    DTYPES,
-    Hardware,
+from titanlite.parallelize.feature import Feature
+from titanlite.parallelize.parallelize import (
     Parallelized,
     split_and_parallelize,
+    step_of,
     uses_loss_parallel,
 )
+from titanlite.parallelize.part import DTYPES, Hardware
+from titanlite.parallelize.plan import NEEDED, lacks_plan
+from titanlite.parallelize.steps import STEPS
 from titanlite.parallelize.tensor_account import (
     BUFFER,
     TensorAccount,
@@ -380,8 +380,9 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
             has_loss=any(layer.loss_factor for layer in layers.values()),
             can_drop=any(layer.capacity_factor is not None for layer in layers.values()),
         )
-    if config.converts_to_float8:
-        _gather_in_float8(config, made.parts, trainer)
+    for step in STEPS:
+        if step.feature.is_on(config) and (finish := step_of(step.feature).finish) is not None:
+            finish(config, made.parts, trainer.optimizer)
     return Job(
         resolved=resolved,
         world=world,
@@ -463,36 +464,21 @@ def _watch_fusions(
     return Fusions() if backend == "symmetric_memory" and has_blocks else None
 
 
-def check_float8(resolved: ResolvedJob) -> None:
-    """Raises ConfigError if float8 has no layer to convert, or refuses a layer's shape.
+def check_plain_model(resolved: ResolvedJob, features: Iterable[Feature]) -> None:
+    """Raises ConfigError if the job's model does not fit its documents or one of these features.
 
     Uses the model on the meta device, so it can run before any rank starts.
     """
-    config, tp = resolved.config, resolved.dims.tp
-    section = config.quantize.linear.float8
-    model, plan = build_plain_model(resolved, spec_for(config))
-    chosen, skipped = choose_layers(model, section.recipe, section.filter_fqns)
-    if not chosen:
-        raise ConfigError(
-            f"model.converters: {none_left(type(model).__name__, skipped)}; change "
-            "quantize.linear.float8.filter_fqns or the model's sizes, or remove the converter"
-        )
-    if tp > 1 and not section.emulate and (refused := refused_shapes(model, plan, chosen, tp)):
-        raise ConfigError(
-            f"parallelism.tensor_parallel_degree: {refused}; give a smaller degree, name the layer "
-            "in quantize.linear.float8.filter_fqns, or set quantize.linear.float8.emulate = true"
-        )
-
-
-def check_documents(resolved: ResolvedJob) -> None:
-    """Raises ConfigError if the model cannot keep the documents of a sequence apart."""
-    model, _ = build_plain_model(resolved, spec_for(resolved.config))
-    if not takes(model, "documents"):
+    model, plan = build_plain_model(resolved, spec_for(resolved.config))
+    if not resolved.config.training.attend_across_documents and not takes(model, "documents"):
         raise ConfigError(
             f"training.attend_across_documents: forward of {type(model).__name__} takes no "
             "`documents`, so tokens would attend to other documents; set it to true, or use "
             "another model"
         )
+    for feature in features:
+        if (check_model := step_of(feature).check_model) is not None:
+            check_model(model, plan, resolved.config, resolved.dims)
 
 
 def build_plain_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, ParallelPlan]:
@@ -560,22 +546,6 @@ def _initialize(
             move_buffers(part, world.device)
     way = "the whole model is built on the CPU of each machine, then sharded"
     return PlanRow("initial values", "whole", "whole", way)
-
-
-def _gather_in_float8(config: JobConfig, parts: list[nn.Module], trainer: Trainer) -> None:
-    """Make FSDP2 all-gather in float8 and precompute scales, if the job asks for it."""
-    section = config.quantize.linear.float8
-    if not section.enable_fsdp_float8_all_gather:
-        return
-    for part in parts:
-        gather_in_float8(part)
-    if section.precompute_float8_dynamic_scale_for_fsdp:
-
-        def precompute(*_: Any) -> None:
-            for part in parts:
-                precompute_scales(part)
-
-        trainer.optimizer.register_step_post_hook(precompute)
 
 
 def _example(resolved: ResolvedJob, data: DatasetSpec, dataset: Dataset, layout: Layout) -> Batch:

@@ -1,13 +1,11 @@
 """Start a job: check it on this machine, run it on its ranks, and report errors.
 
-All checks run before any rank starts. torch is imported here only to look up a compile backend that
-is not in BACKENDS.
+All checks run before any rank starts; torch is imported only for those that look at the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import signal
 import sys
 import threading
@@ -18,9 +16,7 @@ from typing import Any, Protocol, TypeVar
 from titanlite.config import JobConfig, Reading, ResolvedJob, check_machine
 from titanlite.config.data import prepare_data
 from titanlite.config.degrees import DEGREES
-from titanlite.config.keys import one_of
 from titanlite.config.resolve import finish
-from titanlite.config.toml import quote
 from titanlite.errors import (
     ConfigError,
     LostWorldError,
@@ -30,18 +26,12 @@ from titanlite.errors import (
     collecting,
 )
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.parallelize.steps import features_on
 from titanlite.quantities import ITEMSIZE
 from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, run_ranks
 from titanlite.ranks.machine import check_local_memory, check_local_ranks, room_bytes
 from titanlite.ranks.signals import StopRequest, interrupt_status, unwinding_at_sigterm
 from titanlite.registry import MODELS
-
-# The backends of torch._dynamo.list_backends that need no further package.
-BACKENDS = (
-    *("inductor", "eager", "aot_eager", "aot_eager_decomp_partition"),
-    *("aot_eager_default_partitioner", "cudagraphs", "eager_noexcept", "ts", "aot_ts"),
-)
-
 
 T = TypeVar("T")
 
@@ -98,9 +88,6 @@ def check_start(
     with collecting(reading.problems):
         device_type = choose_device(config.job.device, num_local_ranks)
         check_machine(config, device_type)
-    with collecting(reading.problems):
-        if config.compile.enable:
-            check_backend(config.compile.backend)
     are_all_here = place is None or place.local_world_size == place.world_size
     needs_memory = trains and are_all_here and device_type == "cpu"
     # With CPU offload, a GPU's parameters, gradients and optimizer state are in this memory, too.
@@ -114,16 +101,12 @@ def check_start(
     if needs_memory and planner is not None:
         _check_planned_memory(job, least, planner)
     prepare_data(config, job.model, job.seq_len)
-    if not config.training.attend_across_documents:
-        # As for float8 below, this check needs the model, and so imports torch.
-        from titanlite.job import check_documents
+    looked_at = [feature for feature in features_on(config) if feature.checks_model]
+    if looked_at or not config.training.attend_across_documents:
+        # These checks need the model's layers, and so import torch.
+        from titanlite.job import check_plain_model
 
-        check_documents(job)
-    if config.converts_to_float8:
-        # This check needs the model's layers, and so imports torch.
-        from titanlite.job import check_float8
-
-        check_float8(job)
+        check_plain_model(job, looked_at)
     return Start(job, device_type)
 
 
@@ -192,19 +175,6 @@ def reporting_errors() -> Iterator[ExitStatus]:
         ended.status = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt as stop:
         ended.status = interrupt_status(stop)
-
-
-def check_backend(name: str) -> None:
-    """Raises ConfigError if torch.compile has no backend `name`."""
-    if name in BACKENDS:
-        return
-    import torch._dynamo
-
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if name not in known:
-        match = difflib.get_close_matches(name, BACKENDS, n=1)
-        advice = f"did you mean {quote(match[0])}?" if match else f"give {one_of(BACKENDS)}"
-        raise ConfigError(f"compile.backend: there is no backend {quote(name)}; {advice}")
 
 
 def least_bytes(config: JobConfig, model: Any, dims: ParallelDims) -> int:

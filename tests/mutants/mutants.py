@@ -95,7 +95,7 @@ OPTIMIZER, DIMS = "titanlite/training/optimizer.py", "titanlite/mesh/parallel_di
 AC, JOB = "titanlite/parallelize/activation_checkpoint/apply.py", "titanlite/job.py"
 MODEL, BATCH = "models/image_transformer/model.py", "titanlite/modules/batch.py"
 SHARDS, LOSS = "titanlite/modules/shards.py", "titanlite/training/loss.py"
-STEPS_FILE = "titanlite/parallelize/steps.py"
+DATA_PARALLEL_STEP = "titanlite/parallelize/fsdp/step.py"
 TP_FILE, CP_FILE = (
     "titanlite/parallelize/tensor_parallel/apply.py",
     "titanlite/parallelize/context_parallel/apply.py",
@@ -986,7 +986,7 @@ MUTANTS = [
         "mixed precision",
         MIXED,
         r"gradients are not reduced in the job's dtype float32: .* is in bfloat16",
-        STEPS_FILE,
+        DATA_PARALLEL_STEP,
         (
             "        reduce_dtype=DTYPES[reduce] if is_mixed else None,",
             "        reduce_dtype=DTYPES[param] if is_mixed else None,",

@@ -23,7 +23,8 @@ from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageTransformer
 from titanlite.modules.names import canonical_name
 from titanlite.parallelize import ParallelPlan, apply_ac, apply_compile
-from titanlite.parallelize.steps import Part, activation_checkpoint
+from titanlite.parallelize.activation_checkpoint.step import apply as activation_checkpoint
+from titanlite.parallelize.part import Part
 from titanlite.training.initialize import initialize
 
 NUM_LAYERS, NUM_MM = 4, 7  # matrix multiplications in a block: q, k, v, o and three of SwiGLU

@@ -24,8 +24,8 @@ from titanlite.config import (
 from titanlite.config.changes import changed_keys
 from titanlite.config.document import format_config
 from titanlite.config.keys import job_keys, job_sections
-from titanlite.config.toml import parse_toml, quote
-from titanlite.errors import ConfigError
+from titanlite.config.toml import parse_toml
+from titanlite.errors import ConfigError, quote
 from titanlite.models.spec import ModelSpec
 from titanlite.observe.run_facts import name_idle_keys
 from titanlite.registry import MODELS

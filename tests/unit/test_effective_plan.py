@@ -16,7 +16,8 @@ from titanlite.job import build_job
 from titanlite.mesh.device_mesh import build_meshes
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize import ParallelPlan
-from titanlite.parallelize.steps import Part, tensor_parallel
+from titanlite.parallelize.part import Part
+from titanlite.parallelize.tensor_parallel.step import apply as tensor_parallel
 from titanlite.parallelize.tensor_parallel.styles import NormLocal
 from titanlite.ranks.world import World
 

@@ -6,6 +6,7 @@ An import inside a function counts, and so does a module's name in a string.
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import subprocess
 import sys
@@ -18,8 +19,11 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), *(ROOT / "models").rglob("*.py")])
 
 FLOORS = (
-    ("errors", "files", "quantities", "plan_row", "registry"),
+    ("errors", "fields", "files", "quantities", "plan_row", "registry"),
     ("mesh", "schedule"),
+    # What a feature tells of itself without torch.
+    ("parallelize.feature", "parallelize.*.spec", "parallelize.compile.backends"),
+    ("parallelize.steps",),
     ("ranks",),
     ("modules",),
     ("parallelize",),
@@ -29,7 +33,7 @@ FLOORS = (
     ("register",),
     ("config",),
     # Of parallelize/, what derives the arguments of the steps from a job's configuration.
-    ("parallelize.steps",),
+    ("parallelize.part", "parallelize.*.step", "parallelize.parallelize"),
     ("job",),
     ("self_check", "start"),
     ("checkpoint",),
@@ -58,6 +62,9 @@ TOOLS: dict[str, tuple[str, ...]] = {
 MAY_NAME_TOOLS = ("titanlite.cli", "titanlite")
 """The commands, and the public names that are imported at their first use."""
 
+JOB_TYPES = {"titanlite.config.draft", "titanlite.config.schema"}
+"""What the specs of features name for type checkers alone: the job that their keys are part of."""
+
 EXCEPTIONS = {
     # What the fork server imports for all ranks, by name.
     ("titanlite.ranks.fork_server", "titanlite.preload"),
@@ -74,6 +81,9 @@ MUST_NOT_IMPORT = {
     "titanlite/quantities.py": ["titanlite", "torch"],
     "titanlite/plan_row.py": ["titanlite", "torch"],
     "titanlite/registry.py": ["titanlite", "torch"],
+    "titanlite/fields.py": ["titanlite", "torch"],
+    "titanlite/parallelize/feature.py": ["torch"],
+    "titanlite/parallelize/steps.py": ["torch"],
     "titanlite/register.py": ["torch"],
     "titanlite/__init__.py": ["torch"],
     "titanlite/config": ["torch"],
@@ -188,7 +198,15 @@ def uses(path: Path) -> set[str]:
     """The other modules of titanlite that a file imports or names."""
     tree = ast.parse(path.read_text())
     found = {module_of(name) for name in imports(tree, types=True) if is_below(name, "titanlite")}
+    if is_torch_free_feature(module_name(path)):
+        run = {module_of(name) for name in imports(tree)}
+        found = {name for name in found if name in run or name not in JOB_TYPES}
     return {*found, *named(tree)} - {module_name(path)}
+
+
+def is_torch_free_feature(module: str) -> bool:
+    names = ("feature", "steps", "*.spec")
+    return any(fnmatch.fnmatch(module, f"titanlite.parallelize.{name}") for name in names)
 
 
 def is_below(module: str, prefix: str) -> bool:
@@ -202,7 +220,7 @@ def floor_of(module: str) -> int:
         (len(entry), number)
         for number, entries in enumerate(FLOORS)
         for entry in entries
-        if is_below(inside, entry)
+        if is_below(inside, entry) or fnmatch.fnmatch(inside, entry)
     ]
     assert fits, f"{module} stands on no floor"
     return max(fits)[1]
@@ -294,7 +312,7 @@ def rules(name: str) -> list[str]:
     folder, _, file = name.removesuffix(".py").rpartition("/")
     # What a job is checked by, before anything is read or trained.
     is_sizes = name.startswith("models/") and file == "config"
-    is_spec = name.startswith("titanlite/data/") and file == "spec"
+    is_spec = name.startswith(("titanlite/data/", "titanlite/parallelize/")) and file == "spec"
     if is_sizes or is_spec:
         found += ["torch", "numpy"]
     if folder in WITH_TORCH and file not in WITH_TORCH[folder]:
@@ -378,7 +396,11 @@ def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
             elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield from targets(child)
 
-    return {name: {*targets(ast.parse(text))} & sources.keys() for name, text in sources.items()}
+    return {
+        name: ({*targets(ast.parse(text))} & sources.keys())
+        - (JOB_TYPES if is_torch_free_feature(name) else set())
+        for name, text in sources.items()
+    }
 
 
 def circle(imported: Mapping[str, set[str]]) -> list[str]:
@@ -430,6 +452,7 @@ def test_the_rules_can_fail() -> None:
     assert "torch" not in rules("titanlite/tools/verify/run.py")
     assert "torch" not in rules("models/image_transformer/model.py")
     assert floor_of("titanlite.parallelize.fsdp.apply") < floor_of("titanlite.config.load")
-    assert floor_of("titanlite.config.load") < floor_of("titanlite.parallelize.steps")
+    assert floor_of("titanlite.parallelize.fsdp.spec") < floor_of("titanlite.parallelize.steps")
+    assert floor_of("titanlite.config.load") < floor_of("titanlite.parallelize.fsdp.step")
     with pytest.raises(AssertionError):
         floor_of("titanlite.verify")

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from titanlite.cli import train as train_command
-from titanlite.config import JobConfig, checks, load_config, read_job, resolve_job
+from titanlite.config import JobConfig, draft, load_config, read_job, resolve_job
 from titanlite.config.pipeline import PipelinePlan, make_pipeline_plan
 from titanlite.errors import ConfigError
 from titanlite.from_python import train
+from titanlite.parallelize.compile.backends import BACKENDS
 from titanlite.ranks import machine
 from titanlite.ranks.launch import Place, Ranks, run_ranks
-from titanlite.start import BACKENDS, check_start, least_bytes
+from titanlite.start import check_start, least_bytes
 from titanlite.tools.lab.cluster import VirtualCluster
 from titanlite.tools.lab.mesh import Mesh
 from titanlite.tools.planner import local as planner
@@ -241,7 +242,7 @@ def test_a_job_is_resolved_once_and_travels_to_ranks(monkeypatch: pytest.MonkeyP
         made.append(make_pipeline_plan(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(checks, "make_pipeline_plan", count)
+    monkeypatch.setattr(draft, "make_pipeline_plan", count)
     argv = ["--job.device=cpu", f"--job.config_file={ROOT}/configs/pp2_fsdp2.toml"]
     job = check_start(read_job(argv)).job
     assert made == [job.pipeline]

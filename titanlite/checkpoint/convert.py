@@ -29,8 +29,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.config import JobConfig, load_model_spec, make_model_config
 from titanlite.config.model import import_module
 from titanlite.config.stored import stored_sections
-from titanlite.config.toml import quote
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, quote
 from titanlite.models.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
 from titanlite.registry import MODELS
 

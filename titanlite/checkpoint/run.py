@@ -30,7 +30,7 @@ from titanlite.checkpoint.storage import Seal, first_failure, save, save_async, 
 from titanlite.checkpoint.weights import Names, save_safetensors
 from titanlite.errors import ConfigError, NonFiniteError, TitanliteError
 from titanlite.job import Job
-from titanlite.parallelize.steps import DTYPES
+from titanlite.parallelize.part import DTYPES
 from titanlite.quantities import format_bytes
 from titanlite.self_check import check_copies
 

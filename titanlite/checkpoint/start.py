@@ -25,8 +25,7 @@ from titanlite.checkpoint.storage import first_failure, load, stored_tensors, te
 from titanlite.checkpoint.weights import load_safetensors
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.config.pipeline import split_points
-from titanlite.config.toml import quote
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError, TitanliteError, quote
 from titanlite.job import Job
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from titanlite.config.fields import Inert, NotYet, Section, Values, key
+from titanlite.fields import Inert, NotYet, Section, Values, key
 
 
 class MXLinear(Section):

@@ -8,8 +8,7 @@ from typing import Any
 
 from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import quote
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, quote
 from titanlite.models.hf_format import format_of, is_hf_folder, sizes_problems, weight_files
 
 

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.keys import one_of
 from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import quote
 from titanlite.data.spec import DatasetSpec, JobKeys
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, one_of, quote
 from titanlite.registry import DATASETS
 
 # A data set on the Hub, and its configuration: "allenai/c4:en".

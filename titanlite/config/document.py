@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from titanlite.config.checks import CHECKS
-from titanlite.config.fields import OWN
 from titanlite.config.keys import Key, job_keys, job_sections, model_keys
 from titanlite.config.model import make_model_config
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import show
+from titanlite.fields import OWN
 from titanlite.registry import MODELS
 
 USAGE = """\
@@ -117,7 +117,7 @@ def markdown() -> str:
             parts.append(_models())
     parts.append("## Checks across keys\n")
     parts.append(CHECKED)
-    parts.append("\n".join(f"- {_sentence(check.__doc__)}" for check, _ in CHECKS) + "\n")
+    parts.append("\n".join(f"- {_sentence(check.purpose)}" for check in CHECKS) + "\n")
     parts.append("## Where titanlite differs from TorchTitan\n\n### Defaults\n")
     differ = [key for key in live if key.torchtitan not in (..., OWN)]
     rows = ((f"`{k.name}`", _default(k.default), _default(k.torchtitan), k.text) for k in differ)

@@ -11,7 +11,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,9 +19,10 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from titanlite.config.fields import INERT, NOT_YET, Section, Wanted
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import TOML_ERRORS, parse_toml, quote
+from titanlite.config.toml import TOML_ERRORS, parse_toml
+from titanlite.errors import one_of, quote
+from titanlite.fields import INERT, NOT_YET, Section, Wanted
 
 KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", tuple: "list"}
 
@@ -314,9 +315,3 @@ def nearest_key(name: str, known: Mapping[str, Key]) -> str | None:
     leaves = {key.leaf: key.name for key in live}
     match = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)
     return leaves[match[0]] if match else None
-
-
-def one_of(words: Iterable[str]) -> str:
-    """ "a", "a or b", "a, b or c"."""
-    *most, last = words
-    return f"{', '.join(most)} or {last}" if most else last

@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titanlite.config.checks import Draft, run_checks
+from titanlite.config.checks import run_checks
 from titanlite.config.degrees import DEGREES, make_parallel_dims
+from titanlite.config.draft import Draft
 from titanlite.config.keys import (
     FOREIGN,
     RENAMED_SECTIONS,
@@ -32,15 +33,8 @@ from titanlite.config.model import (
 )
 from titanlite.config.problems import REMOVE, REMOVE_OPTION, REMOVE_SECTION, explain
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import (
-    TOML_ERRORS,
-    parse_toml,
-    quote,
-    show,
-    show_name,
-    unclosed_list,
-)
-from titanlite.errors import ConfigError
+from titanlite.config.toml import TOML_ERRORS, drop, parse_toml, put, show, show_name, unclosed_list
+from titanlite.errors import ConfigError, quote
 
 CONFIG_FILE = "job.config_file"
 
@@ -148,7 +142,7 @@ def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
     """`config` with new values for some keys ("section.key" -> value), checked again."""
     values = config.model_dump(exclude_unset=True)
     for name, value in changes.items():
-        _put(values, name, value)
+        put(values, name, value)
     return _checked(_read_values(values, [], []))
 
 
@@ -192,7 +186,7 @@ def _read_values(
         if name in own_keys:
             _put_text(values, own_keys[name], text, problems)
         elif name.startswith("model.") and name not in keys:
-            _put(values, name, text)  # the model refuses it by name
+            put(values, name, text)  # the model refuses it by name
     try:
         config = JobConfig.model_validate(values)
     except ValidationError as error:
@@ -206,7 +200,7 @@ def _read_values(
                 problems.append(line.replace(REMOVE, REMOVE_OPTION) if name in typed else line)
             wrong[name] = None
         for name in wrong:
-            _drop(values, name)
+            drop(values, name)
         config = JobConfig.model_validate(values)
     return Reading(config, problems, doubtful)
 
@@ -233,7 +227,7 @@ def _values_for_help(argv: Sequence[str]) -> dict[str, Any]:
             with contextlib.suppress(ConfigError):
                 values = read_file(text)
     for name, text in texts:
-        _put(values, name, text)
+        put(values, name, text)
     return values
 
 
@@ -342,30 +336,14 @@ def _unknown(name: str, keys: Mapping[str, Key], value: Any, doubtful: set[str])
 
 def _put_text(values: dict[str, Any], key: Key, text: str | None, problems: list[str]) -> None:
     if text is not None:
-        _put(values, key.name, key.read(text))
+        put(values, key.name, key.read(text))
     elif key.type is bool:
-        _put(values, key.name, True)
+        put(values, key.name, True)
     else:
         problems.append(f"{key.name}: has no value; write --{key.name}=value")
-
-
-def _put(values: dict[str, Any], name: str, value: Any) -> None:
-    *sections, leaf = name.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            return  # reported when the file's values are checked
-    values[leaf] = value
 
 
 def _get(values: Any, name: str) -> Any:
     for part in name.split("."):
         values = values[part]
     return values
-
-
-def _drop(values: Any, name: str) -> None:
-    *sections, leaf = name.split(".")
-    for section in sections:
-        values = values.get(section, {})
-    values.pop(leaf, None)

@@ -15,18 +15,11 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from titanlite.config.keys import (
-    Key,
-    field_types,
-    job_keys,
-    model_keys,
-    nearest_key,
-    one_of,
-)
+from titanlite.config.keys import Key, field_types, job_keys, model_keys, nearest_key
 from titanlite.config.problems import explain
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import quote, show_name
-from titanlite.errors import ConfigError
+from titanlite.config.toml import show_name
+from titanlite.errors import ConfigError, one_of, quote
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.models.spec import ModelSpec
 from titanlite.registry import MODELS, registers_something

@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanlite.config.keys import one_of
 from titanlite.config.model import load_model_spec
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import quote
-from titanlite.errors import ConfigError, TitanliteError, collecting, nearest
+from titanlite.errors import ConfigError, TitanliteError, collecting, nearest, one_of, quote
 from titanlite.mesh.parallel_dims import ParallelDims, divisors
 from titanlite.schedule import (
     SCHEDULES,

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from titanlite.config.keys import KINDS, Key, one_of
+from titanlite.config.keys import KINDS, Key
 from titanlite.config.toml import show
+from titanlite.errors import one_of
 
 LACKS = "asks for a TorchTitan feature that titanlite does not have"
 REMOVE, REMOVE_OPTION = "remove this line", "remove this option"

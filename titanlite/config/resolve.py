@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from titanlite.config.checks import Draft
+from titanlite.config.draft import Draft
 from titanlite.config.load import Reading
 from titanlite.config.model import import_module
 from titanlite.config.pipeline import PipelinePlan

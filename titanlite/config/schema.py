@@ -9,18 +9,21 @@ supported key are in absent.py.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
-from titanlite.config.absent import (
-    FaultTolerance,
-    MXLinear,
-    QuantizedGroupedMM,
+from pydantic import (
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    create_model,
 )
-from titanlite.config.fields import (
+
+from titanlite.config.absent import FaultTolerance, MXLinear, QuantizedGroupedMM
+from titanlite.fields import (
     OWN,
-    BlockIntervalOrOp,
     CountOrMinusOne,
     Dtype,
     Fraction,
@@ -32,7 +35,47 @@ from titanlite.config.fields import (
     Values,
     key,
 )
+from titanlite.parallelize.activation_checkpoint.spec import ActivationCheckpoint
+from titanlite.parallelize.async_tensor_parallel.spec import AsyncTensorParallelKeys
+from titanlite.parallelize.compile.spec import Compile
+from titanlite.parallelize.context_parallel.spec import ContextParallelKeys
+from titanlite.parallelize.expert_parallel.spec import ExpertParallelKeys
+from titanlite.parallelize.fsdp.spec import DataParallelKeys
+from titanlite.parallelize.pipeline_parallel.spec import PipelineParallelKeys
+from titanlite.parallelize.steps import FEATURES
+from titanlite.parallelize.tensor_parallel.spec import TensorParallelKeys
 from titanlite.registry import DATASETS
+
+S = TypeVar("S", bound=Section)
+SECTIONS = {kind: name for one in FEATURES for name, kind in one.sections.items()}
+"""The features' own sections: class -> full name."""
+if TYPE_CHECKING:
+    Converter: TypeAlias = str
+else:
+    Converter = Literal[tuple(one.converter for one in FEATURES if one.converter)]
+
+
+def with_features(parent: str = "") -> Callable[[type[S]], type[S]]:
+    """Add to a section, by its full name, the features' own sections that it does not declare."""
+
+    def add(section: type[S]) -> type[S]:
+        fields: dict[str, Any] = {}
+        for kind, name in SECTIONS.items():
+            above, _, leaf = name.rpartition(".")
+            if above == parent and leaf not in section.model_fields:
+                fields[leaf] = (kind, kind())
+        if not fields:
+            return section
+        made: type[S] = create_model(
+            section.__name__,
+            __base__=section,
+            __doc__=section.__doc__,
+            __module__=section.__module__,
+            **fields,
+        )
+        return made
+
+    return add
 
 
 class JobSection(Section):
@@ -114,9 +157,9 @@ class Model(Section):
         torchtitan="./tests/assets/tokenizer",
     )
     tokenizer_path: NotYet[str | None] = key(None, "text tokenizer; replaced by hf_assets_path")
-    converters: Values[Literal["quantize.linear.float8"]] = key(
+    converters: Values[Converter] = key(
         (),
-        "conversions of the model: linear layers to float8",
+        "conversions of the model, each by the name of its section",
         lacking=("quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx"),
     )
     print_after_conversion: NotYet[bool] = key(False, "print the converted model")
@@ -251,150 +294,22 @@ class Training(Section):
         return {self.param_dtype, self.reduce_dtype} != {self.dtype}
 
 
-class Parallelism(Section):
+class Parallelism(
+    # pydantic orders the keys from the last base to the first.
+    ExpertParallelKeys,
+    ContextParallelKeys,
+    PipelineParallelKeys,
+    AsyncTensorParallelKeys,
+    TensorParallelKeys,
+    DataParallelKeys,
+):
     """The degree of each parallelism. Their product, without EP, is the number of ranks"""
 
-    data_parallel_replicate_degree: PositiveInt = key(
-        1, "replicas of the weights (DDP; HSDP with a shard degree)"
-    )
-    data_parallel_shard_degree: CountOrMinusOne = key(
-        -1, "shards of the weights (FSDP2); -1: the number of ranks divided by the other degrees"
-    )
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
-        "default", "whether FSDP frees gathered weights after the forward pass"
-    )
-    tensor_parallel_degree: PositiveInt = key(
-        1, "shards of heads and hidden units (TP), and of the sequence in between (SP)"
-    )
-    disable_loss_parallel: bool = key(
-        False, "TP: all-gather the logits instead of sharding the loss"
-    )
-    enable_async_tensor_parallel: bool = key(
-        False, "TP: overlap communication with matrix products"
-    )
-    async_tensor_parallel_backend: Literal["auto", "symmetric_memory", "ring"] = key(
-        "auto",
-        "async TP: symmetric_memory (GPUs, compiled model) or ring; auto: by device",
-        torchtitan=OWN,
-    )
-    pipeline_parallel_degree: PositiveInt = key(
-        1, "ranks of a pipeline, each with one or more stages (PP)"
-    )
-    module_fqns_per_model_part: Values[Values[str]] | None = key(
-        None, "PP: the names of each stage's modules"
-    )
-    pipeline_parallel_first_stage_less_layers: NonNegativeInt = key(
-        1, "PP: how many blocks fewer the first stage has, for the embeddings"
-    )
-    pipeline_parallel_last_stage_less_layers: NonNegativeInt = key(
-        1, "PP: how many blocks fewer the last stage has, for the output layer"
-    )
-    pipeline_parallel_layers_per_stage: PositiveInt | None = key(None, "PP: blocks per stage")
-    pipeline_parallel_schedule: str = key(
-        "1F1B", "PP: name of the schedule, such as 1F1B, Interleaved1F1B, ZBVZeroBubble"
-    )
-    pipeline_parallel_schedule_csv: str = key(
-        "", "PP: CSV file with a schedule, used instead of the named one"
-    )
-    pipeline_parallel_microbatch_size: PositiveInt = key(1, "PP: sequences per microbatch")
-    pipeline_parallel_expert_parallel_overlap: Inert[bool] = key(
-        True, "PP: overlap with expert communication"
-    )
-    context_parallel_degree: PositiveInt = key(1, "shards of the sequence (CP)")
-    context_parallel_load_balancer: Literal["headtail", "striped", "none"] = key(
-        "headtail", "CP: how tokens are distributed over ranks", lacking=("ptrr",)
-    )
-    context_parallel_rotate_method: Literal["allgather", "alltoall"] = key(
-        "alltoall",
-        "CP: all-gather keys and values, or pass them around a ring",
-        torchtitan="allgather",
-    )
-    expert_parallel_degree: PositiveInt = key(
-        1, "ranks that hold different experts (EP), of those of TP, then CP, then FSDP"
-    )
-    expert_tensor_parallel_degree: NotYet[PositiveInt] = key(1, "TP degree within experts")
-    expert_parallel_comm_backend: Literal["standard"] = key(
-        "standard", "EP: all-to-all implementation", lacking=("deepep",)
-    )
 
-    def overlap_backend(self, device_type: str) -> Literal["symmetric_memory", "ring"] | None:
-        """The backend of async TP on `device_type`; None if async TP is off."""
-        if not self.enable_async_tensor_parallel:
-            return None
-        if self.async_tensor_parallel_backend == "auto":
-            return "symmetric_memory" if device_type == "cuda" else "ring"
-        return self.async_tensor_parallel_backend
-
-
-class ActivationCheckpoint(Section):
-    """Recomputing activations in the backward pass instead of saving them"""
-
-    mode: Literal["selective", "full", "memory_budget", "none"] = key(
-        "selective",
-        "what to recompute: by selective_ac_option, all, by memory_budget (with compile), or none",
-    )
-    selective_ac_option: BlockIntervalOrOp = key(
-        "2", '"n": recompute every n-th block; "op": save some operators, recompute the rest'
-    )
-    per_op_sac_force_recompute_mm_shapes_by_fqns: Values[str] = key(
-        ("moe.router.gate",),
-        '"op": names of linear layers; products with weights of their shapes are recomputed',
-    )
-    early_stop: bool = key(
-        False, "stop recomputation as soon as the last needed tensor is recomputed"
-    )
-    memory_budget: Fraction = key(
-        0.5, "memory_budget: 0 recomputes everything, 1 saves what compile saves by default"
-    )
-    visualize_memory_budget_pareto: NotYet[bool] = key(
-        False, "memory_budget: draw time against memory"
-    )
-    preserve_rng_state: bool = key(True, "recompute with the random state of the forward pass")
-    determinism_check: Literal["default", "none"] = key(
-        "default", "check shapes and dtypes of recomputed tensors, or do not"
-    )
-    debug: bool = key(False, "record recomputation for error messages (slow)")
-
-
-class Compile(Section):
-    """torch.compile"""
-
-    enable: bool = key(False, "compile the components below")
-    components: Values[Literal["model", "loss"]] = key(
-        ("model", "loss"), "what to compile: the model (block by block), the loss"
-    )
-    backend: Name = key("inductor", "name of the compiler backend")
-
-
-class Float8Linear(Section):
-    """Linear layers in float8, if model.converters names this section"""
-
-    enable_fsdp_float8_all_gather: bool = key(
-        False, "tensorwise: FSDP all-gathers weights in float8"
-    )
-    precompute_float8_dynamic_scale_for_fsdp: bool = key(
-        False, "compute all scales of these weights at once, after each optimizer step"
-    )
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(
-        None,
-        "scale per tensor (if not set) or row; gw_hp: weight gradients in high precision",
-    )
-    filter_fqns: Values[Name] = key(
-        (),
-        "parts of names of layers not to convert; auto_filter_small_kn: small layers",
-    )
-    emulate: bool = key(False, "emulate float8, even if the hardware supports it")
-
-    @property
-    def recipe(self) -> Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]:
-        """The recipe's name, with its default resolved."""
-        return self.recipe_name or "tensorwise"
-
-
+@with_features("quantize.linear")
 class QuantizedLinear(Section):
     """Linear layers"""
 
-    float8: Float8Linear = Float8Linear()
     mx: MXLinear = MXLinear()
 
 
@@ -566,6 +481,7 @@ class MemoryEstimation(Section):
     disable_fake_mode: Inert[bool] = key(False, "estimate with real tensors")
 
 
+@with_features()
 class JobConfig(Section):
     """A whole job. Build one with load_config or make_config, which run all checks."""
 
@@ -589,10 +505,13 @@ class JobConfig(Section):
     memory_estimation: MemoryEstimation = MemoryEstimation()
     fault_tolerance: FaultTolerance = FaultTolerance()
 
-    @property
-    def converts_to_float8(self) -> bool:
-        """Whether linear layers multiply in float8."""
-        return "quantize.linear.float8" in self.model.converters
+    def section(self, kind: type[S]) -> S:
+        """The section of a feature, by its class."""
+        part: Any = self
+        for name in SECTIONS[kind].split("."):
+            part = getattr(part, name)
+        assert isinstance(part, kind)
+        return part
 
     @property
     def num_recorded_collectives(self) -> int:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.keys import job_keys
-from titanlite.config.toml import quote
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, quote
 from titanlite.files import shown
 from titanlite.registry import DATASETS
 

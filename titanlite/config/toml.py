@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from titanlite.errors import quote
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -19,6 +21,24 @@ TOML_ERRORS = (tomllib.TOMLDecodeError, ValueError, RecursionError)
 def parse_toml(text: str) -> dict[str, Any]:
     """The tables of a TOML text; raises one of TOML_ERRORS."""
     return tomllib.loads(text)
+
+
+def put(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set the key with this dotted name; tables that are missing are added."""
+    *sections, leaf = name.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            return  # reported when the file's values are checked
+    values[leaf] = value
+
+
+def drop(values: Any, name: str) -> None:
+    """Remove the key or table with this dotted name, if it is there."""
+    *sections, leaf = name.split(".")
+    for section in sections:
+        values = values.get(section, {})
+    values.pop(leaf, None)
 
 
 _LIST = re.compile(r"""\s*[\w.'"-]+\s*=\s*\[""")
@@ -72,18 +92,3 @@ def show(value: Any) -> str:
 def show_name(name: str) -> str:
     """The name of a key or section, quoted if TOML requires it."""
     return name if re.fullmatch(r"[A-Za-z0-9_.-]+", name) else quote(name)
-
-
-def quote(text: str) -> str:
-    """`text` as a TOML string on one line."""
-    return '"' + "".join(map(_escape, text)) + '"'
-
-
-def _escape(character: str) -> str:
-    named = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    if character in named:
-        return named[character]
-    if character.isprintable():
-        return character
-    code = ord(character)
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

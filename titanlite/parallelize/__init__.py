@@ -1,20 +1,41 @@
 """Make a plain model parallel: one folder for each feature, with an apply_x to call by hand.
 
-steps.py applies those that a job's configuration asks for, in the one order that works. Pipeline
-parallelism is not one of these steps: it splits the model into stages first, and each stage then
-goes through the same steps.
+parallelize.py applies those that a job's configuration asks for, in the order of steps.py, the one
+order that works. Pipeline parallelism is not one of these steps: it splits the model into stages
+first, and each stage then goes through the same steps.
 """
 
-from titanlite.parallelize.activation_checkpoint.apply import apply_ac
-from titanlite.parallelize.compile.apply import apply_compile
-from titanlite.parallelize.context_parallel.apply import apply_cp
-from titanlite.parallelize.ddp.apply import apply_ddp
-from titanlite.parallelize.expert_parallel.apply import apply_ep
-from titanlite.parallelize.float8.apply import apply_float8
-from titanlite.parallelize.fsdp.apply import apply_fsdp
-from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner, split_model
-from titanlite.parallelize.plan import ParallelPlan, find_blocks, find_plan
-from titanlite.parallelize.tensor_parallel.apply import apply_tp
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titanlite.parallelize.activation_checkpoint.apply import apply_ac
+    from titanlite.parallelize.compile.apply import apply_compile
+    from titanlite.parallelize.context_parallel.apply import apply_cp
+    from titanlite.parallelize.ddp.apply import apply_ddp
+    from titanlite.parallelize.expert_parallel.apply import apply_ep
+    from titanlite.parallelize.float8.apply import apply_float8
+    from titanlite.parallelize.fsdp.apply import apply_fsdp
+    from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner, split_model
+    from titanlite.parallelize.plan import ParallelPlan, find_blocks, find_plan
+    from titanlite.parallelize.tensor_parallel.apply import apply_tp
+
+# Imported at their first use: the configuration reads the specs below without torch.
+_MODULES = {
+    "ParallelPlan": "plan",
+    "PipelineRunner": "pipeline_parallel.apply",
+    "apply_ac": "activation_checkpoint.apply",
+    "apply_compile": "compile.apply",
+    "apply_cp": "context_parallel.apply",
+    "apply_ddp": "ddp.apply",
+    "apply_ep": "expert_parallel.apply",
+    "apply_float8": "float8.apply",
+    "apply_fsdp": "fsdp.apply",
+    "apply_tp": "tensor_parallel.apply",
+    "find_blocks": "plan",
+    "find_plan": "plan",
+    "split_model": "pipeline_parallel.apply",
+}
 
 __all__ = [
     "ParallelPlan",
@@ -31,3 +52,9 @@ __all__ = [
     "find_plan",
     "split_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"titanlite.parallelize.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'titanlite.parallelize' has no attribute {name!r}")

@@ -26,7 +26,7 @@ from titanlite.modules.batch import FieldDims, call_model, make_batch, takes
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import whole_tensor
 from titanlite.modules.tied import find_tied, tie
-from titanlite.parallelize.steps import DTYPES
+from titanlite.parallelize.part import DTYPES
 from titanlite.ranks.world import free_memory_bytes
 from titanlite.sampling.choice import Choice
 from titanlite.training.initialize import (

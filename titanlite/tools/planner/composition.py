@@ -13,6 +13,7 @@ from titanlite.config import ResolvedJob, resolve_job
 from titanlite.config.load import override
 from titanlite.config.model import num_experts
 from titanlite.mesh.parallel_dims import expert_shard_dim
+from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Place, Wait
 
 NOWHERE = Place("", "")
@@ -338,7 +339,7 @@ def smaller(resolved: ResolvedJob, *, is_compiled: bool = False) -> ResolvedJob:
     while dims.cp * dims.tp * shards % least:
         shards += 1
     # Replicas of DDP reduce the amaxes of float8 over their tokens.
-    has_replicas = not is_fsdp and dims.dp_replicate > 1 and config.converts_to_float8
+    has_replicas = not is_fsdp and dims.dp_replicate > 1 and FLOAT8.is_on(config)
     replicas = 2 if has_replicas else 1
     changes = WITHOUT_A_PIPELINE | {
         "compile.enable": is_compiled and config.compile.enable,

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, resolve_job
-from titanlite.config.checks import Draft, run_checks
+from titanlite.config.checks import run_checks
 from titanlite.config.degrees import make_parallel_dims
+from titanlite.config.draft import Draft
 from titanlite.config.load import override, with_values
 from titanlite.config.model import resolve_model
 from titanlite.config.resolve import finish

@@ -33,7 +33,7 @@ from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.ddp import apply as ddp
 from titanlite.parallelize.float8.gather import Float8Shard
 from titanlite.parallelize.float8.linear import has_hardware
-from titanlite.parallelize.steps import Hardware
+from titanlite.parallelize.part import Hardware
 from titanlite.ranks.world import World
 
 

@@ -26,8 +26,9 @@ from titanlite.modules.experts import expert_layers
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
 from titanlite.parallelize.ddp import apply as ddp
+from titanlite.parallelize.float8.spec import FLOAT8
+from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
-from titanlite.parallelize.steps import DTYPES
 from titanlite.tools.planner.composition import Part, Pieces, Segment, Weight, segment_of, smaller
 from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Trace, Wait
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
@@ -96,7 +97,7 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
             "run on tensors without values"
         ) from error
     events, reduced = _without_fsdp(trace, casts.events)
-    is_float8 = small.config.converts_to_float8
+    is_float8 = FLOAT8.is_on(small.config)
     segments: dict[tuple[str, str], Segment] = {}
     late: dict[tuple[str, str], int] = {}
     sizes_of = dict(trace.sizes)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.plan_row import PlanRow
 from titanlite.quantities import format_bytes
 from titanlite.tools.planner.cache import load_pieces
@@ -157,7 +158,7 @@ def _repeated_in_halves(resolved: ResolvedJob) -> str:
     if pipeline is None or not pipeline.schedule.splits_backward:
         return ""
     found = ["the recomputation"] if config.activation_checkpoint.mode != "none" else []
-    found += ["float8 products"] if config.converts_to_float8 else []
+    found += ["float8 products"] if FLOAT8.is_on(config) else []
     return " and ".join(found)
 
 

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from titanlite.config import JobConfig
-from titanlite.config.checks import Draft, run_checks
+from titanlite.config.checks import run_checks
+from titanlite.config.draft import Draft
 from titanlite.config.model import num_experts
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name

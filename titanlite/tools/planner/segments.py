@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from titanlite.config import ResolvedJob
+from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.schedule.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -83,7 +84,7 @@ class Segments:
         self._pieces, self._dims, self._pipeline = pieces, resolved.dims, resolved.pipeline
         self.data = Replication(resolved, pieces)
         self.stages: dict[int, Stage] = {}
-        axes = self.data.token_axes if resolved.config.converts_to_float8 else ()
+        axes = self.data.token_axes if FLOAT8.is_on(resolved.config) else ()
         self._token_axes: tuple[tuple[str, int], ...] = axes
         self._shared, self._is_quick = shared.segments, is_quick
         of = resolved.pipeline

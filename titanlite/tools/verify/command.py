@@ -12,8 +12,7 @@ from pathlib import Path
 
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
-from titanlite.config.toml import quote
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, quote
 from titanlite.ranks.machine import check_local_ranks
 from titanlite.start import check_start
 from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable

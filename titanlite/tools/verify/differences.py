@@ -35,9 +35,6 @@ NOISE = 1e-13
 # The tolerance is this many times the measured rounding error of the reference, since plans sum in
 # orders (over ranks, rings, stages) that the measurement does not cover.
 MARGIN = 10.0
-# The least tolerance of a float8 job's losses in any dtype but float64. A value at the edge between
-# two float8 values may be cast to either, which changes a gradient by up to a percent.
-FLOAT8_LOSS = 1e-4
 
 Key = tuple[str, str]
 """(kind, name of the tensor); the name is "" for the kinds in NUMBERS."""
@@ -62,13 +59,13 @@ class Tolerance:
     job with its sums in another order and, if its dtype is not float64, from the job in float64. In
     float64 it raises a tolerance to at most MOST_ROUNDING. With `is_narrow` (some module computes
     in a narrower dtype) there is no such limit, and a tolerance is at least NARROW_TOLERANCE.
-    With `is_float8`, in any dtype but float64, only losses are compared.
+    With `loss_tolerance`, in any dtype but float64, only losses are compared, with at least that.
     """
 
     dtype: str
     rounding: Sequence[Mapping[Key, float]] = ()
     is_narrow: bool = False
-    is_float8: bool = False
+    loss_tolerance: float | None = None
     _found: dict[tuple[int, Key], float] = field(default_factory=dict)
 
     def of(self, step: int, key: Key) -> float:
@@ -94,10 +91,10 @@ class Tolerance:
             own = max(own, of_step.get(key, 0.0))
             values = [value for (kind, _), value in of_step.items() if kind == key[0]]
             all_of_kind.append(median(values) if values else 0.0)
-        if self.is_float8 and self.dtype != "float64":
+        if self.loss_tolerance is not None and self.dtype != "float64":
             if key[0] not in ("loss", "validation"):
                 return math.inf
-            return max(FLOAT8_LOSS, 0.0 if self.dtype == "float32" else MARGIN * own)
+            return max(self.loss_tolerance, 0.0 if self.dtype == "float32" else MARGIN * own)
         if self.dtype != "float64":
             return max(MARGIN * max(all_of_kind), MARGIN * own)
         if self.is_narrow:

@@ -18,6 +18,7 @@ from titanlite.data.sampler import read_batch
 from titanlite.job import Job
 from titanlite.modules.batch import IGNORE_INDEX, call_model
 from titanlite.modules.shards import local_part
+from titanlite.parallelize.steps import depends_on_microbatch
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.tools.verify.jobs import own_decay, own_multiplier
 from titanlite.training.loss import NEXT_TOKEN
@@ -76,9 +77,9 @@ def optimizer_problems(job: Job) -> tuple[str, ...]:
 def wrong_validation(job: Job, shown: float) -> Iterator[str]:
     """Whether a validation loss is the mean over all samples; only for the next-token loss."""
     dataset, section = job.validation_dataset, job.config.validation
-    # A float8 scale depends on the batch, so splitting the samples differently changes the loss.
-    has_mean = job.trainer.loss.count is NEXT_TOKEN.count and not job.config.converts_to_float8
-    if not has_mean or dataset is None:
+    # In float8, for example, splitting the samples differently changes the loss.
+    is_mean = job.trainer.loss.count is NEXT_TOKEN.count and not depends_on_microbatch(job.config)
+    if not is_mean or dataset is None:
         return
     sizes = [dataset.num_samples, section.steps * job.resolved.global_batch_size]
     num_samples = min(size for size in sizes if size is not None and size > 0)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, make_config, override, resolve_job
+from titanlite.config.toml import drop, put
+from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import divisors
+from titanlite.parallelize.feature import Feature
+from titanlite.parallelize.steps import FEATURES, depends_on_microbatch, features_on
 from titanlite.registry import is_over_batch
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -74,7 +79,7 @@ def microbatches_of(plan: ResolvedJob) -> Microbatches | None:
     In float8 they do, since a scale covers all sequences of a microbatch. The i-th microbatch of
     the reference joins the i-th microbatches of all data-parallel ranks.
     """
-    if not plan.config.converts_to_float8:
+    if not depends_on_microbatch(plan.config):
         return None
     size, dp = microbatch_size(plan), plan.dims.dp
     per_rank = plan.global_batch_size // dp
@@ -94,7 +99,7 @@ def microbatch_size(plan: ResolvedJob) -> int:
 
 
 def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
-    """The job of `plan` on one process, without checkpointing, compile and offload.
+    """The job of `plan` on one process, without the features that change no number.
 
     The batch is processed in as few parts as MOST_TOKENS allows, but in at least `num_parts`. If
     the numbers depend on the microbatches (see microbatches_of), these are as large as the plan's.
@@ -102,17 +107,15 @@ def reference_job(plan: ResolvedJob, *, num_parts: int = 1) -> ResolvedJob:
     """
     values: dict[str, Any] = plan.config.model_dump(exclude_unset=True)
     values["parallelism"] = {"data_parallel_shard_degree": 1}
-    values["activation_checkpoint"] = {"mode": "none"}
-    values.pop("compile", None)
+    switch_off(values, [feature for feature in FEATURES if not feature.changes_numbers])
     batch = plan.global_batch_size
     training = values["training"]
-    training.pop("enable_cpu_offload", None)
     training["local_batch_size"] = max(
         size
         for size in divisors(batch)
         if size == 1 or (size * plan.seq_len <= MOST_TOKENS and size * num_parts <= batch)
     )
-    if plan.config.converts_to_float8:
+    if depends_on_microbatch(plan.config):
         training["local_batch_size"] = microbatch_size(plan) * plan.dims.dp
         size = plan.config.validation.local_batch_size * plan.dims.dp
         values["validation"] = {**values.get("validation", {}), "local_batch_size": size}
@@ -209,14 +212,25 @@ def accumulation_pair(plan: ResolvedJob) -> tuple[ResolvedJob, ResolvedJob] | No
     return reference_job(whole), reference_job(whole, num_parts=PARTS)
 
 
-def features_off(plan: JobConfig) -> list[dict[str, Any]]:
-    """For each optional feature that `plan` uses, the setting that turns it off."""
-    checkpoints = plan.activation_checkpoint.mode != "none"
-    offs: list[tuple[bool, dict[str, Any]]] = [
-        (plan.compile.enable, {"compile.enable": False}),
-        (checkpoints, {"activation_checkpoint.mode": "none"}),
-        (plan.training.enable_cpu_offload, {"training.enable_cpu_offload": False}),
-    ]
-    # A memory budget needs compile, so compile cannot be turned off alone.
-    budget = plan.activation_checkpoint.mode == "memory_budget"
-    return [off for is_on, off in offs if is_on and not (budget and "compile.enable" in off)]
+def switch_off(values: dict[str, Any], features: Iterable[Feature]) -> None:
+    """Switch features off in the tables of a job, and remove their own sections."""
+    for feature in features:
+        for name in feature.sections:
+            drop(values, name)
+        for name, value in feature.off.items():
+            put(values, name, value)
+
+
+def features_off(plan: JobConfig) -> list[Mapping[str, Any]]:
+    """For each optional feature that `plan` uses, the settings that turn it off."""
+    offs = [f.off for f in features_on(plan) if f.off and not f.changes_numbers]
+    return [off for off in offs if _is_legal(plan, off)]
+
+
+def _is_legal(plan: JobConfig, changes: Mapping[str, Any]) -> bool:
+    """Whether a job can run with these changes: a memory budget, for example, needs compile."""
+    try:
+        override(plan, changes)
+    except ConfigError:
+        return False
+    return True

@@ -31,14 +31,16 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
 from titanlite.config import JobConfig, make_config, make_model_config
 from titanlite.config.model import num_experts
-from titanlite.config.toml import quote
-from titanlite.errors import ConfigError
+from titanlite.config.toml import put
+from titanlite.errors import ConfigError, quote
 from titanlite.files import read_bytes
 from titanlite.mesh.parallel_dims import AXES, GRID, axes_where, divisors
 from titanlite.observe.terminal import is_terminal, terminal_width
+from titanlite.parallelize.steps import FEATURES
 from titanlite.quantities import format_duration
 from titanlite.schedule import SCHEDULES
 from titanlite.tools.verify.covering import Choice, cover_pairs, pairs
+from titanlite.tools.verify.jobs import switch_off
 from titanlite.tools.verify.report import describe_key
 from titanlite.tools.verify.verify import Verification, Verifier
 
@@ -49,29 +51,8 @@ BATCH = 16
 # The largest results.jsonl that is read; a plan takes less than 1 kB.
 MOST_BYTES = 256 * 2**20
 
-# Features that need one of certain axes, and are OFF without: feature -> (these axes, its values).
-NEEDS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
-    "schedule": (("pp",), tuple(SCHEDULES)),
-    "layout": (("cp",), ("headtail", "striped", "none")),
-    "rotation": (("cp",), ("alltoall", "allgather")),
-    "loss parallel": (("tp",), ("on", "off")),
-    "async tp": (("tp",), ("on", "off")),
-    "reshard": (axes_where(weights="sharded"), ("default", "always", "never")),
-    "offload": (axes_where(weights="sharded"), ("on", "off")),
-}
-
-FLOAT8: dict[str, dict[str, Any]] = {
-    "off": {},
-    "tensorwise": {},
-    "gathered": {"enable_fsdp_float8_all_gather": True},
-    "precomputed": {
-        "enable_fsdp_float8_all_gather": True,
-        "precompute_float8_dynamic_scale_for_fsdp": True,
-    },
-    "rowwise": {"recipe_name": "rowwise"},
-    "rowwise_with_gw_hp": {"recipe_name": "rowwise_with_gw_hp"},
-}
-"""The values of the feature "float8", and the keys that each sets in its section."""
+VARIATIONS = {one.name: one for feature in FEATURES for one in feature.variations}
+"""What the features of titanlite/parallelize vary, by name."""
 
 
 def features_of(
@@ -85,13 +66,14 @@ def features_of(
     return {
         **{axis: degrees if axis != "pp" else [n for n in degrees if n <= 4] for axis in AXES},
         **({"ep": [OFF, *degrees[1:]]} if has_experts else {}),
-        **{name: [OFF, *values] for name, (_, values) in NEEDS.items()},
-        "checkpoint": ["none", "full", "every 2nd", "by operator"],
+        **{
+            name: [OFF, *one.values] if one.needs else list(one.values)
+            for name, one in VARIATIONS.items()
+            if with_compile or not one.on_request
+        },
         "accumulation": ["off", "on"],
         "clipping": ["on", "off"],
         **({"dropout": ["off", "on"]} if has_dropout else {}),
-        "float8": list(FLOAT8),
-        **({"compile": ["off", "on"]} if with_compile else {}),
     }
 
 
@@ -125,29 +107,30 @@ def plans_of(
         if not fitting:
             return {}
         # Without the axis of a feature in `start` no draw would be legal.
-        for name, (axes, _) in NEEDS.items():
-            if name in start:
+        for name, value in start.items():
+            if (one := VARIATIONS.get(name)) is not None and one.needs:
                 fitting = [
                     grid
                     for grid in fitting
-                    if (start[name] != OFF) == any(grid[AXES.index(axis)] > 1 for axis in axes)
+                    if (value != OFF) == any(grid[AXES.index(axis)] > 1 for axis in one.needs)
                 ]
         if not fitting:
             return {}
         choice = dict(zip(AXES, random_.choice(fitting), strict=True))
         for name, values in features.items():
-            if name in NEEDS:
-                axes, options = NEEDS[name]
-                is_on = any(choice[axis] > 1 for axis in axes)
-                choice[name] = random_.choice(options) if is_on else OFF
+            if name in VARIATIONS and VARIATIONS[name].needs:
+                is_on = any(choice[axis] > 1 for axis in VARIATIONS[name].needs)
+                choice[name] = random_.choice(list(VARIATIONS[name].values)) if is_on else OFF
             elif name not in choice:
                 choice[name] = random_.choice(values)
         return choice | start
 
     def is_legal(choice: Choice) -> bool:
-        gathers = choice.get("float8") in ("gathered", "precomputed")
-        shards = math.prod(choice.get(axis, 1) for axis in axes_where(weights="sharded"))
-        if not choice or (gathers and shards == 1):
+        for name, one in VARIATIONS.items():
+            axes = one.value_needs.get(choice.get(name, ""), ())
+            if axes and all(choice.get(axis, 1) == 1 for axis in axes):
+                return False
+        if not choice:
             return False
         key = repr(sorted(choice.items()))
         if key not in known:
@@ -184,13 +167,7 @@ def job_of(choice: Mapping[str, Any], job: JobConfig | None = None) -> JobConfig
 
 def _sections_of(
     choice: Mapping[str, Any], local_batch_size: int, microbatch_size: int, job: JobConfig | None
-) -> dict[str, dict[str, Any]]:
-    mode, every = {
-        "none": ("none", "op"),
-        "full": ("full", "op"),
-        "every 2nd": ("selective", "2"),
-        "by operator": ("selective", "op"),
-    }[choice["checkpoint"]]
+) -> dict[str, Any]:
     parallelism: dict[str, Any] = {axis.degree_key: choice[axis.name] for axis in GRID}
     if choice.get("ep", OFF) != OFF:
         parallelism["expert_parallel_degree"] = choice["ep"]
@@ -198,48 +175,34 @@ def _sections_of(
     if choice["schedule"] != OFF:
         num_blocks = choice["pp"] * SCHEDULES[choice["schedule"]].min_chunks
         parallelism |= {
-            "pipeline_parallel_schedule": choice["schedule"],
             "pipeline_parallel_first_stage_less_layers": 0,
             "pipeline_parallel_last_stage_less_layers": 0,
             "pipeline_parallel_microbatch_size": microbatch_size,
         }
-    if choice["layout"] != OFF:
-        parallelism["context_parallel_load_balancer"] = choice["layout"]
-    if choice["rotation"] != OFF:
-        parallelism["context_parallel_rotate_method"] = choice["rotation"]
-    if choice["reshard"] != OFF:
-        parallelism["fsdp_reshard_after_forward"] = choice["reshard"]
-    if choice["loss parallel"] == "off":
-        parallelism["disable_loss_parallel"] = True
-    if choice["async tp"] == "on":
-        parallelism["enable_async_tensor_parallel"] = True
-    is_float8 = choice["float8"] != "off"
-    sections: dict[str, dict[str, Any]] = job.model_dump(exclude_unset=True) if job else {}
-    dropout = {"dropout": 0.1 if choice["dropout"] == "on" else 0.0} if "dropout" in choice else {}
-    # Uneven shards; of 17 values the last of 8 ranks would have none. 32 in float8, so that the
-    # output layer, which has one of PyTorch's styles, is converted too.
-    small = {
-        "flavor": "debug",
-        "num_layers": num_blocks,
-        "vocab_size": 32 if is_float8 else 23 if choice["tp"] == 8 else 17,
-    }
-    converters = ["quantize.linear.float8"] if is_float8 else []
-    training = {
+    values: dict[str, Any] = job.model_dump(exclude_unset=True) if job else {}
+    values["parallelism"] = parallelism
+    if job is None:
+        # Uneven shards; of 17 values the last of 8 ranks would have none.
+        vocab_size = 23 if choice["tp"] == 8 else 17
+        values["model"] = {"flavor": "debug", "num_layers": num_blocks, "vocab_size": vocab_size}
+        values["training"] = {"dataset": "synthetic"}
+    values["training"] |= {
         "local_batch_size": local_batch_size,
         "global_batch_size": BATCH,
         "max_norm": 1.0 if choice["clipping"] == "on" else math.inf,
-        "enable_cpu_offload": choice["offload"] == "on",
         "steps": 20,
     }
-    return sections | {
-        "model": sections.get("model", small) | {"converters": converters} | dropout,
-        "quantize": {"linear": {"float8": {"emulate": True, **FLOAT8[choice["float8"]]}}},
-        "training": sections.get("training", {"dataset": "synthetic"}) | training,
-        "lr_scheduler": sections.get("lr_scheduler", {"warmup_steps": 2}),
-        "parallelism": parallelism,
-        "activation_checkpoint": {"mode": mode, "selective_ac_option": every},
-        "compile": {"enable": choice.get("compile") == "on", "backend": "aot_eager"},
-    }
+    values.setdefault("lr_scheduler", {"warmup_steps": 2})
+    if "dropout" in choice:
+        put(values, "model.dropout", 0.1 if choice["dropout"] == "on" else 0.0)
+    switch_off(values, FEATURES)
+    for name, one in VARIATIONS.items():
+        value = choice.get(name, OFF)
+        for key, setting in one.values.get(value, {}).items():
+            put(values, key, setting)
+        if job is None and value != next(iter(one.values)):
+            values["model"] |= one.sizes
+    return values
 
 
 def run_matrix(

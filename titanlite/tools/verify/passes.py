@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
+from titanlite.parallelize.float8.spec import Float8Section
 from titanlite.tools.verify.evidence import (
     EXPLAINED,
     Evidence,
@@ -73,7 +74,7 @@ def explain_float8(e: JobEvidence) -> Iterator[str]:
             own, right = ways if not is_rowwise else ways[::-1]
             yield (
                 f"{name} scales its input with {own}, but its recipe "
-                f"{e.job.config.quantize.linear.float8.recipe} needs {right}, "
+                f"{e.job.config.section(Float8Section).recipe} needs {right}, "
                 f"{name_ranks(others, e.runs, seen)}: the module that computes this layer's "
                 "product uses another recipe. Call the layer's own product(x, weight) there"
             )

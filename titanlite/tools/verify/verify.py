@@ -21,6 +21,7 @@ from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, override, resolve_job
 from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.parallelize.steps import depends_on_microbatch, loss_tolerance
 from titanlite.registry import is_over_batch
 from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.differences import (
@@ -311,14 +312,16 @@ class Verifier:
         found.differences = differences(runs, reference.steps)
         found.moved = moved_tokens(runs)
         is_narrow = bool(reference.narrowed)
-        is_float8 = found.job.config.converts_to_float8
-        found.tolerance = Tolerance(found.dtype, is_narrow=is_narrow, is_float8=is_float8)
+        config = found.job.config
+        found.tolerance = Tolerance(
+            found.dtype, is_narrow=is_narrow, loss_tolerance=loss_tolerance(config)
+        )
         if found.dtype != "float64":
             found.tolerance = self._measure_rounding(found, reference)
         found.failures = failures(found.differences, found.tolerance)
         if found.failures and found.dtype == "float64":
             self._check_accumulation(found)
-            if not found.wrong_sums and not is_float8:
+            if not found.wrong_sums and not depends_on_microbatch(config):
                 # Some tensors have larger rounding errors. Measuring them costs runs, so it is done
                 # only if something is above the default tolerance.
                 found.tolerance = self._measure_rounding(found, reference)
@@ -463,7 +466,7 @@ class Verifier:
                 for key, value in of_step.items():
                     total[key] = max(total.get(key, 0.0), value)
         return Tolerance(
-            found.dtype, rounding, bool(reference.narrowed), found.job.config.converts_to_float8
+            found.dtype, rounding, bool(reference.narrowed), loss_tolerance(found.job.config)
         )
 
     def _check_accumulation(self, found: Verification) -> None:
@@ -474,9 +477,9 @@ class Verifier:
         for a sequence depends on the rest of the batch, the model has batch statistics. Both raise
         ConfigError. Otherwise the loss mixes samples, or the sum over the parts is wrong, which
         goes into `wrong_sums`.
-        A float8 job is not checked, since its scales depend on the microbatches.
+        A job whose numbers depend on the microbatches, as in float8, is not checked.
         """
-        if found.job.config.converts_to_float8:
+        if depends_on_microbatch(found.job.config):
             return
         pair = accumulation_pair(plan_job(found.job, "float64"))
         if pair is None or found.wrong_sums:

@@ -1,9 +1,10 @@
-"""The building blocks of the schema: key(), field types, and marks for missing features."""
+"""The building blocks of the schema: key(), field types, marks for missing features, and checks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -113,3 +114,30 @@ class Section(BaseModel):
             if value not in (field.default, theirs):
                 raise PydanticCustomError("not_yet", "titanlite does not have this feature")
         return value
+
+
+MODEL = "the model"
+"""The name of the model's own configuration in `reads`."""
+
+Job = TypeVar("Job", contravariant=True)
+
+
+@dataclass(frozen=True)
+class Check(Generic[Job]):
+    """A check of keys against each other, with the keys and sections that it reads."""
+
+    problems: Callable[[Job], Iterator[str]]
+    reads: tuple[str, ...]
+
+    @property
+    def purpose(self) -> str:
+        """What the check requires, for docs/configuration.md."""
+        return self.problems.__doc__ or ""
+
+
+def reads(*names: str) -> Callable[[Callable[[Job], Iterator[str]]], Check[Job]]:
+    """Make a check of a function, which yields problems of a job (titanlite/config/draft.py).
+
+    It is skipped while one of `names`, keys and sections, has an invalid or unknown value.
+    """
+    return lambda problems: Check(problems, names)

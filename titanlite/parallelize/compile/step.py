@@ -1,0 +1,24 @@
+"""torch.compile as a step: its row of the effective plan."""
+
+from __future__ import annotations
+
+from titanlite.parallelize.compile.apply import apply_compile
+from titanlite.parallelize.part import FeatureStep, Part
+from titanlite.plan_row import PlanRow
+
+
+def apply(part: Part) -> PlanRow:
+    """Compile block by block."""
+    section = part.config.compile
+    requested = " + ".join(section.components) if section.enable else "off"
+    if not section.enable:
+        return PlanRow("compile", requested, "off")
+    notes = []
+    if "model" in section.components:
+        notes.append(f"{apply_compile(part.model, backend=section.backend, plan=part.plan)} blocks")
+    if "loss" in section.components:
+        notes.append("the loss")
+    return PlanRow("compile", requested, requested, f"{' and '.join(notes)} with {section.backend}")
+
+
+STEP = FeatureStep(apply)

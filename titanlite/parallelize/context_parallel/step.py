@@ -1,0 +1,36 @@
+"""Context parallelism as a step: its row of the effective plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titanlite.modules.attention import explain_choice
+from titanlite.modules.batch import takes
+from titanlite.parallelize.context_parallel.apply import apply_cp
+from titanlite.parallelize.part import DTYPES, FeatureStep, Part
+from titanlite.plan_row import PlanRow
+
+
+def apply(part: Part) -> PlanRow:
+    """Shard sequences over the cp axis, with ring attention."""
+    model, config, meshes = part.model, part.config, part.meshes
+    if meshes.cp is None:
+        return PlanRow("context parallel", "off", "off")
+    parallelism = config.parallelism
+    layout, rotation = (
+        parallelism.context_parallel_load_balancer,
+        parallelism.context_parallel_rotate_method,
+    )
+    count = apply_cp(model, meshes.cp, layout=layout, rotate_method=rotation, plan=part.plan)
+    dtype = DTYPES[config.training.param_dtype]
+    model_config: Any = getattr(model, "config", None)
+    inputs = meshes.cp.device_type, dtype, getattr(model_config, "head_dim", 64)
+    name = f"CP {meshes.cp.size()}"
+    note = f"{count} blocks, {layout} layout, {rotation}; {explain_choice(*inputs)}"
+    masked = explain_choice(*inputs, masked=True)
+    if takes(model, "documents") and masked != explain_choice(*inputs):
+        note += f"; blocks with several documents: {masked}"
+    return PlanRow("context parallel", name, name, note)
+
+
+STEP = FeatureStep(apply)

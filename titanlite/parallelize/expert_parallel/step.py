@@ -1,0 +1,44 @@
+"""Expert parallelism as a step: its row of the effective plan."""
+
+from __future__ import annotations
+
+from titanlite.modules.experts import expert_layers
+from titanlite.parallelize.expert_parallel.apply import apply_ep
+from titanlite.parallelize.part import FeatureStep, Part
+from titanlite.plan_row import PlanRow
+
+
+def apply(part: Part) -> PlanRow:
+    """Spread experts over ranks."""
+    meshes, dims = part.meshes, part.dims
+    feature = "expert parallel"
+    count = apply_ep(
+        part.model,
+        meshes.ep,
+        tp_mesh=meshes.tp,
+        cp_mesh=meshes.cp,
+        plan=part.plan,
+    )
+    known = expert_layers([part.whole or part.model])
+    if not known:
+        return PlanRow(feature, "off", "off")
+    number = next(iter(known.values())).num_experts
+    blocks = f"{count} blocks of {number} experts"
+    replicas = dims.dp_replicate
+    if meshes.experts is None:
+        return PlanRow(feature, "off", "off")
+    shards = dims.num_expert_shards
+    notes = [blocks]
+    if dims.ep_enabled:
+        notes.append(f"{number // dims.ep} on each rank of ep")
+    else:
+        notes.append("not cut by tp")
+    if shards > 1:
+        notes.append(f"each expert sharded {shards} ways by FSDP2")
+    if replicas > 1:
+        notes.append(f"{replicas} replicas")
+    name = f"EP {dims.ep}" if dims.ep_enabled else "off"
+    return PlanRow(feature, name, name if count else "off", "; ".join(notes))
+
+
+STEP = FeatureStep(apply)

@@ -1,0 +1,51 @@
+"""Data parallelism: weights sharded by FSDP2, or replicated by FSDP2 or DDP; torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from titanlite.fields import CountOrMinusOne, Section, key
+from titanlite.mesh.parallel_dims import axes_where
+from titanlite.parallelize.feature import Feature, Variation
+
+
+class DataParallelKeys(Section):
+    """The keys of data parallelism in [parallelism]"""
+
+    data_parallel_replicate_degree: PositiveInt = key(
+        1, "replicas of the weights (DDP; HSDP with a shard degree)"
+    )
+    data_parallel_shard_degree: CountOrMinusOne = key(
+        -1, "shards of the weights (FSDP2); -1: the number of ranks divided by the other degrees"
+    )
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
+        "default", "whether FSDP frees gathered weights after the forward pass"
+    )
+
+
+SHARDED = axes_where(weights="sharded")
+
+DATA_PARALLEL = Feature(
+    "data parallel",
+    "fsdp",
+    is_on=lambda config: config.training.enable_cpu_offload,
+    variations=(
+        Variation(
+            "reshard",
+            {
+                value: {"parallelism.fsdp_reshard_after_forward": value}
+                for value in ("default", "always", "never")
+            },
+            needs=SHARDED,
+        ),
+        Variation(
+            "offload",
+            {"on": {"training.enable_cpu_offload": True}, "off": {}},
+            needs=SHARDED,
+        ),
+    ),
+    off={"training.enable_cpu_offload": False},
+)
+"""Of data parallelism, offload alone is a feature that can be switched off on any mesh."""

@@ -1,0 +1,73 @@
+"""Data parallelism as a step: FSDP2 or DDP, and the row of the effective plan."""
+
+from __future__ import annotations
+
+from titanlite.mesh.parallel_dims import axes_where
+from titanlite.parallelize.fsdp.apply import apply_fsdp
+from titanlite.parallelize.part import DTYPES, FeatureStep, Part
+from titanlite.plan_row import PlanRow
+
+
+def apply(part: Part) -> PlanRow:
+    """Shard with FSDP2, or replicate with DDP."""
+    model, config, dims, meshes = part.model, part.config, part.dims, part.meshes
+    training, parallelism = config.training, config.parallelism
+    param, reduce = training.param_dtype, training.reduce_dtype
+    is_mixed = training.is_mixed
+    asked = dims.degree_of(axes_where(batch="samples", weights="sharded"))
+    requested = _data_parallel_name(dims.dp_replicate, asked)
+    is_plain = not is_mixed and not training.enable_cpu_offload
+    if not dims.uses_fsdp(is_plain=is_plain, has_experts=meshes.experts is not None):
+        if dims.dp_replicate == 1:
+            return PlanRow("data parallel", requested, "off")
+        bucket = part.ddp(model, meshes.dp["dp_replicate"], compiled=config.compile.enable)
+        return PlanRow("data parallel", requested, requested, f"buckets of {bucket} MB")
+    own_shards = meshes.experts is not None and dims.num_expert_shards > 1
+    pins = training.cpu_offload_pin_memory and part.hardware.can_pin(meshes.world.device_type)
+    units = apply_fsdp(
+        model,
+        meshes.dp,
+        param_dtype=DTYPES[param] if is_mixed else None,
+        reduce_dtype=DTYPES[reduce] if is_mixed else None,
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        pipelined=dims.pp_enabled,
+        cpu_offload=training.enable_cpu_offload,
+        pin_memory=pins,
+        expert_mesh=meshes.expert_dp,
+        plan=part.plan,
+    )
+    num_shards = dims.num_weight_shards
+    active = _data_parallel_name(dims.dp_replicate, num_shards)
+    notes = ["1 unit" if units == 1 else f"{units} units"]
+    notes.append(f"reshard after forward: {parallelism.fsdp_reshard_after_forward}")
+    if dims.cp_enabled:
+        reason = f"the {dims.cp} ranks of cp share one set of weights, so FSDP2 shards over them"
+        notes.insert(0, reason)
+    if num_shards == 1:
+        active = f"HSDP {dims.dp_replicate} x 1" if dims.dp_replicate > 1 else "FSDP 1"
+        reasons = [
+            reason
+            for reason, applies in (
+                ("replicas of tensor-parallel shards", dims.dp_replicate > 1 and dims.tp > 1),
+                ("replicas of stages", dims.dp_replicate > 1 and dims.pp > 1 and dims.tp == 1),
+                ("mixed precision", is_mixed),
+                ("CPU offload", training.enable_cpu_offload),
+                (f"experts sharded over the {dims.num_expert_shards} ranks of efsdp", own_shards),
+            )
+            if applies
+        ]
+        notes.insert(0, f"FSDP2 with one shard, for {', '.join(reasons)}")
+    if is_mixed:
+        notes.append(f"computes in {param}, reduces in {reduce}")
+    if training.enable_cpu_offload:
+        notes.append(f"parameters on the CPU, {'pinned' if pins else 'not pinned'}")
+    return PlanRow("data parallel", requested, active, "; ".join(notes))
+
+
+def _data_parallel_name(num_replicas: int, num_shards: int) -> str:
+    if num_shards == 1:
+        return "off" if num_replicas == 1 else f"DDP {num_replicas}"
+    return f"FSDP {num_shards}" if num_replicas == 1 else f"HSDP {num_replicas} x {num_shards}"
+
+
+STEP = FeatureStep(apply)

@@ -1,0 +1,58 @@
+"""What a step gets, and what it does: the model or pipeline stage with what it needs of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from titanlite.config.schema import JobConfig
+from titanlite.mesh.device_mesh import Meshes
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
+from titanlite.parallelize.ddp.apply import apply_ddp
+from titanlite.parallelize.float8.linear import has_hardware
+from titanlite.parallelize.fsdp.apply import can_pin
+from titanlite.parallelize.plan import ParallelPlan
+from titanlite.plan_row import PlanRow
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a device can do: whether it pins CPU memory, and has float8 units for a dtype."""
+
+    can_pin: Callable[[str], bool] = can_pin
+    has_float8: Callable[[torch.device | str, torch.dtype, str], bool] = has_hardware
+
+
+@dataclass
+class Part:
+    """A model or pipeline stage during the steps, with what the steps need of the job."""
+
+    model: nn.Module
+    config: JobConfig
+    dims: ParallelDims
+    meshes: Meshes
+    plan: ParallelPlan
+    whole: nn.Module | None
+    ddp: Callable[..., int] = apply_ddp
+    hardware: Hardware = field(default_factory=Hardware)
+    recomputation: RecomputationReport = field(default_factory=lambda: RecomputationReport(()))
+    rings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FeatureStep:
+    """What the step of a feature does; each step.py has one as STEP."""
+
+    apply: Callable[[Part], PlanRow]
+    """Applies the feature in place; the row of the effective plan."""
+    check_model: Callable[[nn.Module, ParallelPlan, JobConfig, ParallelDims], None] | None = None
+    """Raises ConfigError if the plain model, on "meta", does not fit; called before ranks start."""
+    finish: Callable[[JobConfig, list[nn.Module], Optimizer], None] | None = None
+    """Called when this rank's parts have values and an optimizer."""
