@@ -1,6 +1,7 @@
 """Build a job: the model, data and trainer of one rank, from a resolved job and a world.
 
-    ResolvedJob + World -> build_job -> Job: step, evaluate, parameters, whole_parameters
+    ResolvedJob -> build_plain_job -> PlainJob                  titanlite/plain_job.py
+    PlainJob + World -> build_job -> Job: step, evaluate, parameters, whole_parameters
 
 This module combines configuration, mesh, model, parallelize steps, data and training. train.py,
 verification, sampling and benchmarks all run on a Job.
@@ -8,10 +9,8 @@ verification, sampling and benchmarks all run on a Job.
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,40 +18,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.config import ResolvedJob, load_model_spec
-from titanlite.config.data import source_arguments, spec_for
-from titanlite.config.degrees import DEGREES
 from titanlite.config.schema import JobConfig
-from titanlite.data.sampler import GlobalBatchSampler, iterate_once, read_batch
+from titanlite.data.sampler import GlobalBatchSampler, iterate_once
 from titanlite.data.spec import Dataset, DatasetSpec
-from titanlite.errors import ConfigError, TitanliteError, user_line
+from titanlite.errors import ConfigError
+from titanlite.job_trainer import build_trainer
 from titanlite.mesh.device_mesh import Meshes, build_meshes
-from titanlite.mesh.parallel_dims import ParallelDims, axes_where
-from titanlite.models.build import build_model, count_flops, initial_model, plan_of
-from titanlite.modules.attention import Layout, make_layout
-from titanlite.modules.batch import Batch, call_model, check_forward, join, takes
-from titanlite.modules.draws import Draws, find_draws, separate_draws
-from titanlite.modules.experts import Balancer, expert_layers
-from titanlite.modules.names import canonical_name
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.models.build import initial_model
+from titanlite.modules.attention import Layout
+from titanlite.modules.batch import Batch
+from titanlite.modules.draws import Draws, separate_draws
 from titanlite.modules.shards import buffers_of, parameters_of, whole_tensor
-from titanlite.modules.tied import find_tied
-from titanlite.parallelize import ParallelPlan, PipelineRunner, find_blocks
+from titanlite.parallelize import ParallelPlan, PipelineRunner
 from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
-from titanlite.parallelize.async_tensor_parallel.apply import (
-    Fusions,
-    ring_products,
-    warn_of_small_chunks,
-)
+from titanlite.parallelize.async_tensor_parallel.apply import Fusions
+from titanlite.parallelize.async_tensor_parallel.step import warn_of_slow_rings, watch_fusions
 from titanlite.parallelize.compile.apply import keep_caches_apart
-from titanlite.parallelize.ddp.apply import apply_ddp
-from titanlite.parallelize.feature import Feature
 from titanlite.parallelize.parallelize import (
-    Parallelized,
     split_and_parallelize,
     step_of,
-    uses_loss_parallel,
 )
-from titanlite.parallelize.part import DTYPES, Hardware
-from titanlite.parallelize.plan import NEEDED, lacks_plan
+from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.steps import STEPS
 from titanlite.parallelize.tensor_account import (
     BUFFER,
@@ -61,15 +48,13 @@ from titanlite.parallelize.tensor_account import (
     merged,
     require_whole,
     summed_row,
-    tensors_of,
 )
-from titanlite.parallelize.tensor_parallel.apply import check_tied_placements, shards_sequence
+from titanlite.parallelize.tensor_parallel.apply import shards_sequence
+from titanlite.plain_job import Builders, PlainJob, as_config_error, build_plain_job
 from titanlite.plan_row import PlanRow
-from titanlite.ranks.order import OrderCheck
 from titanlite.ranks.settings import start_settings
 from titanlite.ranks.world import World
-from titanlite.registry import LOSSES, METRICS, is_over_batch, load
-from titanlite.training.generators import Generators
+from titanlite.registry import is_over_batch
 from titanlite.training.initialize import (
     LARGEST_WHOLE,
     draws_by_name,
@@ -77,13 +62,8 @@ from titanlite.training.initialize import (
     move_buffers,
     whole_values,
 )
-from titanlite.training.loss import NEXT_TOKEN, BatchLoss, Loss, batch_dims, load_loss
 from titanlite.training.metrics import Validation
-from titanlite.training.optimizer import Rule, build_optimizer, build_scheduler, find_rules
 from titanlite.training.step import StepResult, Trainer
-
-# How torch begins its error for a batch norm of one sample.
-NO_VARIANCE = "Expected more than 1 value per channel when training"
 
 
 @dataclass
@@ -268,22 +248,6 @@ class Job:
             yield self._own_part(batch)
 
 
-@dataclass(frozen=True)
-class Builders:
-    """What a job is made of; a tool that needs another model, data set or reducer hands it in."""
-
-    model: Callable[[ResolvedJob, DatasetSpec], tuple[nn.Module, ParallelPlan]]
-    """Builds the plain model on the "meta" device, and its plan."""
-    dataset: Callable[[ResolvedJob, str], Dataset]
-    """Builds the data set of a split."""
-    ddp: Callable[..., int] = apply_ddp
-    """Replicates a model, as apply_ddp does."""
-    hardware: Hardware = field(default_factory=Hardware)
-    """What the job's device can do."""
-    materialize: Callable[[Sequence[nn.Module]], None] | None = None
-    """Allocates the parts of the model, without initial values; None: they are drawn."""
-
-
 def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = None) -> Job:
     """Build this rank's part of the job; every rank of the world must call this.
 
@@ -296,90 +260,41 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
         deterministic=config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
     )
     world.name_places(dims.describe_place)
-    data = spec_for(config)
-    builders = builders or Builders(build_plain_model, build_dataset)
-    model, plan = builders.model(resolved, data)
-    layers = expert_layers([model])
-    meshes = build_meshes(dims, world.device.type, has_experts=bool(layers))
-    axes = meshes.axes_of_groups()
-    world.name_groups(axes)
-    dataset = builders.dataset(resolved, "train")
-    layout = make_layout(config.parallelism.context_parallel_load_balancer, dims.num_token_shards)
-    for layer in layers.values():
-        layer.force_balance = config.debug.moe_force_load_balance
-        if dims.cp_enabled:
-            place = dims.token_rank(world.rank)
-            layer.held_places = layout.positions(place, resolved.seq_len)
-    num_experts = {name: layer.num_experts for name, layer in layers.items()}
-    slow = _warn_of_slow_rings(resolved, world, model, plan)
-    tied = {canonical_name(n): canonical_name(first) for n, first in find_tied(model).items()}
-    plain = tensors_of(model, tied)
-    trained = [canonical_name(n) for n, p in model.named_parameters() if p.requires_grad]
-    if not trained:
-        raise ConfigError(
-            f"model.name: {config.model.name} has no parameter to train, since requires_grad is "
-            "False for all; train at least one"
-        )
-    frozen = _describe_frozen(model)
-    rules = find_rules(trained, config.optimizer.no_weight_decay, config.optimizer.lr_multipliers)
-    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    by_name = draws_by_name(model)
-    flops_per_token = _count_flops(resolved, model, data, dataset)
-    output_dims = None
-    if is_over_batch(config.training.loss):
-        sample = read_batch(dataset, [0], data.fields)
-        output_dims = batch_dims(
-            model, sample.to(torch.device("meta"), DTYPES[config.training.dtype])
-        )
-    example, loss = _example(resolved, data, dataset, layout), _loss_of(config, data)
-    draws = _find_draws(resolved, model, example, loss)
-    with _as_config_error():
+    builders = builders or Builders()
+    plain = build_plain_job(resolved, builders)
+    meshes = _open_meshes(resolved, world, plain)
+    slow = warn_of_slow_rings(resolved, world.device, plain.model, plain.plan)
+    by_name = draws_by_name(plain.model)
+    with as_config_error():
         made = split_and_parallelize(
-            model,
+            plain.model,
             config,
             dims,
             meshes,
             resolved.pipeline,
-            example,
-            plan,
+            plain.example,
+            plain.plan,
             builders.ddp,
             builders.hardware,
         )
-    made.applied += _separate_draws(resolved, world, made.parts, draws, plan)
+    made.applied += _separate_draws(resolved, world, made.parts, plain.draws, plain.plan)
     keep_caches_apart(meshes.world["tp"] if dims.tp_enabled else None)
     stages = (0,) if made.pipeline is None else made.pipeline.numbers
-    tensors = account_of(dict(zip(stages, made.parts, strict=True)), dims, plan, tied)
-    row = None
+    parts = dict(zip(stages, made.parts, strict=True))
+    tensors = account_of(parts, dims, plain.plan, plain.tied)
     if builders.materialize is not None:
         builders.materialize(made.parts)
     else:
         tensors = _whole_account(tensors, meshes)
-        require_whole(tensors, plain)
+        require_whole(tensors, plain.tensors)
         made.applied += summed_row(tensors)
-        row = _initialize(resolved, world, made.parts, model_bytes, by_name=by_name, tied=tied)
-    if row is not None:
-        made.applied.append(row)
-    made.applied += [*_describe_groups(config, rules), *frozen]
-    trainer = _build_trainer(resolved, world, meshes, made, loss, axes, rules, tied)
+        made.applied += _initialize(resolved, world, made.parts, plain, by_name=by_name)
+    made.applied += plain.rows
+    trainer = build_trainer(resolved, world, meshes, made, plain)
     if is_over_batch(config.training.loss):
-        groups = [
-            meshes.world[axis].get_group()
-            for axis in axes_where(batch="samples")
-            if dims.degrees[axis] > 1
-        ]
-        total = BatchLoss(trainer.loss.total, groups, output_dims)
-        trainer.loss = replace(trainer.loss, total=total)
-        where = " x ".join(axis for axis in axes_where(batch="samples") if dims.degrees[axis] > 1)
-        note = f"outputs gathered over {where}" if groups else "nothing to gather"
+        where = " x ".join(dims.sample_axes)
+        note = f"outputs gathered over {where}" if where else "nothing to gather"
         made.applied.append(PlanRow("loss", "whole batch", "whole batch", note))
-    if num_experts:
-        trainer.balancer = Balancer(
-            expert_layers(made.parts),
-            num_experts,
-            world.device,
-            has_loss=any(layer.loss_factor for layer in layers.values()),
-            can_drop=any(layer.capacity_factor is not None for layer in layers.values()),
-        )
     for step in STEPS:
         if step.feature.is_on(config) and (finish := step_of(step.feature).finish) is not None:
             finish(config, made.parts, trainer.optimizer)
@@ -388,35 +303,48 @@ def build_job(resolved: ResolvedJob, world: World, builders: Builders | None = N
         world=world,
         meshes=meshes,
         parts=made.parts,
-        plan=plan,
+        plan=plain.plan,
         pipeline=made.pipeline,
-        model_bytes=model_bytes,
+        model_bytes=plain.model_bytes,
         trainer=trainer,
-        data=data,
+        data=plain.data,
         sampler=GlobalBatchSampler(
-            dataset,
+            plain.dataset,
             global_batch_size=resolved.global_batch_size,
             dp_degree=dims.dp,
             dp_rank=dims.data_rank(world.rank),
             local_batch_size=config.training.local_batch_size,
-            fields=data.fields,
+            fields=plain.data.fields,
             seed=config.debug.seed,
         ),
-        dataset=dataset,
+        dataset=plain.dataset,
         validation_dataset=(
             builders.dataset(resolved, "validation") if config.validation.enable else None
         ),
         applied=made.applied,
         recomputation=made.recomputation,
-        layout=layout,
-        fusions=_watch_fusions(config, world, made.parts, plan),
+        layout=plain.layout,
+        fusions=watch_fusions(config, world.device, made.parts, plain.plan),
         notes=(slow,) if slow else (),
-        flops_per_token=flops_per_token,
-        tied=tied,
+        flops_per_token=plain.flops_per_token,
+        tied=plain.tied,
         tensors=tensors,
-        plain_tensors=plain,
-        draws=draws,
+        plain_tensors=plain.tensors,
+        draws=plain.draws,
     )
+
+
+def _open_meshes(resolved: ResolvedJob, world: World, plain: PlainJob) -> Meshes:
+    """The meshes of the job, whose axes reports then name; experts learn their place."""
+    config, dims = resolved.config, resolved.dims
+    meshes = build_meshes(dims, world.device.type, has_experts=bool(plain.experts))
+    world.name_groups(meshes.axes_of_groups())
+    for layer in plain.experts.values():
+        layer.force_balance = config.debug.moe_force_load_balance
+        if dims.cp_enabled:
+            place = dims.token_rank(world.rank)
+            layer.held_places = plain.layout.positions(place, resolved.seq_len)
+    return meshes
 
 
 def _whole_account(own: dict[str, TensorAccount], meshes: Meshes) -> dict[str, TensorAccount]:
@@ -428,229 +356,37 @@ def _whole_account(own: dict[str, TensorAccount], meshes: Meshes) -> dict[str, T
     return merged(everyone)
 
 
-def _count_flops(
-    resolved: ResolvedJob, model: nn.Module, data: DatasetSpec, dataset: Dataset
-) -> float | None:
-    """The FLOPs of a token, from the model's configuration or else counted on "meta"."""
-    if hasattr(resolved.model, "flops_per_token"):
-        return resolved.model.flops_per_token(resolved.seq_len)
-    dtype = DTYPES[resolved.config.training.dtype]
-    batch = read_batch(dataset, [0], data.fields).to(torch.device("meta"), dtype)
-    total = count_flops(model, batch)
-    return None if total is None else total / resolved.seq_len
-
-
-def _warn_of_slow_rings(
-    resolved: ResolvedJob, world: World, model: nn.Module, plan: ParallelPlan
-) -> str:
-    config, dims, device = resolved.config, resolved.dims, world.device.type
-    compiled = config.compile.enable and "model" in config.compile.components
-    is_ring = config.parallelism.overlap_backend(device) == "ring"
-    if device != "cpu" or not compiled or not is_ring:
-        return ""
-    at_once = config.training.local_batch_size
-    if resolved.pipeline is not None:
-        at_once = resolved.pipeline.microbatch_size
-    num_tokens = at_once * resolved.seq_len // dims.num_token_shards
-    return warn_of_small_chunks(ring_products(model, plan, dims.tp, num_tokens))
-
-
-def _watch_fusions(
-    config: JobConfig, world: World, parts: list[nn.Module], plan: ParallelPlan
-) -> Fusions | None:
-    """None if the compiler is not asked to fuse, or if this rank's stages have no blocks."""
-    backend = config.parallelism.overlap_backend(world.device.type)
-    has_blocks = any(find_blocks(part, plan) for part in parts)
-    return Fusions() if backend == "symmetric_memory" and has_blocks else None
-
-
-def check_plain_model(resolved: ResolvedJob, features: Iterable[Feature]) -> None:
-    """Raises ConfigError if the job's model does not fit its documents or one of these features.
-
-    Uses the model on the meta device, so it can run before any rank starts.
-    """
-    model, plan = build_plain_model(resolved, spec_for(resolved.config))
-    if not resolved.config.training.attend_across_documents and not takes(model, "documents"):
-        raise ConfigError(
-            f"training.attend_across_documents: forward of {type(model).__name__} takes no "
-            "`documents`, so tokens would attend to other documents; set it to true, or use "
-            "another model"
-        )
-    for feature in features:
-        if (check_model := step_of(feature).check_model) is not None:
-            check_model(model, plan, resolved.config, resolved.dims)
-
-
-def build_plain_model(resolved: ResolvedJob, data: DatasetSpec) -> tuple[nn.Module, ParallelPlan]:
-    """The plain model on the "meta" device, and its parallel plan."""
-    spec = load_model_spec(resolved.config)
-    with torch.device("meta"):
-        model = build_model(spec, resolved.model, DTYPES[resolved.config.training.dtype])
-    with _as_config_error():
-        check_forward(model, ["positions", "token_numbers", "sample_keys", *data.fields])
-        plan = plan_of(spec, model)
-        for axis in NEEDED if plan.is_derived else ():
-            if resolved.dims.degrees[axis] > 1:
-                why = lacks_plan(model, axis)
-                raise ConfigError(f"parallelism.{DEGREES[axis]}: {why}, or give 1")
-        if resolved.dims.tp_enabled:
-            check_tied_placements(
-                model,
-                plan,
-                resolved.dims.tp,
-                loss_parallel=uses_loss_parallel(resolved.config, resolved.dims),
-            )
-    return model, plan
-
-
-@contextlib.contextmanager
-def _as_config_error() -> Iterator[None]:
-    """Inside, a TitanliteError about the model becomes a ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except TitanliteError as error:
-        raise ConfigError(f"model.name: {error}") from error.__cause__
-
-
 def _initialize(
     resolved: ResolvedJob,
     world: World,
     parts: list[nn.Module],
-    whole_bytes: int,
+    plain: PlainJob,
     *,
     by_name: bool,
-    tied: Mapping[str, str],
-) -> PlanRow | None:
-    """Give this rank's parts storage and initial values; the row of the effective plan, if any."""
+) -> list[PlanRow]:
+    """Give this rank's parts storage and initial values; a row of the effective plan, if any."""
     config = resolved.config
     seed = config.debug.seed
     device = torch.device("cpu") if config.training.enable_cpu_offload else world.device
     if by_name:
         for part in parts:
-            initialize(part, seed, device, tied)
+            initialize(part, seed, device, plain.tied)
             move_buffers(part, world.device)
-        return None
+        return []
     spec = load_model_spec(config)
-    if whole_bytes > LARGEST_WHOLE:
+    if plain.model_bytes > LARGEST_WHOLE:
         raise ConfigError(
-            f"model.name: {spec.name} has {whole_bytes / 2**30:.0f} GiB of parameters, too many to "
-            f"build it whole on one machine (the limit is {LARGEST_WHOLE >> 30} GiB); give its "
-            "class init_parameter(name, parameter, generator), and init_buffers() if it has buffers"
+            f"model.name: {spec.name} has {plain.model_bytes / 2**30:.0f} GiB of parameters, too "
+            f"many to build it whole on one machine (the limit is {LARGEST_WHOLE >> 30} GiB); give "
+            "its class init_parameter(name, parameter, generator), and init_buffers() if it has buffers"
         )
     dtype = DTYPES[config.training.dtype]
     with whole_values(lambda: initial_model(spec, resolved.model, dtype, seed), world) as values:
         for part in parts:
-            initialize(part, seed, device, tied, values)
+            initialize(part, seed, device, plain.tied, values)
             move_buffers(part, world.device)
     way = "the whole model is built on the CPU of each machine, then sharded"
-    return PlanRow("initial values", "whole", "whole", way)
-
-
-def _example(resolved: ResolvedJob, data: DatasetSpec, dataset: Dataset, layout: Layout) -> Batch:
-    """One microbatch of a rank, without storage, from which a pipeline infers shapes."""
-    size = 1 if resolved.pipeline is None else resolved.pipeline.microbatch_size
-    batch = read_batch(dataset, [0] * size, data.fields)
-    dtype = DTYPES[resolved.config.training.dtype]
-    return batch.shard(layout, 0).to(torch.device("meta"), dtype)
-
-
-def _build_trainer(
-    resolved: ResolvedJob,
-    world: World,
-    meshes: Meshes,
-    made: Parallelized,
-    loss: Loss,
-    axes: dict[str, str],
-    rules: Mapping[str, Rule],
-    tied: Mapping[str, str],
-) -> Trainer:
-    """The trainer: this rank's parts of the model with optimizer, scheduler and loss."""
-    config, dims = resolved.config, resolved.dims
-    followers = set() if made.pipeline is None else set(made.pipeline.copies.followers())
-    names = {
-        parameter: canonical_name(name)
-        for part in made.parts
-        for name, parameter in part.named_parameters()
-    }
-    optimizer = build_optimizer(
-        [parameter for parameter in names if parameter not in followers],
-        name=config.optimizer.name,
-        lr=config.optimizer.lr,
-        beta1=config.optimizer.beta1,
-        beta2=config.optimizer.beta2,
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        momentum=config.optimizer.momentum,
-        implementation=config.optimizer.kernels,
-        rules={p: rule for p, n in names.items() if (rule := rules.get(tied.get(n, n)))},
-    )
-    scheduler = build_scheduler(
-        optimizer,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.decay_steps,
-        total_steps=config.schedule_steps,
-        decay_type=config.lr_scheduler.decay_type,
-        min_lr_factor=config.lr_scheduler.min_lr_factor,
-    )
-    if config.compile.enable and "loss" in config.compile.components:
-        loss = loss.compiled(config.compile.backend)
-    return Trainer(
-        parts=made.parts,
-        stages=made.pipeline,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        loss=loss,
-        world_mesh=meshes.world,
-        max_norm=config.training.max_norm,
-        is_counted=dims.counts_loss(world.rank)
-        and (made.pipeline is None or made.pipeline.has_last),
-        logits_are_sharded=uses_loss_parallel(config, dims),
-        non_finite=config.debug.non_finite,
-        before_update=OrderCheck(axes) if config.comm.mode == "debug" and world.size > 1 else None,
-        metrics={name: METRICS[name].load() for name in config.validation.metrics},
-        generators=Generators(
-            config.debug.seed,
-            dims.data_rank(world.rank),
-            dims.token_rank(world.rank),
-            dims.place_on(axes_where(weights="stages"), world.rank),
-            world.device,
-        ),
-    )
-
-
-def _loss_of(config: JobConfig, data: DatasetSpec) -> Loss:
-    own = config.training.loss
-    loss: Loss = load(data.loss) if own is None else load_loss(LOSSES[own])
-    return loss
-
-
-def _find_draws(resolved: ResolvedJob, model: nn.Module, example: Batch, loss: Loss) -> Draws:
-    """What the plain model draws for a microbatch of a rank; `example` has some rows of one."""
-    if type(model).__module__.startswith("titanlite.models.") and loss is NEXT_TOKEN:
-        # titanlite's own models draw nothing; running a large one takes seconds.
-        return Draws()
-    size, key = resolved.config.training.local_batch_size, "training.local_batch_size"
-    if resolved.pipeline is not None:
-        key = "parallelism.pipeline_parallel_microbatch_size"
-        size = resolved.pipeline.microbatch_size
-    batch = join([example.rows(0, 1)] * size)
-
-    def run(model: nn.Module) -> Callable[[], Any]:
-        try:
-            outputs = call_model(model, batch)
-        except ValueError as error:
-            if size > 1 or not str(error).startswith(NO_VARIANCE):
-                raise
-            where = f" ({line})" if (line := user_line(error)) else ""
-            raise ConfigError(
-                f"{key}: 1 gives a batch norm one value per channel, which has no variance{where}; "
-                "give 2 or more"
-            ) from None
-        return lambda: loss.total(outputs, batch)
-
-    return find_draws(model, run)
+    return [PlanRow("initial values", "whole", "whole", way)]
 
 
 def _separate_draws(
@@ -675,53 +411,3 @@ def _separate_draws(
         )
         notes += [undecided] if undecided else []
     return [PlanRow("plan invariance", "on", "off", "; ".join(notes))]
-
-
-def _describe_groups(config: JobConfig, rules: Mapping[str, Rule]) -> list[PlanRow]:
-    """A row of the effective plan for the parameters that decay or learn differently, if any."""
-    of_all = f"of {len(rules)} tensors"
-    parts = []
-    if config.optimizer.no_weight_decay:
-        parts.append(f"no weight decay: {sum(not rule.decays for rule in rules.values())} {of_all}")
-    counts = Counter(rule.lr_multiplier for rule in rules.values() if rule.lr_multiplier != 1.0)
-    parts += [f"learning rate x {factor:g}: {count} {of_all}" for factor, count in counts.items()]
-    number = len(set(rules.values()))
-    return (
-        [PlanRow("parameter groups", f"{number}", f"{number}", "; ".join(parts))] if parts else []
-    )
-
-
-def _describe_frozen(model: nn.Module) -> list[PlanRow]:
-    """A row of the effective plan for parameters without requires_grad, if there are any."""
-    parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if len(trained) == len(parameters):
-        return []
-    number = f"{len(parameters) - len(trained)} of {len(parameters)}"
-    sizes = [sum(p.numel() for p in some) for some in (trained, parameters)]
-    note = f"{sizes[0]:,} of {sizes[1]:,} parameters are trained"
-    return [PlanRow("frozen tensors", number, number, note)]
-
-
-def build_dataset(resolved: ResolvedJob, split: str) -> Dataset:
-    """The data set of the split "train" or "validation"; raises ConfigError if its code fails."""
-    config = resolved.config
-    name = config.training.dataset if split == "train" else config.validation_dataset
-    arguments = source_arguments(config, resolved.model, resolved.seq_len, split)
-    key = f"{arguments['path_key'].partition('.')[0]}.dataset"
-    try:
-        dataset = spec_for(config, name).make(**arguments)
-    except TitanliteError:
-        raise
-    except Exception as error:  # a user's data set may raise anything
-        where = f" ({line})" if (line := user_line(error)) else ""
-        raise ConfigError(
-            f"{key}: building {name} fails with {type(error).__name__}: {error}{where}; correct it"
-        ) from error
-    for needed in ("sample", "num_samples"):
-        if not hasattr(dataset, needed):
-            raise ConfigError(
-                f"{key}: {name} is a {type(dataset).__name__}, which has no `{needed}`; give it "
-                "sample(index) and num_samples, the number of samples or None"
-            )
-    return dataset

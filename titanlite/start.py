@@ -104,7 +104,7 @@ def check_start(
     looked_at = [feature for feature in features_on(config) if feature.checks_model]
     if looked_at or not config.training.attend_across_documents:
         # These checks need the model's layers, and so import torch.
-        from titanlite.job import check_plain_model
+        from titanlite.plain_job import check_plain_model
 
         check_plain_model(job, looked_at)
     return Start(job, device_type)

@@ -997,7 +997,7 @@ MUTANTS = [
         "mixed precision",
         MIXED,
         r"weights are not in training\.dtype float32: .* is in bfloat16",
-        JOB,
+        "titanlite/plain_job.py",
         (
             "resolved.model, DTYPES[resolved.config.training.dtype])",
             "resolved.model, DTYPES[resolved.config.training.param_dtype])",

@@ -34,6 +34,8 @@ FLOORS = (
     ("config",),
     # Of parallelize/, what derives the arguments of the steps from a job's configuration.
     ("parallelize.part", "parallelize.*.step", "parallelize.parallelize"),
+    ("plain_job",),
+    ("job_trainer",),
     ("job",),
     ("self_check", "start"),
     ("checkpoint",),

@@ -23,13 +23,14 @@ from torch.distributed.tensor.parallel import (
 
 import titanlite
 from titanlite.config import resolve_job
+from titanlite.config.data import spec_for
 from titanlite.config.load import read_values
 from titanlite.errors import TitanliteError
-from titanlite.job import build_plain_model, spec_for
 from titanlite.modules.batch import Batch, FieldDims
 from titanlite.parallelize import ParallelPlan, apply_ac, apply_tp, split_model
 from titanlite.parallelize.pipeline_parallel.apply import StageList, sent_by_stages
 from titanlite.parallelize.plan import block_lists, derive_plan
+from titanlite.plain_job import build_plain_model
 from titanlite.ranks.launch import ALONE
 from titanlite.ranks.world import open_world
 from titanlite.registry import DATASETS, MODELS

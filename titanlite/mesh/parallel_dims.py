@@ -200,6 +200,11 @@ class ParallelDims:
         """The axes with more than one rank."""
         return tuple(axis for axis in AXES if self.degrees[axis] > 1)
 
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """Those of them whose ranks read different samples."""
+        return tuple(axis for axis in self.axes_in_use if axis in axes_where(batch="samples"))
+
     def degree_of(self, axes: tuple[str, ...]) -> int:
         """The product of the degrees of `axes`."""
         return math.prod(self.degrees[axis] for axis in axes)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
+from titanlite.config.resolve import ResolvedJob
+from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError
 from titanlite.parallelize.async_tensor_parallel.apply import (
+    Fusions,
     describe_rings,
     enable_symmetric_memory,
     has_ring_styles,
+    ring_products,
+    warn_of_small_chunks,
 )
 from titanlite.parallelize.part import FeatureStep, Part
+from titanlite.parallelize.plan import ParallelPlan, find_blocks
 from titanlite.plan_row import PlanRow
 
 
@@ -34,6 +43,31 @@ def apply(part: Part) -> PlanRow:
             )
         note = "this stage has nothing to overlap"
     return PlanRow(feature, "ring", "ring" if part.rings else "off", note)
+
+
+def warn_of_slow_rings(
+    resolved: ResolvedJob, device: torch.device, model: nn.Module, plan: ParallelPlan
+) -> str:
+    """A line about rings of a compiled model on CPU with small chunks; "" without any."""
+    config, dims = resolved.config, resolved.dims
+    compiled = config.compile.enable and "model" in config.compile.components
+    is_ring = config.parallelism.overlap_backend(device.type) == "ring"
+    if device.type != "cpu" or not compiled or not is_ring:
+        return ""
+    at_once = config.training.local_batch_size
+    if resolved.pipeline is not None:
+        at_once = resolved.pipeline.microbatch_size
+    num_tokens = at_once * resolved.seq_len // dims.num_token_shards
+    return warn_of_small_chunks(ring_products(model, plan, dims.tp, num_tokens))
+
+
+def watch_fusions(
+    config: JobConfig, device: torch.device, parts: list[nn.Module], plan: ParallelPlan
+) -> Fusions | None:
+    """None if the compiler is not asked to fuse, or if this rank's stages have no blocks."""
+    backend = config.parallelism.overlap_backend(device.type)
+    has_blocks = any(find_blocks(part, plan) for part in parts)
+    return Fusions() if backend == "symmetric_memory" and has_blocks else None
 
 
 STEP = FeatureStep(apply)

@@ -26,7 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titanlite.config import ResolvedJob
 from titanlite.config.data import spec_for
 from titanlite.data.spec import Dataset
-from titanlite.job import Builders, build_dataset, build_plain_model
 from titanlite.modules.attention.kernels import CpuFlash
 from titanlite.modules.batch import Batch
 from titanlite.modules.tied import find_tied, tie
@@ -34,6 +33,7 @@ from titanlite.parallelize.ddp import apply as ddp
 from titanlite.parallelize.float8.gather import Float8Shard
 from titanlite.parallelize.float8.linear import has_hardware
 from titanlite.parallelize.part import Hardware
+from titanlite.plain_job import Builders, build_dataset, build_plain_model
 from titanlite.ranks.world import World
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError, TraceError
-from titanlite.job import Job, build_plain_model
+from titanlite.job import Job
 from titanlite.modules.experts import expert_layers
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
@@ -29,6 +29,7 @@ from titanlite.parallelize.ddp import apply as ddp
 from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
+from titanlite.plain_job import build_plain_model
 from titanlite.tools.planner.composition import Part, Pieces, Segment, Weight, segment_of, smaller
 from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Trace, Wait
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
