@@ -375,10 +375,11 @@ def _initialize(
         return []
     spec = load_model_spec(config)
     if plain.model_bytes > LARGEST_WHOLE:
+        size, limit = (n / 2**30 for n in (plain.model_bytes, LARGEST_WHOLE))
         raise ConfigError(
-            f"model.name: {spec.name} has {plain.model_bytes / 2**30:.0f} GiB of parameters, too "
-            f"many to build it whole on one machine (the limit is {LARGEST_WHOLE >> 30} GiB); give "
-            "its class init_parameter(name, parameter, generator), and init_buffers() if it has buffers"
+            f"model.name: {spec.name} has {size:.0f} GiB of parameters, too many to build it whole "
+            f"on one machine (the limit is {limit:.0f} GiB); give its class "
+            "init_parameter(name, parameter, generator), and init_buffers() if it has buffers"
         )
     dtype = DTYPES[config.training.dtype]
     with whole_values(lambda: initial_model(spec, resolved.model, dtype, seed), world) as values:
