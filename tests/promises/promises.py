@@ -33,7 +33,7 @@ PROMISES = [
         "early stop of recomputation",
         "docs/activation_checkpoint.md",
         "`activation_checkpoint.early_stop`: stop recomputing a block as soon as",
-        Break("activation_checkpoint", "early_stop=section.early_stop,", "early_stop=False,"),
+        Break("apply", "early_stop=section.early_stop,", "early_stop=False,"),
         ("unit/test_activation_checkpoint.py", "parity/test_communication.py"),
     ),
     Promise(
@@ -41,7 +41,7 @@ PROMISES = [
         "docs/activation_checkpoint.md",
         "`activation_checkpoint.preserve_rng_state`, `determinism_check`, `debug`: as in",
         Break(
-            "activation_checkpoint",
+            "apply",
             "preserve_rng_state=section.preserve_rng_state,",
             "preserve_rng_state=False,",
         ),
@@ -217,7 +217,7 @@ PROMISES = [
         "plan keys without a module are shown",
         "docs/tensor_parallel.md",
         "A key that matches no module is skipped with a warning. It is also listed in the",
-        Break("tensor_parallel", "if unmatched:", "if unmatched is None:"),
+        Break("apply", "if unmatched:", "if unmatched is None:"),
         (
             "unit/test_effective_plan.py::test_plan_keys_without_a_module_are_listed",
             "unit/test_effective_plan.py",
@@ -345,7 +345,7 @@ PROMISES = [
         "Dynamo's DDP optimizer",
         "docs/data_parallel.md",
         "`compile.enable` also turns on Dynamo's DDP optimizer.",
-        Break("data_parallel", "compiled=config.compile.enable", "compiled=False"),
+        Break("apply", "compiled=config.compile.enable", "compiled=False"),
         (
             "unit/test_effective_plan.py::test_ddp_of_compiled_blocks_uses_the_optimizer_of_dynamo",
             "unit/test_observe_compiling.py",
@@ -540,8 +540,8 @@ PROMISES = [
         "docs/own_model.md",
         "The effective plan says how many tensors are frozen.",
         Break(
-            "build_job",
-            "*_describe_groups(config, rules), *frozen]",
+            "build_plain_job",
+            "*_describe_groups(config, rules), *_describe_frozen(model)]",
             "*_describe_groups(config, rules)]",
         ),
         (

@@ -21,7 +21,8 @@ class Axis:
     `batch`: each rank has different samples ("samples"), different tokens of the same samples
     ("tokens"), or the same tokens ("same"). `weights`: each rank has all of them ("replicated"),
     shards that FSDP2 all-gathers ("sharded"), shards by the model's tensor-parallel plan ("cut"),
-    or different modules ("stages"). `degree_key` is the axis' key in [parallelism].
+    or different modules ("stages"). `degree_key` is the axis' key in [parallelism]. `label`,
+    `letter` and `color` (#rrggbb) show it in tables and pictures.
 
     An axis with `borrows` has no ranks of its own: it divides the ranks of these axes in another
     way, for the parameters of experts only. Its ranks hold different experts, and receive the
@@ -32,23 +33,26 @@ class Axis:
     degree_key: str
     batch: Literal["samples", "tokens", "same", "routed"]
     weights: Literal["replicated", "sharded", "cut", "stages", "experts"]
+    label: str
+    letter: str
+    color: str
     borrows: tuple[str, ...] = ()
 
 
 # Outermost first. Ranks are numbered in row-major order, so the ranks of the innermost axis, which
 # communicates most, are adjacent.
 TABLE = (
-    Axis("pp", "pipeline_parallel_degree", batch="same", weights="stages"),
-    Axis("dp_replicate", "data_parallel_replicate_degree", batch="samples", weights="replicated"),
-    Axis("dp_shard", "data_parallel_shard_degree", batch="samples", weights="sharded"),
-    Axis("cp", "context_parallel_degree", batch="tokens", weights="sharded"),
-    Axis("tp", "tensor_parallel_degree", batch="same", weights="cut"),
+    Axis("pp", "pipeline_parallel_degree", "same", "stages", "PP", "P", "#8c510a"),
+    Axis(
+        *("dp_replicate", "data_parallel_replicate_degree", "samples", "replicated"),
+        *("DDP", "R", "#b35806"),
+    ),
+    Axis("dp_shard", "data_parallel_shard_degree", "samples", "sharded", "FSDP", "S", "#e69f00"),
+    Axis("cp", "context_parallel_degree", "tokens", "sharded", "CP", "C", "#cc79a7"),
+    Axis("tp", "tensor_parallel_degree", "same", "cut", "TP", "T", "#d55e00"),
     # It takes the ranks of tp first, then those of cp, then those of dp_shard.
     Axis(
-        "ep",
-        "expert_parallel_degree",
-        batch="routed",
-        weights="experts",
+        *("ep", "expert_parallel_degree", "routed", "experts", "EP", "E", "#762a83"),
         borrows=("dp_shard", "cp", "tp"),
     ),
 )
@@ -91,6 +95,21 @@ def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
             if mesh_dim_name == flat_name(axes):
                 return axes
     return (mesh_dim_name,)
+
+
+def mesh_dims() -> dict[str, Axis]:
+    """Every mesh dimension that communicates by itself, and the axis that it is shown as.
+
+    The innermost is the first. Flattened axes are shown as the first of them; efsdp is left out.
+    """
+    sharded = axes_where(weights="sharded")
+    flattened = {
+        flat_name(axes): axes[0]
+        for count in range(2, len(sharded) + 1)
+        for axes in itertools.combinations(sharded, count)
+    }
+    rows = {axis.name: axis for axis in reversed(TABLE)}
+    return rows | {name: rows[first] for name, first in flattened.items()}
 
 
 @dataclass(frozen=True)

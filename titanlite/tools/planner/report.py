@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from titanlite.mesh.parallel_dims import EXPERT_SHARDS, mesh_dims
 from titanlite.quantities import format_bytes, format_count, format_seconds
 from titanlite.schedule import Timeline
 from titanlite.tools.figures.schedule_text import draw_text
@@ -62,16 +63,10 @@ COMPUTE_SHARES = {
     HOST: Share("host", "H", YELLOW),
 }
 AXIS_SHARES = {
-    axis: Share(f"{axis}, exposed", letter, color)
-    for axis, letter, color in (
-        ("tp", "T", VERMILION),
-        ("cp", "C", PURPLE),
-        ("pp", "P", "#8c510a"),
-        ("dp_shard", "S", ORANGE),
-        ("dp_shard_cp", "S", ORANGE),
-        ("dp_replicate", "R", "#b35806"),
-        ("ep", "E", "#762a83"),
-        ("efsdp", "F", "#fdb863"),
+    dim: Share(f"{dim}, exposed", letter, color)
+    for dim, letter, color in (
+        *((dim, axis.letter, axis.color) for dim, axis in mesh_dims().items()),
+        (EXPERT_SHARDS, "F", "#fdb863"),
         ("world", "w", GREY),
         (HOST_LINK, "K", "#c51b7d"),
     )

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titanlite.mesh.parallel_dims import AXES, axes_of
+from titanlite.mesh.parallel_dims import AXES, EXPERT_SHARDS, axes_of, mesh_dims
 from titanlite.tools.planner.cost import ATTENTION, ON_HOST, PRODUCT, Cost
 from titanlite.tools.planner.events import (
     FROM_RANK_TO_RANK,
@@ -362,14 +362,8 @@ PHASE_NAMES = {
     "other": "the step",
 }
 AXIS_NAMES = {
-    "ep": "EP",
-    "efsdp": "the experts' FSDP",
-    "tp": "TP",
-    "cp": "CP",
-    "pp": "PP",
-    "dp_shard": "FSDP",
-    "dp_shard_cp": "FSDP",
-    "dp_replicate": "DDP",
+    **{dim: axis.label for dim, axis in mesh_dims().items()},
+    EXPERT_SHARDS: "the experts' FSDP",
     "world": "world",
     HOST_LINK: "host link",
 }
