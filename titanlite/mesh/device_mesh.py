@@ -98,9 +98,12 @@ def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = Fa
     used = tuple(axis for axis in sharded if axis in axes)
     if len(used) > 1:
         dp = world[used]._flatten(flat_name(used))
-    if copies := [axis for axis in replicated if axis in axes]:
+    if copies := tuple(axis for axis in replicated if axis in axes):
+        replicas = (
+            world[copies[0]] if len(copies) == 1 else world[copies]._flatten(flat_name(copies))
+        )
         # Slicing the world mesh does not work with a flattened axis.
-        dp = DeviceMesh._concatenate([*(world[axis] for axis in copies), dp])
+        dp = DeviceMesh._concatenate([replicas, dp])
     return Meshes(
         world=world,
         pp=world["pp"] if "pp" in axes else None,
@@ -114,13 +117,10 @@ def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = Fa
 
 
 def _build_expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    outer = [
-        axis
-        for kind in ("stages", "replicated")
-        for axis in axes_where(weights=kind)
-        if dims.degrees[axis] > 1
-    ]
-    degrees = {axis: dims.degrees[axis] for axis in outer}
+    stages = axes_where(weights="stages")
+    degrees = {axis: dims.degrees[axis] for axis in stages if dims.degrees[axis] > 1}
+    if dims.num_replicas > 1:
+        degrees[dims.replica_dim] = dims.num_replicas
     degrees[EXPERT_SHARDS] = dims.num_expert_shards
     if dims.ep_enabled:
         # Innermost, so that it takes adjacent ranks: those of tp, then of cp, then of dp_shard.

@@ -80,6 +80,17 @@ def flat_name(axes: tuple[str, ...]) -> str:
 
 
 @functools.cache
+def _flattened() -> dict[str, tuple[str, ...]]:
+    """The mesh dimensions made by flattening axes of one kind: name -> its axes."""
+    return {
+        flat_name(axes): axes
+        for kind in (axes_where(weights="sharded"), axes_where(weights="replicated"))
+        for count in range(2, len(kind) + 1)
+        for axes in itertools.combinations(kind, count)
+    }
+
+
+@functools.cache
 def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
     """The axes of a mesh dimension: itself, or those flattened into it.
 
@@ -89,12 +100,7 @@ def axes_of(mesh_dim_name: str) -> tuple[str, ...]:
     for axis in TABLE:
         if axis.borrows and mesh_dim_name in (axis.name, EXPERT_SHARDS):
             return axis.borrows
-    sharded = axes_where(weights="sharded")
-    for count in range(2, len(sharded) + 1):
-        for axes in itertools.combinations(sharded, count):
-            if mesh_dim_name == flat_name(axes):
-                return axes
-    return (mesh_dim_name,)
+    return _flattened().get(mesh_dim_name, (mesh_dim_name,))
 
 
 def mesh_dims() -> dict[str, Axis]:
@@ -102,14 +108,8 @@ def mesh_dims() -> dict[str, Axis]:
 
     The innermost is the first. Flattened axes are shown as the first of them; efsdp is left out.
     """
-    sharded = axes_where(weights="sharded")
-    flattened = {
-        flat_name(axes): axes[0]
-        for count in range(2, len(sharded) + 1)
-        for axes in itertools.combinations(sharded, count)
-    }
     rows = {axis.name: axis for axis in reversed(TABLE)}
-    return rows | {name: rows[first] for name, first in flattened.items()}
+    return rows | {name: rows[axes[0]] for name, axes in _flattened().items()}
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,17 @@ class ParallelDims:
     def num_weight_shards(self) -> int:
         """The number of ranks over which FSDP2 shards the weights."""
         return self.degree_of(axes_where(weights="sharded"))
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of copies of the weights, each sharded or cut in the same way."""
+        return self.degree_of(axes_where(weights="replicated"))
+
+    @property
+    def replica_dim(self) -> str:
+        """The name of the mesh dimension over which they are replicated."""
+        axes = axes_where(weights="replicated")
+        return flat_name(tuple(axis for axis in axes if self.degrees[axis] > 1) or axes[:1])
 
     @property
     def num_token_shards(self) -> int:

@@ -24,7 +24,7 @@ def apply(part: Part) -> PlanRow:
         return PlanRow(feature, "off", "off")
     number = next(iter(known.values())).num_experts
     blocks = f"{count} blocks of {number} experts"
-    replicas = dims.dp_replicate
+    replicas = dims.num_replicas
     if meshes.experts is None:
         return PlanRow(feature, "off", "off")
     shards = dims.num_expert_shards

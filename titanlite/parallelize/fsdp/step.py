@@ -15,12 +15,12 @@ def apply(part: Part) -> PlanRow:
     param, reduce = training.param_dtype, training.reduce_dtype
     is_mixed = training.is_mixed
     asked = dims.degree_of(axes_where(batch="samples", weights="sharded"))
-    requested = _data_parallel_name(dims.dp_replicate, asked)
+    requested = _data_parallel_name(dims.num_replicas, asked)
     is_plain = not is_mixed and not training.enable_cpu_offload
     if not dims.uses_fsdp(is_plain=is_plain, has_experts=meshes.experts is not None):
-        if dims.dp_replicate == 1:
+        if dims.num_replicas == 1:
             return PlanRow("data parallel", requested, "off")
-        bucket = part.ddp(model, meshes.dp["dp_replicate"], compiled=config.compile.enable)
+        bucket = part.ddp(model, meshes.dp[dims.replica_dim], compiled=config.compile.enable)
         return PlanRow("data parallel", requested, requested, f"buckets of {bucket} MB")
     own_shards = meshes.experts is not None and dims.num_expert_shards > 1
     pins = training.cpu_offload_pin_memory and part.hardware.can_pin(meshes.world.device_type)
@@ -37,19 +37,19 @@ def apply(part: Part) -> PlanRow:
         plan=part.plan,
     )
     num_shards = dims.num_weight_shards
-    active = _data_parallel_name(dims.dp_replicate, num_shards)
+    active = _data_parallel_name(dims.num_replicas, num_shards)
     notes = ["1 unit" if units == 1 else f"{units} units"]
     notes.append(f"reshard after forward: {parallelism.fsdp_reshard_after_forward}")
     if dims.cp_enabled:
         reason = f"the {dims.cp} ranks of cp share one set of weights, so FSDP2 shards over them"
         notes.insert(0, reason)
     if num_shards == 1:
-        active = f"HSDP {dims.dp_replicate} x 1" if dims.dp_replicate > 1 else "FSDP 1"
+        active = f"HSDP {dims.num_replicas} x 1" if dims.num_replicas > 1 else "FSDP 1"
         reasons = [
             reason
             for reason, applies in (
-                ("replicas of tensor-parallel shards", dims.dp_replicate > 1 and dims.tp > 1),
-                ("replicas of stages", dims.dp_replicate > 1 and dims.pp > 1 and dims.tp == 1),
+                ("replicas of tensor-parallel shards", dims.num_replicas > 1 and dims.tp > 1),
+                ("replicas of stages", dims.num_replicas > 1 and dims.pp > 1 and dims.tp == 1),
                 ("mixed precision", is_mixed),
                 ("CPU offload", training.enable_cpu_offload),
                 (f"experts sharded over the {dims.num_expert_shards} ranks of efsdp", own_shards),

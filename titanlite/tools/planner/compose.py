@@ -212,7 +212,7 @@ class _Composer:
         host = {"parameters": parameters, "optimizer state": held["optimizer state"]}
         device = {**held, "parameters": held["parameters"] - parameters, "optimizer state": 0}
         trained = [size for size, is_trained in sizes if is_trained]
-        added = max(trained, default=0) if batches > 1 and self._dims.dp_replicate == 1 else 0
+        added = max(trained, default=0) if batches > 1 and self._dims.num_replicas == 1 else 0
         temporary = max(added, self._segments.update_bytes(weights))
         return device, host, {**host, "gradients": sum(trained), "temporary": temporary}
 
@@ -268,7 +268,7 @@ class _Composer:
                 pieces.moments * numel(w) * w.itemsize + pieces.state_bytes for w in trained
             ),
         }
-        if not self._data.is_fsdp and self._dims.dp_replicate > 1:
+        if not self._data.is_fsdp and self._dims.num_replicas > 1:
             held["communication buffers"] = sum(w.numel * w.itemsize for w in trained)
         if self._pipeline is not None:
             # PyTorch's stages allocate a buffer for what each microbatch receives.

@@ -339,7 +339,7 @@ def smaller(resolved: ResolvedJob, *, is_compiled: bool = False) -> ResolvedJob:
     while dims.cp * dims.tp * shards % least:
         shards += 1
     # Replicas of DDP reduce the amaxes of float8 over their tokens.
-    has_replicas = not is_fsdp and dims.dp_replicate > 1 and FLOAT8.is_on(config)
+    has_replicas = not is_fsdp and dims.num_replicas > 1 and FLOAT8.is_on(config)
     replicas = 2 if has_replicas else 1
     changes = WITHOUT_A_PIPELINE | {
         "compile.enable": is_compiled and config.compile.enable,

@@ -74,7 +74,7 @@ class Replication:
     @property
     def key(self) -> tuple[object, ...]:
         """Jobs with the same pieces have the same units, gathers and reductions if it is equal."""
-        replicas = self.dims.dp_replicate
+        replicas = self.dims.num_replicas
         shards = self.num_shards, self._num_expert_shards
         offload = self.is_offloaded, self._is_pinned
         return (
@@ -90,7 +90,7 @@ class Replication:
     @property
     def token_axes(self) -> tuple[tuple[str, int], ...]:
         """The axes over which the tokens of a microbatch are spread, and their numbers of ranks."""
-        axes = ("dp_replicate", self.dims.dp_replicate), (self._shard_axis, self.num_shards)
+        axes = (self.dims.replica_dim, self.dims.num_replicas), (self._shard_axis, self.num_shards)
         return tuple((axis, num_ranks) for axis, num_ranks in axes if num_ranks > 1)
 
     def num_shards_of(self, weight: Weight) -> int:
@@ -253,7 +253,7 @@ class Replication:
         if not trained:
             return pending
         self._await(builder, pending)
-        shards, replicas = self.num_shards_of(weights[0]), self.dims.dp_replicate
+        shards, replicas = self.num_shards_of(weights[0]), self.dims.num_replicas
         num_bytes = sum(
             w.padded_numel(shards) * self._itemsize(w, self._reduce_dtype) for w in trained
         )
@@ -279,7 +279,7 @@ class Replication:
         if replicas > 1 and is_last:
             after = *_some(number), *_some(copied)
             reduced = builder.start(
-                "all_reduce", "dp_replicate", output, replicas, place, after=after
+                "all_reduce", self.dims.replica_dim, output, replicas, place, after=after
             )
         if not self.is_offloaded:
             return Pending(number, num_bytes, last=(reduced, 0))
@@ -370,7 +370,7 @@ class Replication:
 
         DDP fills buckets in reverse order of the parameters.
         """
-        if self.dims.dp_replicate == 1:
+        if self.dims.num_replicas == 1:
             return {}
         found: dict[str, list[int]] = {}
         size, at = 0, ""
@@ -389,7 +389,7 @@ class Replication:
     def all_reduce_bucket(self, builder: Builder, num_bytes: int, place: Place) -> None:
         builder.operator("aten::copy_", num_bytes, self._dtype, place)
         number = builder.start(
-            "all_reduce", "dp_replicate", num_bytes, self.dims.dp_replicate, place
+            "all_reduce", self.dims.replica_dim, num_bytes, self.dims.num_replicas, place
         )
         builder.wait(number)
         builder.operator("aten::copy_", num_bytes, self._dtype, place)

@@ -11,7 +11,7 @@ from typing import Any
 from titanlite.config import JobConfig, ResolvedJob, make_config, override, resolve_job
 from titanlite.config.toml import drop, put
 from titanlite.errors import ConfigError
-from titanlite.mesh.parallel_dims import divisors
+from titanlite.mesh.parallel_dims import TABLE, divisors
 from titanlite.parallelize.feature import Feature
 from titanlite.parallelize.steps import FEATURES, depends_on_microbatch, features_on
 from titanlite.registry import is_over_batch
@@ -197,17 +197,11 @@ def accumulation_pair(plan: ResolvedJob) -> tuple[ResolvedJob, ResolvedJob] | No
     batch = max(size for size in divisors(plan.global_batch_size) if size <= most)
     if batch == 1 or is_over_batch(plan.config.training.loss):
         return None
-    config = override(
-        plan.config,
-        {
-            "training.global_batch_size": batch,
-            "training.local_batch_size": batch,
-            "parallelism.data_parallel_replicate_degree": 1,
-            "parallelism.data_parallel_shard_degree": 1,
-            "parallelism.pipeline_parallel_degree": 1,
-            "parallelism.expert_parallel_degree": 1,
-        },
-    )
+    changes = {"training.global_batch_size": batch, "training.local_batch_size": batch}
+    for axis in TABLE:
+        if axis.batch in ("samples", "routed") or axis.weights == "stages":
+            changes[f"parallelism.{axis.degree_key}"] = 1
+    config = override(plan.config, changes)
     whole = resolve_job(config)
     return reference_job(whole), reference_job(whole, num_parts=PARTS)
 
