@@ -79,3 +79,17 @@ def test_a_mistake_is_one_line(with_int8: Path) -> None:
     printed = run(with_int8, "train", "configs/tp2_fsdp2.toml", INT8, without_layers, status=2)
     assert printed.startswith("model.converters: no linear layer of ")
     assert printed.count("\n") == 1
+
+
+def test_a_mesh_axis_is_a_row_and_a_key(tmp_path: Path) -> None:
+    """With the data, the loss, the weights and `verify` that follow from the row."""
+    assert patched_copy(tmp_path, "axis.patch") == [
+        "titanlite/mesh/parallel_dims.py",
+        "titanlite/parallelize/fsdp/spec.py",
+    ]
+    plan = [f"--parallelism.data_parallel_{n}_degree=2" for n in ("region", "replicate")]
+    plan += [f"--parallelism.{n}_degree=1" for n in ("tensor_parallel", "data_parallel_shard")]
+    file, local = "configs/tp2_fsdp2.toml", "--training.local_batch_size=16"
+    verified = run(tmp_path, "verify", file, local, *plan, "--steps=1")
+    assert "dp_region 2 x dp_replicate 2, 4 ranks" in verified
+    assert "AGREES" in verified

@@ -20,7 +20,7 @@ def apply(part: Part) -> PlanRow:
     if section.mode == "selective":
         requested += f" {section.selective_ac_option}"
     is_default = "mode" not in section.model_fields_set
-    if is_default and part.plan.blocks is None and section.mode != "none":
+    if is_default and part.plan.blocks is None:
         why = "it is on by default, and works on blocks"
         return PlanRow("activation checkpoint", requested, "off", why)
     report = apply_ac(
@@ -37,8 +37,6 @@ def apply(part: Part) -> PlanRow:
         plan=part.plan,
     )
     part.recomputation = report
-    if section.mode == "none":
-        return PlanRow("activation checkpoint", "off", "off")
     if section.mode == "memory_budget":
         note = f"the compiler may use {section.memory_budget:.0%} of the memory of saving all"
         return PlanRow("activation checkpoint", requested, requested, note)

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch._inductor.config
 from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -106,21 +104,16 @@ def warn_of_small_chunks(products: Iterable[RingProduct]) -> str:
     )
 
 
-def enable_symmetric_memory(tp_mesh: DeviceMesh | None) -> None:
-    """Let inductor fuse over `tp_mesh` from now on, and count fusions; None disables both."""
-    if tp_mesh is not None:
-        settings.change(settings.FUSES_PRODUCTS, True)
-        settings.change(settings.LAST_PASS, _CountFusions())
-    elif isinstance(torch._inductor.config.post_grad_custom_post_pass, _CountFusions):
-        settings.change(settings.FUSES_PRODUCTS, False)
-        settings.change(settings.LAST_PASS, None)
-    if tp_mesh is not None:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+def enable_symmetric_memory(tp_mesh: DeviceMesh) -> None:
+    """Let inductor fuse over `tp_mesh` from now on, and count fusions."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-        with warnings.catch_warnings():
-            # torch 2.13 deprecates this call, but the pass still checks that it was made.
-            warnings.simplefilter("ignore", FutureWarning)
-            enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+    settings.change(settings.FUSES_PRODUCTS, True)
+    settings.change(settings.LAST_PASS, _CountFusions())
+    with warnings.catch_warnings():
+        # torch 2.13 deprecates this call, but the pass still checks that it was made.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(tp_mesh.get_group().group_name)
 
 
 class Fusions:

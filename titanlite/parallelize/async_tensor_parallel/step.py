@@ -24,13 +24,10 @@ from titanlite.plan_row import PlanRow
 def apply(part: Part) -> PlanRow:
     """Overlap the communication over the tp axis with matrix products."""
     meshes, plan, whole = part.meshes, part.plan, part.whole
-    device = None if meshes.tp is None else meshes.tp.device_type
-    backend = None if device is None else part.config.parallelism.overlap_backend(device)
-    enable_symmetric_memory(meshes.tp if backend == "symmetric_memory" else None)
+    assert meshes.tp is not None
     feature = "async tensor parallel"
-    if backend is None or meshes.tp is None:
-        return PlanRow(feature, "off", "off")
-    if backend == "symmetric_memory":
+    if part.config.parallelism.overlap_backend(meshes.tp.device_type) == "symmetric_memory":
+        enable_symmetric_memory(meshes.tp)
         note = "inductor fuses on symmetric memory; fusions are reported after the first step"
         return PlanRow(feature, "symmetric memory", "symmetric memory", note)
     note = describe_rings(part.rings)

@@ -10,9 +10,7 @@ from titanlite.plan_row import PlanRow
 def apply(part: Part) -> PlanRow:
     """Compile block by block."""
     section = part.config.compile
-    requested = " + ".join(section.components) if section.enable else "off"
-    if not section.enable:
-        return PlanRow("compile", requested, "off")
+    requested = " + ".join(section.components)
     notes = []
     if "model" in section.components:
         notes.append(f"{apply_compile(part.model, backend=section.backend, plan=part.plan)} blocks")

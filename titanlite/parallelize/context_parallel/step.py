@@ -14,8 +14,7 @@ from titanlite.plan_row import PlanRow
 def apply(part: Part) -> PlanRow:
     """Shard sequences over the cp axis, with ring attention."""
     model, config, meshes = part.model, part.config, part.meshes
-    if meshes.cp is None:
-        return PlanRow("context parallel", "off", "off")
+    assert meshes.cp is not None
     parallelism = config.parallelism
     layout, rotation = (
         parallelism.context_parallel_load_balancer,

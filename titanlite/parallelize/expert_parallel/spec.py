@@ -89,6 +89,10 @@ def _experts_by_operator(job: Draft) -> Iterator[str]:
 EXPERT_PARALLEL = Feature(
     "expert parallel",
     "expert_parallel",
-    is_on=lambda config: config.parallelism.expert_parallel_degree > 1,
+    # Under TP, too, experts have shards of their own.
+    is_on=lambda config: (
+        config.parallelism.expert_parallel_degree > 1
+        or config.parallelism.tensor_parallel_degree > 1
+    ),
     checks=(_expert_parallel, _forced_balance, _experts_by_operator),
 )

@@ -19,7 +19,7 @@ from titanlite.parallelize.float8.apply import (
     refused_shapes,
 )
 from titanlite.parallelize.float8.gather import gather_in_float8, precompute_scales
-from titanlite.parallelize.float8.spec import FLOAT8, SECTION, Float8Section
+from titanlite.parallelize.float8.spec import SECTION, Float8Section
 from titanlite.parallelize.part import DTYPES, FeatureStep, Part
 from titanlite.parallelize.plan import ParallelPlan
 from titanlite.plan_row import PlanRow
@@ -29,8 +29,6 @@ def apply(part: Part) -> PlanRow:
     """Convert linear layers to float8."""
     config, dims, meshes = part.config, part.dims, part.meshes
     section = config.section(Float8Section)
-    if not FLOAT8.is_on(config):
-        return PlanRow("float8", "off", "off")
     recipe = section.recipe
     report = apply_float8(
         part.model,

@@ -30,7 +30,7 @@ SHARDED = axes_where(weights="sharded")
 DATA_PARALLEL = Feature(
     "data parallel",
     "fsdp",
-    is_on=lambda config: config.training.enable_cpu_offload,
+    is_on=lambda config: True,  # mixed precision needs FSDP2 even on one rank
     variations=(
         Variation(
             "reshard",
@@ -48,4 +48,3 @@ DATA_PARALLEL = Feature(
     ),
     off={"training.enable_cpu_offload": False},
 )
-"""Of data parallelism, offload alone is a feature that can be switched off on any mesh."""

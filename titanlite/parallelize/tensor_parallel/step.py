@@ -12,8 +12,7 @@ def apply(part: Part) -> PlanRow:
     """Shard modules over the tp axis."""
     config, meshes, plan, whole = part.config, part.meshes, part.plan, part.whole
     degree = config.parallelism.tensor_parallel_degree
-    if meshes.tp is None:
-        return PlanRow("tensor parallel", "off", "off")
+    assert meshes.tp is not None
     loss_parallel = not config.parallelism.disable_loss_parallel
     elsewhere = {
         pattern

@@ -217,14 +217,13 @@ def switch_off(values: dict[str, Any], features: Iterable[Feature]) -> None:
 
 def features_off(plan: JobConfig) -> list[Mapping[str, Any]]:
     """For each optional feature that `plan` uses, the settings that turn it off."""
-    offs = [f.off for f in features_on(plan) if f.off and not f.changes_numbers]
-    return [off for off in offs if _is_legal(plan, off)]
+    offs = [feature.off for feature in features_on(plan) if not feature.changes_numbers]
+    return [off for off in offs if _is_change(plan, off)]
 
 
-def _is_legal(plan: JobConfig, changes: Mapping[str, Any]) -> bool:
-    """Whether a job can run with these changes: a memory budget, for example, needs compile."""
+def _is_change(plan: JobConfig, changes: Mapping[str, Any]) -> bool:
+    """Whether these settings change a job, and it can run: a memory budget, say, needs compile."""
     try:
-        override(plan, changes)
+        return override(plan, changes) != plan
     except ConfigError:
         return False
-    return True
