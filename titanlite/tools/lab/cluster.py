@@ -39,10 +39,11 @@ from titanlite.tools.lab.diagnosis import (
     check_deadlock,
     check_received,
 )
+from titanlite.tools.lab.drawing import Record
 from titanlite.tools.lab.link import Link, SlowCompute
 from titanlite.tools.lab.mesh import Mesh, MeshIndex
 from titanlite.tools.lab.operation import Operation
-from titanlite.tools.lab.record import Logs, Record, log_path
+from titanlite.tools.lab.record import Logs, log_path
 from titanlite.tools.lab.recorder import Recorder
 
 CALL, TENSOR = b"c", b"t"
@@ -163,7 +164,7 @@ class VirtualCluster:
         answers = [loads(self._results[rank]) for rank in range(self.mesh.size)]
         self.device_counts = [counts for _, counts in answers]
         assert self._logs is not None
-        self._record = self._logs.read()
+        self._record = Record(self._logs.read().events)
         try:
             check_agreement(self._record)
             check_received(self._record)

@@ -19,7 +19,7 @@ from titanlite.tools.lab.record import (
     Call,
     Event,
     Message,
-    Record,
+    Recorded,
     TensorInfo,
 )
 
@@ -42,7 +42,7 @@ class CommunicationError(RankError):
     UNRECEIVED. `record` is the record of the run.
     """
 
-    def __init__(self, rank: int, message: str, kind: str, record: Record) -> None:
+    def __init__(self, rank: int, message: str, kind: str, record: Recorded) -> None:
         super().__init__(rank, message)
         self.kind = kind
         self.record = record
@@ -51,7 +51,7 @@ class CommunicationError(RankError):
         return type(self), (self.rank, self.message, self.kind, self.record)
 
 
-def check_agreement(record: Record, *, is_running: bool = False) -> None:
+def check_agreement(record: Recorded, *, is_running: bool = False) -> None:
     """Raise CommunicationError if both sides of a collective or a message differ.
 
     While the run goes on, only collectives are compared that all of their ranks have called, so
@@ -71,7 +71,7 @@ def check_agreement(record: Record, *, is_running: bool = False) -> None:
         raise CommunicationError(message.target, _size_mistake(message), kind, record)
 
 
-def check_received(record: Record) -> None:
+def check_received(record: Recorded) -> None:
     """Raise CommunicationError if a message of a run that has ended was sent or awaited in vain."""
     for message in record.messages:
         if message.received is None and message.sent is not None:
@@ -98,7 +98,7 @@ def check_received(record: Record) -> None:
             )
 
 
-def check_deadlock(record: Record) -> None:
+def check_deadlock(record: Recorded) -> None:
     """Raise CommunicationError if devices wait for each other and none can go on.
 
     `record` must be of one moment: no device wrote anything while it was read.
@@ -146,7 +146,7 @@ def check_deadlock(record: Record) -> None:
 
 
 def _deadlock(
-    record: Record,
+    record: Recorded,
     waits: dict[int, tuple[Event, tuple[int, ...]]],
     chain: list[int],
     gone: list[int],
@@ -173,7 +173,7 @@ def _deadlock(
     )
 
 
-def _wait(record: Record, awaited: Event, missing: tuple[int, ...]) -> str:
+def _wait(record: Recorded, awaited: Event, missing: tuple[int, ...]) -> str:
     """What a rank waits for; ends with the rank that it waits for."""
     if awaited.kind == COLLECTIVE:
         name = record.names[awaited.rank, awaited.number]
@@ -186,7 +186,7 @@ def _wait(record: Record, awaited: Event, missing: tuple[int, ...]) -> str:
     return f"waits{place} for {_bytes(awaited)} from rank {message.source}"
 
 
-def _missing(record: Record, awaited: Event) -> tuple[int, ...]:
+def _missing(record: Recorded, awaited: Event) -> tuple[int, ...]:
     """The peers that have not posted what lets this wait end; empty if it will end."""
     if awaited.kind == COLLECTIVE:
         call = record.call_of(awaited)
@@ -196,7 +196,7 @@ def _missing(record: Record, awaited: Event) -> tuple[int, ...]:
     return () if is_matched else awaited.peers
 
 
-def _unequal_messages(record: Record) -> Iterator[Message]:
+def _unequal_messages(record: Recorded) -> Iterator[Message]:
     for message in record.messages:
         if message.sent is None or message.received is None:
             continue
@@ -261,7 +261,7 @@ def _side(call: Call, event: Event) -> tuple[str, TensorInfo | None]:
     return event.name, tensor
 
 
-def _traffic(record: Record, source: int, target: int) -> tuple[int, int]:
+def _traffic(record: Recorded, source: int, target: int) -> tuple[int, int]:
     between = [one for one in record.messages if (one.source, one.target) == (source, target)]
     sent = sum(one.sent is not None for one in between)
     return sent, sum(one.received is not None for one in between)

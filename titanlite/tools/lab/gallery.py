@@ -18,12 +18,13 @@ from titanlite.tools.figures.messages import MessagePicture, draw_page, draw_svg
 from titanlite.tools.lab.cluster import VirtualCluster
 from titanlite.tools.lab.context_parallel import ring_attention, shard_sequence
 from titanlite.tools.lab.data_parallel import data_parallelism_main
+from titanlite.tools.lab.drawing import Record
 from titanlite.tools.lab.exercises.exercise import load_exercise
 from titanlite.tools.lab.expert_parallel import Experts, expert_parallel_layer
 from titanlite.tools.lab.lecture import spawn
 from titanlite.tools.lab.mesh import Mesh
 from titanlite.tools.lab.mlp import MLP
-from titanlite.tools.lab.pictures import collective_picture, picture_of
+from titanlite.tools.lab.pictures import Part, name_parts, parts_of, picture_of, size, tagged
 from titanlite.tools.lab.pipeline_parallel import pipeline_parallelism_main
 from titanlite.tools.lab.pipelining import Pipeline
 from titanlite.tools.lab.record import Message
@@ -302,3 +303,72 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+def collective_picture(
+    cluster: VirtualCluster,
+    kind: str,
+    algorithm: str,
+    *,
+    num_parts: int | None = None,
+    label: str = "",
+) -> MessagePicture:
+    """A collective of the virtual device, run with tagged values on all devices of the cluster."""
+    num_ranks = cluster.mesh.size
+    count = num_parts or (1 if kind in ("gather", "all_gather") else num_ranks)
+
+    def job(device: Any) -> Any:
+        return getattr(device, kind)(tagged(device.rank, count))
+
+    results = cluster.run(job, algorithm=algorithm, record=True)
+    record = cluster.record
+    own = [[(i, frozenset([rank])) for i in range(count)] for rank in range(num_ranks)]
+    if kind in ("broadcast", "scatter"):
+        own = [own[0], *([] for _ in range(num_ranks - 1))]
+    ends = [[] if result is None else parts_of(result.tolist()) for result in results]
+    total = sum(message.tensor.nbytes for message in record.messages)
+    return picture_of(
+        record,
+        f"{kind}, {label or algorithm}: {num_ranks} ranks",
+        f"{len(record.messages)} messages, {total} B in {record.steps.length} steps. "
+        "a2 is part 2 of rank 0's tensor, b2 of rank 1's, and so on.",
+        name=lambda message: _tagged_name(message, count),
+        before=[name_parts(parts, count) for parts in own],
+        after=[name_parts(parts, count) for parts in ends],
+        held=_held(record, own, ends, count),
+    )
+
+
+def _tagged_name(message: Message, num_parts: int) -> str:
+    values = message.tensor.values or ()
+    return f"{name_parts(parts_of(values), num_parts)}, {size(message.tensor.nbytes)}"
+
+
+def _held(
+    record: Record, own: Sequence[Sequence[Part]], ends: Sequence[Sequence[Part]], count: int
+) -> list[list[list[str]]]:
+    """What each rank holds at each step: sums replace the parts that they contain."""
+    held = []
+    for step in range(record.steps.length + 1):
+        of_step = []
+        for rank in range(record.num_ranks):
+            parts = list(own[rank])
+            for flight in record.steps.flights:
+                message = flight.message
+                has_sent = message.source == rank and flight.start <= step
+                if has_sent or (message.target == rank and flight.start < step):
+                    parts += parts_of(message.tensor.values or ())
+            if step == record.steps.length:
+                parts += ends[rank]
+            of_step.append([name_parts([part], 0) for part in _largest(parts)])
+        held.append(of_step)
+    return held
+
+
+def _largest(parts: Sequence[Part]) -> list[Part]:
+    unique = sorted(set(parts), key=lambda part: (part[0], sorted(part[1])))
+    return [
+        (number, ranks)
+        for number, ranks in unique
+        if not any(number == other and ranks < more for other, more in unique)
+    ]

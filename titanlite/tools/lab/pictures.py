@@ -8,15 +8,14 @@ the part: a0+b0 is the sum of part 0 of ranks 0 and 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.tools.figures.messages import Arrow, Bar, Box, MessagePicture
-from titanlite.tools.lab.record import Message, Record, TensorInfo, TorchCall
+from titanlite.tools.lab.record import Message, Recorded, TensorInfo, TorchCall
+from titanlite.tools.lab.steps import make_steps
 
 if TYPE_CHECKING:
     import torch
-
-    from titanlite.tools.lab.cluster import VirtualCluster
 
 LETTERS = "abcdefgh"
 # A part of a tensor: its number, and the ranks whose parts are summed in it.
@@ -24,7 +23,7 @@ Part = tuple[int, frozenset[int]]
 
 
 def picture_of(
-    record: Record,
+    record: Recorded,
     title: str = "",
     caption: str = "",
     *,
@@ -39,7 +38,7 @@ def picture_of(
     and the bytes. `before` and `after` are texts for each rank. `held` is described in
     MessagePicture; by default, it is what each rank has received.
     """
-    steps = record.steps
+    steps = make_steps(record)
     texts = {id(each): (name or name_of)(each.message) for each in steps.flights}
     arrows = [
         Arrow(
@@ -158,72 +157,3 @@ def name_parts(parts: Sequence[Part], num_parts: int) -> str:
             texts.append("+".join(f"{letter}{number}" for letter in letters))
             place += 1
     return " ".join(texts)
-
-
-def collective_picture(
-    cluster: VirtualCluster,
-    kind: str,
-    algorithm: str,
-    *,
-    num_parts: int | None = None,
-    label: str = "",
-) -> MessagePicture:
-    """A collective of the virtual device, run with tagged values on all devices of the cluster."""
-    num_ranks = cluster.mesh.size
-    count = num_parts or (1 if kind in ("gather", "all_gather") else num_ranks)
-
-    def job(device: Any) -> Any:
-        return getattr(device, kind)(tagged(device.rank, count))
-
-    results = cluster.run(job, algorithm=algorithm, record=True)
-    record = cluster.record
-    own = [[(i, frozenset([rank])) for i in range(count)] for rank in range(num_ranks)]
-    if kind in ("broadcast", "scatter"):
-        own = [own[0], *([] for _ in range(num_ranks - 1))]
-    ends = [[] if result is None else parts_of(result.tolist()) for result in results]
-    total = sum(message.tensor.nbytes for message in record.messages)
-    return picture_of(
-        record,
-        f"{kind}, {label or algorithm}: {num_ranks} ranks",
-        f"{len(record.messages)} messages, {total} B in {record.steps.length} steps. "
-        "a2 is part 2 of rank 0's tensor, b2 of rank 1's, and so on.",
-        name=lambda message: _tagged_name(message, count),
-        before=[name_parts(parts, count) for parts in own],
-        after=[name_parts(parts, count) for parts in ends],
-        held=_held(record, own, ends, count),
-    )
-
-
-def _tagged_name(message: Message, num_parts: int) -> str:
-    values = message.tensor.values or ()
-    return f"{name_parts(parts_of(values), num_parts)}, {size(message.tensor.nbytes)}"
-
-
-def _held(
-    record: Record, own: Sequence[Sequence[Part]], ends: Sequence[Sequence[Part]], count: int
-) -> list[list[list[str]]]:
-    """What each rank holds at each step: sums replace the parts that they contain."""
-    held = []
-    for step in range(record.steps.length + 1):
-        of_step = []
-        for rank in range(record.num_ranks):
-            parts = list(own[rank])
-            for flight in record.steps.flights:
-                message = flight.message
-                has_sent = message.source == rank and flight.start <= step
-                if has_sent or (message.target == rank and flight.start < step):
-                    parts += parts_of(message.tensor.values or ())
-            if step == record.steps.length:
-                parts += ends[rank]
-            of_step.append([name_parts([part], 0) for part in _largest(parts)])
-        held.append(of_step)
-    return held
-
-
-def _largest(parts: Sequence[Part]) -> list[Part]:
-    unique = sorted(set(parts), key=lambda part: (part[0], sorted(part[1])))
-    return [
-        (number, ranks)
-        for number, ranks in unique
-        if not any(number == other and ranks < more for other, more in unique)
-    ]

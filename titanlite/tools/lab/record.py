@@ -1,8 +1,8 @@
-"""Record: who sent what to whom in a run, when, and for which collective. Needs no torch.
+"""Recorded: who sent what to whom in a run, when, and for which collective. Needs no torch.
 
 Every device writes its communication events into a log (recorder.py). The host reads the logs while
 the run goes on, to see mistakes and deadlocks (diagnosis.py), and afterwards, to draw the run
-(steps.py computes the step of each message; pictures.py draws).
+(steps.py computes the step of each message, pictures.py the picture, drawing.py has both).
 """
 
 from __future__ import annotations
@@ -143,11 +143,10 @@ class Steps:
     length: int = 0
 
 
-class Record:
+class Recorded:
     """The events of a run, by rank and in order, and what follows from them.
 
     `messages` are all messages in the order in which they were sent, `calls` all collectives.
-    `steps` arranges the run on a clock of equal steps. `svg`, `html` and `save` draw it.
     """
 
     def __init__(self, events: Sequence[Sequence[Event]]) -> None:
@@ -192,30 +191,6 @@ class Record:
                     names[rank, event.number] = f"{event.name} {counted[event.name]}"
                     counted[event.name] += 1
         return names
-
-    @cached_property
-    def steps(self) -> Steps:
-        from titanlite.tools.lab.steps import make_steps
-
-        return make_steps(self)
-
-    def svg(self, title: str = "", caption: str = "") -> str:
-        """The picture of the run: messages as arrows between ranks, over steps."""
-        from titanlite.tools.figures.messages import draw_svg
-        from titanlite.tools.lab.pictures import picture_of
-
-        return draw_svg(picture_of(self, title, caption))
-
-    def html(self, title: str = "", caption: str = "") -> str:
-        """A self-contained page that steps through the run with the arrow keys."""
-        from titanlite.tools.figures.messages import draw_page
-        from titanlite.tools.lab.pictures import picture_of
-
-        return draw_page(picture_of(self, title, caption))
-
-    def _repr_svg_(self) -> str:
-        """The picture, which a notebook shows."""
-        return self.svg()
 
     def message_of(self, event: Event) -> Message:
         """The message of a SEND or RECEIVE event."""
@@ -284,10 +259,12 @@ class Logs:
         """The bytes of each log; if they stay the same, no device communicates."""
         return [path.stat().st_size for path in self.paths]
 
-    def read(self) -> Record:
+    def read(self) -> Recorded:
         logs = [_read(path) for path in self.paths]
         start = min((log[0][0] for log in logs if log), default=0.0)
-        return Record([[_event(rank, start, *one) for one in log] for rank, log in enumerate(logs)])
+        return Recorded(
+            [[_event(rank, start, *one) for one in log] for rank, log in enumerate(logs)]
+        )
 
 
 def log_path(folder: Path, rank: int) -> Path:

@@ -24,13 +24,13 @@ from titanlite.tools.lab.record import (
     Event,
     Flight,
     Message,
-    Record,
+    Recorded,
     Steps,
     TorchCall,
 )
 
 
-def make_steps(record: Record) -> Steps:
+def make_steps(record: Recorded) -> Steps:
     """Run the events of all ranks on the clock; events that never happened are left out."""
     return _Clock(record).run()
 
@@ -47,7 +47,7 @@ class _Program:
 
 
 class _Clock:
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Recorded) -> None:
         self.record = record
         self.programs: defaultdict[tuple[int, int], _Program] = defaultdict(_Program)
         self.posts: dict[tuple[int, int], Event] = {}

@@ -22,9 +22,10 @@ from titanlite.tools.lab.cluster import VirtualCluster
 from titanlite.tools.lab.counts import Counts
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.diagnosis import CommunicationError
+from titanlite.tools.lab.drawing import Record
 from titanlite.tools.lab.exercises.exercise import Exercise
 from titanlite.tools.lab.pictures import describe, name_parts, parts_of
-from titanlite.tools.lab.record import Message, Record
+from titanlite.tools.lab.record import Message
 
 PASSED, UNWRITTEN, ERROR, VALUE, CHANGED = "passed", "unwritten", "error", "value", "changed"
 FORBIDDEN, MESSAGES, BYTES, STEPS = "forbidden", "messages", "bytes", "steps"
@@ -49,8 +50,9 @@ def judge(cluster: VirtualCluster, exercise: Exercise, answer: Callable[..., Any
     try:
         results = _run(cluster, exercise, answer)
     except CommunicationError as error:
-        where = _first_difference(cluster, exercise, error.record)
-        return Verdict(error.kind, (str(error), *where), error.record)
+        record = Record(error.record.events)
+        where = _first_difference(cluster, exercise, record)
+        return Verdict(error.kind, (str(error), *where), record)
     except RankError as error:
         if "NotImplementedError" in error.message:
             return Verdict(UNWRITTEN, (f"{error.message.partition(': ')[2]}; {_help(exercise)}",))
