@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
-
-from titanlite.mesh.parallel_dims import ParallelDims
+from typing import Protocol
 
 _MAX_WIDTH = 80
 _MAX_ROWS = 8
@@ -16,7 +14,19 @@ _GAP = None
 Place = tuple[int | None, ...]  # a coordinate on each axis
 
 
-def draw_mesh(dims: ParallelDims) -> str:
+class Degrees(Protocol):
+    """What `draw_mesh` needs: the axes, outermost first, and each rank's coordinates on them."""
+
+    @property
+    def degrees(self) -> Mapping[str, int]: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def coordinates(self, rank: int) -> Mapping[str, int]: ...
+
+
+def draw_mesh(dims: Degrees) -> str:
     """Draw one cell per rank: the innermost axis across, the others down, without degree-1 axes.
 
     The drawing has at most 80 columns and about 30 lines. Of an axis that is too long, the first
@@ -94,7 +104,7 @@ def _label(axis: str, at: int | None) -> str:
 def _rows(outer: Sequence[tuple[str, int]]) -> list[Place]:
     """The places on the outer axes to draw; a gap on one axis covers all inner axes too."""
     limits = [size for _, size in outer]
-    while math.prod(limits) > _MAX_ROWS and max(limits) > 1:
+    while _product(limits) > _MAX_ROWS and max(limits) > 1:
         limits[limits.index(max(limits))] -= 1
     shown = [_shown(size, limit) for (_, size), limit in zip(outer, limits, strict=True)]
     rows: list[Place] = []
@@ -123,6 +133,13 @@ def _shown(size: int, limit: int) -> list[int | None]:
     if limit == 1:
         return [0, _GAP]
     return [*range(limit - 1), _GAP, size - 1]
+
+
+def _product(numbers: Sequence[int]) -> int:
+    result = 1
+    for number in numbers:
+        result *= number
+    return result
 
 
 def _shortened(group: Sequence[int]) -> str:
