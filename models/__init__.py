@@ -7,32 +7,20 @@ from titanlite.registry import MODELS
 
 MODELS.home = __name__
 
-MODELS.add(
-    ModelSpec(
-        name="image_transformer",
-        config="titanlite.models.image_transformer.config:ImageTransformerConfig",
-        build="titanlite.models.image_transformer.model:ImageTransformer",
-        plan="titanlite.models.image_transformer.plan:PLANS",
+for name, config, build, has_folders in (
+    ("image_transformer", "ImageTransformerConfig", "ImageTransformer", False),
+    ("llama3", "Llama3Config", "Llama3", True),
+    ("gpt2", "GPT2Config", "GPT2", True),
+):
+    MODELS.add(
+        ModelSpec(
+            name,
+            config=f"titanlite.models.{name}.config:{config}",
+            build=f"titanlite.models.{name}.model:{build}",
+            plan=f"titanlite.models.{name}.plan:PLANS",
+            hf=f"titanlite.models.{name}.hf:FORMAT" if has_folders else None,
+        )
     )
-)
-MODELS.add(
-    ModelSpec(
-        name="llama3",
-        config="titanlite.models.llama3.config:Llama3Config",
-        build="titanlite.models.llama3.model:Llama3",
-        plan="titanlite.models.llama3.plan:PLANS",
-        hf="titanlite.models.llama3.hf:FORMAT",
-    )
-)
-MODELS.add(
-    ModelSpec(
-        name="gpt2",
-        config="titanlite.models.gpt2.config:GPT2Config",
-        build="titanlite.models.gpt2.model:GPT2",
-        plan="titanlite.models.gpt2.plan:PLANS",
-        hf="titanlite.models.gpt2.hf:FORMAT",
-    )
-)
 MODELS.add(
     ModelSpec(
         name="hf",

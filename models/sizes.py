@@ -6,7 +6,8 @@ Each returns a list of (key, "what is wrong; what to do"), as `problems` of a co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from titanlite.errors import nearest
 from titanlite.mesh.parallel_dims import ParallelDims, divisors
@@ -28,6 +29,31 @@ def head_problems(dim: int, heads: tuple[str, int], kv_heads: tuple[str, int]) -
         legal = nearest(kv_number, divisors(number))
         found.append((kv_key, f"{kv_number} does not divide {key} {number}; give {legal}"))
     return found
+
+
+def share_problems(tp: int, numbers: Mapping[str, int]) -> Problems:
+    """A tensor-parallel degree that does not divide a number, by its name."""
+    key = "parallelism.tensor_parallel_degree"
+    return [
+        (key, f"{tp} does not divide {name} {number}; give one of {_listed(divisors(number))}")
+        for name, number in numbers.items()
+        if number % tp
+    ]
+
+
+def window_problems(window: Any, seq_len: int) -> Problems:
+    """Sequences that are longer than a sliding window, if there is one."""
+    if not isinstance(window, int) or window >= seq_len:
+        return []
+    message = (
+        f"{seq_len} tokens are more than sliding_window {window}, and windows are not supported; "
+        f"give at most {window}"
+    )
+    return [("training.seq_len", message)]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def split_problems(dims: ParallelDims, split: Mapping[str, int], vocab_size: int) -> Problems:

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titanlite.callbacks import Event, TrainResult
-    from titanlite.checkpoint.by_hand import Loaded, load_checkpoint, save_checkpoint
-    from titanlite.checkpoint.hf_by_hand import export, load_weights
     from titanlite.config import JobConfig, load_config, make_config
     from titanlite.errors import ConfigError, RankError, TitanliteError
     from titanlite.from_python import train
@@ -55,6 +53,8 @@ if TYPE_CHECKING:
     from titanlite.ranks.world import World, open_world
     from titanlite.register import register_dataset, register_loss, register_metric, register_model
     from titanlite.schedule import make_schedule
+    from titanlite.tools.by_hand.checkpoints import Loaded, load_checkpoint, save_checkpoint
+    from titanlite.tools.by_hand.huggingface import export, load_weights
     from titanlite.tools.verify.program.comparison import (
         Comparer,
         Comparison,
@@ -138,8 +138,8 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "training.optimizer": ("build_optimizer", "build_scheduler"),
     },
     "Checkpoints": {
-        "checkpoint.by_hand": ("save_checkpoint", "load_checkpoint", "Loaded"),
-        "checkpoint.hf_by_hand": ("export", "load_weights"),
+        "tools.by_hand.checkpoints": ("save_checkpoint", "load_checkpoint", "Loaded"),
+        "tools.by_hand.huggingface": ("export", "load_weights"),
     },
 }
 """The public names, by topic and module."""

@@ -43,12 +43,12 @@ COMMANDS = {
         has_own_end=True,
     ),
     "sample": Command(
-        "titanlite.sampling.command",
+        "titanlite.tools.sample.command",
         "draw samples from a checkpoint",
         "titanlite sample outputs/run/checkpoint --out samples.png",
     ),
     "convert": Command(
-        "titanlite.checkpoint.convert",
+        "titanlite.tools.convert.command",
         "convert a checkpoint to .safetensors, or back",
         "titanlite convert outputs/run/checkpoint --out model.safetensors",
     ),

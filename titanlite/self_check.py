@@ -24,6 +24,7 @@ from titanlite.errors import TitanliteError, number_ranks
 from titanlite.job import Job
 from titanlite.modules.shards import local_part
 from titanlite.parallelize.tensor_account import BUFFER, WHOLE, TensorAccount
+from titanlite.ranks.peers import Peers
 
 # Elements of a tensor whose fingerprint is computed at once, which takes 16 bytes for each.
 CHUNK = 1 << 20
@@ -192,10 +193,8 @@ def _everyones(
         for name in names
         if name in prints
     ]
-    everyone: list[Any] = [None] * job.world.size
-    dist.all_gather_object(everyone, own)
     copies: dict[tuple[str, str, Any], list[tuple[int, Any]]] = {}
-    for rank, of_rank in enumerate(everyone):
+    for rank, of_rank in enumerate(Peers().gathered(own)):
         for axis, name, place, value in of_rank:
             copies.setdefault((name, axis, place), []).append((rank, tuple(value)))
     order = {name: index for index, name in enumerate(job.tensors)}

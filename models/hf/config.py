@@ -18,7 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from titanlite.mesh.parallel_dims import ParallelDims, divisors
+from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.models.sizes import Problems, share_problems, window_problems
 
 FAMILIES = {
     "GPT2Config": "gpt2",
@@ -108,8 +109,8 @@ class HFConfig:
     def _is_gpt2(self, given: dict[str, Any]) -> bool:
         return "gpt2" in (FAMILIES.get(self.config_class or ""), given.get("model_type"))
 
-    def _gpt2_problems(self, given: dict[str, Any], dims: ParallelDims) -> list[tuple[str, str]]:
-        found = []
+    def _gpt2_problems(self, given: dict[str, Any], dims: ParallelDims) -> Problems:
+        found: Problems = []
         if TP_TABLE in given:
             found.append(
                 (
@@ -121,15 +122,7 @@ class HFConfig:
         # GPT-2's own defaults are 12 heads and 768 features.
         features = given.get("n_embd", 768)
         inner = given.get("n_inner") or 4 * features
-        for name, number in (("n_head", given.get("n_head", 12)), ("n_inner", inner)):
-            if number % dims.tp:
-                found.append(
-                    (
-                        "parallelism.tensor_parallel_degree",
-                        f"{dims.tp} does not divide {name} {number}; give one of "
-                        f"{', '.join(map(str, divisors(number)))}",
-                    )
-                )
+        found += share_problems(dims.tp, {"n_head": given.get("n_head", 12), "n_inner": inner})
         # GPT-2's own default is 0.1.
         names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
         if dropped := [name for name in names if given.get(name, 0.1)]:
@@ -144,30 +137,15 @@ class HFConfig:
     def _size_problems(
         self, given: dict[str, Any], dims: ParallelDims, seq_len: int
     ) -> list[tuple[str, str]]:
-        found = []
         if self._is_gpt2(given):
             return self._gpt2_problems(given, dims)
         heads = given.get("num_attention_heads")
         kv_heads = given.get("num_key_value_heads") or heads
-        for name, number in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
-            if isinstance(number, int) and number % dims.tp:
-                found.append(
-                    (
-                        "parallelism.tensor_parallel_degree",
-                        f"{dims.tp} does not divide {name} {number}; give one of "
-                        f"{', '.join(map(str, divisors(number)))}",
-                    )
-                )
-        window = given.get("sliding_window")
-        uses_window = given.get("use_sliding_window", True)
-        if isinstance(window, int) and uses_window and window < seq_len:
-            found.append(
-                (
-                    "training.seq_len",
-                    f"{seq_len} tokens are more than sliding_window {window}, and "
-                    f"windows are not supported; give at most {window}",
-                )
-            )
+        numbers = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        known = {name: number for name, number in numbers.items() if isinstance(number, int)}
+        found = share_problems(dims.tp, known)
+        if given.get("use_sliding_window", True):
+            found += window_problems(given.get("sliding_window"), seq_len)
         if dropout := given.get("attention_dropout"):
             found.append(
                 ("model.values", f"attention_dropout {dropout} differs between plans; set it to 0")

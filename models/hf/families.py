@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from titanlite.mesh.parallel_dims import divisors
 from titanlite.models.hf.config import TP_TABLE, HFConfig
 from titanlite.models.hf.model import ATTENTION, build, configuration
+from titanlite.models.sizes import share_problems, window_problems
 from titanlite.parallelize.plan import block_lists, derive_plan, match_modules
 from titanlite.parallelize.tensor_parallel.styles import NormLocal
 
@@ -245,12 +245,8 @@ def _missing(
         is_used = "sliding_attention" in kinds
         if other := sorted({*kinds} - {"full_attention", "sliding_attention"}):
             yield ("model.values", f"layers of type {other[0]} are not supported")
-    if isinstance(window, int) and is_used and window < seq_len:
-        yield (
-            "training.seq_len",
-            f"{seq_len} tokens are more than sliding_window {window}, and windows are not "
-            f"supported; give at most {window}",
-        )
+    if is_used:
+        yield from window_problems(window, seq_len)
 
 
 def _missing_for_tp(config: Any, model: Any, structure: Structure, tp: int) -> Iterator[Problem]:
@@ -271,10 +267,8 @@ def _missing_for_tp(config: Any, model: Any, structure: Structure, tp: int) -> I
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     kv_entry = table.get(_inner(structure, "k_proj"))
     numbers = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    for what, number in numbers.items() if kv_entry == "colwise" else ():
-        if number % tp:
-            legal = ", ".join(map(str, divisors(number)))
-            yield key, f"{tp} does not divide {what} {number}; give one of {legal}"
+    if kv_entry == "colwise":
+        yield from share_problems(tp, numbers)
 
 
 def _wrong_entry(config: Any, model: Any, structure: Structure) -> str | None:

@@ -397,8 +397,8 @@ MUTANTS = [
         r"backward pass.*attention\.inner",
         RING,
         (
-            "                lse[:, :, rows],\n                tile.causal,\n                scale,\n",
-            "                lse[:, :, rows],\n                tile.causal,\n                scale * 1.5,\n",
+            "                lse[:, :, rows],\n                Scoring(tile.causal, scale, mask),\n",
+            "                lse[:, :, rows],\n                Scoring(tile.causal, scale * 1.5, mask),\n",
         ),
     ),
     mutant(

@@ -20,7 +20,6 @@ from test_train_script import png_size, run
 from torch import Tensor
 
 from titanlite import cli
-from titanlite.checkpoint import convert
 from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint
 from titanlite.checkpoint.manifest import MANIFEST, _digest, read_manifest
 from titanlite.checkpoint.run import Checkpoints
@@ -30,6 +29,7 @@ from titanlite.config import JobConfig, override
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.ranks.launch import Place, run_ranks
+from titanlite.tools.convert import command as convert
 
 STEPS = 4
 TITANLITE = (sys.executable, "-m", "titanlite")

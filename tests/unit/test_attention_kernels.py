@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from titanlite.modules.attention.kernels import KERNELS, choose_kernel, explain_choice
+from titanlite.modules.attention.kernels import KERNELS, Scoring, choose_kernel, explain_choice
 from titanlite.parallelize.context_parallel.ring import merge
 
 by_name = {kernel.name: kernel for kernel in KERNELS}
@@ -54,8 +54,8 @@ def test_kernel_against_the_definition(name, dtype, num_kv_heads, num_queries, n
 
     q, k, v = (part.detach().to(dtype) for part in exact)
     kernel = by_name[name]
-    found_out, found_lse = kernel.forward(q, k, v, causal, 0.3)
-    found_grads = kernel.backward(grad_out, q, k, v, found_out, found_lse, causal, 0.3)
+    found_out, found_lse = kernel.forward(q, k, v, Scoring(causal, 0.3))
+    found_grads = kernel.backward(grad_out, q, k, v, found_out, found_lse, Scoring(causal, 0.3))
     expected = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
     for (what, value), found in zip(
         expected.items(), (found_out, found_lse, *found_grads), strict=True
@@ -77,7 +77,9 @@ def test_gradients_of_parts_of_the_keys_add_up(name):
     expected = torch.autograd.grad(out, exact, grad_out)
     q, k, v, out, lse = (part.detach() for part in (q, k, v, out, lse))
     parts = [
-        by_name[name].backward(grad_out, q, k[:, :, keys], v[:, :, keys], out, lse, False, 0.3)
+        by_name[name].backward(
+            grad_out, q, k[:, :, keys], v[:, :, keys], out, lse, Scoring(False, 0.3)
+        )
         for keys in (slice(0, 4), slice(4, 10))
     ]
     torch.testing.assert_close(parts[0][0] + parts[1][0], expected[0], rtol=0, atol=1e-13)
@@ -109,7 +111,7 @@ def test_masked_keys_and_rows_without_keys(name, dtype, num_keys):
     kept = torch.promote_types(dtype, torch.float32)
     merged = torch.zeros(q.shape, dtype=kept), torch.full(q.shape[:3], -torch.inf, dtype=kept)
     for keys in parts:
-        arguments = k[:, :, keys], v[:, :, keys], False, 0.3, mask[..., keys]
+        arguments = k[:, :, keys], v[:, :, keys], Scoring(False, 0.3, mask[..., keys])
         block = kernel.forward(q, *arguments)
         hidden = ~mask[..., keys].any(-1).expand(q.shape[:3])
         assert hidden.any()
@@ -119,7 +121,7 @@ def test_masked_keys_and_rows_without_keys(name, dtype, num_keys):
     found = [
         kernel.backward(
             *(grad_out, q, k[:, :, keys], v[:, :, keys], merged[0].to(dtype), merged[1]),
-            *(False, 0.3, mask[..., keys]),
+            Scoring(False, 0.3, mask[..., keys]),
         )
         for keys in parts
     ]
@@ -216,11 +218,11 @@ def test_cuda_kernels_are_called_as_their_operators_want(
         if masked:
             mask = torch.ones(2, 1, num_queries, num_keys, dtype=torch.bool, device=q.device)
             mask = mask.tril(-3)
-        out, lse = kernel.forward(q, k, v, causal, 0.25, mask)
+        out, lse = kernel.forward(q, k, v, Scoring(causal, 0.25, mask))
         assert lse.dtype == torch.float32
         # In a ring, the final lse of a query is finite.
         finite = lse.masked_fill(lse == -torch.inf, 0)
-        return out, finite, *kernel.backward(out, q, k, v, out, finite, causal, 0.25, mask)
+        return out, finite, *kernel.backward(out, q, k, v, out, finite, Scoring(causal, 0.25, mask))
 
     if torch.cuda.is_available():
         found = results(by_name[name], *tensors("cuda"))

@@ -18,7 +18,7 @@ from titanlite import (
     load_checkpoint,
     save_checkpoint,
 )
-from titanlite.checkpoint.convert import to_safetensors
+from titanlite.tools.convert.command import to_safetensors
 
 
 @dataclass

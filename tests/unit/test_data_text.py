@@ -29,9 +29,10 @@ from titanlite.data.sampler import GlobalBatchSampler
 from titanlite.data.text import corpus, documents
 from titanlite.data.text.documents import python_manual, read_documents, split_long
 from titanlite.data.text.packed import PackedText, Stream, number_documents
-from titanlite.data.text.tokenizer import ByteTokenizer, TextWriter, load_tokenizer
+from titanlite.data.text.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.errors import ConfigError
 from titanlite.models.llama3.config import FLAVORS
+from titanlite.tools.sample.writer import TextWriter
 
 END = 256
 TINY = FLAVORS["tiny"]

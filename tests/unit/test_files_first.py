@@ -137,7 +137,7 @@ def test_the_picture_of_an_exercise(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_sample(num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text of one sample is printed while it is sampled."""
     from titanlite.ranks.launch import ALONE
-    from titanlite.sampling import command
+    from titanlite.tools.sample import command
 
     def sample(_: Any, number: int, *, on_new: Any) -> list[list[int]]:
         for token in (1, 2, 3):
@@ -151,7 +151,7 @@ def test_a_sample(num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         close = add
 
     world = SimpleNamespace(is_first=True)
-    data = SimpleNamespace(writer=lambda _: Writer(), texts=lambda samples: ["text"] * len(samples))
+    data = SimpleNamespace(tokenizer="its", texts=lambda samples: ["text"] * len(samples))
     for name, stand_in in {
         "titanlite.ranks.world.open_world": lambda *_, **__: contextlib.nullcontext(world),
         "titanlite.job.build_job": lambda *_: SimpleNamespace(data=data),
@@ -159,6 +159,7 @@ def test_a_sample(num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             with_long_timeout=contextlib.nullcontext
         ),
         "titanlite.checkpoint.weights.load_safetensors": lambda *_: None,
+        "titanlite.tools.sample.writer.TextWriter": lambda *_: Writer(),
         "titanlite.sampling.generate.sample_sequences": sample,
         "titanlite.sampling.generate.save_samples": lambda _, samples, out: out.write_text("saved"),
     }.items():

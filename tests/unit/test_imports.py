@@ -50,6 +50,9 @@ FLOORS = (
 """The core, from the ground up: what stands on a floor imports from its own and those below."""
 
 TOOLS: dict[str, tuple[str, ...]] = {
+    "by_hand": (),
+    "convert": (),
+    "sample": (),
     "figures": (),
     "simulate": ("figures",),
     # A step's operators and messages run on the simulator's streams.

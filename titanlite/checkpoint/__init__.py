@@ -7,8 +7,6 @@ storage.py     tensors to and from files, by torch.distributed.checkpoint (DCP);
 manifest.py    manifest.json: sizes, checksums, numbers (torch-free); metadata.py: DCP's .metadata
 folder.py      a folder of checkpoints: names, renames, removal (torch-free)
 weights.py     the weights of the whole model as .safetensors files, read in shards
-huggingface.py writes a Hugging Face folder; hf_by_hand.py: export, load_weights
-convert.py     `titanlite convert`
-by_hand.py     save_checkpoint and load_checkpoint, for a loop that is not a job
+huggingface.py writes a Hugging Face folder
 group.py       the process group of saves and loads
 """

@@ -1,14 +1,15 @@
 """Write a Hugging Face folder, which from_pretrained of transformers reads.
 
-FolderWriter     takes whole parameters one by one, and writes config.json and shards of weights
-save_hf_folder   the weights of a job
-companions       tokenizer and generation settings, to be copied from another folder
+FolderWriter       takes whole parameters one by one, and writes config.json and shards of weights
+save_model_files   the weights of a job, whether its model has a Hugging Face format or not
+companions         tokenizer and generation settings, to be copied from another folder
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ SHARD_BYTES = 5_000_000_000
 class FolderWriter:
     """Writes a model's parameters to a new Hugging Face folder, in `dtype`.
 
+    If `names` has no format, the parameters are written to one file under their own names.
     `shapes` has the whole shape of every parameter, in the order in which `add` gets them, and
     `buffers` are written with them. A tensor that joins several parameters is written when all of
     them have come. At most one file of the folder is in memory at a time.
@@ -63,7 +65,11 @@ class FolderWriter:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self._folder, self._dtype = folder, dtype
-        self._text = {**(text or {}), LAYOUT_KEY: HF_LAYOUT}
+        self._text = dict(text or {})
+        if names.format is None:
+            shard_bytes = sys.maxsize
+        else:
+            self._text[LAYOUT_KEY] = HF_LAYOUT
         self._places = {name: names.place(name, shape) for name, shape in shapes.items()}
         self._parts: dict[str, dict[int, Tensor]] = {}
         self._num_parts: dict[str, int] = {}
@@ -113,15 +119,19 @@ class FolderWriter:
             write_file(file, {n: t for n, t in shard.items() if t is not None}, self._text)
             shard.clear()
 
-    def finish(self, config: Mapping[str, Any], like: Path | None = None) -> list[Path]:
-        """Write config.json and the index, and copy tokenizer files from `like`; all files."""
+    def finish(self, config: Mapping[str, Any] | None, like: Path | None = None) -> list[Path]:
+        """Write config.json and the index, and copy tokenizer files from `like`; all files.
+
+        Without `config` there is no config.json.
+        """
         assert not any(self._shards), "not every parameter was given"
         token_keys = {}
         if like is not None and is_hf_folder(like):
             found = read_json(like / CONFIG)
             token_keys = {key: found[key] for key in TOKEN_KEYS if key in found}
         dtype = str(self._dtype).removeprefix("torch.")
-        self._write_json(CONFIG, {**config, **token_keys, "dtype": dtype})
+        if config is not None:
+            self._write_json(CONFIG, {**config, **token_keys, "dtype": dtype})
         if len(self._shards) > 1:
             where = {name: self._file_name(n) for name, n in sorted(self._shard_of.items())}
             index = {"metadata": {"total_size": self.num_bytes}, "weight_map": where}
@@ -150,19 +160,19 @@ def companions(folder: Path | None) -> Iterator[Path]:
         yield from (file for name in COMPANIONS if (file := folder / name).is_file())
 
 
-def save_hf_folder(
+def save_model_files(
     job: Job, folder: Path, dtype: torch.dtype, seal: Seal, ranks: CheckpointGroup
 ) -> None:
     """Gather the weights on rank 0, which writes a Hugging Face folder and seals it.
 
-    Every rank must call this. Rank 0 holds one file of the folder in memory, in `dtype`.
+    A model without a Hugging Face format is written as one .safetensors file. Every rank must call
+    this. Rank 0 holds one file of the folder in memory, in `dtype`.
     """
     buffers: dict[str, Tensor] = {}
     own = {n: buffer.cpu() for n, buffer in job.buffers.items() if job.holds_first(n)}
     for found in ranks.gathered(own):
         buffers |= found
     names = Names.of(job)
-    assert names.format is not None
     writer = None
     if job.world.is_first:
         text = {CONFIG_KEY: json.dumps(job.config.model_dump(mode="json", exclude_unset=True))}
@@ -172,7 +182,8 @@ def save_hf_folder(
         if writer is not None:
             writer.add(name, whole)
     if writer is not None:
-        files = writer.finish(names.format.config(names.sizes), folder_like(job))
+        config = None if names.format is None else names.format.config(names.sizes)
+        files = writer.finish(config, folder_like(job) if config else None)
         seal({file.name: record_of(file) for file in files})
 
 

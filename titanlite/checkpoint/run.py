@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titanlite.checkpoint import state
 from titanlite.checkpoint.folder import CheckpointFolder, look_at, make_token
 from titanlite.checkpoint.group import CheckpointGroup
-from titanlite.checkpoint.huggingface import save_hf_folder
+from titanlite.checkpoint.huggingface import save_model_files
 from titanlite.checkpoint.manifest import FileRecord, Manifest, own_version
 from titanlite.checkpoint.staging import Copies
 from titanlite.checkpoint.start import start_from
 from titanlite.checkpoint.storage import Seal, first_failure, save, save_async, told
-from titanlite.checkpoint.weights import Names, save_safetensors
+from titanlite.checkpoint.weights import Names
 from titanlite.errors import ConfigError, NonFiniteError, TitanliteError
 from titanlite.job import Job
 from titanlite.parallelize.part import DTYPES
@@ -187,8 +187,7 @@ class Checkpoints:
         job, section = self._job, self._section
         dtype = EXPORT_DTYPES[section.export_dtype]
         folder = self._folder.unfinished(step, self._token)
-        save_file = save_safetensors if Names.of(job).format is None else save_hf_folder
-        in_hf = "safetensors" if save_file is save_safetensors else "huggingface"
+        in_hf = "safetensors" if Names.of(job).format is None else "huggingface"
         seal = self._sealer(
             folder,
             step=step,
@@ -199,7 +198,7 @@ class Checkpoints:
         self._saving_to = self._folder.at(step)
         with self._explaining(), self._ranks.with_long_timeout():
             if section.last_save_in_hf:
-                self._ranks.all_do(lambda: save_file(job, folder, dtype, seal, self._ranks))
+                self._ranks.all_do(lambda: save_model_files(job, folder, dtype, seal, self._ranks))
             else:
                 save(self._weights(dtype), folder, self._ranks.group, seal)
         said = self._said(self._saving_to, start)

@@ -33,7 +33,7 @@ class Updates(Protocol):
 
 
 class Trained(Protocol):
-    """What is trained on this rank: a Job, or the parts of a loop by hand (by_hand.py)."""
+    """What is trained on this rank: a Job, or the parts of a loop by hand."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...

@@ -118,7 +118,11 @@ def save(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None, seal: Se
 
 
 def save_async(
-    pieces: Pieces, folder: Path, group: dist.ProcessGroup, seal: Seal, stager: AsyncStager
+    pieces: Pieces,
+    folder: Path,
+    group: dist.ProcessGroup | None,
+    seal: Seal,
+    stager: AsyncStager,
 ) -> Any:
     """Like `save`, in a thread, from a copy by `stager`; returns a concurrent.futures.Future.
 

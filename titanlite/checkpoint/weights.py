@@ -26,8 +26,7 @@ from torch import Tensor
 
 from titanlite.checkpoint import state
 from titanlite.checkpoint.group import CheckpointGroup
-from titanlite.checkpoint.manifest import SAFETENSORS, record_of
-from titanlite.checkpoint.storage import Piece, Pieces, Seal
+from titanlite.checkpoint.storage import Piece, Pieces
 from titanlite.config import load_model_spec
 from titanlite.errors import ConfigError
 from titanlite.files import open_regular, shown
@@ -55,27 +54,6 @@ class Names:
     def of(cls, job: Job) -> Names:
         """The names in the Hugging Face folders of a job's model; its own if it has no format."""
         return cls(format_of(load_model_spec(job.config)), job.resolved.model)
-
-
-def save_safetensors(
-    job: Job, folder: Path, dtype: torch.dtype, seal: Seal, ranks: CheckpointGroup
-) -> None:
-    """Gather the weights on rank 0, which writes them and seals the folder.
-
-    Every rank must call this. Rank 0 holds the whole model in memory, in `dtype`.
-    """
-    tensors: dict[str, Tensor] = {}
-    own_buffers = {n: buffer.cpu() for n, buffer in job.buffers.items() if job.holds_first(n)}
-    for buffers in ranks.gathered(own_buffers):
-        tensors |= buffers
-    for name, whole in job.whole_parameters():
-        if job.world.is_first:
-            tensors[name] = whole.to("cpu", dtype, copy=True).contiguous()
-    if job.world.is_first:
-        folder.mkdir(parents=True)
-        config = job.config.model_dump(mode="json", exclude_unset=True)
-        write_file(folder / SAFETENSORS, tensors, {CONFIG_KEY: json.dumps(config)})
-        seal({SAFETENSORS: record_of(folder / SAFETENSORS)})
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:

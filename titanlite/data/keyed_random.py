@@ -6,7 +6,13 @@ random numbers therefore have no state: each (seed, index) is a Philox counter s
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
+
+T = TypeVar("T")
 
 _MASK = 2**64 - 1
 
@@ -31,6 +37,11 @@ def random_words(seed: int, index: int, stream: int, count: int) -> np.ndarray:
 def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
     """The order of an epoch: a uniform permutation of range(count), int64, by (seed, epoch)."""
     return np.argsort(random_words(seed, epoch, SHUFFLE, count), kind="stable")
+
+
+def of_two_epochs(order: Callable[[int, int, int], T]) -> Callable[[int, int, int], T]:
+    """`order` by (seed, epoch, count), kept for two epochs, which a global batch can span."""
+    return functools.lru_cache(maxsize=2)(order)
 
 
 class Permutation:

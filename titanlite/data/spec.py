@@ -39,16 +39,6 @@ class Dataset(Protocol):
         """
 
 
-class TokenWriter(Protocol):
-    """Prints sampled tokens."""
-
-    def add(self, token: int) -> None:
-        """Print what `token` adds to the text."""
-
-    def close(self) -> None:
-        """Print the rest, and end the line."""
-
-
 @dataclass(frozen=True)
 class Misfit:
     """Why a model and a data set do not match."""
@@ -153,10 +143,6 @@ class DatasetSpec:
         """The tokens of a text to continue; None if samples start like those of the data set."""
         if prompt:
             raise ConfigError(f'sampling.prompt: "{self.name}" is not text; remove this key')
-        return None
-
-    def writer(self, prompt: str) -> TokenWriter | None:
-        """Prints a sample that continues `prompt` while it is sampled; None if it cannot."""
         return None
 
     def texts(self, sampled: Tensor) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from titanlite.data.keyed_random import permutation
+from titanlite.data.keyed_random import of_two_epochs, permutation
 
 
 class StoredSequences:
@@ -18,8 +18,7 @@ class StoredSequences:
     def __init__(self, tokens: np.ndarray, *, shuffle_seed: int | None = None) -> None:
         self._sequences = tokens.reshape(len(tokens), -1)
         self._shuffle_seed = shuffle_seed
-        # A cache of the last two orders, because a global batch can span two epochs.
-        self._orders: dict[int, np.ndarray] = {}
+        self._order = of_two_epochs(permutation)
 
     @property
     def num_samples(self) -> int:
@@ -28,12 +27,5 @@ class StoredSequences:
     def sample(self, index: int) -> torch.Tensor:
         epoch, position = divmod(index, self.num_samples)
         if self._shuffle_seed is not None:
-            position = int(self._order(epoch, self._shuffle_seed)[position])
+            position = int(self._order(self._shuffle_seed, epoch, self.num_samples)[position])
         return torch.from_numpy(self._sequences[position].astype(np.int64))
-
-    def _order(self, epoch: int, seed: int) -> np.ndarray:
-        if epoch not in self._orders:
-            while len(self._orders) > 1:
-                del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = permutation(seed, epoch, self.num_samples)
-        return self._orders[epoch]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from torch._dynamo.callback import callback_handler
@@ -35,12 +34,7 @@ class CompileReport:
         callback_handler.register_end_callback(self._end)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         callback_handler.remove_start_callback(self._start)
         callback_handler.remove_end_callback(self._end)
 

@@ -11,15 +11,14 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from titanlite.config.data import spec_for
 from titanlite.config.document import format_config
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.observe.first_screen import render_screen
 from titanlite.observe.metrics import (
@@ -39,6 +38,7 @@ from titanlite.observe.pipeline_timeline import (
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
 from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
+from titanlite.ranks.peers import Peers
 from titanlite.ranks.world import World
 from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
 from titanlite.training.metrics import Validation
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
 SAMPLED_A_LINE = 768
 CURVE, LOADS = "loss.png", "expert_loads.png"
 FIRST_SCREEN = "first_screen.txt"
-
-
-T = TypeVar("T")
 
 
 class Reporter:
@@ -102,10 +99,10 @@ class Reporter:
     def _enter(self) -> None:
         config, world = self._job.config, self._job.world
         if self._is_guest:
-            self._folder = self._from_first(lambda: _make_own_folder(self._folder))
+            self._folder = Peers().from_first(lambda: _make_own_folder(self._folder))
             self._notes.append(f"checkpoint: load_only: this run writes to {self._folder}")
         # First, because it refuses a second run in the same folder.
-        self._from_first(self._open_log)
+        Peers().from_first(self._open_log)
         if world.is_first:
             self._introduce()
             if config.job.save_config_file:
@@ -163,25 +160,7 @@ class Reporter:
             )
         )
 
-    def _from_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0; return its result, or raise its error, on every rank."""
-        box: list[Any] = [None, None]
-        if self._job.world.is_first:
-            try:
-                box[0] = function()
-            except (TitanliteError, OSError) as error:
-                box[1] = error
-        dist.broadcast_object_list(box)
-        if box[1] is not None:
-            raise box[1]
-        return box[0]
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._exits.close()
 
     def record(

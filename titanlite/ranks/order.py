@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from titanlite.errors import OrderError
 from titanlite.ranks.hang_state import group_ranks, names_of, recorded_calls
+from titanlite.ranks.peers import Peers
 from titanlite.ranks.report import Account, Call, find_astray
 
 AFTER = "; this step did not change the weights"
@@ -34,15 +35,13 @@ class OrderCheck:
         # A separate group: the order of calls in the other groups may be wrong.
         group = dist.new_group(backend="gloo", group_desc="order check")
         assert isinstance(group, dist.ProcessGroup)
-        self._group = group
+        self._peers = Peers(group)
 
     def __call__(self) -> None:
         """Raises the same OrderError on all ranks, with the first call that differs."""
         new = self._new_calls()
         tags = {name: [_tag(call) for call in new.get(name, ())] for name in self._names}
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, tags, group=self._group)
-        if not _are_alike(everyone):
+        if not _are_alike(self._peers.gathered(tags)):
             self._find_difference(new)
         for name, calls in new.items():
             self._compared[name] = calls[-1].number
@@ -53,8 +52,7 @@ class OrderCheck:
             calls=[call for calls in new.values() for call in calls],
             groups=group_ranks(self._axes),
         )
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, account, group=self._group)
+        everyone = self._peers.gathered(account)
         groups = {name: group for account in everyone for name, group in account.groups.items()}
         accounts = {account.rank: account for account in everyone}
         astray = find_astray(accounts, groups, by_site=True)

@@ -1,1 +1,1 @@
-"""What plans, verifies, simulates and explains jobs; the trainer imports none of it."""
+"""What plans, verifies, simulates and explains jobs, or uses what they train; no run needs it."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
+from titanlite.ranks.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ def explain_non_finite(
         part.zero_grad(set_to_none=True)
     with watching(parts, mine), torch.compiler.set_stance("force_eager"):
         loss = run_again()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return describe(everyone, loss, _places(world_mesh))
+    return describe(Peers().gathered(mine), loss, _places(world_mesh))
 
 
 def describe(everyone: Sequence[Findings], loss: float, places: Sequence[str] = ()) -> str:

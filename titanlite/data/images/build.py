@@ -8,6 +8,17 @@ from __future__ import annotations
 
 from titanlite.data.spec import Dataset
 from titanlite.errors import ConfigError
+from titanlite.registry import load
+
+# Each module is imported only when it is needed: they depend on slow imports.
+BUILDERS = {
+    "digits": "titanlite.data.images.digits:build_digits",
+    "photos": "titanlite.data.images.photos:build_photos",
+    "cifar10": "titanlite.data.images.cifar10:build_cifar10",
+    "synthetic": "titanlite.data.images.synthetic:build_synthetic",
+}
+# The height and width of sets whose images have one size.
+SIDES = {"digits": 8, "cifar10": 32}
 
 
 def build_dataset(
@@ -28,51 +39,16 @@ def build_dataset(
     not depend on `seed`. Raises ConfigError for a shape that the data set does not have, and for
     missing or damaged files, with the name of `path_key`.
     """
-    if split not in ("train", "validation"):
-        raise ValueError(f"split is {split!r}, not 'train' or 'validation'")
-    # Import each module only when it is needed: they depend on slow imports.
-    if name == "digits":
-        from titanlite.data.images import digits
-
-        _check_size(name, height, width, digits.HEIGHT, digits.WIDTH)
-        return digits.build_digits(split, seed=seed, channels=channels, vocab_size=vocab_size)
-    if name == "photos":
-        from titanlite.data.images.photos import build_photos
-
-        return build_photos(
-            split,
-            seed=seed,
-            height=height,
-            width=width,
-            channels=channels,
-            vocab_size=vocab_size,
-        )
-    if name == "cifar10":
-        from titanlite.data.images import cifar10
-
-        _check_size(name, height, width, cifar10.HEIGHT, cifar10.WIDTH)
-        return cifar10.build_cifar10(
-            path, split, seed=seed, channels=channels, vocab_size=vocab_size, path_key=path_key
-        )
-    if name == "synthetic":
-        from titanlite.data.images.synthetic import build_synthetic
-
-        return build_synthetic(
-            split,
-            seed=seed,
-            height=height,
-            width=width,
-            channels=channels,
-            vocab_size=vocab_size,
-        )
-    raise ValueError(f"there is no image data set {name!r}")
-
-
-def _check_size(name: str, height: int, width: int, own_height: int, own_width: int) -> None:
-    problems = [
-        f"model.image_{side}: {name} has images of {own_height}x{own_width}, not {size}; use {own}"
-        for side, size, own in (("height", height, own_height), ("width", width, own_width))
-        if size != own
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    of_files = {"path": path, "path_key": path_key} if name == "cifar10" else {}
+    of_size = {"height": height, "width": width}
+    if side := SIDES.get(name):
+        problems = [
+            f"model.image_{key}: {name} has images of {side}x{side}, not {size}; use {side}"
+            for key, size in of_size.items()
+            if size != side
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        of_size = {}
+    build = load(BUILDERS[name])
+    return build(split, seed=seed, channels=channels, vocab_size=vocab_size, **of_size, **of_files)

@@ -27,9 +27,9 @@ _FORMATS = (("cifar-10-batches-py", ""), ("cifar-10-batches-bin", ".bin"))
 
 
 def build_cifar10(
-    path: str,
     split: str,
     *,
+    path: str,
     seed: int,
     channels: int,
     vocab_size: int,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titanlite.data.keyed_random import Permutation
+from titanlite.data.keyed_random import Permutation, of_two_epochs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,8 +63,7 @@ class PackedText:
         self.fingerprint, self.tokens_per_byte = stream.fingerprint, stream.tokens_per_byte
         self._stream, self._seq_len = stream, seq_len
         self._shuffle_seed, self._end_of_text = shuffle_seed, end_of_text
-        # The last two orders, because a global batch can span two epochs.
-        self._orders: dict[int, Permutation] = {}
+        self._order = of_two_epochs(Permutation)
 
     def sample(self, index: int) -> dict[str, Tensor]:
         # The launcher packs too, to check the text, and must not load torch.
@@ -72,20 +71,13 @@ class PackedText:
 
         epoch, place = divmod(index, self.num_samples)
         if self._shuffle_seed is not None:
-            place = self._order(epoch, self._shuffle_seed)[place]
+            place = self._order(self._shuffle_seed, epoch, self.num_samples)[place]
         start = place * self._seq_len
         tokens = self._stream.read(start, start + self._seq_len + 1)
         fields = {"tokens": tokens[:-1], "targets": tokens[1:]}
         if self._end_of_text is not None:
             fields |= number_documents(tokens[:-1], self._end_of_text)
         return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in fields.items()}
-
-    def _order(self, epoch: int, seed: int) -> Permutation:
-        if epoch not in self._orders:
-            while len(self._orders) > 1:
-                del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = Permutation(seed, epoch, self.num_samples)
-        return self._orders[epoch]
 
 
 def number_documents(tokens: np.ndarray, end_of_text: int) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.data.spec import Dataset, DatasetSpec, JobKeys, Misfit, TokenWriter
+from titanlite.data.spec import Dataset, DatasetSpec, JobKeys, Misfit
 from titanlite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,11 +107,6 @@ class TextSpec(DatasetSpec):
         if tokenizer is None:
             return []
         return [tokenizer.decode(cut(tokens, tokenizer)) for tokens in sampled.tolist()]
-
-    def writer(self, prompt: str) -> TokenWriter | None:
-        from titanlite.data.text.tokenizer import TextWriter
-
-        return None if self.tokenizer is None else TextWriter(self.tokenizer, prompt)
 
     def start_tokens(self, prompt: str) -> list[int] | None:
         """The tokens of `prompt` at the start of a document: after the start tokens, or an end."""

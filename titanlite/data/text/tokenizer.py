@@ -10,10 +10,9 @@ import functools
 import hashlib
 import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,8 +20,6 @@ from titanlite.errors import ConfigError
 from titanlite.files import open_regular
 
 KEY = "model.hf_assets_path"
-# Tokens that are decoded again with each new one.
-CONTEXT = 32
 # Names of the end-of-text token, tried in this order if tokenizer_config.json names none.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
@@ -130,43 +127,6 @@ def load_tokenizer(folder: str | None) -> Tokenizer:
             f"of a tokenizer.json, or --{KEY}= (empty) for bytes"
         ) from error
     return _load(path, changed)
-
-
-class TextWriter:
-    """Prints a sampled text token by token, after its `prompt`, up to the end-of-text token.
-
-    A character is printed once all its bytes are there.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: str, stream: TextIO | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._stream = sys.stdout if stream is None else stream
-        # The text of a token can depend on the one before it, so the prompt's are kept.
-        self._tokens: list[int] = tokenizer.encode([prompt])[0].tolist()
-        self._has_ended = False
-        self._shown = 0
-        self._show()
-
-    def add(self, token: int) -> None:
-        if token == self._tokenizer.end_of_text:
-            self._has_ended = True
-        if not self._has_ended:
-            self._tokens.append(token)
-            self._show()
-
-    def close(self) -> None:
-        self._show(is_last=True)
-        print(file=self._stream, flush=True)
-
-    def _show(self, *, is_last: bool = False) -> None:
-        text = self._tokenizer.decode(self._tokens)
-        if text.endswith("\ufffd") and not is_last:
-            return
-        print(text[self._shown :], end="", file=self._stream, flush=True)
-        self._shown = len(text)
-        if len(self._tokens) > 2 * CONTEXT:
-            self._tokens = self._tokens[-CONTEXT:]
-            self._shown = len(self._tokenizer.decode(self._tokens))
 
 
 @functools.lru_cache(maxsize=2)

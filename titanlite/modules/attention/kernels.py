@@ -12,7 +12,7 @@ attends to a key.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,18 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Scoring(NamedTuple):
+    """How the scores of a block are computed: the factor on q k, and which scores are left out.
+
+    With `causal` (T = S), each query attends to the keys up to its own index. A `mask` excludes
+    `causal`.
+    """
+
+    causal: bool
+    scale: float
+    mask: Tensor | None = None
+
+
 class Kernel(ABC):
     """Attention of T queries to S keys, forward and backward, without dropout.
 
@@ -73,38 +85,20 @@ class Kernel(ABC):
         """Why this kernel does not support these inputs; empty if it does."""
 
     @abstractmethod
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
         """(out [B, H, T, E], lse [B, H, T]) of q [B, H, T, E], k and v [B, K, S, E].
 
-        With `causal` (T = S), each query attends to the keys up to its own index. With a `mask`,
-        which excludes `causal`, a query may have no key: its out is 0 and its lse -inf.
+        With a mask, a query may have no key: its out is 0 and its lse -inf.
         """
 
     @abstractmethod
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The contribution of these keys to (dq, dk, dv), given out and lse over all keys.
 
         With the final lse, exp(score - lse) are the weights of the full softmax; with the final
-        out, rowsum(grad_out * out) is its full correction. Hence the blocks' gradients sum.
+        out, rowsum(grad * out) is its full correction. Hence the blocks' gradients sum.
         """
 
 
@@ -122,37 +116,20 @@ class CpuFlash(Kernel):
             return "runs on cpu"
         return "" if dtype in self.dtypes else "needs float16, bfloat16, float32 or float64"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        bias = None if mask is None else _bias_of(mask, q)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
+        bias = _bias_of(how.mask, q)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+            q, k, v, 0.0, how.causal, attn_mask=bias, scale=how.scale
         )
         # The kernel returns an lse of 0 for a query without keys.
-        return (out, lse) if mask is None else _hide_empty_rows(out, lse, mask)
+        return _hide_empty_rows(out, lse, how.mask)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        bias = None if mask is None else _bias_of(mask, q)
+        bias = _bias_of(how.mask, q)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+            grad, q, k, v, out, lse, 0.0, how.causal, attn_mask=bias, scale=how.scale
         )
 
 
@@ -174,37 +151,22 @@ class CudaFlash(Kernel):
             return "needs compute capability 8.0"
         return ""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, how.causal, scale=how.scale
+        )
         return out, lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout, the kernel does not read the random state but checks its shape.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.zeros((), dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.size(2), k.size(2))
         return aten._scaled_dot_product_flash_attention_backward(
-            grad_out, q, k, v, out, lse.contiguous(),
-            *lengths, 0.0, causal, rng_state, unused, scale=scale,
+            grad, q, k, v, out, lse.contiguous(),
+            *lengths, 0.0, how.causal, rng_state, unused, scale=how.scale,
         )  # fmt: skip
 
 
@@ -224,33 +186,16 @@ class CudaEfficient(Kernel):
         multiple = 16 // dtype.itemsize
         return f"needs a head size that is a multiple of {multiple}" if head_dim % multiple else ""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
         k, v = _repeat_heads(k, q), _repeat_heads(v, q)
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, self._bias(mask, q), True, 0.0, causal, scale=scale
+            q, k, v, self._bias(how.mask, q), True, 0.0, how.causal, scale=how.scale
         )
         lse = lse.narrow(2, 0, q.size(2))
-        return (out, lse) if mask is None else _hide_empty_rows(out, lse, mask)
+        return _hide_empty_rows(out, lse, how.mask)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_kv_heads = k.size(1)
         k, v = _repeat_heads(k, q), _repeat_heads(v, q)
@@ -258,8 +203,8 @@ class CudaEfficient(Kernel):
         lse = F.pad(lse, (0, -lse.size(2) % self.lse_alignment), value=torch.inf)
         no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, k, v, self._bias(mask, q), out, lse, no_seed, no_seed,
-            0.0, [True, True, True, False], causal, scale=scale,
+            grad, q, k, v, self._bias(how.mask, q), out, lse, no_seed, no_seed,
+            0.0, [True, True, True, False], how.causal, scale=how.scale,
         )  # fmt: skip
         return dq, _sum_heads(dk, num_kv_heads), _sum_heads(dv, num_kv_heads)
 
@@ -268,8 +213,8 @@ class CudaEfficient(Kernel):
         if mask is None:
             return None
         num_keys = mask.size(3)
-        bias = _bias_of(F.pad(mask, (0, -num_keys % 16)), q).narrow(3, 0, num_keys)
-        return bias.expand(-1, q.size(1), -1, -1)
+        bias = _bias_of(F.pad(mask, (0, -num_keys % 16)), q)
+        return bias.narrow(3, 0, num_keys).expand(-1, q.size(1), -1, -1)
 
 
 class Plain(Kernel):
@@ -280,64 +225,49 @@ class Plain(Kernel):
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return ""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, causal, scale, mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k, how)
         lse = scores.logsumexp(-1)
         weights = torch.exp(scores - lse.unsqueeze(-1))
         out = (weights @ _repeat_heads(v, q).to(weights.dtype)).to(q.dtype)
-        return (out, lse) if mask is None else _hide_empty_rows(out, lse, mask)
+        return _hide_empty_rows(out, lse, how.mask)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = torch.exp(self._scores(q, k, causal, scale, mask) - lse.unsqueeze(-1))
-        grad_out = grad_out.to(weights.dtype)
-        correction = (grad_out * out.to(weights.dtype)).sum(-1, keepdim=True)
-        grad_weights = grad_out @ _repeat_heads(v, q).to(weights.dtype).mT
-        grad_scores = weights * (grad_weights - correction) * scale
+        weights = torch.exp(self._scores(q, k, how) - lse.unsqueeze(-1))
+        grad = grad.to(weights.dtype)
+        correction = (grad * out.to(weights.dtype)).sum(-1, keepdim=True)
+        grad_weights = grad @ _repeat_heads(v, q).to(weights.dtype).mT
+        grad_scores = weights * (grad_weights - correction) * how.scale
         dq = grad_scores @ _repeat_heads(k, q).to(weights.dtype)
         dk = _sum_heads(grad_scores.mT @ q.to(weights.dtype), k.size(1))
-        dv = _sum_heads(weights.mT @ grad_out, v.size(1))
+        dv = _sum_heads(weights.mT @ grad, v.size(1))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(
-        self, q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None
-    ) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, how: Scoring) -> Tensor:
         dtype = accumulator_dtype(q.dtype)
-        scores = q.to(dtype) @ _repeat_heads(k, q).to(dtype).mT * scale
-        if causal:
+        scores = q.to(dtype) @ _repeat_heads(k, q).to(dtype).mT * how.scale
+        if how.causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores.masked_fill_(future, -torch.inf)
-        if mask is not None:
-            scores.masked_fill_(~mask, -torch.inf)
+        if how.mask is not None:
+            scores.masked_fill_(~how.mask, -torch.inf)
         return scores
 
 
-def _bias_of(mask: Tensor, q: Tensor) -> Tensor:
+def _bias_of(mask: Tensor | None, q: Tensor) -> Any:
     """A mask as values to add to the scores: 0 where a query attends to a key, else -inf."""
+    if mask is None:
+        return None
     bias = torch.zeros_like(mask, dtype=q.dtype)
     return bias.masked_fill_(mask.logical_not(), -torch.inf)
 
 
-def _hide_empty_rows(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _hide_empty_rows(out: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out, lse) with the values 0 and -inf for queries without keys, so that `merge` is exact."""
+    if mask is None:
+        return out, lse
     is_empty = mask.any(-1).logical_not()
     return out.masked_fill(is_empty.unsqueeze(-1), 0), lse.masked_fill(is_empty, -torch.inf)
 

@@ -5,9 +5,9 @@ It uses matplotlib's objects without pyplot, which keeps global state and looks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,22 +15,15 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+if TYPE_CHECKING:
+    from titanlite.observe.metrics import StepRecord
+
 # Of more steps, each column is the mean of several.
 _MOST_COLUMNS = 400
 _MOST_LAYERS = 16
 
 
-class Record(Protocol):
-    """The values of a step that are drawn; a run's StepRecords have them."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def expert_counts(self) -> Mapping[str, Sequence[int]]: ...
-
-
-def save_expert_loads(path: str | Path, records: Sequence[Record]) -> None:
+def save_expert_loads(path: str | Path, records: Sequence[StepRecord]) -> None:
     """Draw each expert's load by step, for each layer: 1 is the mean over the layer's experts.
 
     At most 16 layers are drawn, evenly spaced. Raises ValueError if no record has counts.

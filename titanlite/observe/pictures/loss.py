@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,23 +17,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+if TYPE_CHECKING:
+    from titanlite.observe.metrics import StepRecord
+
 _TRAIN, _VALIDATION, _REFERENCE = "#1f5fa8", "#d1495b", "#6b7280"
 # The running mean is over 1/60 of the steps. If that is more than one step, the mean is drawn, and
 # the curve itself faintly.
 _STEPS_A_WINDOW = 60
-
-
-class Record(Protocol):
-    """The values of a step that are drawn; a run's StepRecords have them."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def loss(self) -> float: ...
-
-    @property
-    def validation_loss(self) -> float | None: ...
 
 
 # The number of title characters that fit above the axes.
@@ -42,7 +32,7 @@ _TITLE_WIDTH = 84
 
 def save_loss_curve(
     path: str | Path,
-    records: Sequence[Record],
+    records: Sequence[StepRecord],
     *,
     vocab_size: int | None = None,
     title: str = "",
@@ -76,7 +66,7 @@ def save_loss_curve(
     figure.savefig(path, format="png", facecolor="white")
 
 
-def _draw_training(axes: Axes, records: Sequence[Record]) -> None:
+def _draw_training(axes: Axes, records: Sequence[StepRecord]) -> None:
     steps = np.array([record.step for record in records])
     losses = np.array([record.loss for record in records])
     losses = np.where(np.isfinite(losses), losses, np.nan)
@@ -97,7 +87,7 @@ def _draw_training(axes: Axes, records: Sequence[Record]) -> None:
         axes.plot(steps, losses, color=_TRAIN, linewidth=1.4, marker=marker, label="training")
 
 
-def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
+def _draw_validation(axes: Axes, records: Sequence[StepRecord]) -> None:
     validated = {r.step: r.validation_loss for r in records if r.validation_loss is not None}
     if validated:
         axes.plot(

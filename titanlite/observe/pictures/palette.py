@@ -16,8 +16,6 @@ LANES = {
     "REDUCE": "#d55e00",
     "EXCHANGE": "#cc79a7",
 }
-# Weights, gradients, optimizer state, activations, and weights that are fetched.
-KINDS_OF_MEMORY = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9")
 
 
 @lru_cache(maxsize=16_384)

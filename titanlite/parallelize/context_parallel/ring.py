@@ -29,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.errors import ConfigError
 from titanlite.modules.attention.dense import attend, same_document
-from titanlite.modules.attention.kernels import Kernel, accumulator_dtype, choose_kernel
+from titanlite.modules.attention.kernels import Kernel, Scoring, accumulator_dtype, choose_kernel
 from titanlite.modules.attention.layout import Layout, Tile, make_layout
 from titanlite.parallelize.context_parallel.rotation import Rotation, find_rotation, gather_whole
 
@@ -184,9 +184,8 @@ def _ring_attention(
         k, v = kv.transpose(2, 3)
         for tile, kernel, mask in _parts(rotation, key_rank, q, whole):
             rows, keys = tile.queries, tile.keys
-            found = kernel.forward(
-                q[:, :, rows], k[:, :, keys], v[:, :, keys], tile.causal, scale, mask
-            )
+            how = Scoring(tile.causal, scale, mask)
+            found = kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], how)
             merge(out[:, :, rows], lse[:, :, rows], *found)
 
     rotation.forward(_pack(k, v), visit)
@@ -227,9 +226,7 @@ def _ring_attention_backward(
                 v[:, :, keys],
                 out[:, :, rows],
                 lse[:, :, rows],
-                tile.causal,
-                scale,
-                mask,
+                Scoring(tile.causal, scale, mask),
             )
             dq[:, :, rows] += tile_dq
             dk[:, :, keys] += tile_dk

@@ -10,9 +10,10 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from titanlite.observe.pictures.palette import KINDS_OF_MEMORY
 from titanlite.tools.figures.figure import make_figure, save_figure
 
+# Weights, gradients, optimizer state, activations, and weights that are fetched.
+KINDS_OF_MEMORY = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9")
 MOST_PANELS = 8
 _TITLE_WIDTH = 118
 

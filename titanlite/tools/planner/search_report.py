@@ -15,7 +15,6 @@ from titanlite.config.model import num_experts
 from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
-from titanlite.observe.terminal import counting_bar
 from titanlite.quantities import format_bytes, format_count, format_seconds
 from titanlite.tools.planner.evaluate import Found
 from titanlite.tools.planner.hardware import Hardware
@@ -45,6 +44,7 @@ from titanlite.tools.planner.space import (
     Space,
     value_of,
 )
+from titanlite.tools.simulate.progress import counting_bar
 
 DEGREES = {"pp": PP, "dp": REPLICATE, "fsdp": SHARD, "cp": CP, "tp": TP, "ep": EP}
 

@@ -6,15 +6,14 @@ transformers, or of a class that is registered with an HFFormat and keeps its si
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import titanlite.models  # noqa: F401 (registers the models)
 from titanlite.checkpoint.huggingface import SHARD_BYTES, FolderWriter
@@ -25,6 +24,7 @@ from titanlite.models.hf_format import format_of, is_hf_folder
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import buffers_of, local_part, offsets_of, whole_tensor
 from titanlite.modules.tied import find_tied
+from titanlite.ranks.peers import Peers
 from titanlite.registry import MODELS, load
 
 
@@ -65,45 +65,46 @@ def export(
         raise TitanliteError("export: the model is on the meta device; give it values first")
     if like is not None and not is_hf_folder(like):
         raise TitanliteError(f"export: like, {like}, has no config.json; give a folder that has")
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
     unfinished = folder.with_name(f"{folder.name}.new")
+    peers = Peers()
     writers: list[FolderWriter] = []
-    problem = ""
-
-    def attempt(step: Callable[[], None]) -> None:
-        """On rank 0, unless an earlier step has failed."""
-        nonlocal problem
-        try:
-            if is_first and not problem:
-                step()
-        except OSError as error:
-            problem = f"writing {folder} failed: {error.strerror or error}"
-        except TitanliteError as error:
-            problem = str(error)
+    failures: list[Exception] = []
 
     def begin() -> None:
         if folder.exists() or unfinished.exists():
             raise TitanliteError(f"{folder} or {unfinished} exists already; give another name")
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        options: dict[str, Any] = {"buffers": buffers_of([model])}
-        options["shard_bytes"] = shard_bytes
-        kind = dtype or next(iter(dtypes))
-        writers.append(FolderWriter(unfinished, shapes, names, kind, **options))
+        kind, buffers = dtype or next(iter(dtypes)), buffers_of([model])
+        writers.append(
+            FolderWriter(unfinished, shapes, names, kind, buffers=buffers, shard_bytes=shard_bytes)
+        )
+
+    def add(name: str, whole: Tensor) -> None:
+        # If rank 0 fails now, the others still gather with it, and learn of it at the end.
+        try:
+            if not failures:
+                writers[0].add(name, whole)
+        except (OSError, TitanliteError) as error:
+            failures.append(error)
 
     def end() -> None:
+        if failures:
+            raise failures[0]
         writers[0].finish(config, like)
         unfinished.rename(folder)
 
-    attempt(begin)
-    _agree(problem)
-    # If rank 0 fails now, the others still gather with it, and learn of it at the end.
-    for name, parameter in parameters.items():
-        whole = whole_tensor(parameter.detach())
-        attempt(partial(lambda name, whole: writers[0].add(name, whole), name, whole))
-    attempt(end)
-    if problem and writers:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    _agree(problem)
+    with _explaining(folder):
+        peers.from_first(begin)
+        try:
+            for name, parameter in parameters.items():
+                whole = whole_tensor(parameter.detach())
+                if peers.rank == 0:
+                    add(name, whole)
+            peers.from_first(end)
+        except (OSError, TitanliteError):
+            if writers:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
@@ -152,13 +153,16 @@ def _format_of(model: Any) -> tuple[Names, dict[str, Any]]:
     )
 
 
-def _agree(problem: str) -> None:
-    """Raise rank 0's problem, if it has one, on every rank."""
-    box = [problem]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    if box[0]:
-        raise TitanliteError(f"export: {box[0]}")
+@contextlib.contextmanager
+def _explaining(folder: Path) -> Iterator[None]:
+    """Raise an error inside as one line about the export."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise TitanliteError(f"export: writing {folder} failed: {why}") from error
+    except TitanliteError as error:
+        raise TitanliteError(f"export: {error}") from error
 
 
 def _listed(dtypes: set[torch.dtype]) -> str:

@@ -34,9 +34,10 @@ from titanlite.models.hf_format import CONFIG, INVALID, format_of, is_hf_folder,
 from titanlite.registry import MODELS
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from titanlite.checkpoint.weights import Names
+    from titanlite.checkpoint.storage import Pieces
+    from titanlite.checkpoint.weights import Names, StoredWeights
 
 IMPORT, PATH = "experimental.custom_import", "model.path"
 DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
@@ -177,12 +178,7 @@ def from_hf_folder(
 
     `model` is the registered model that gets the weights; its sizes are those of config.json.
     """
-    import torch
-
-    from titanlite.checkpoint.storage import Piece
     from titanlite.checkpoint.weights import opened_weights, read_config
-    from titanlite.models.build import build_model
-    from titanlite.modules.shards import buffers_of
     from titanlite.modules.tied import find_tied
 
     written = read_config(source)
@@ -190,28 +186,16 @@ def from_hf_folder(
     if written is None or model is not None or own == "hf":
         written = {**(written or {}), "model": _model_of(source, model or own)}
     names = _names_of(written, source)
-    spec = MODELS[written["model"]["name"]]
-    with torch.device("meta"):
-        plain = build_model(spec, names.sizes, torch.float32)
-    tied, pieces = find_tied(plain), {}
+    plain = _plain_model(written, names)
     with opened_weights(source, names) as stored:
-        for name, parameter in plain.named_parameters():
-            kind = stored.dtype_of(name, parameter.shape) or torch.float32
-            pieces[name] = Piece.whole(torch.empty(parameter.shape, dtype=kind))
-        buffers = {name: Piece.whole(b) for name, b in _made(buffers_of([plain])).items()}
+        shapes = {name: parameter.shape for name, parameter in plain.named_parameters()}
+        pieces, buffers = _pieces_of(stored, shapes, plain)
         everything = {**pieces, **buffers}
-        stored.refuse_unexpected(stored.names_of(everything, tied))
+        stored.refuse_unexpected(stored.names_of(everything, find_tied(plain)))
         stored.fill(everything, pieces)
     tensors = {name: piece.local for name, piece in everything.items()}
     plan = "a Hugging Face folder"
     return _write_checkpoint(tensors, written, source, out, dtype, plan, buffers)
-
-
-def _made(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros of the shapes and dtypes of buffers on the meta device."""
-    import torch
-
-    return {name: torch.zeros_like(buffer, device="cpu") for name, buffer in buffers.items()}
 
 
 def _model_of(folder: Path, model: str) -> dict[str, Any]:
@@ -278,12 +262,9 @@ def _read_checkpoint(
             names = names or _names_of(manifest.config, path)
             files = [path / name for name in manifest.weight_files]
             with opened_weights(path, names, files) as opened:
-                pieces = {}
-                for name, shape in manifest.shapes.items():
-                    kind = opened.dtype_of(name, shape) or torch.float32
-                    pieces[name] = storage.Piece.whole(torch.empty(shape, dtype=kind))
-                buffers = _made(_buffers_of(manifest.config, names))
-                everything = pieces | {n: storage.Piece.whole(b) for n, b in buffers.items()}
+                plain = _plain_model(manifest.config, names)
+                pieces, buffers = _pieces_of(opened, manifest.shapes, plain)
+                everything = {**pieces, **buffers}
                 opened.fill(everything, pieces)
             tensors = {name: piece.local for name, piece in everything.items()}
         else:
@@ -304,16 +285,35 @@ def _read_checkpoint(
     return tensors, manifest, path
 
 
-def _buffers_of(config: Mapping[str, Mapping[str, Any]], names: Names) -> dict[str, Tensor]:
-    """The persistent buffers of the model of a stored configuration, on the meta device."""
+def _plain_model(config: Mapping[str, Mapping[str, Any]], names: Names) -> nn.Module:
+    """The model of a stored configuration, on the meta device."""
     import torch
 
     from titanlite.models.build import build_model
-    from titanlite.modules.shards import buffers_of
 
     with torch.device("meta"):
-        plain = build_model(MODELS[config["model"]["name"]], names.sizes, torch.float32)
-    return buffers_of([plain])
+        return build_model(MODELS[config["model"]["name"]], names.sizes, torch.float32)
+
+
+def _pieces_of(
+    stored: StoredWeights, shapes: Mapping[str, Sequence[int]], plain: nn.Module
+) -> tuple[Pieces, Pieces]:
+    """Whole parameters and buffers to fill: parameters in the stored dtype, buffers zero."""
+    import torch
+
+    from titanlite.checkpoint.storage import Piece
+    from titanlite.modules.shards import buffers_of
+
+    kinds = {name: stored.dtype_of(name, shape) for name, shape in shapes.items()}
+    pieces = {
+        name: Piece.whole(torch.empty(tuple(shape), dtype=kinds[name] or torch.float32))
+        for name, shape in shapes.items()
+    }
+    buffers = {
+        name: Piece.whole(torch.zeros_like(buffer, device="cpu"))
+        for name, buffer in buffers_of([plain]).items()
+    }
+    return pieces, buffers
 
 
 def _write_checkpoint(

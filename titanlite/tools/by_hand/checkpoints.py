@@ -7,13 +7,12 @@ not saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -30,8 +29,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.storage import first_failure, load, save, stored_tensors, told
 from titanlite.errors import TitanliteError
 from titanlite.modules.shards import buffers_of, parameters_of
-
-T = TypeVar("T")
+from titanlite.ranks.peers import Peers
 
 
 class Loop(Protocol):
@@ -77,8 +75,8 @@ def save_checkpoint(
     `tied` is `titanlite.modules.tied.find_tied` of the plain model. All but the `keep_latest` last
     checkpoints are removed; 0 keeps all. Raises TitanliteError on every rank if any rank failed.
     """
-    place, ranks, token = CheckpointFolder(Path(folder)), _Ranks(), make_token()
-    (token,) = ranks.from_first(lambda: (token,))
+    place, ranks = CheckpointFolder(Path(folder)), Peers()
+    token = ranks.from_first(make_token)
     trained = _Trained(loop, tied or {})
     shapes = {name: list(tensor.shape) for name, tensor in trained.parameters.items()}
     dtypes = {tensor.dtype for tensor in trained.parameters.values()}
@@ -139,7 +137,7 @@ def load_checkpoint(
     `step`, checkpoints exist but none is valid; or if a checkpoint is from another model or
     optimizer.
     """
-    ranks, trained = _Ranks(), _Trained(loop, tied or {})
+    ranks, trained = Peers(), _Trained(loop, tied or {})
     found = ranks.from_first(lambda: _choose(CheckpointFolder(Path(folder)), step))
     if found is None:
         return None
@@ -183,47 +181,6 @@ class _Trained:
             raise TitanliteError(f"a schedule must be a LambdaLR, not a {kind}")
         self.parameters = parameters_of(self.trainer.parts, self.tied)
         self.buffers = buffers_of(self.trainer.parts)
-
-
-class _Ranks:
-    """The default process group; without one, a single process."""
-
-    def __init__(self) -> None:
-        is_alone = not dist.is_initialized()
-        self.group = None if is_alone else dist.group.WORLD
-        self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-
-    def gathered(self, value: T) -> list[T]:
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def from_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0; all ranks return its result, or raise its error."""
-        box: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                box[0] = function()
-            except (TitanliteError, OSError) as error:
-                box[1] = error
-        if self.group is not None:
-            dist.broadcast_object_list(box, group=self.group, group_src=0)
-        if box[1] is not None:
-            raise box[1]
-        return box[0]
-
-    def all_do(self, function: Callable[[], None]) -> None:
-        """Call `function` on every rank; if any fails, all raise the error of the lowest rank."""
-        failure: TitanliteError | None = None
-        try:
-            function()
-        except TitanliteError as error:
-            failure = error
-        first = next(filter(None, self.gathered(failure)), None)
-        if first is not None:
-            raise first
 
 
 def _choose(folder: CheckpointFolder, step: int | None) -> Found | None:

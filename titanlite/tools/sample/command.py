@@ -124,6 +124,7 @@ def draw(
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
     from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
+    from titanlite.tools.sample.writer import TextWriter
 
     config = resolved.config
     with open_world(place, device_type, describe_place=resolved.dims.describe_place) as world:
@@ -143,7 +144,9 @@ def draw(
         tolerated = [] if out is None else [BrokenPipeError]
         writer = None
         with contextlib.suppress(*tolerated):
-            writer = job.data.writer(config.sampling.prompt) if is_streamed else None
+            # Data sets of text have a tokenizer, if their tokens' text is known.
+            tokenizer = getattr(job.data, "tokenizer", None) if is_streamed else None
+            writer = tokenizer and TextWriter(tokenizer, config.sampling.prompt)
 
         def show(new: Tensor) -> None:
             with contextlib.suppress(*tolerated):

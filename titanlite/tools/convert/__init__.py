@@ -1,0 +1,1 @@
+"""`titanlite convert`: weights between checkpoints, .safetensors files and Hugging Face folders."""

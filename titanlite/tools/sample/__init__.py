@@ -1,0 +1,1 @@
+"""`titanlite sample`: sequences from the model in a checkpoint."""
