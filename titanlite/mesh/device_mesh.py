@@ -114,13 +114,12 @@ def build_meshes(dims: ParallelDims, device_type: str, *, has_experts: bool = Fa
 
 
 def _build_expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    outer = [
-        axis
+    degrees = {
+        axis: dims.degrees[axis]
         for kind in ("stages", "replicated")
         for axis in axes_where(weights=kind)
         if dims.degrees[axis] > 1
-    ]
-    degrees = {axis: dims.degrees[axis] for axis in outer}
+    }
     degrees[EXPERT_SHARDS] = dims.num_expert_shards
     if dims.ep_enabled:
         # Innermost, so that it takes adjacent ranks: those of tp, then of cp, then of dp_shard.
