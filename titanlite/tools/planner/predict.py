@@ -33,7 +33,7 @@ from titanlite.tools.planner.composition import Pieces, Segment
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.events import Communication
 from titanlite.tools.planner.segments import BATCH, P2P, Shared
-from titanlite.tools.planner.timing import SegmentTime, StepTime, Traffic, step_time, time_events
+from titanlite.tools.planner.timing import SegmentTime, StepTime, add_up, step_time, time_events
 
 BACKWARDS = (FULL_BACKWARD, BACKWARD_INPUT)
 SENDS = (SEND_F, SEND_B)
@@ -277,23 +277,10 @@ def _add(total: SegmentTime, one: SegmentTime, times: int) -> SegmentTime:
     compute = dict(total.compute_seconds)
     for kind, seconds in one.compute_seconds.items():
         compute[kind] = compute.get(kind, 0.0) + seconds * times
-    traffic: dict[tuple[str, str, str], Traffic] = {
-        (item.axis, item.kind, item.phase): item for item in total.traffic
-    }
-    for item in one.traffic:
-        key = item.axis, item.kind, item.phase
-        known = traffic.get(key, Traffic(*key, 0, 0.0, 0.0, 0.0))
-        traffic[key] = Traffic(
-            *key,
-            known.count + item.count * times,
-            known.num_bytes + item.num_bytes * times,
-            known.busy_seconds + item.busy_seconds * times,
-            known.exposed_seconds + item.exposed_seconds * times,
-        )
     return SegmentTime(
         total.seconds + one.seconds * times,
         compute,
-        tuple(traffic.values()),
+        add_up([*((item, 1) for item in total.traffic), *((item, times) for item in one.traffic)]),
         total.launch_seconds + one.launch_seconds * times,
         0.0,
         total.flops + one.flops * times,
