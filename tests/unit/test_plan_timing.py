@@ -15,7 +15,7 @@ from titanlite.tools.planner.hardware import (
     CollectiveCost,
     Curve,
     Hardware,
-    Link,
+    Interconnect,
     OperatorCost,
     load_hardware,
 )
@@ -34,7 +34,7 @@ ROUND = Hardware(
     flops_per_second={"float32": 1e12},
     memory=replace(A100.memory, bytes_per_second=1e9, share=ONE),
     node=replace(A100.node, num_ranks=8, bytes_per_second=1e8, latency_seconds=0.0, share=ONE),
-    fabric=Link(1e7, 0.0, ONE),
+    fabric=Interconnect(1e7, 0.0, ONE),
     products=replace(A100.products, share=1.0, tile_m=1.0, tile_n=1.0, num_units=1.0, half_k=0.0),
     attention=replace(A100.attention, forward_share=0.5, backward_share=0.25),
     overhead=replace(A100.overhead, launch_seconds=0.0, kernel_seconds=0.0, collective_seconds=0.0),
@@ -156,7 +156,7 @@ def test_axes_lie_on_nodes_from_the_innermost_outward() -> None:
 
 
 def test_latency_grows_with_the_ring_but_not_that_of_a_tree() -> None:
-    slow = replace(ROUND, fabric=Link(1e7, 1.0, ONE))
+    slow = replace(ROUND, fabric=Interconnect(1e7, 1.0, ONE))
     cost = Cost(slow, ParallelDims(dp_shard=1024))
     gathered = cost.communication(Communication("all_gather", "dp_shard", 0, 1024, FORWARD, 1))
     reduced = cost.communication(Communication("all_reduce", "dp_shard", 0, 1024, FORWARD, 1))
