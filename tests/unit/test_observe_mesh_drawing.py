@@ -8,26 +8,9 @@ import re
 
 import pytest
 
+from titanlite.mesh.parallel_dims import AXES
+from titanlite.mesh.parallel_dims import ParallelDims as Dims
 from titanlite.observe.pictures.mesh import draw_mesh
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
-
-class Dims:
-    """Row-major coordinates, as ParallelDims has them."""
-
-    def __init__(self, **degrees: int) -> None:
-        self.degrees = {axis: degrees.get(axis, 1) for axis in AXES}
-
-    @property
-    def world_size(self) -> int:
-        return math.prod(self.degrees.values())
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        found = {}
-        for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, self.degrees[axis])
-        return {axis: found[axis] for axis in AXES}
 
 
 def test_one_rank() -> None:

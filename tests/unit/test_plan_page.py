@@ -16,8 +16,9 @@ from titanlite.tools.planner.evaluate import Found
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.html import draw_page
 from titanlite.tools.planner.planning import PIECES, plan_job
-from titanlite.tools.planner.report import figures, search_figures
+from titanlite.tools.planner.report import figures
 from titanlite.tools.planner.search import SearchResult
+from titanlite.tools.planner.search_report import search_figures
 from titanlite.tools.planner.spans import StepSpan, step_spans
 
 needs_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="there is no chromium")

@@ -4,6 +4,8 @@ import os
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from titanlite.schedule import (
     SCHEDULES,
@@ -18,6 +20,7 @@ from titanlite.schedule import (
     walk,
     write_csv,
 )
+from titanlite.schedule.clock import Step, run
 
 SIZES = [(1, 4), (2, 4), (3, 6), (4, 8), (4, 16)]
 
@@ -178,6 +181,37 @@ def test_walk_starts_everything_as_soon_as_it_can():
     assert timeline.bubbles() == pytest.approx([1 - 24 / 33] * 4)
     held = [max(value for _, value in curve) for curve in timeline.curves.values()]
     assert held == [4, 3, 2, 1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 4), st.integers(1, 4))
+def test_a_1f1b_pipeline_has_the_known_bubble(stages, more, forward, backward):
+    microbatches = stages - 1 + more
+    schedule = make_schedule("1F1B", stages, microbatches)
+    timeline = walk(schedule, lambda _, action: forward if action.kind == "F" else backward)
+    assert timeline.end == (microbatches + stages - 1) * (forward + backward)
+    share = (stages - 1) / (microbatches + stages - 1)
+    assert timeline.bubbles() == pytest.approx([share] * stages)
+
+
+def test_a_channel_sends_beside_the_work_and_a_wait_tells_what_for():
+    waits = []
+    sender = [
+        *(Step(1), Step(4, gives=["a"], channel="link"), Step(1)),
+        *(Step(2, gives=["b"], channel="link"), Step(1, ["reply"])),
+    ]
+    receiver = [Step(3, ["a"]), Step(1, ["b"], ["reply"])]
+    ran, free, blocked = run(
+        [sender, receiver], lambda rank, need, now, giver: waits.append((rank, need, now, giver))
+    )
+    assert not blocked
+    assert [(start, end) for rank, _, start, end in ran if rank == 0] == [
+        *((0, 1), (1, 5), (1, 2), (5, 7), (9, 10))
+    ]
+    assert [(start, end) for rank, _, start, end in ran if rank == 1] == [(5, 8), (8, 9)]
+    assert free == [10, 9]
+    assert waits == [(1, "a", 0, (0, 1, 1, 5)), (0, "reply", 2, (1, 1, 8, 9))]
+    assert run([[Step(1), Step(1, ["never"])], []])[2] == [(0, 1, "never")]
 
 
 @pytest.mark.parametrize(

@@ -180,11 +180,9 @@ def _load_schedule(config: JobConfig, dims: ParallelDims, num_microbatches: int)
         _check_lowered(path, schedule, stage)
     last = schedule.num_stages - 1
     losses = [
-        part.microbatch
-        for action in schedule.actions[schedule.stage_to_rank[last]]
-        if action.kind in COMPUTE_KINDS
-        for part in action.parts
-        if part.stage == last and part.kind == FORWARD
+        action.microbatch
+        for action in schedule.compute(schedule.stage_to_rank[last])
+        if action.stage == last and action.kind == FORWARD
     ]
     if losses != sorted(losses, key=lambda microbatch: microbatch or 0):
         # PyTorch's runtime assigns losses to microbatches by the order in which they are computed.

@@ -112,8 +112,91 @@ def mesh_dims() -> dict[str, Axis]:
     return rows | {name: rows[axes[0]] for name, axes in _flattened().items()}
 
 
+class Grid:
+    """Ranks on named axes, outermost first, in row-major order: `Grid(pp=2, tp=4)`.
+
+    Raises ValueError for a degree below 1.
+    """
+
+    def __init__(self, **degrees: int) -> None:
+        self._degrees = degrees
+        for axis, degree in degrees.items():
+            if degree < 1:
+                raise ValueError(f"degree of {axis} is {degree}, not at least 1")
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Axis -> its number of ranks."""
+        return self._degrees
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.degrees.values())
+
+    @property
+    def axes_in_use(self) -> tuple[str, ...]:
+        """The axes with more than one rank."""
+        return tuple(axis for axis, degree in self.degrees.items() if degree > 1)
+
+    def degree_of(self, axes: tuple[str, ...]) -> int:
+        """The product of the degrees of `axes`."""
+        return math.prod(self.degrees[axis] for axis in axes)
+
+    def place_on(self, axes: tuple[str, ...], rank: int) -> int:
+        """The index of `rank` among the ranks of `axes` taken together, in row-major order."""
+        position, place = self.coordinates(rank), 0
+        for axis in axes:
+            place = place * self.degrees[axis] + position[axis]
+        return place
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis -> coordinate of `rank`; raises ValueError for a rank outside the world."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        position = {}
+        for axis, degree in reversed(self.degrees.items()):
+            rank, position[axis] = divmod(rank, degree)
+        return {axis: position[axis] for axis in self.degrees}
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at `coordinates` (axis=position, default 0); the inverse of coordinates().
+
+        Raises ValueError for an unknown axis or a position outside its axis.
+        """
+        unknown = sorted(coordinates.keys() - self.degrees.keys())
+        if unknown:
+            known = ", ".join(self.degrees)
+            raise ValueError(f"no mesh axis {unknown[0]!r}; the axes are {known}")
+        rank = 0
+        for axis, degree in self.degrees.items():
+            position = coordinates.get(axis, 0)
+            if not 0 <= position < degree:
+                raise ValueError(f"position {position} is outside {axis}, whose degree is {degree}")
+            rank = rank * degree + position
+        return rank
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from `rank` on these axes only, in order."""
+        here, degrees = self.coordinates(rank), self.degrees
+        along = [range(n) if axis in axes else (here[axis],) for axis, n in degrees.items()]
+        return [
+            self.rank(**dict(zip(degrees, at, strict=True))) for at in itertools.product(*along)
+        ]
+
+    def describe_place(self, rank: int) -> str:
+        """The coordinates of `rank` on the axes in use: "dp_shard 1, tp 0"; "" for one rank."""
+        places = self.coordinates(rank).items()
+        return ", ".join(f"{axis} {at}" for axis, at in places if self.degrees[axis] > 1)
+
+    def describe(self) -> str:
+        """The axes in use and their degrees: "dp_shard 2 x tp 2"; "one rank" if there are none."""
+        used = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
+        return " x ".join(used) or "one rank"
+
+
 @dataclass(frozen=True)
-class ParallelDims:
+class ParallelDims(Grid):
     """The degree of every mesh axis, each at least 1; their product is the number of ranks.
 
     Each field is a mesh axis, outermost first. TABLE in titanlite/mesh/parallel_dims.py says for
@@ -129,19 +212,12 @@ class ParallelDims:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis, degree in (*self.degrees.items(), ("ep", self.ep)):
-            if degree < 1:
-                raise ValueError(f"degree of {axis} is {degree}, not at least 1")
+        Grid(**self.degrees, ep=self.ep)  # checks them
 
     @property
     def degrees(self) -> dict[str, int]:
         """The mesh axes and their degrees, outermost first; without `ep`."""
         return {axis: getattr(self, axis) for axis in AXES}
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return math.prod(self.degrees.values())
 
     @property
     def dp(self) -> int:
@@ -226,25 +302,9 @@ class ParallelDims:
         return self.degree_of(axes_where(batch="tokens"))
 
     @property
-    def axes_in_use(self) -> tuple[str, ...]:
-        """The axes with more than one rank."""
-        return tuple(axis for axis in AXES if self.degrees[axis] > 1)
-
-    @property
     def sample_axes(self) -> tuple[str, ...]:
-        """Those of them whose ranks read different samples."""
+        """The axes in use whose ranks read different samples."""
         return tuple(axis for axis in self.axes_in_use if axis in axes_where(batch="samples"))
-
-    def degree_of(self, axes: tuple[str, ...]) -> int:
-        """The product of the degrees of `axes`."""
-        return math.prod(self.degrees[axis] for axis in axes)
-
-    def place_on(self, axes: tuple[str, ...], rank: int) -> int:
-        """The index of `rank` among the ranks of `axes` taken together, in row-major order."""
-        position, place = self.coordinates(rank), 0
-        for axis in axes:
-            place = place * self.degrees[axis] + position[axis]
-        return place
 
     def data_rank(self, rank: int) -> int:
         """The index, from 0, of the part that `rank` reads; the samples are cut into `dp` parts."""
@@ -264,41 +324,6 @@ class ParallelDims:
         position = self.coordinates(rank)
         same = set(axes_where(batch="same")) - set(axes_where(weights="stages"))
         return all(position[axis] == 0 for axis in same)
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis -> coordinate of `rank`; raises ValueError for a rank outside the world."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
-        position = {}
-        for axis in reversed(AXES):
-            rank, position[axis] = divmod(rank, self.degrees[axis])
-        return {axis: position[axis] for axis in AXES}
-
-    def rank(self, **coordinates: int) -> int:
-        """The rank at `coordinates` (axis=position, default 0); the inverse of coordinates().
-
-        Raises ValueError for an unknown axis or a position outside its axis.
-        """
-        unknown = sorted(set(coordinates) - set(AXES))
-        if unknown:
-            raise ValueError(f"no mesh axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
-        rank = 0
-        for axis, degree in self.degrees.items():
-            position = coordinates.get(axis, 0)
-            if not 0 <= position < degree:
-                raise ValueError(f"position {position} is outside {axis}, whose degree is {degree}")
-            rank = rank * degree + position
-        return rank
-
-    def describe_place(self, rank: int) -> str:
-        """The coordinates of `rank` on the axes in use: "dp_shard 1, tp 0"; "" for one rank."""
-        places = self.coordinates(rank).items()
-        return ", ".join(f"{axis} {at}" for axis, at in places if self.degrees[axis] > 1)
-
-    def describe(self) -> str:
-        """The axes in use and their degrees: "dp_shard 2 x tp 2"; "one rank" if there are none."""
-        used = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
-        return " x ".join(used) or "one rank"
 
 
 def expert_shard_dim(num_experts: int, num_ranks: int) -> int:

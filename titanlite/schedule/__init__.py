@@ -4,6 +4,7 @@ actions.py      Action and Schedule, and their text form
 generators.py   make_schedule: GPipe, 1F1B, the interleaved and the zero-bubble families
 v_shaped.py     ZBV and DualPipeV
 table.py        reads and writes CSV in the format of torch.distributed.pipelining
+clock.py        runs the actions of ranks in virtual time, each as soon as it can
 walk.py         checks that a schedule runs; reports blocked ranks and missing work
 lower.py        adds sends and receives, unshard and reshard, and gradient reduction
 timeline.py     what ran when, measured or simulated; observe/pictures and tools/figures draw it

@@ -142,12 +142,9 @@ def activation_curves(
             changes[row] += ((started[work], 1), (end, -1))
     curves = {}
     for name, row_changes in zip(names, changes, strict=True):
-        held, corners = 0, [(0.0, 0.0)]
+        held, corners = 0, {0.0: 0.0}
         for time, change in sorted(row_changes):
             held += change
-            if corners[-1][0] == time:
-                corners[-1] = (time, held)
-            else:
-                corners.append((time, held))
-        curves[name] = corners
+            corners[time] = held
+        curves[name] = list(corners.items())
     return curves

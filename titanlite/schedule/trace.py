@@ -19,18 +19,9 @@ def make_trace(timeline: Timeline) -> str:
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": timeline.title}}
     ]
     for row, name in enumerate(timeline.rows):
-        events.append(
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
-        )
-        events.append(
-            {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "pid": 0,
-                "tid": row,
-                "args": {"sort_index": row},
-            }
-        )
+        of_row: dict[str, object] = {"ph": "M", "pid": 0, "tid": row}
+        events.append({**of_row, "name": "thread_name", "args": {"name": name}})
+        events.append({**of_row, "name": "thread_sort_index", "args": {"sort_index": row}})
     for number, span in enumerate(timeline.spans):
         if span.kind in LANES:
             # Several go on at once, which slices of a thread cannot show.

@@ -1,4 +1,4 @@
-"""Execute a schedule symbolically: each rank advances until it ends or is blocked.
+"""Execute a schedule on the clock: each rank advances until it ends or is blocked.
 
 `check` reports in one line why a schedule cannot run: the action at which each rank is blocked, or
 the work that is missing. `walk` returns the times of a schedule that runs, for drawing.
@@ -6,12 +6,13 @@ the work that is missing. `walk` returns the times of a schedule that runs, for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from titanlite.schedule.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     COMMUNICATION_KINDS,
+    COMPUTE_KINDS,
     FORWARD,
     FULL_BACKWARD,
     RECV_B,
@@ -22,10 +23,13 @@ from titanlite.schedule.actions import (
     Schedule,
     ScheduleError,
 )
+from titanlite.schedule.clock import Step, run
 from titanlite.schedule.timeline import Span, Timeline, activation_curves
 
-# Durations in steps. As in the pipelining papers, a full backward takes twice a forward.
-STEPS: Mapping[str, float] = {FORWARD: 1, FULL_BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
+
+def in_steps(rank: int, action: Action) -> float:
+    """Durations as in the pipelining papers: a full backward takes 2 steps, other work takes 1."""
+    return 2 if action.kind == FULL_BACKWARD else float(action.kind in COMPUTE_KINDS)
 
 
 def check(schedule: Schedule) -> None:
@@ -39,16 +43,16 @@ def check(schedule: Schedule) -> None:
         shown = "; ".join(problems[:_SHOWN])
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ScheduleError(f"{schedule.name} is not a valid schedule: {shown}{more}")
-    _run(schedule, STEPS)
+    _run(schedule, in_steps)
 
 
-def walk(schedule: Schedule, durations: Mapping[str, float] = STEPS) -> Timeline:
+def walk(schedule: Schedule, duration: Callable[[int, Action], float] = in_steps) -> Timeline:
     """The times of all compute actions if each starts once its rank is free and its inputs exist.
 
-    `durations` maps kinds to steps; a kind not in it takes no time. Raises ScheduleError if a rank
-    is blocked forever.
+    `duration(rank, action)` is how long an action takes. Raises ScheduleError if a rank is blocked
+    forever.
     """
-    spans = _run(schedule, durations)
+    spans = _run(schedule, duration)
     rows = [f"rank {rank}" for rank in range(schedule.num_ranks)]
     curves = activation_curves(rows, spans)
     return Timeline(
@@ -59,45 +63,32 @@ def walk(schedule: Schedule, durations: Mapping[str, float] = STEPS) -> Timeline
 _SHOWN = 4
 
 
-def _run(schedule: Schedule, durations: Mapping[str, float]) -> list[Span]:
+def _run(schedule: Schedule, duration: Callable[[int, Action], float]) -> list[Span]:
     sends = any(action.kind in COMMUNICATION_KINDS for row in schedule.actions for action in row)
     queues = [[part for action in row for part in action.parts] for row in schedule.actions]
-    position = [0] * len(queues)
-    clock: list[float] = [0.0] * len(queues)
-    ended: dict[Action, float] = {}
-    waiting: dict[Action, list[int]] = {}
-    spans: list[Span] = []
-    runnable = list(range(len(queues)))[::-1]
-    while runnable:
-        rank = runnable.pop()
-        queue = queues[rank]
-        while position[rank] < len(queue):
-            action = queue[position[rank]]
-            needs = _needs(action, schedule, sends)
-            missing = next((need for need in needs if need not in ended), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            start = max([clock[rank], *(ended[need] for need in needs)])
-            end = start + durations.get(action.kind, 0)
-            clock[rank] = end
-            position[rank] += 1
-            if end > start:
-                spans.append(Span(rank, start, end, action.kind, action.stage, action.microbatch))
-            for done in _completes(action):
-                ended[done] = end
-                runnable += waiting.pop(done, ())
+    rows = [
+        [
+            Step(duration(rank, action), _needs(action, schedule, sends), _completes(action))
+            for action in queue
+        ]
+        for rank, queue in enumerate(queues)
+    ]
+    ran, _, blocked = run(rows)
     stuck = []
-    for rank, (queue, at) in enumerate(zip(queues, position, strict=True)):
-        if at < len(queue):
-            need = next(n for n in _needs(queue[at], schedule, sends) if n not in ended)
-            what = str(need)
-            if need.kind == BACKWARD_INPUT:  # may be part of a full backward on that stage
-                what = f"the backward of stage {need.stage} for microbatch {need.microbatch}"
-            stuck.append(f"rank {rank} at {queue[at]}, which waits for {what}")
+    for rank, number, need in blocked:
+        assert isinstance(need, Action)
+        what = str(need)
+        if need.kind == BACKWARD_INPUT:  # may be part of a full backward on that stage
+            what = f"the backward of stage {need.stage} for microbatch {need.microbatch}"
+        stuck.append(f"rank {rank} at {queues[rank][number]}, which waits for {what}")
     if stuck:
         raise ScheduleError(f"{schedule.name} deadlocks: " + "; ".join(stuck))
-    return spans
+    return [
+        Span(rank, start, end, action.kind, action.stage, action.microbatch)
+        for rank, number, start, end in ran
+        for action in [queues[rank][number]]
+        if end > start
+    ]
 
 
 def _needs(action: Action, schedule: Schedule, sends: bool) -> list[Action]:
@@ -107,29 +98,23 @@ def _needs(action: Action, schedule: Schedule, sends: bool) -> list[Action]:
     counts as an input gradient here (see `_completes`).
     """
     stage, kind, microbatch, _ = action
-    place, last = schedule.stage_to_rank, schedule.num_stages - 1
-    if kind == FORWARD:
-        if stage == 0:
-            return []
-        if sends and place[stage - 1] != place[stage]:
-            return [Action(stage, RECV_F, microbatch)]
-        return [Action(stage - 1, FORWARD, microbatch)]
-    if kind in (FULL_BACKWARD, BACKWARD_INPUT):
-        own = Action(stage, FORWARD, microbatch)
-        if stage == last:
-            return [own]
-        if sends and place[stage + 1] != place[stage]:
-            return [own, Action(stage, RECV_B, microbatch)]
-        return [own, Action(stage + 1, BACKWARD_INPUT, microbatch)]
+    place = schedule.stage_to_rank
+    if kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT):
+        is_forward = kind == FORWARD
+        needs = [] if is_forward else [Action(stage, FORWARD, microbatch)]
+        before = stage - 1 if is_forward else stage + 1
+        if not 0 <= before < schedule.num_stages:
+            return needs
+        if sends and place[before] != place[stage]:
+            return [*needs, Action(stage, RECV_F if is_forward else RECV_B, microbatch)]
+        return [*needs, Action(before, FORWARD if is_forward else BACKWARD_INPUT, microbatch)]
     if kind in (BACKWARD_WEIGHT, SEND_B):
         return [Action(stage, BACKWARD_INPUT, microbatch)]
     if kind == SEND_F:
         return [Action(stage, FORWARD, microbatch)]
     if kind == RECV_F:
         return [Action(stage - 1, SEND_F, microbatch)]
-    if kind == RECV_B:
-        return [Action(stage + 1, SEND_B, microbatch)]
-    return []
+    return [Action(stage + 1, SEND_B, microbatch)] if kind == RECV_B else []
 
 
 def _completes(action: Action) -> tuple[Action, ...]:

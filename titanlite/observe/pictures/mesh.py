@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import math
+from collections.abc import Sequence
+
+from titanlite.mesh.parallel_dims import Grid
 
 _MAX_WIDTH = 80
 _MAX_ROWS = 8
@@ -14,19 +16,7 @@ _GAP = None
 Place = tuple[int | None, ...]  # a coordinate on each axis
 
 
-class Degrees(Protocol):
-    """What `draw_mesh` needs: the axes, outermost first, and each rank's coordinates on them."""
-
-    @property
-    def degrees(self) -> Mapping[str, int]: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def coordinates(self, rank: int) -> Mapping[str, int]: ...
-
-
-def draw_mesh(dims: Degrees) -> str:
+def draw_mesh(dims: Grid) -> str:
     """Draw one cell per rank: the innermost axis across, the others down, without degree-1 axes.
 
     The drawing has at most 80 columns and about 30 lines. Of an axis that is too long, the first
@@ -36,30 +26,21 @@ def draw_mesh(dims: Degrees) -> str:
     if not axes:
         return "mesh: 1 rank, nothing is split"
     names = [axis for axis, _ in axes]
-    rank_at: dict[Place, int] = {
-        tuple(coordinates[axis] for axis in names): rank
-        for rank in range(dims.world_size)
-        for coordinates in [dims.coordinates(rank)]
-    }
     title = " x ".join(f"{axis} {size}" for axis, size in axes)
     lines = [f"mesh: {title} = {dims.world_size} ranks", ""]
-    lines += _grid(axes, rank_at)
+    lines += _grid(axes, dims)
     if len(axes) > 1:
         lines += ["", "rank 0 is grouped"]
         widest = max(len(axis) for axis in names)
-        for position, (axis, size) in enumerate(axes):
-            group = [
-                rank_at[tuple(i if k == position else 0 for k in range(len(axes)))]
-                for i in range(size)
-            ]
-            lines.append(f"  over {axis.ljust(widest)} with {_shortened(group)}")
+        for axis in names:
+            lines.append(f"  over {axis.ljust(widest)} with {_shortened(dims.group(0, axis))}")
     return "\n".join(lines)
 
 
-def _grid(axes: Sequence[tuple[str, int]], rank_at: Mapping[Place, int]) -> list[str]:
+def _grid(axes: Sequence[tuple[str, int]], dims: Grid) -> list[str]:
     *outer, (across, num_columns) = axes
     names = [axis for axis, _ in outer]
-    digits = len(str(len(rank_at) - 1))
+    digits = len(str(dims.world_size - 1))
     places = _rows(outer)
     label_widths = [len(_label(axis, size - 1)) for axis, size in outer]
     label_width = max(sum(label_widths) + 2 * max(len(outer) - 1, 0), len(across), len("rank"))
@@ -90,8 +71,10 @@ def _grid(axes: Sequence[tuple[str, int]], rank_at: Mapping[Place, int]) -> list
         if _GAP in place:
             lines.append(label.rstrip())
         else:
-            cells = [(*place, column) for column in columns]
-            ranks = [dots if at[-1] is _GAP else str(rank_at[at]) for at in cells]
+            here = {name: at for name, at in zip(names, place, strict=True) if at is not None}
+            ranks = [
+                dots if at is _GAP else str(dims.rank(**here, **{across: at})) for at in columns
+            ]
             lines.append(row(label if outer else "rank", ranks))
         previous = place
     return lines if _GAP in previous else [*lines, rule]
@@ -104,7 +87,7 @@ def _label(axis: str, at: int | None) -> str:
 def _rows(outer: Sequence[tuple[str, int]]) -> list[Place]:
     """The places on the outer axes to draw; a gap on one axis covers all inner axes too."""
     limits = [size for _, size in outer]
-    while _product(limits) > _MAX_ROWS and max(limits) > 1:
+    while math.prod(limits) > _MAX_ROWS and max(limits) > 1:
         limits[limits.index(max(limits))] -= 1
     shown = [_shown(size, limit) for (_, size), limit in zip(outer, limits, strict=True)]
     rows: list[Place] = []
@@ -133,13 +116,6 @@ def _shown(size: int, limit: int) -> list[int | None]:
     if limit == 1:
         return [0, _GAP]
     return [*range(limit - 1), _GAP, size - 1]
-
-
-def _product(numbers: Sequence[int]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
 
 
 def _shortened(group: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ schedule_svg.py and schedule_png.py draw what `marks` yields, schedule_html.py l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -79,15 +80,16 @@ class Canvas:
     top: float
     row_height: float
     scale: float
+    work_height: float  # of the part of a row in which work is drawn
     lane_height: float = 0
 
     @classmethod
     def of(cls, timeline: Timeline) -> Canvas:
         rows = len(timeline.rows)
-        row_height = 24.0 if rows <= 12 else 18.0 if rows <= 24 else 12.0 if rows <= 48 else 9.0
+        work_height = 24.0 if rows <= 12 else 18.0 if rows <= 24 else 12.0 if rows <= 48 else 9.0
         # Below the work there is a lane per kind of communication, then a gap to the next row.
-        lane_height = row_height / 6 if timeline.lanes else 0.0
-        row_height += lane_height * (len(timeline.lanes) + 1.5 * bool(timeline.lanes))
+        lane_height = work_height / 6 if timeline.lanes else 0.0
+        row_height = work_height + lane_height * (len(timeline.lanes) + 1.5 * bool(timeline.lanes))
         left = 14 + 6.2 * max((len(row) for row in timeline.rows), default=0)
         duration = timeline.drawn_end - timeline.start or 1
         longest = max((len(timeline.label(span)) for span in timeline.spans[:1000]), default=2)
@@ -95,13 +97,7 @@ class Canvas:
         # Wide enough for the labels if that stays below 1,500 pixels, and never less than 700.
         wanted = (8 * longest + 6) / shortest * duration if shortest else 1500
         scale = min(1500, max(700, wanted)) / duration
-        return cls(timeline, left, 64, row_height, scale, lane_height=lane_height)
-
-    @property
-    def work_height(self) -> float:
-        """The height of the part of a row in which work is drawn."""
-        lanes = self.timeline.lanes
-        return self.row_height - self.lane_height * (len(lanes) + 1.5 * bool(lanes))
+        return cls(timeline, left, 64, row_height, scale, work_height, lane_height)
 
     @cached_property
     def strips(self) -> list[str]:
@@ -289,17 +285,6 @@ def _ticks(length: float, about: int = 12) -> list[float]:
     """About `about` round numbers from 0 up to `length`."""
     if length <= 0:
         return [0]
-    power = 10.0 ** (
-        len(f"{length / about:.0f}") - 1 if length / about >= 1 else -_leading(length / about)
-    )
+    power = 10.0 ** math.floor(math.log10(length / about))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * about >= length)
     return [i * step for i in range(int(length / step + 1e-9) + 1)]
-
-
-def _leading(fraction: float) -> int:
-    """The decimal place of the first nonzero digit of a number below one."""
-    places = 0
-    while fraction < 1:
-        fraction *= 10
-        places += 1
-    return places

@@ -156,8 +156,8 @@ def _run_jobs(place: Place, names: list[str]) -> list[Figures]:
 
 
 def _sent(events: Iterable[Event]) -> dict[tuple[str, str], float]:
-    from titanlite.tools.planner.cost import bytes_sent
     from titanlite.tools.planner.events import Communication
+    from titanlite.tools.simulate.network import bytes_sent
 
     sent: dict[tuple[str, str], float] = {}
     for event in events:

@@ -32,7 +32,6 @@ from titanlite.tools.planner.cost import (
     FREE,
     MEMORY_BOUND,
     Cost,
-    bytes_sent,
     caller,
     computed_flops,
     key_of,
@@ -50,6 +49,7 @@ from titanlite.tools.planner.measure import (
     typical,
 )
 from titanlite.tools.planner.representatives import representatives
+from titanlite.tools.simulate.network import bytes_sent
 
 Step = tuple[float, JobConfig]
 """A job, and the CPU-seconds of its step over all ranks."""

@@ -20,7 +20,8 @@ from titanlite.mesh.parallel_dims import (
     axes_where,
 )
 from titanlite.tools.planner.events import FROM_RANK_TO_RANK, HOST_LINK, Communication, Operator
-from titanlite.tools.planner.hardware import Hardware, Link
+from titanlite.tools.planner.hardware import Hardware, Interconnect
+from titanlite.tools.simulate.network import bytes_sent
 
 PRODUCT, ATTENTION, MEMORY_BOUND, OPTIMIZER, ON_HOST, FREE = (
     "products",
@@ -300,7 +301,7 @@ class Cost:
             share = link.share(max(1, sent))
             return Load(link.latency_seconds, sent / (link.bytes_per_second * share), name)
         group = self.geometry(one.axis, one.num_ranks)
-        node, fabric = hardware.node.link, hardware.fabric
+        node, fabric = hardware.node, hardware.fabric
         inside = sent / (node.bytes_per_second * node.share(max(1, one.num_bytes)))
         between = 0.0
         if group.num_nodes > 1:
@@ -324,7 +325,7 @@ class Cost:
         tree = 2 * ((group.per_node - 1) * node + math.log2(max(1, group.num_nodes)) * fabric)
         return min(2 * max(ring, 0.0), tree)
 
-    def _link_to(self, one: Communication, rank: int) -> tuple[Link, str]:
+    def _link_to(self, one: Communication, rank: int) -> tuple[Interconnect, str]:
         own = self.dims.coordinates(rank) if rank < self.dims.world_size else {}
         other = {**own, one.axis: one.peer}
         is_near = True
@@ -332,7 +333,7 @@ class Cost:
             per_node = self.hardware.node.num_ranks
             is_near = rank // per_node == self.dims.rank(**other) // per_node
         if is_near:
-            return self.hardware.node.link, NODE
+            return self.hardware.node, NODE
         return self.hardware.fabric, FABRIC
 
 
@@ -343,17 +344,6 @@ def caller(one: Communication) -> str:
     is_sharded = set(axes_of(one.axis)) <= set(axes_where(weights="sharded"))
     is_of_fsdp = is_sharded and one.kind in ("all_gather", "reduce_scatter")
     return UNSHARD if is_of_fsdp else COLLECTIVE
-
-
-def bytes_sent(kind: str, num_bytes: float, num_ranks: int) -> float:
-    """Bytes that a rank sends, of a whole tensor of `num_bytes`, in a ring of `num_ranks`."""
-    match kind:
-        case "all_reduce":
-            return 2 * num_bytes * (num_ranks - 1) / num_ranks
-        case "all_gather" | "reduce_scatter" | "all_to_all":
-            return num_bytes * (num_ranks - 1) / num_ranks
-        case _:
-            return num_bytes
 
 
 def key_of(operator: Operator) -> str:

@@ -53,7 +53,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Link:
+class Interconnect:
     """A rank's port: bandwidth in each direction, latency of a message, share of it by bytes."""
 
     bytes_per_second: float
@@ -62,17 +62,10 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Node:
+class Node(Interconnect):
     """The ranks of a node, and the links between them."""
 
     num_ranks: int
-    bytes_per_second: float
-    latency_seconds: float
-    share: Curve
-
-    @property
-    def link(self) -> Link:
-        return Link(self.bytes_per_second, self.latency_seconds, self.share)
 
 
 @dataclass(frozen=True)
@@ -189,7 +182,7 @@ class Hardware:
     flops_per_second: Mapping[str, float]
     memory: Memory
     node: Node
-    fabric: Link
+    fabric: Interconnect
     products: Products
     attention: Attention
     overhead: Overhead

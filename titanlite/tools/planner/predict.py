@@ -10,13 +10,13 @@ rank is free and its input has arrived.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
-from titanlite.schedule import Span, Timeline
+from titanlite.schedule import Span, Timeline, clock
 from titanlite.schedule.actions import (
     BACKWARD_INPUT,
     FORWARD,
@@ -33,11 +33,14 @@ from titanlite.tools.planner.composition import Pieces, Segment
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.events import Communication
 from titanlite.tools.planner.segments import BATCH, P2P, Shared
-from titanlite.tools.planner.timing import SegmentTime, StepTime, Traffic, step_time, time_events
+from titanlite.tools.planner.timing import SegmentTime, StepTime, add_up, step_time, time_events
 
 BACKWARDS = (FULL_BACKWARD, BACKWARD_INPUT)
-Timing = tuple[float, bool, int | None, int | None]
-"""An action's seconds, whether it is a send, what it waits for and what it gives (`_code`)."""
+SENDS = (SEND_F, SEND_B)
+Timing = tuple[float, int | None, int | None]
+"""An action's seconds, the output that it waits for and the one that it gives (`_code`)."""
+Output = tuple[int, int]
+"""What a stage gives in a pass (`_code`), and for which microbatch."""
 WAIT_FOR_SENDS = ("1F1B",)
 """Schedules whose ranks wait for what they have sent: PyTorch's Schedule1F1B posts a send together
 with the receive of the other direction and waits for both, and a send of the same direction only
@@ -83,15 +86,17 @@ def predict(
     `shared` is what they were composed with. Unless `keeps_actions`, the timeline is empty.
     """
     pipeline = resolved.pipeline
-    clock = _Clock(
+    running = _PipelineRun(
         compositions,
         cost,
         shared or Shared(),
         keeps_actions=keeps_actions,
         waits_for_sends=pipeline is not None and pipeline.schedule.name in WAIT_FOR_SENDS,
     )
-    seconds = clock.run()
-    segments = {one.rank: clock.rank_time(place, seconds) for place, one in enumerate(compositions)}
+    seconds = running.run()
+    segments = {
+        one.rank: running.rank_time(place, seconds) for place, one in enumerate(compositions)
+    }
     tokens = resolved.global_batch_size * resolved.seq_len
     step = step_time(
         segments,
@@ -102,11 +107,11 @@ def predict(
     )
     rows = [f"rank {one.rank}" for one in compositions]
     idle = [segment.idle_seconds / seconds if seconds else 0.0 for segment in segments.values()]
-    timeline = Timeline("predicted step", rows, clock.spans, unit="s")
-    return Prediction(step, timeline, sum(idle) / len(idle), clock.actions)
+    timeline = Timeline("predicted step", rows, running.spans, unit="s")
+    return Prediction(step, timeline, sum(idle) / len(idle), running.actions)
 
 
-class _Clock:
+class _PipelineRun:
     """Runs the actions of all ranks of a pipeline in virtual time."""
 
     def __init__(
@@ -162,72 +167,26 @@ class _Clock:
     def run(self) -> float:
         """The seconds of the step."""
         rows = [self._row(place) for place in range(len(self._compositions))]
-        at = [0] * len(rows)
-        clock = [0.0] * len(rows)
-        arrived: dict[tuple[int, int], tuple[float, float]] = {}
-        free: dict[tuple[int, str], float] = defaultdict(float)
-        waiting: dict[tuple[int, int], int] = {}
-        # Each rank's last send: whether it goes forward, its start and its end.
-        sent = [(True, 0.0, 0.0)] * len(rows)
-        runnable = list(range(len(rows)))[::-1]
-        while runnable:
-            place = runnable.pop()
-            row, now = rows[place], clock[place]
-            for index in range(at[place], len(row)):
-                done, (seconds, is_send, need, gives) = row[index]
-                if need is not None:
-                    awaited = need, done.microbatch
-                    if awaited not in arrived:
-                        waiting[awaited] = place
-                        at[place] = index
-                        break
-                    begins, ends = arrived[awaited]
-                    if ends > now:
-                        self._wait(place, done, now, begins, ends)
-                        now = ends
-                if self._waits_for_sends and not is_send:
-                    is_forward, begins, ends = sent[place]
-                    if ends > now and is_forward != (done.kind == FORWARD):
-                        self._wait(place, done, now, begins, ends, "send")
-                        now = ends
-                start = now
-                if is_send:
-                    # A send runs beside the work; the next one on its link waits for it.
-                    start = max(now, free[place, done.kind])
-                    if self._waits_for_sends and start > now:
-                        phase = "forward" if done.kind == SEND_F else "backward"
-                        self._exposed[place, "send", phase] += start - now
-                        now = start
-                    end = free[place, done.kind] = start + seconds
-                    sent[place] = done.kind == SEND_F, start, end
-                else:
-                    end = now = now + seconds
-                if self._keeps_actions:
-                    self._note(place, done, start, end, is_send=is_send)
-                if gives is not None:
-                    key = gives, done.microbatch
-                    # What stays on this rank is there at once.
-                    arrived[key] = (start if is_send else end), end
-                    if key in waiting:
-                        runnable.append(waiting.pop(key))
-            else:
-                at[place] = len(row)
-            clock[place] = now
-        if any(done < len(row) for done, row in zip(at, rows, strict=True)):
+        ran, free, blocked = clock.run([[step for _, step in row] for row in rows], self._wait)
+        if blocked:
             raise TitanliteError("the composed pipeline deadlocks")
+        if self._keeps_actions:
+            for place, number, start, end in ran:
+                self._note(place, start, end, rows[place][number][0])
         # The gradient norm is a sum over all ranks.
-        start = max(clock)
-        ends = start
+        start = ends = max(free)
         for place, one in enumerate(self._compositions):
             seconds = self.time(one.actions[-1], one.rank).seconds
             ends = max(ends, start + seconds)
             self.actions.append(Ran(place, start, start + seconds, one.actions[-1]))
         return ends
 
-    def _row(self, place: int) -> list[tuple[Done, Timing]]:
+    def _row(self, place: int) -> list[tuple[Done, clock.Step]]:
         """The actions of a rank that take time, without the update."""
         one = self._compositions[place]
         known: dict[tuple[int, str, int], Timing] = {}
+        sent: dict[str, Output] = {}
+        last_sent = ""
         row = []
         for done in one.actions:
             kind = done.kind
@@ -236,16 +195,28 @@ class _Clock:
             key = id(done.segment), kind, done.stage
             if key not in known:
                 known[key] = self._timing(done, place, one.rank)
-            row.append((done, known[key]))
+            seconds, need, gives = known[key]
+            needs = [] if need is None else [(need, done.microbatch)]
+            outputs = [] if gives is None else [(gives, done.microbatch)]
+            channel = None
+            if kind in SENDS:
+                # A send runs beside the work; the next one on its link waits for it.
+                channel = place, kind
+                if self._waits_for_sends and kind in sent:
+                    needs.append(sent[kind])
+                sent[kind], last_sent = outputs[0], kind
+            elif self._waits_for_sends and last_sent == (SEND_B if kind == FORWARD else SEND_F):
+                needs.append(sent[last_sent])
+            row.append((done, clock.Step(seconds, needs, outputs, channel)))
         return row
 
     def _timing(self, done: Done, place: int, rank: int) -> Timing:
         of = self.time(done, rank)
         last = max(self._place_of, default=0)
         kind, stage = done.kind, done.stage
-        if kind in (SEND_F, SEND_B):
+        if kind in SENDS:
             busy = sum(one.busy_seconds for one in of.traffic)
-            return busy, True, None, _code(kind == SEND_F, stage)
+            return busy, None, _code(kind == SEND_F, stage)
         need = gives = None
         if kind == FORWARD:
             need = _code(True, stage - 1) if stage > 0 else None
@@ -255,23 +226,18 @@ class _Clock:
             need = _code(False, stage + 1) if stage < last else None
             is_local = self._place_of.get(stage - 1) == place
             gives = _code(False, stage) if is_local else None
-        return of.seconds, False, need, gives
+        return of.seconds, need, gives
 
-    def _wait(
-        self,
-        place: int,
-        done: Done,
-        now: float,
-        begins: float,
-        ends: float,
-        kind: str = "receive",
-    ) -> None:
-        phase = "forward" if (done.kind == FORWARD) == (kind == "receive") else "backward"
-        self._exposed[place, kind, phase] += ends - max(now, begins)
+    def _wait(self, place: int, output: Hashable, now: float, transfer: clock.Ran) -> None:
+        """A rank waits for an output: for another rank's, or until its own has been sent."""
+        code, _ = cast("Output", output)
+        kind = "send" if transfer.rank == place else "receive"
+        phase = "forward" if code % 2 else "backward"
+        self._exposed[place, kind, phase] += transfer.end - max(now, transfer.start)
 
-    def _note(self, place: int, done: Done, start: float, end: float, *, is_send: bool) -> None:
+    def _note(self, place: int, start: float, end: float, done: Done) -> None:
         self.actions.append(Ran(place, start, end, done))
-        if is_send or end <= start or done.kind in (START, BATCH):
+        if end <= start or done.kind in (*SENDS, START, BATCH):
             return
         kind = SPAN_KINDS.get(done.kind, done.kind)
         microbatch = None if done.microbatch < 0 else done.microbatch
@@ -311,23 +277,10 @@ def _add(total: SegmentTime, one: SegmentTime, times: int) -> SegmentTime:
     compute = dict(total.compute_seconds)
     for kind, seconds in one.compute_seconds.items():
         compute[kind] = compute.get(kind, 0.0) + seconds * times
-    traffic: dict[tuple[str, str, str], Traffic] = {
-        (item.axis, item.kind, item.phase): item for item in total.traffic
-    }
-    for item in one.traffic:
-        key = item.axis, item.kind, item.phase
-        known = traffic.get(key, Traffic(*key, 0, 0.0, 0.0, 0.0))
-        traffic[key] = Traffic(
-            *key,
-            known.count + item.count * times,
-            known.num_bytes + item.num_bytes * times,
-            known.busy_seconds + item.busy_seconds * times,
-            known.exposed_seconds + item.exposed_seconds * times,
-        )
     return SegmentTime(
         total.seconds + one.seconds * times,
         compute,
-        tuple(traffic.values()),
+        add_up([*((item, 1) for item in total.traffic), *((item, times) for item in one.traffic)]),
         total.launch_seconds + one.launch_seconds * times,
         0.0,
         total.flops + one.flops * times,

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS, mesh_dims
 from titanlite.quantities import format_bytes, format_count, format_seconds
@@ -14,12 +14,8 @@ from titanlite.schedule import Timeline
 from titanlite.tools.figures.schedule_text import draw_text
 from titanlite.tools.planner.cost import ATTENTION, MEMORY_BOUND, ON_HOST, OPTIMIZER, PRODUCT
 from titanlite.tools.planner.events import CATEGORIES, HOST_LINK, Peak
-from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.planning import JobPlan, RankPlan
 from titanlite.tools.planner.timing import AXIS_NAMES, HOST, PHASE_NAMES, SegmentTime, StepTime
-
-if TYPE_CHECKING:
-    from titanlite.tools.planner.search import SearchResult
 
 T = TypeVar("T")
 
@@ -338,17 +334,6 @@ def figures(plan: JobPlan) -> dict[str, Any]:
         else {**asdict(prediction.step), "bubble": prediction.bubble},
         "warnings": list(plan.warnings),
         "notes": list(plan.notes),
-    }
-
-
-def search_figures(result: SearchResult, hardware: Hardware) -> dict[str, Any]:
-    """The plans of a search as values that JSON can hold, as html.draw_page takes them."""
-    return {
-        "num_candidates": result.num_candidates,
-        "is_complete": result.is_complete,
-        "dropped": dict(result.dropped),
-        "memory_bytes": hardware.memory.num_bytes,
-        "plans": [asdict(one) for one in result.found],
     }
 
 

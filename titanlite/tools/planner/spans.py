@@ -182,7 +182,7 @@ class _Inside:
     def _run(self, segment: Segment, rank: int) -> Iterator[tuple[str, float, float, str, str]]:
         events = prepare(_in_own_blocks(segment), self._cost)
         items = program(events, self._cost, rank, label=_label)
-        for span in run_streams({rank: items}, keep_spans=True).spans:
+        for span in run_streams(items, keep_spans=True).spans:
             first, _, second = span.label.partition("|")
             if span.stream == MAIN:
                 name = f"{first} of {second}" if second else first

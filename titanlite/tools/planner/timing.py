@@ -7,11 +7,11 @@ a part of one, such as the forward pass of a stage.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titanlite.mesh.parallel_dims import AXES, EXPERT_SHARDS, axes_of, mesh_dims
+from titanlite.mesh.parallel_dims import EXPERT_SHARDS, mesh_dims
 from titanlite.tools.planner.cost import ATTENTION, ON_HOST, PRODUCT, Cost
 from titanlite.tools.planner.events import (
     FROM_RANK_TO_RANK,
@@ -28,7 +28,6 @@ from titanlite.tools.planner.fuse import fuse
 from titanlite.tools.simulate.streams import (
     Compute,
     Item,
-    RankTimes,
     StreamTimes,
     Transfer,
     WaitFor,
@@ -132,24 +131,41 @@ class StepTime:
 def time_events(events: Iterable[Event], cost: Cost, rank: int = 0) -> SegmentTime:
     """The time of one rank's events. Its peers are always ready."""
     events = prepare(events, cost)
-    times = run_streams({rank: program(events, cost, rank)})
-    return _segment(times, rank, events)
+    times = run_streams(program(events, cost, rank))
+    flops = sum(event.flops for event in events if isinstance(event, Operator))
+    return SegmentTime(
+        times.seconds,
+        {kind: seconds for kind, seconds in times.compute.items() if seconds},
+        add_up((one, 1) for one in _traffic_of(times)),
+        times.launch_seconds,
+        times.idle_seconds,
+        flops,
+    )
 
 
-def time_ranks(
-    events_of: Mapping[int, Iterable[Event]], cost: Cost, *, keep_spans: bool = False
-) -> tuple[StreamTimes, dict[int, SegmentTime]]:
-    """The time of several ranks that exchange messages, each with its events.
+def _traffic_of(times: StreamTimes) -> Iterator[Traffic]:
+    for (stream, label), of in times.traffic.items():
+        kind, phase = label.split("|")
+        axis = stream.split(" ")[0]
+        yield Traffic(
+            axis, kind, phase, of.count, of.num_bytes, of.busy_seconds, of.exposed_seconds
+        )
 
-    A rank that is not among them is always ready. Raises SimulationError if the ranks wait for each
-    other forever.
-    """
-    prepared = {rank: prepare(events, cost) for rank, events in events_of.items()}
-    programs = {
-        rank: program(events, cost, rank, prepared.keys()) for rank, events in prepared.items()
-    }
-    times = run_streams(programs, keep_spans=keep_spans)
-    return times, {rank: _segment(times, rank, events) for rank, events in prepared.items()}
+
+def add_up(parts: Iterable[tuple[Traffic, int]]) -> tuple[Traffic, ...]:
+    """The traffic of all parts, by axis, kind and phase; each part runs a number of times."""
+    found: dict[tuple[str, str, str], Traffic] = {}
+    for one, times in parts:
+        key = one.axis, one.kind, one.phase
+        known = found.get(key, Traffic(*key, 0, 0.0, 0.0, 0.0))
+        found[key] = Traffic(
+            *key,
+            known.count + one.count * times,
+            known.num_bytes + one.num_bytes * times,
+            known.busy_seconds + one.busy_seconds * times,
+            known.exposed_seconds + one.exposed_seconds * times,
+        )
+    return tuple(found.values())
 
 
 def step_time(
@@ -225,14 +241,10 @@ def program(
     events: Sequence[Event],
     cost: Cost,
     rank: int = 0,
-    ranks: Iterable[int] = (),
     *,
     label: Callable[[Operator], str] = Cost.kind,
 ) -> list[Item]:
-    """The events of `rank` as items of the streams; `ranks` are all that are simulated.
-
-    `label` is what the work of an operator counts as.
-    """
+    """The events of `rank` as items of its streams; `label` is what an operator counts as."""
     is_waited, waited = [False] * len(events), set()
     for at in range(len(events) - 1, -1, -1):
         event = events[at]
@@ -243,7 +255,6 @@ def program(
             waited.discard(event.number)
             # What another communication comes after need not hold up the main stream.
             waited.update(event.after)
-    others = set(ranks) - {rank}
     is_cpu = cost.hardware.kind == "cpu"
     items: list[Item] = []
     # A segment can be repeated, so a number can come back: each transfer has a number of its own.
@@ -258,7 +269,7 @@ def program(
             items.append(Compute(host, HOST) if is_cpu else Compute(0.0, HOST, host))
             number_of[event.number] = at
             after = tuple(number_of[one] for one in event.after if one in number_of)
-            items.append(_transfer(event, at, cost, rank, others, after))
+            items.append(_transfer(event, at, cost, rank, after))
             if not is_waited[at]:
                 items.append(WaitFor(at))
         elif isinstance(event, Wait) and event.number in number_of:
@@ -267,33 +278,17 @@ def program(
 
 
 def _transfer(
-    one: Communication,
-    number: int,
-    cost: Cost,
-    rank: int,
-    others: set[int],
-    after: tuple[int, ...],
+    one: Communication, number: int, cost: Cost, rank: int, after: tuple[int, ...]
 ) -> Transfer:
     load = cost.communication(one, rank)
-    ports = (f"{load.link} out", f"{load.link} in")
-    stream, meeting = one.axis, one.axis
-    links: tuple[str, ...] = ports
-    partners: tuple[int, ...] = ()
+    links: tuple[str, ...] = (f"{load.link} out", f"{load.link} in")
+    stream = one.axis
     if one.kind in FROM_RANK_TO_RANK:
-        is_send = one.kind == "send"
-        links = ports[:1] if is_send else ports[1:]
+        links = links[:1] if one.kind == "send" else links[1:]
         stream = f"{one.axis} {one.kind} {one.peer}"
-        if one.axis in AXES:
-            here = cost.dims.coordinates(rank)
-            other = cost.dims.rank(**{**here, one.axis: one.peer})
-            partners = (other,) if other in others else ()
-            ends = (rank, other) if is_send else (other, rank)
-            meeting = f"{one.axis} {ends[0]} to {ends[1]}"
     elif one.axis == HOST_LINK:
-        links = ports[1:] if one.kind == TO_DEVICE else ports[:1]
+        links = links[1:] if one.kind == TO_DEVICE else links[:1]
         stream = f"{one.axis} {one.kind}"
-    elif others:
-        partners = tuple(sorted(other for other in others if _meets(one, cost, rank, other)))
     return Transfer(
         number,
         stream,
@@ -302,44 +297,7 @@ def _transfer(
         one.num_bytes,
         f"{one.kind}|{one.place.phase}",
         links,
-        partners,
-        meeting,
         after,
-    )
-
-
-def _meets(one: Communication, cost: Cost, rank: int, other: int) -> bool:
-    """Whether another rank takes part in a collective of `rank`."""
-    if one.num_ranks == cost.dims.world_size:
-        return True
-    here, there = cost.dims.coordinates(rank), cost.dims.coordinates(other)
-    differing = {axis for axis in AXES if here[axis] != there[axis]}
-    return differing <= set(axes_of(one.axis))
-
-
-def _segment(times: StreamTimes, rank: int, events: Sequence[Event]) -> SegmentTime:
-    of: RankTimes = times.ranks[rank]
-    found: dict[tuple[str, str, str], Traffic] = {}
-    for (stream, label), traffic in of.traffic.items():
-        axis = stream.split(" ")[0]
-        kind, phase = label.split("|")
-        key = axis, kind, phase
-        known = found.get(key, Traffic(*key, 0, 0.0, 0.0, 0.0))
-        found[key] = Traffic(
-            *key,
-            known.count + traffic.count,
-            known.num_bytes + traffic.num_bytes,
-            known.busy_seconds + traffic.busy_seconds,
-            known.exposed_seconds + traffic.exposed_seconds,
-        )
-    flops = sum(event.flops for event in events if isinstance(event, Operator))
-    return SegmentTime(
-        times.seconds,
-        {kind: seconds for kind, seconds in of.compute.items() if seconds},
-        tuple(found.values()),
-        of.launch_seconds,
-        of.idle_seconds,
-        flops,
     )
 
 
@@ -403,14 +361,3 @@ def describe_bound(segments: Mapping[int, SegmentTime]) -> str:
         for at, (seconds, text) in enumerate(shares[:MOST_REASONS])
     ]
     return "; ".join(parts)
-
-
-def total_traffic(segments: Iterable[SegmentTime]) -> dict[str, AxisTime]:
-    """The traffic by axis, summed over segments."""
-    sums: dict[str, Counter[str]] = {}
-    for segment in segments:
-        for axis, one in segment.axes.items():
-            of = sums.setdefault(axis, Counter())
-            for name in AxisTime.__dataclass_fields__:
-                of[name] += getattr(one, name)
-    return {axis: AxisTime(**of) for axis, of in sums.items()}

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from titanlite.tools.simulate.exact import Exact, Number, Ticks, exact, is_fraction, simplest
 from titanlite.tools.simulate.network import Network
-from titanlite.tools.simulate.work import SimulationError, one_line
+from titanlite.tools.simulate.work import SimulationError, ask
 
 PerStage: TypeAlias = "Number | Sequence[Number] | Callable[[int], Number]"
 
@@ -110,12 +110,7 @@ class Costs:
 
 
 def _answer(name: str, function: Callable[[int], Any], stage: int) -> Any:
-    try:
-        first, second = function(stage), function(stage)
-    except Exception as error:
-        raise SimulationError(
-            f"costs: {name} raises {type(error).__name__} for stage {stage}: {one_line(error)}"
-        ) from error
+    first, second = (ask(f"costs: {name}", function, stage, f"stage {stage}") for _ in range(2))
     if repr(first) != repr(second):
         raise SimulationError(
             f"costs: {name} of stage {stage} is first {first!r} and then {second!r}; "

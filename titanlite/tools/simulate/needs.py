@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from titanlite.tools.simulate.placement import ASKED_TWICE, way_of_a_batch
 from titanlite.tools.simulate.plan import Plan
-from titanlite.tools.simulate.work import Direction, SimulationError, Work, one_line
+from titanlite.tools.simulate.work import Direction, SimulationError, Work, ask
 
 Needs: TypeAlias = Callable[[Work], "Iterable[Work]"]
 
@@ -39,12 +39,7 @@ def _numbers(
     """The numbers of what a work item needs besides its predecessor, in order."""
     batch, k = divmod(number, len(way))
     work = Work(way[k][0], batch, way[k][1])
-    try:
-        listed = list(needs(work))
-    except Exception as error:
-        raise SimulationError(
-            f"needs raises {type(error).__name__} for {work}: {one_line(error)}"
-        ) from error
+    listed = ask("needs", lambda one: list(needs(one)), work)
     numbers = {_number(plan, work, item) for item in listed}
     # A batch passes through its stages in order anyway.
     numbers.discard(number - 1 if k else -1)

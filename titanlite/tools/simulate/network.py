@@ -1,13 +1,16 @@
-"""The cost of a transfer: a link has a latency and a bandwidth, a network has two kinds of link."""
+"""The cost of sending: a link has a latency and a bandwidth, a network has two kinds of link."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeVar
 
 from titanlite.tools.simulate.exact import Exact, Number, exact, is_fraction
 from titanlite.tools.simulate.work import SimulationError
+
+Size = TypeVar("Size", float, Fraction)
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,27 @@ class Network:
         return self.between if len(nodes) > 1 or self.inside is None else self.inside
 
 
-def ring_all_reduce_seconds(link: Link, num_workers: int, size_units: Exact) -> Exact:
-    """The time of a ring all-reduce: 2 (N - 1) steps, each of 1/N of the data.
+def bytes_sent(kind: str, num_bytes: Size, num_ranks: int) -> Size:
+    """Bytes that a rank sends, of a whole tensor of `num_bytes`, in a ring of `num_ranks`.
 
-    Patarasu and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002.
+    An all-reduce takes 2 (N - 1) steps, each of 1/N of the data: Patarasu and Yuan 2009,
+    https://doi.org/10.1016/j.jpdc.2008.09.002. Other kinds than collectives send the whole.
     """
-    latency, whole = link.seconds(0), link.seconds(size_units)
-    return 2 * (num_workers - 1) * (latency + (whole - latency) / Fraction(num_workers))
+    match kind:
+        case "all_reduce":
+            return 2 * num_bytes * (num_ranks - 1) / num_ranks
+        case "all_gather" | "reduce_scatter" | "all_to_all":
+            return num_bytes * (num_ranks - 1) / num_ranks
+        case _:
+            return num_bytes
 
 
-def ring_reduce_seconds(link: Link, num_workers: int, size_units: Exact) -> Exact:
-    """The time of a reduction to one owner over N - 1 links, pipelined in small pieces."""
-    latency, whole = link.seconds(0), link.seconds(size_units)
-    return (num_workers - 1) * latency + (whole - latency)
+def ring_seconds(kind: str, link: Link, num_ranks: int, size_units: Exact) -> Exact:
+    """The time of a collective in a ring of equal links, each step of which takes a latency.
+
+    A "reduce", to one owner, is pipelined in small pieces, so that its links send at once.
+    """
+    latency = link.seconds(0)
+    num_steps = (num_ranks - 1) * (2 if kind == "all_reduce" else 1)
+    sent = bytes_sent(kind, Fraction(link.seconds(size_units) - latency), num_ranks)
+    return num_steps * latency + sent

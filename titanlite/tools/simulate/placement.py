@@ -17,6 +17,7 @@ from titanlite.tools.simulate.work import (
     Direction,
     SimulationError,
     Work,
+    ask,
     one_line,
 )
 
@@ -52,7 +53,7 @@ def place(
             except Exception:
                 works = [Work(stage, batch, direction) for stage, direction in piece]
                 for work in works:
-                    _ask(strategy, work, name)  # which one it is
+                    ask(name, strategy, work)  # which one it is
                 raise _changed(name, works[0]) from None
             try:
                 computing, storing = zip(*answers, strict=True)
@@ -72,7 +73,7 @@ def place(
     for number in range(0, len(compute), max(1, len(compute) // ASKED_TWICE)):
         batch, k = divmod(number, len(chain))
         work = Work(chain[k][0], batch, chain[k][1])
-        again = _pair(num_workers, name, work, _ask(strategy, work, name))
+        again = _pair(num_workers, name, work, ask(name, strategy, work))
         if again != (compute[number], weight[number]):
             raise _changed(name, work)
     return compute, weight
@@ -82,15 +83,6 @@ def way_of_a_batch(num_stages: int) -> list[tuple[int, Direction]]:
     """The stage and direction of each work item of a batch: all forwards, then all backwards."""
     forward = [(stage, Direction.FORWARD) for stage in range(num_stages)]
     return forward + [(stage, Direction.BACKWARD) for stage in reversed(range(num_stages))]
-
-
-def _ask(strategy: Strategy, work: Work, name: str) -> Any:
-    try:
-        return strategy(work)
-    except Exception as error:
-        raise SimulationError(
-            f"{name} raises {type(error).__name__} for {work}: {one_line(error)}"
-        ) from error
 
 
 def _pair(num_workers: int, name: str, work: Work, answer: Any) -> tuple[int, int]:

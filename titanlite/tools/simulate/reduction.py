@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from titanlite.tools.simulate.exact import Exact, Time
-from titanlite.tools.simulate.network import ring_all_reduce_seconds, ring_reduce_seconds
+from titanlite.tools.simulate.network import ring_seconds
 from titanlite.tools.simulate.plan import Plan
 from titanlite.tools.simulate.work import Direction
 
@@ -54,9 +54,10 @@ def reduce_gradients(plan: Plan, starts: list[int]) -> list[ReductionTicks]:
         if len(workers) == 1 or not sizes[stage]:
             continue
         link = network.slowest_link(workers)
-        seconds = ring_all_reduce_seconds if len(owners[stage]) > 1 else ring_reduce_seconds
+        kind = "all_reduce" if len(owners[stage]) > 1 else "reduce"
         start: Exact = max(complete[stage], *(free[worker] for worker in workers))
-        end = start + tick_costs.ticks.per_unit * seconds(link, len(workers), sizes[stage])
+        seconds = ring_seconds(kind, link, len(workers), sizes[stage])
+        end = start + tick_costs.ticks.per_unit * seconds
         for worker in workers:
             free[worker] = end
         reductions.append((stage, workers, start, end))

@@ -35,6 +35,7 @@ from titanlite.tools.simulate.work import (
     Direction,
     SimulationError,
     Work,
+    ask,
     one_line,
 )
 
@@ -224,12 +225,7 @@ def _keys(plan: Plan, priority: Priority | None) -> Sequence[int]:
 
 
 def _ask(priority: Priority, frontier: Work) -> Any:
-    try:
-        key = priority(frontier)
-    except Exception as error:
-        raise SimulationError(
-            f"the priority raises {type(error).__name__} for {frontier}: {one_line(error)}"
-        ) from error
+    key = ask("the priority", priority, frontier)
     if isinstance(key, float) and math.isnan(key):
         raise SimulationError(f"the priority is nan for {frontier}, which cannot be compared")
     return key
@@ -270,14 +266,13 @@ def _read_orders(plan: Plan, order: Order) -> list[list[int]]:
     """The orders as lists of numbers; sets `plan.is_split` for the backwards that they split."""
     orders: list[list[int]] = []
     seen = bytearray(plan.num_chained + len(plan.is_split))
+
+    def listing(worker: int) -> list[Work | Action]:
+        return list(order(worker))
+
     for worker in range(plan.num_workers):
-        try:
-            listed = list(order(worker))
-            is_same = worker > 0 or listed == list(order(worker))
-        except Exception as error:
-            raise SimulationError(
-                f"the order raises {type(error).__name__} for worker {worker}: {one_line(error)}"
-            ) from error
+        listed = ask("the order", listing, worker, f"worker {worker}")
+        is_same = worker > 0 or listed == ask("the order", listing, worker, "worker 0")
         if not is_same:
             raise SimulationError(
                 "the order changes its answer when it is called again for worker 0"

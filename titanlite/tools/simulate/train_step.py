@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.schedule import Action, make_schedule
 from titanlite.tools.simulate.collectives import (
     all_to_all,
@@ -21,7 +22,6 @@ from titanlite.tools.simulate.collectives import (
 )
 from titanlite.tools.simulate.exact import Number, exact
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.grid import Grid
 from titanlite.tools.simulate.integer_model import (
     Attention,
     FeedForward,

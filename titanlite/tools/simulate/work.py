@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanlite.errors import TitanliteError
 
@@ -43,3 +44,16 @@ class ComputeAndWeightWorkers(NamedTuple):
 def one_line(error: object) -> str:
     """The text of an exception without line breaks."""
     return " ".join(str(error).split())
+
+
+def ask(name: str, function: Callable[..., Any], argument: object, what: str = "") -> Any:
+    """The answer of a function that the user gives, called `name`, for an argument, called `what`.
+
+    Raises SimulationError, which names both, for whatever it raises.
+    """
+    try:
+        return function(argument)
+    except Exception as error:
+        raise SimulationError(
+            f"{name} raises {type(error).__name__} for {what or argument}: {one_line(error)}"
+        ) from error

@@ -11,9 +11,9 @@ Run it: titanlite ladder 0d --items 8
 
 from __future__ import annotations
 
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.show import show
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.grid import Grid
 from titanlite.tools.simulate.integer_model import (
     add,
     loss_gradient,

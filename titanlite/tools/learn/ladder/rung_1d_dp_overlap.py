@@ -15,10 +15,10 @@ Run it: titanlite ladder 1d-overlap --gradient-units 200
 
 from __future__ import annotations
 
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.learn.ladder.show import show
 from titanlite.tools.simulate.collectives import ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.grid import Grid
 from titanlite.tools.simulate.integer_model import (
     add,
     gradients_of,

@@ -13,11 +13,11 @@ Run it: titanlite ladder 3d --workers-per-node 2
 
 from __future__ import annotations
 
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.schedule import make_schedule
 from titanlite.tools.learn.ladder.show import show
 from titanlite.tools.simulate.collectives import all_reduce_matrix, ring_all_reduce
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.grid import Grid
 from titanlite.tools.simulate.integer_model import (
     Matrix,
     add,

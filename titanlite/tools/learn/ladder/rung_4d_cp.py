@@ -15,6 +15,7 @@ Run it: titanlite ladder 4d-cp --activation-units 400 --key-value-units 200
 
 from __future__ import annotations
 
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.schedule import make_schedule
 from titanlite.tools.learn.ladder.show import show
 from titanlite.tools.simulate.collectives import (
@@ -24,7 +25,6 @@ from titanlite.tools.simulate.collectives import (
     scatter_rows,
 )
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.grid import Grid
 from titanlite.tools.simulate.integer_model import (
     Matrix,
     add,

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.simulate.cluster import Cluster
 from titanlite.tools.simulate.collectives import relay_sum, ring_all_reduce
 from titanlite.tools.simulate.gpu import ETHERNET, GPU
-from titanlite.tools.simulate.grid import Grid
 from titanlite.tools.simulate.integer_model import shard
 from titanlite.tools.simulate.network import Network
 from titanlite.tools.simulate.table import format_table
@@ -129,7 +129,7 @@ def run_program(
 ) -> tuple[Measured, Cluster]:
     """Run `program` on the ranks of `rung`, check its outcomes, and measure it."""
     check_runs(rung, workload)
-    cluster = Cluster(rung.grid.num_ranks, network, sleep=sleep)
+    cluster = Cluster(rung.grid.world_size, network, sleep=sleep)
     check_outcomes(rung, workload, cluster.run(program))
     gpus = cluster.gpus
 
@@ -152,9 +152,9 @@ def run_program(
 
 def check_runs(rung: Rung, workload: Workload) -> None:
     """Raise SimulationError if `rung` cannot run with `workload`, or would take too long."""
-    if rung.grid.num_ranks > MAX_RANKS:
+    if rung.grid.world_size > MAX_RANKS:
         raise SimulationError(
-            f"{rung.name}: {rung.grid.num_ranks} ranks; the ladder runs a thread for each rank, "
+            f"{rung.name}: {rung.grid.world_size} ranks; the ladder runs a thread for each rank, "
             f"and at most {MAX_RANKS}"
         )
     if workload.multiplications > MAX_MULTIPLICATIONS:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from titanlite.errors import TitanliteError
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.ranks.signals import ending_with_the_output
 from titanlite.schedule.timeline import Span
 from titanlite.tools.learn.ladder.command import (
@@ -25,7 +26,6 @@ from titanlite.tools.learn.ladder.rungs import (
     run_rung,
 )
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.grid import Grid
 from titanlite.tools.simulate.options import Parser, characters, check_outputs
 from titanlite.tools.simulate.train_step import Outcome, Workload
 
