@@ -15,7 +15,7 @@ PROMISES = [
         "README.md",
         "If every rank has a GPU, the job uses GPUs and NCCL, otherwise the CPU and gloo.",
         Break("choose_device", "available >= num_local_ranks", "available >= 1"),
-        ("unit/test_launch.py", "unit/test_start.py"),
+        ("unit/ranks/test_launch.py", "unit/test_start.py"),
     ),
     # Activation checkpointing, compile.
     Promise(
@@ -24,8 +24,8 @@ PROMISES = [
         "within the budget `activation_checkpoint.memory_budget`",
         Break("apply_ac", "MEMORY_BUDGET, memory_budget)", "MEMORY_BUDGET, 1.0)"),
         (
-            "unit/test_compile.py::test_a_block_keeps_no_more_than_its_budget",
-            "unit/test_activation_checkpoint.py",
+            "unit/parallelize/test_compile.py::test_a_block_keeps_no_more_than_its_budget",
+            "unit/parallelize/test_activation_checkpoint.py",
             "parity/test_plan_invariance.py",
         ),
     ),
@@ -34,7 +34,7 @@ PROMISES = [
         "docs/activation_checkpoint.md",
         "`activation_checkpoint.early_stop`: stop recomputing a block as soon as",
         Break("apply", "early_stop=section.early_stop,", "early_stop=False,"),
-        ("unit/test_activation_checkpoint.py", "parity/test_communication.py"),
+        ("unit/parallelize/test_activation_checkpoint.py", "parity/test_communication.py"),
     ),
     Promise(
         "the random state of recomputation",
@@ -46,8 +46,8 @@ PROMISES = [
             "preserve_rng_state=False,",
         ),
         (
-            "unit/test_activation_checkpoint.py::test_recomputation_draws_the_random_numbers_of_the_forward_pass",
-            "unit/test_activation_checkpoint.py",
+            "unit/parallelize/test_activation_checkpoint.py::test_recomputation_draws_the_random_numbers_of_the_forward_pass",
+            "unit/parallelize/test_activation_checkpoint.py",
             "parity/test_plan_invariance.py",
         ),
     ),
@@ -57,8 +57,8 @@ PROMISES = [
         "If Dynamo cannot trace a block as one graph (a graph break), the run fails",
         Break("apply_compile", "whole = fullgraph and", "whole = False and"),
         (
-            "unit/test_compile.py::test_a_graph_break_is_an_error",
-            "unit/test_observe_compiling.py",
+            "unit/parallelize/test_compile.py::test_a_graph_break_is_an_error",
+            "unit/observe/test_observe_compiling.py",
             "parity/test_parallelize_by_hand.py",
             "parity/test_plan_invariance.py",
         ),
@@ -69,8 +69,8 @@ PROMISES = [
         "titanlite adds the name of the rank's tp group and its tp coordinate to the key",
         Break("keep_caches_apart", ' {tp_mesh.get_local_rank()}"', '"'),
         (
-            "unit/test_compile.py::test_ranks_of_tp_have_their_own_compiled_code",
-            "unit/test_observe_compiling.py",
+            "unit/parallelize/test_compile.py::test_ranks_of_tp_have_their_own_compiled_code",
+            "unit/observe/test_observe_compiling.py",
             "parity/test_plan_invariance.py",
         ),
     ),
@@ -80,7 +80,7 @@ PROMISES = [
         "docs/architecture.md",
         "is too long for one, the socket is in `/tmp` instead",
         Break("_choose_socket_folder", "<= LONGEST_FOLDER_BYTES", "<= 4096"),
-        ("unit/test_launch.py", "parity/test_train_script.py"),
+        ("unit/ranks/test_launch.py", "parity/test_train_script.py"),
     ),
     Promise(
         "ranks end with their parent",
@@ -88,8 +88,8 @@ PROMISES = [
         "The ranks end with their parent process",
         Break("_end_with.watch", "os.kill(os.getpid(), signal.SIGKILL)", "pass"),
         (
-            "unit/test_launch.py::test_a_rank_ends_when_its_launcher_does",
-            "unit/test_launch.py",
+            "unit/ranks/test_launch.py::test_a_rank_ends_when_its_launcher_does",
+            "unit/ranks/test_launch.py",
             "parity/test_train_script.py",
             "parity/test_checkpoint_faults.py",
         ),
@@ -100,9 +100,9 @@ PROMISES = [
         "makes glibc keep this memory in every run",
         Break("keeping_freed_memory", "_set_malloc(LARGEST, LARGEST)", "pass"),
         (
-            "unit/test_launch.py::test_a_rank_keeps_the_memory_of_its_tensors",
-            "unit/test_launch.py",
-            "unit/test_training.py",
+            "unit/ranks/test_launch.py::test_a_rank_keeps_the_memory_of_its_tensors",
+            "unit/ranks/test_launch.py",
+            "unit/training/test_training.py",
             "parity/test_train_script.py",
         ),
     ),
@@ -113,7 +113,7 @@ PROMISES = [
         Break("train_on_rank", "world.set_timeout(comm.train_timeout_seconds)", "pass"),
         (
             "unit/test_run.py::test_a_pipeline_of_two_ranks",
-            "unit/test_faults.py",
+            "unit/ranks/test_faults.py",
             "parity/test_train_script.py",
             "parity/test_stuck_messages.py",
         ),
@@ -138,7 +138,7 @@ PROMISES = [
         "docs/faults.md",
         "If the watchdog itself fails, it prints a line and the run continues",
         Break("Watch._give_up", "elif not self._store_is_lost:", "elif self._closing:"),
-        ("unit/test_faults.py", "unit/test_fault_report.py"),
+        ("unit/ranks/test_faults.py", "unit/ranks/test_fault_report.py"),
     ),
     # A run.
     Promise(
@@ -150,7 +150,7 @@ PROMISES = [
         ),
         (
             "unit/test_run.py::test_only_deterministic_algorithms_are_used",
-            "unit/test_training.py",
+            "unit/training/test_training.py",
             "unit/test_start.py",
             "parity/test_train_script.py",
             "parity/test_checkpoint_resume.py",
@@ -163,7 +163,7 @@ PROMISES = [
         Break("_collecting_by_hand", "gc.disable()", "pass"),
         (
             "unit/test_run.py::test_garbage_is_collected_at_the_same_steps_on_every_rank",
-            "unit/test_training.py",
+            "unit/training/test_training.py",
             "parity/test_train_script.py",
             "parity/test_outputs.py",
         ),
@@ -175,7 +175,7 @@ PROMISES = [
         Break("Reporter._enter", "if config.job.save_config_file:", "if False:"),
         (
             "unit/test_run.py::test_the_whole_configuration_is_written",
-            "unit/test_config.py",
+            "unit/config/test_config.py",
             "parity/test_train_script.py",
             "parity/test_outputs.py",
         ),
@@ -189,7 +189,11 @@ PROMISES = [
             "return min(self.lr_scheduler.warmup_steps, room)",
             "return self.lr_scheduler.warmup_steps",
         ),
-        ("unit/test_config.py", "unit/test_config_errors.py", "unit/test_training.py"),
+        (
+            "unit/config/test_config.py",
+            "unit/config/test_config_errors.py",
+            "unit/training/test_training.py",
+        ),
     ),
     Promise(
         "a shard degree of -1",
@@ -197,8 +201,8 @@ PROMISES = [
         "that degree is the number of ranks divided by the other degrees",
         Break("make_parallel_dims", "world_size) // others)", "world_size))"),
         (
-            "unit/test_parallel_dims.py::test_a_shard_degree_of_minus_one_takes_the_other_ranks",
-            "unit/test_parallel_dims.py",
+            "unit/mesh/test_parallel_dims.py::test_a_shard_degree_of_minus_one_takes_the_other_ranks",
+            "unit/mesh/test_parallel_dims.py",
         ),
     ),
     # Asynchronous TP and TP.
@@ -210,7 +214,7 @@ PROMISES = [
         (
             "parity/test_async_tensor_parallel.py::test_a_step_without_a_fusion_ends_the_run",
             "parity/test_async_tensor_parallel.py",
-            "unit/test_observe_compiling.py",
+            "unit/observe/test_observe_compiling.py",
         ),
     ),
     Promise(
@@ -219,8 +223,8 @@ PROMISES = [
         "A key that matches no module is skipped with a warning. It is also listed in the",
         Break("apply", "if unmatched:", "if unmatched is None:"),
         (
-            "unit/test_effective_plan.py::test_plan_keys_without_a_module_are_listed",
-            "unit/test_effective_plan.py",
+            "unit/parallelize/test_effective_plan.py::test_plan_keys_without_a_module_are_listed",
+            "unit/parallelize/test_effective_plan.py",
             "parity/test_parallelize_by_hand.py",
         ),
     ),
@@ -234,7 +238,7 @@ PROMISES = [
             "state.numbers_of(trained, samples_read)",
             "state.numbers_of(trained, 0)",
         ),
-        ("unit/test_checkpoint_by_hand.py", "parity/test_by_hand_page.py"),
+        ("unit/tools/by_hand/test_checkpoint_by_hand.py", "parity/test_by_hand_page.py"),
     ),
     Promise(
         "random generators are restored",
@@ -243,7 +247,7 @@ PROMISES = [
         Break("Generators._start", "generator.manual_seed(seed >> 1)", "pass"),
         (
             "unit/test_run.py::test_a_resumed_run_draws_the_random_numbers_that_come_next",
-            "unit/test_checkpoint_files.py",
+            "unit/checkpoint/test_checkpoint_files.py",
             "parity/test_checkpoint_resume.py",
             "parity/test_checkpoint_faults.py",
         ),
@@ -273,8 +277,8 @@ PROMISES = [
         "Then rank 0 writes the manifest, flushes it and the folder, renames the",
         Break("CheckpointFolder.commit", "flush_folder(unfinished)", "pass"),
         (
-            "unit/test_checkpoint_files.py::test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk",
-            "unit/test_checkpoint_files.py",
+            "unit/checkpoint/test_checkpoint_files.py::test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk",
+            "unit/checkpoint/test_checkpoint_files.py",
             "parity/test_checkpoint_faults.py",
         ),
     ),
@@ -308,7 +312,7 @@ PROMISES = [
         Break("SAVED_OPERATORS", "    torch.ops.titanlite.ring_attention.default,\n", ""),
         (
             "parity/test_ring_attention.py::test_inside_checkpointing_and_compilation",
-            "unit/test_activation_checkpoint.py",
+            "unit/parallelize/test_activation_checkpoint.py",
             "parity/test_ring_attention.py",
             "parity/test_communication.py",
         ),
@@ -319,14 +323,14 @@ PROMISES = [
         "docs/data.md",
         "The validation set does not depend on the seed and has a fixed order",
         Break("build_synthetic", "seed=-1 if validation else seed,", "seed=seed,"),
-        ("unit/test_data_datasets.py", "unit/test_data_sampler.py"),
+        ("unit/data/test_data_datasets.py", "unit/data/test_data_sampler.py"),
     ),
     Promise(
         "copies of a document are in one part",
         "docs/text.md",
         "Copies of a document are in one part",
         Break("_some_held_out", "first.encode()", "str(number).encode()"),
-        ("unit/test_data_text.py",),
+        ("unit/data/test_data_text.py",),
     ),
     Promise(
         "another seed gives other samples",
@@ -334,8 +338,8 @@ PROMISES = [
         "| `debug.seed` | `--seed` | another seed gives other samples |",
         Break("_for_sampling", '"debug.seed": asked.seed,', ""),
         (
-            "unit/test_sample.py::test_options_replace_what_the_job_says_about_sampling",
-            "unit/test_sample.py",
+            "unit/sampling/test_sample.py::test_options_replace_what_the_job_says_about_sampling",
+            "unit/sampling/test_sample.py",
             "parity/test_checkpoint_commands.py",
             "parity/test_text_plans.py",
         ),
@@ -347,8 +351,8 @@ PROMISES = [
         "`compile.enable` also turns on Dynamo's DDP optimizer.",
         Break("apply", "compiled=config.compile.enable", "compiled=False"),
         (
-            "unit/test_effective_plan.py::test_ddp_of_compiled_blocks_uses_the_optimizer_of_dynamo",
-            "unit/test_observe_compiling.py",
+            "unit/parallelize/test_effective_plan.py::test_ddp_of_compiled_blocks_uses_the_optimizer_of_dynamo",
+            "unit/observe/test_observe_compiling.py",
             "parity/test_communication.py",
             "parity/test_plan_invariance.py",
         ),
@@ -376,7 +380,7 @@ PROMISES = [
         (
             "parity/test_parallelize_by_hand.py::test_tied_weights_are_not_untied_in_silence",
             "parity/test_tied_weights.py",
-            "unit/test_parallelize_arguments.py",
+            "unit/parallelize/test_parallelize_arguments.py",
         ),
     ),
     Promise(
@@ -400,7 +404,7 @@ PROMISES = [
             "torch.promote_types(logits_BTV.dtype, torch.float32)",
             "logits_BTV.dtype",
         ),
-        ("unit/test_training.py", "parity/test_plan_invariance.py"),
+        ("unit/training/test_training.py", "parity/test_plan_invariance.py"),
     ),
     Promise(
         "the gradient norm is computed in float32",
@@ -412,8 +416,8 @@ PROMISES = [
             "dtype = counted[0].dtype",
         ),
         (
-            "unit/test_training.py::test_the_norm_of_gradients_in_bfloat16_is_that_of_their_values",
-            "unit/test_training.py",
+            "unit/training/test_training.py::test_the_norm_of_gradients_in_bfloat16_is_that_of_their_values",
+            "unit/training/test_training.py",
             "parity/test_parallelize_by_hand.py",
             "parity/test_plan_invariance.py",
         ),
@@ -423,7 +427,7 @@ PROMISES = [
         "docs/float8.md",
         "one per row of each operand, rounded down to a power of two",
         Break("scale_of", "if recipe.power_of_two:", "if recipe is None:"),
-        ("unit/test_float8.py",),
+        ("unit/parallelize/test_float8.py",),
     ),
     # Experts.
     Promise(
@@ -435,7 +439,7 @@ PROMISES = [
             "if self.capacity_factor is not None and self.training:",
             "if self.capacity_factor is not None:",
         ),
-        ("unit/test_experts.py", "parity/test_expert_plans.py"),
+        ("unit/modules/test_experts.py", "parity/test_expert_plans.py"),
     ),
     # Hugging Face.
     Promise(
@@ -443,7 +447,7 @@ PROMISES = [
         "docs/huggingface.md",
         "config.json has the model's sizes and `export_dtype`.",
         Break("FolderWriter.finish", ', "dtype": dtype}', "}"),
-        ("unit/test_hf_format.py", "parity/test_hf_folders.py"),
+        ("unit/models/test_hf_format.py", "parity/test_hf_folders.py"),
     ),
     Promise(
         "positions of another layout are refused",
@@ -462,7 +466,7 @@ PROMISES = [
         "docs/invariance.md",
         "computes its mask from a hash of (seed, module, token, feature) instead",
         Break("TokenDropout.set_key", 'f"{seed}:{name}:dropout"', 'f"{name}:dropout"'),
-        ("unit/test_dropout.py", "parity/test_dropout_plans.py"),
+        ("unit/modules/test_dropout.py", "parity/test_dropout_plans.py"),
     ),
     Promise(
         "verify finds a missing seed",
@@ -470,9 +474,9 @@ PROMISES = [
         "Each rank starts with a different random state, as ranks on different machines do",
         Break("open_job", "hash((world.rank, time.monotonic_ns())) % 2**32", "0"),
         (
-            "unit/test_verify_input.py::test_every_rank_of_every_run_starts_with_a_random_state_of_its_own",
+            "unit/tools/verify/test_verify_input.py::test_every_rank_of_every_run_starts_with_a_random_state_of_its_own",
             "parity/test_verify.py",
-            "unit/test_verify_input.py",
+            "unit/tools/verify/test_verify_input.py",
         ),
     ),
     # What a run shows.
@@ -481,7 +485,7 @@ PROMISES = [
         "docs/observe.md",
         "Each line is flushed, so the file of a run that dies has every finished step.",
         Break("MetricsLog.log", "self._file.flush()", "pass"),
-        ("unit/test_observe_metrics.py", "parity/test_outputs.py"),
+        ("unit/observe/test_observe_metrics.py", "parity/test_outputs.py"),
     ),
     Promise(
         "the memory of the largest rank",
@@ -495,7 +499,7 @@ PROMISES = [
         ),
         (
             "unit/test_run.py::test_a_pipeline_of_two_ranks",
-            "unit/test_observe_metrics.py",
+            "unit/observe/test_observe_metrics.py",
             "parity/test_outputs.py",
             "parity/test_train_script.py",
         ),
@@ -507,8 +511,8 @@ PROMISES = [
         Break("Reporter._draws_pipeline", "step % config.profiling.profile_freq == 0 or ", ""),
         (
             "unit/test_run.py::test_a_pipeline_of_two_ranks",
-            "unit/test_observe_profiling.py",
-            "unit/test_schedule_drawing.py",
+            "unit/observe/test_observe_profiling.py",
+            "unit/tools/figures/test_schedule_drawing.py",
             "parity/test_pipeline_parallel.py",
         ),
     ),
@@ -521,7 +525,7 @@ PROMISES = [
         (
             "parity/test_parameter_groups.py::test_one_group_for_each_rule",
             "parity/test_parameter_groups.py",
-            "unit/test_training.py",
+            "unit/training/test_training.py",
         ),
     ),
     Promise(
@@ -547,7 +551,7 @@ PROMISES = [
         (
             "parity/test_frozen.py::test_only_adapters_change_and_every_plan_agrees",
             "parity/test_frozen.py",
-            "unit/test_effective_plan.py",
+            "unit/parallelize/test_effective_plan.py",
         ),
     ),
     Promise(
@@ -568,9 +572,9 @@ PROMISES = [
         "or a folder of them, of which the fastest is drawn",
         Break("_read_measured", "return min(timelines", "return max(timelines"),
         (
-            "unit/test_plan_command.py::test_of_a_folder_of_measured_steps_the_fastest_is_drawn",
-            "unit/test_plan_command.py",
-            "unit/test_plan_report.py",
+            "unit/tools/planner/test_plan_command.py::test_of_a_folder_of_measured_steps_the_fastest_is_drawn",
+            "unit/tools/planner/test_plan_command.py",
+            "unit/tools/planner/test_plan_report.py",
         ),
     ),
     Promise(
@@ -582,7 +586,7 @@ PROMISES = [
             "visible = min(keys, -(-min(start + block, keys) // CPU_KEYS) * CPU_KEYS)",
             "visible = keys",
         ),
-        ("unit/test_plan_timing.py", "unit/test_plan_calibrate.py"),
+        ("unit/tools/planner/test_plan_timing.py", "unit/tools/planner/test_plan_calibrate.py"),
     ),
     Promise(
         "unfused attention has four products in the backward pass",
@@ -590,10 +594,10 @@ PROMISES = [
         "as the time of two matrix products (four in the backward pass)",
         Break("Cost._unfused", "backward = 2 * products +", "backward = products +"),
         (
-            "unit/test_plan_timing.py::test_operators_are_bound_by_operations_or_by_memory",
-            "unit/test_plan_timing.py",
-            "unit/test_plan_hardware.py",
-            "unit/test_plan_compose.py",
+            "unit/tools/planner/test_plan_timing.py::test_operators_are_bound_by_operations_or_by_memory",
+            "unit/tools/planner/test_plan_timing.py",
+            "unit/tools/planner/test_plan_hardware.py",
+            "unit/tools/planner/test_plan_compose.py",
         ),
     ),
     Promise(
@@ -608,7 +612,7 @@ PROMISES = [
         (
             "parity/test_ring_attention.py::test_the_own_block_is_computed_while_the_others_arrive",
             "parity/test_ring_attention.py",
-            "unit/test_plan_waits.py",
+            "unit/tools/planner/test_plan_waits.py",
             "parity/test_plan_trace.py",
         ),
     ),
@@ -617,21 +621,21 @@ PROMISES = [
         "docs/plan_search.md",
         "Plans that leave less than 8% of the memory free",
         Break("Evaluator._fits", " * (1 - MARGIN)", ""),
-        ("unit/test_plan_search.py",),
+        ("unit/tools/planner/test_plan_search.py",),
     ),
     Promise(
         "all-reduces in a tree",
         "docs/plan_time.md",
         "A collective is a ring (all-reduces also a tree, if that is faster).",
         Break("Cost._latency", "return min(2 * max(ring, 0.0), tree)", "return 2 * max(ring, 0.0)"),
-        ("unit/test_plan_timing.py",),
+        ("unit/tools/planner/test_plan_timing.py",),
     ),
     Promise(
         "the last rank of contiguous CP is traced",
         "docs/plan_trace.md",
         "the traced rank is the last one of the cp axis",
         Break("representatives", 'if layout == "none" else {}', 'if layout == "last" else {}'),
-        ("unit/test_plan_command.py", "unit/test_plan_compose.py"),
+        ("unit/tools/planner/test_plan_command.py", "unit/tools/planner/test_plan_compose.py"),
     ),
     # Simulator, ladder, learn, lab.
     Promise(
@@ -639,7 +643,10 @@ PROMISES = [
         "docs/simulate.md",
         "the exit status is then 130",
         Break("_sweep", "return 0 if swept.is_complete else 130", "return 0"),
-        ("unit/test_simulate_sweep.py", "unit/test_simulate_command.py"),
+        (
+            "unit/tools/simulate/test_simulate_sweep.py",
+            "unit/tools/simulate/test_simulate_command.py",
+        ),
     ),
     Promise(
         "the ladder compares every rung",
@@ -650,7 +657,10 @@ PROMISES = [
             "check_outcomes(rung, workload, cluster.run(program))",
             "cluster.run(program)",
         ),
-        ("unit/test_simulate_ladder.py", "unit/test_simulate_ladder_scripts.py"),
+        (
+            "unit/tools/learn/test_simulate_ladder.py",
+            "unit/tools/learn/test_simulate_ladder_scripts.py",
+        ),
     ),
     Promise(
         "learn shows what was measured",
@@ -658,8 +668,8 @@ PROMISES = [
         "next to the same number simulated and measured.",
         Break("answer", "show_number(numbers.measured)", "show_number(numbers.simulated)"),
         (
-            "unit/test_learn.py::test_an_answer_shows_all_three_numbers",
-            "unit/test_learn.py",
+            "unit/tools/learn/test_learn.py::test_an_answer_shows_all_three_numbers",
+            "unit/tools/learn/test_learn.py",
             "parity/test_learn_page.py",
         ),
     ),
@@ -694,7 +704,7 @@ PROMISES = [
         "docs/randomness.md",
         "are a function of each key, the name `what`",
         Break("_words", "keys + _hash_of(what)", "keys"),
-        ("unit/test_keyed.py",),
+        ("unit/modules/test_keyed.py",),
     ),
 ]
 

@@ -18,7 +18,7 @@ from titanlite.tools.planner.pieces import trace_pieces
 from titanlite.tools.planner.planning import PIECES, plan_job
 from titanlite.tools.planner.trace import trace_rank
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[4] / "configs"
 QUICK = ("tp2_fsdp2", "ac", "pp2_fsdp2", "gpt2_pp2_tp2", "float8")
 # cifar10 needs its data set.
 SLOW = sorted({path.stem for path in CONFIGS.glob("*.toml")} - {*QUICK, "cifar10"})

@@ -42,7 +42,7 @@ from titanlite.tools.planner.trace import applied_plan
 # Here a job runs in the test's own process, in which torch warns of what it does itself.
 pytestmark = pytest.mark.filterwarnings("default::UserWarning:torch")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Sections = Mapping[str, Mapping[str, Any]]
 
 SMALL: Sections = {

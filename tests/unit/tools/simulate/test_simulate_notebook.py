@@ -8,7 +8,7 @@ import pytest
 from titanlite.tools.simulate import BackwardFirst, Simulation, simulate
 
 GOLDEN = json.loads(
-    (Path(__file__).parents[1] / "golden" / "parallelsim_notebook.json").read_text()
+    (Path(__file__).parents[3] / "golden" / "parallelsim_notebook.json").read_text()
 )
 SCHEMES = [name for name in GOLDEN if not name.startswith("_")]
 

@@ -43,7 +43,7 @@ from titanlite.tools.planner.space import (
     Space,
 )
 
-JOB = Path(__file__).parents[2] / "configs" / "tp2_fsdp2.toml"
+JOB = Path(__file__).parents[4] / "configs" / "tp2_fsdp2.toml"
 CONFIG = load_config([f"--job.config_file={JOB}"])
 H100 = load_hardware("h100")
 

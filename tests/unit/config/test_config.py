@@ -30,7 +30,7 @@ from titanlite.models.spec import ModelSpec
 from titanlite.observe.run_facts import name_idle_keys
 from titanlite.registry import MODELS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_no_file_and_no_argument_is_a_job() -> None:

@@ -29,7 +29,7 @@ from titanlite.tools.simulate import (
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.schemes import Workload, run_scheme
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline_bubbles.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "pipeline_bubbles.json").read_text())
 F, B, W = Direction.FORWARD, Direction.BACKWARD, Direction.WEIGHT
 
 

@@ -138,7 +138,7 @@ def finish(dist: Any, mesh: Any, is_bad: bool) -> None:
         dist.all_reduce(zeros(8), group=mesh.get_group("dp_shard"))
 
 
-HERE = "tests/unit/test_faults.py:"
+HERE = "tests/unit/ranks/test_faults.py:"
 QUICK: dict[Callable[..., None], tuple[str, ...]] = {
     fall_asleep: (
         "rank 2: did not reach all_reduce 1 over the world and all_reduce 3 over tp; ranks 0, ",

@@ -19,7 +19,7 @@ from titanlite.tools.learn.curves import (
 from titanlite.tools.learn.ladder.__main__ import main as ladder
 from titanlite.tools.learn.topics import TOPICS, Numbers
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 PAGE = (DOCS / "learn.md").read_text()
 PLANNED = ("zero", "recomputation")  # pictures whose points are traced: a slow test draws them
 picture_commands = runpy.run_path(str(DOCS / "make_pictures.py"))["picture_commands"]

@@ -36,8 +36,8 @@ from titanlite.tools.verify.record import Agreement, RankRun, RankStep, Referenc
 from titanlite.tools.verify.shrink import shrink
 from titanlite.training.optimizer import lr_factor
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
-TP2 = str(Path(__file__).parents[2] / "configs" / "tp2_fsdp2.toml")
+CONFIGS = sorted((Path(__file__).parents[4] / "configs").glob("*.toml"))
+TP2 = str(Path(__file__).parents[4] / "configs" / "tp2_fsdp2.toml")
 SYNTHETIC = ["--training.dataset=synthetic", "--training.dataset_path=none"]
 
 

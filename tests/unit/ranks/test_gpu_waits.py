@@ -18,7 +18,7 @@ from titanlite.ranks.hang_state import find_message, gpu_is_overdue, is_overdue,
 from titanlite.ranks.launch import Place
 from titanlite.ranks.stacks import Place as Frame
 
-STEP = Path(__file__).parents[2] / "titanlite" / "training" / "step.py"
+STEP = Path(__file__).parents[3] / "titanlite" / "training" / "step.py"
 TIMEOUT_MS = 100_000
 PIPELINE = {"pp": ("pp", (2, 6))}
 

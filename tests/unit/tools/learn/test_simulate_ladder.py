@@ -32,7 +32,7 @@ from titanlite.tools.simulate.collectives import (
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.train_step import Workload, make_train_step, single_process
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "latency_ladder.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "latency_ladder.json").read_text())
 
 
 @pytest.fixture(scope="module")

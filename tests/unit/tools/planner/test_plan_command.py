@@ -307,7 +307,7 @@ def test_a_host_that_is_too_small_is_named() -> None:
 def test_a_job_with_experts_has_a_time_and_the_traffic_of_its_own_axis(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    job = str(Path(__file__).parents[2] / "configs" / "moe_ep4.toml")
+    job = str(Path(__file__).parents[4] / "configs" / "moe_ep4.toml")
     small = ["--model.flavor=moe_debug", "--training.seq_len=64"]
     trace = f"--trace={tmp_path / 'trace.json'}"
     assert cli.main(["plan", job, *small, "--hardware=a100", trace]) == 0

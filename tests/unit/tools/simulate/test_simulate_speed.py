@@ -23,7 +23,7 @@ from titanlite.tools.simulate import (
     simulate,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 EXACT = Costs(
     Fraction(1, 3),
     Fraction(2, 3),

@@ -19,7 +19,7 @@ from titanlite.tools.simulate import (
 from titanlite.tools.simulate.schemes import Workload, run_scheme
 
 F, B, W = Direction.FORWARD, Direction.BACKWARD, Direction.WEIGHT
-PAGES = Path(__file__).parents[2] / "docs" / "simulate"
+PAGES = Path(__file__).parents[4] / "docs" / "simulate"
 
 
 def by_batch(work):

@@ -15,7 +15,7 @@ from titanlite.errors import ConfigError, RankError
 from titanlite.ranks import fork_server
 from titanlite.ranks.launch import Place, choose_device, run_ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_ranks_meet_and_return_in_order():

@@ -16,7 +16,7 @@ from titanlite.parallelize.feature import Feature
 from titanlite.parallelize.parallelize import step_of
 from titanlite.parallelize.steps import FEATURES, STEPS, Step, features_on
 
-FOLDER = Path(__file__).parents[2] / "titanlite/parallelize"
+FOLDER = Path(__file__).parents[3] / "titanlite/parallelize"
 
 
 def test_every_folder_with_a_spec_is_a_feature() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from titanlite.modules.attention import make_layout
 from titanlite.tools.figures.ring import draw_all, draw_ring
 
-FOLDER = Path(__file__).parents[2] / "docs/images/context_parallel"
+FOLDER = Path(__file__).parents[3] / "docs/images/context_parallel"
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -9,7 +9,7 @@ import pytest
 from titanlite.cli import main
 from titanlite.tools.learn.ladder.__main__ import main as ladder
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 PAGES = ["simulate.md", "ladder.md"]
 picture_commands = runpy.run_path(str(DOCS / "make_pictures.py"))["picture_commands"]
 
