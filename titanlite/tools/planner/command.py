@@ -33,6 +33,54 @@ EPILOG = "Any key of the job can follow: --section.key=value."
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
+    options, rest = _parser().parse_known_args(arguments)
+    if options.calibrate:
+        from titanlite.tools.planner.calibrate import calibrate
+
+        calibrate(options.calibrate)
+        return 0
+    if options.job is None:
+        raise ConfigError("job: is missing; give the TOML file of the job")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks: {options.ranks} is too small; give at least 1")
+    hardware = load_hardware(options.hardware) if options.hardware else None
+    for option in ("trace", "svg"):
+        if getattr(options, option) and hardware is None:
+            raise ConfigError(f"--{option}: a step has no times without --hardware; give both")
+    if options.search:
+        return _search(options, rest, hardware)
+    for option in ("best", "exhaustive"):
+        if getattr(options, option):
+            raise ConfigError(f"--{option}: only a search has it; give --search, too")
+    measured = _read_measured(options.measured, options.svg)
+    asked = _load([f"--job.config_file={options.job}", *rest])
+    config, notes = plannable(*asked, hardware)
+    resolved = resolve_job(config, options.ranks)
+    if options.tensors:
+        print("\n".join(_tensors(resolved)))
+        return 0
+    if options.svg and resolved.pipeline is None:
+        raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
+    plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
+    plan.notes.extend(notes)
+    if options.json:
+        _write("--json", options.json, json.dumps(figures(plan), indent=1))
+    if options.html:
+        page = draw_page(figures(plan), step_spans(plan), title=config.job.description)
+        _write("--html", options.html, page)
+    if options.trace or options.svg:
+        timeline = make_timeline(step_spans(plan), plan.dims)
+        if options.trace:
+            _write("--trace", options.trace, make_trace(timeline))
+        if options.svg:
+            _write("--svg", options.svg, draw_schedules(timeline, measured))
+    # Files first: what reads the output may close it early, as `head` does.
+    print(_first_screen(resolved, plan), end="\n\n")
+    print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="titanlite plan", description=__doc__, epilog=EPILOG)
     parser.add_argument("job", nargs="?", help="the TOML file of the job")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
@@ -79,51 +127,7 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="try every context-parallel degree, also where smaller ones were faster",
     )
-    options, rest = parser.parse_known_args(arguments)
-    if options.calibrate:
-        from titanlite.tools.planner.calibrate import calibrate
-
-        calibrate(options.calibrate)
-        return 0
-    if options.job is None:
-        raise ConfigError("job: is missing; give the TOML file of the job")
-    if options.ranks is not None and options.ranks < 1:
-        raise ConfigError(f"--ranks: {options.ranks} is too small; give at least 1")
-    hardware = load_hardware(options.hardware) if options.hardware else None
-    for option in ("trace", "svg"):
-        if getattr(options, option) and hardware is None:
-            raise ConfigError(f"--{option}: a step has no times without --hardware; give both")
-    if options.search:
-        return _search(options, rest, hardware)
-    for option in ("best", "exhaustive"):
-        if getattr(options, option):
-            raise ConfigError(f"--{option}: only a search has it; give --search, too")
-    measured = _read_measured(options.measured, options.svg)
-    asked = _load([f"--job.config_file={options.job}", *rest])
-    config, notes = plannable(*asked, hardware)
-    resolved = resolve_job(config, options.ranks)
-    if options.tensors:
-        print("\n".join(_tensors(resolved)))
-        return 0
-    if options.svg and resolved.pipeline is None:
-        raise ConfigError("--svg: the job has no pipeline to draw; write a page with --html")
-    plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
-    plan.notes.extend(notes)
-    if options.json:
-        _write("--json", options.json, json.dumps(figures(plan), indent=1))
-    if options.html:
-        page = draw_page(figures(plan), step_spans(plan), title=config.job.description)
-        _write("--html", options.html, page)
-    if options.trace or options.svg:
-        timeline = make_timeline(step_spans(plan), plan.dims)
-        if options.trace:
-            _write("--trace", options.trace, make_trace(timeline))
-        if options.svg:
-            _write("--svg", options.svg, draw_schedules(timeline, measured))
-    # Files first: what reads the output may close it early, as `head` does.
-    print(_first_screen(resolved, plan), end="\n\n")
-    print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
-    return 0
+    return parser
 
 
 def _tensors(resolved: ResolvedJob) -> list[str]:

@@ -52,31 +52,7 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
 
     Raises TraceError if the job's own code cannot run on fake tensors.
     """
-    fewer = _FewerBlocks()
-    sizes: list[int] = []
-    outputs: list[tuple[int, int]] = []
-
-    casts = CastRecorder()
-
-    partial: set[int] = set()
-
-    def reduce(parameters: Iterable[nn.Parameter]) -> None:
-        parameters = list(parameters)
-        partial.update(id(p) for p in parameters if _is_partial(p.grad))
-        reduce_partial_gradients(parameters)
-
-    def watch(job: Job, recorder: Recorder) -> None:
-        casts.start(job, recorder)
-        for block in find_blocks(job.parts[0], job.plan).values():
-            block.register_forward_hook(lambda _, __, output: sizes.append(_num_bytes(output)))
-
-        def note_output(_: nn.Module, __: Any, output: Any) -> None:
-            (block,) = recorder.blocks_of([local_part(output)])
-            outputs.append((block, _num_bytes(output)))
-
-        job.parts[0].register_forward_hook(note_output)
-        job.trainer.reduce_partial = reduce
-
+    fewer, seen = _FewerBlocks(), _Seen()
     small = smaller(resolved, is_compiled=is_compiled)
     layout = small.config.parallelism.context_parallel_load_balancer
     rank = representatives(small.dims, layout)[0]
@@ -84,7 +60,7 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
         job, trace = trace_job(
             small,
             rank,
-            watch,
+            seen.watch,
             runs_first_step=small.config.compile.enable,
             model=fewer,
             ddp=_without_ddp,
@@ -97,7 +73,7 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
             f"model.name: {small.config.model.name} cannot be traced ({reason}); its code must "
             "run on tensors without values"
         ) from error
-    events, reduced = _without_fsdp(trace, casts.events)
+    events, reduced = _without_fsdp(trace, seen.casts.events)
     is_float8 = FLOAT8.is_on(small.config)
     segments: dict[tuple[str, str], Segment] = {}
     late: dict[tuple[str, str], int] = {}
@@ -105,7 +81,7 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
     for key, run in _cut(events, fewer.kept, is_float8=is_float8):
         late[key] = _late_bytes(run, trace.category_of, sizes_of)
         segments[key] = segment_of(run, trace.category_of, sizes_of)
-    units = _units(job, fewer.kept, partial, reduced)
+    units = _units(job, fewer.kept, seen.partial, reduced)
     buffers: Counter[str] = Counter()
     for name, buffer in job.parts[0].named_buffers():
         own = canonical_name(name)
@@ -123,6 +99,7 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
     weights = [weight for of_part in units.values() for unit in of_part.values() for weight in unit]
     state, moments = _optimizer_state(job)
+    block, output_bytes = seen.outputs[-1]
     return Pieces(
         before=part("before"),
         before_names=job.plan.embeddings,
@@ -138,14 +115,45 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
         num_shards=job.dims.num_weight_shards,
         num_expert_shards=job.dims.num_expert_shards,
         tied=_tied(job, units),
-        boundary_bytes=sizes[0] if sizes else 0,
-        output_bytes=0 if trace.category_of[outputs[-1][0]] == "activations" else outputs[-1][1],
+        boundary_bytes=seen.sizes[0] if seen.sizes else 0,
+        output_bytes=0 if trace.category_of[block] == "activations" else output_bytes,
         moments=moments,
         state_bytes=state,
         flops_per_token=job.flops_per_token,
         balance_bytes=(_balance_bytes(job.parts[0]), fewer.balance_bytes),
-        casts=casts.casts(),
+        casts=seen.casts.casts(),
     )
+
+
+class _Seen:
+    """What is noted while a job runs, beside the trace."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        """The bytes of each block's output."""
+        self.outputs: list[tuple[int, int]] = []
+        """The model's outputs: the block of memory and the bytes."""
+        self.casts = CastRecorder()
+        self.partial: set[int] = set()
+        """The ids of the parameters with a Partial gradient."""
+
+    def watch(self, job: Job, recorder: Recorder) -> None:
+        """Note what the job's model and trainer do from now on."""
+        self.casts.start(job, recorder)
+        for block in find_blocks(job.parts[0], job.plan).values():
+            block.register_forward_hook(lambda _, __, output: self.sizes.append(_num_bytes(output)))
+
+        def note_output(_: nn.Module, __: Any, output: Any) -> None:
+            (block,) = recorder.blocks_of([local_part(output)])
+            self.outputs.append((block, _num_bytes(output)))
+
+        job.parts[0].register_forward_hook(note_output)
+        job.trainer.reduce_partial = self._reduce
+
+    def _reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        self.partial.update(id(p) for p in parameters if _is_partial(p.grad))
+        reduce_partial_gradients(parameters)
 
 
 class _FewerBlocks:
