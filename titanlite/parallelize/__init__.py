@@ -9,16 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from titanlite.parallelize.activation_checkpoint.apply import apply_ac
-    from titanlite.parallelize.compile.apply import apply_compile
-    from titanlite.parallelize.context_parallel.apply import apply_cp
-    from titanlite.parallelize.ddp.apply import apply_ddp
-    from titanlite.parallelize.expert_parallel.apply import apply_ep
-    from titanlite.parallelize.float8.apply import apply_float8
-    from titanlite.parallelize.fsdp.apply import apply_fsdp
-    from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner, split_model
-    from titanlite.parallelize.plan import ParallelPlan, find_blocks, find_plan
-    from titanlite.parallelize.tensor_parallel.apply import apply_tp
+    from titanlite.parallelize.activation_checkpoint.apply import apply_ac as apply_ac
+    from titanlite.parallelize.compile.apply import apply_compile as apply_compile
+    from titanlite.parallelize.context_parallel.apply import apply_cp as apply_cp
+    from titanlite.parallelize.ddp.apply import apply_ddp as apply_ddp
+    from titanlite.parallelize.expert_parallel.apply import apply_ep as apply_ep
+    from titanlite.parallelize.float8.apply import apply_float8 as apply_float8
+    from titanlite.parallelize.fsdp.apply import apply_fsdp as apply_fsdp
+    from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner as PipelineRunner
+    from titanlite.parallelize.pipeline_parallel.apply import split_model as split_model
+    from titanlite.parallelize.plan import ParallelPlan as ParallelPlan
+    from titanlite.parallelize.plan import find_blocks as find_blocks
+    from titanlite.parallelize.plan import find_plan as find_plan
+    from titanlite.parallelize.tensor_parallel.apply import apply_tp as apply_tp
 
 # Imported at their first use: the configuration reads the specs below without torch.
 _MODULES = {
@@ -36,22 +39,6 @@ _MODULES = {
     "find_plan": "plan",
     "split_model": "pipeline_parallel.apply",
 }
-
-__all__ = [
-    "ParallelPlan",
-    "PipelineRunner",
-    "apply_ac",
-    "apply_compile",
-    "apply_cp",
-    "apply_ddp",
-    "apply_ep",
-    "apply_float8",
-    "apply_fsdp",
-    "apply_tp",
-    "find_blocks",
-    "find_plan",
-    "split_model",
-]
 
 
 def __getattr__(name: str) -> Any:

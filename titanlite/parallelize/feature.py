@@ -6,7 +6,7 @@ a model. steps.py lists them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,11 @@ class Variation:
     """Sizes of the matrix's small model with which any value but the first has an effect."""
     on_request: bool = False
     """Whether it is varied only if that is asked for, since it is slow."""
+
+    @staticmethod
+    def of_key(name: str, key: str, values: Iterable[str], needs: tuple[str, ...]) -> Variation:
+        """The values of one key."""
+        return Variation(name, {value: {key: value} for value in values}, needs)
 
 
 def _nothing(config: JobConfig, device_type: str) -> Iterator[str]:

@@ -82,27 +82,16 @@ def _context_parallel(job: Draft) -> Iterator[str]:
         )
 
 
+BALANCER = "parallelism.context_parallel_load_balancer"
+ROTATION = "parallelism.context_parallel_rotate_method"
+
 CONTEXT_PARALLEL = Feature(
     "context parallel",
     "context_parallel",
     is_on=lambda config: config.parallelism.context_parallel_degree > 1,
     checks=(_context_parallel,),
     variations=(
-        Variation(
-            "layout",
-            {
-                value: {"parallelism.context_parallel_load_balancer": value}
-                for value in ("headtail", "striped", "none")
-            },
-            needs=("cp",),
-        ),
-        Variation(
-            "rotation",
-            {
-                value: {"parallelism.context_parallel_rotate_method": value}
-                for value in ("alltoall", "allgather")
-            },
-            needs=("cp",),
-        ),
+        Variation.of_key("layout", BALANCER, ("headtail", "striped", "none"), ("cp",)),
+        Variation.of_key("rotation", ROTATION, ("alltoall", "allgather"), ("cp",)),
     ),
 )

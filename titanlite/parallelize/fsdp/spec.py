@@ -26,25 +26,15 @@ class DataParallelKeys(Section):
 
 
 SHARDED = axes_where(weights="sharded")
+RESHARD, OFFLOAD = "parallelism.fsdp_reshard_after_forward", "training.enable_cpu_offload"
 
 DATA_PARALLEL = Feature(
     "data parallel",
     "fsdp",
     is_on=lambda config: True,  # mixed precision needs FSDP2 even on one rank
     variations=(
-        Variation(
-            "reshard",
-            {
-                value: {"parallelism.fsdp_reshard_after_forward": value}
-                for value in ("default", "always", "never")
-            },
-            needs=SHARDED,
-        ),
-        Variation(
-            "offload",
-            {"on": {"training.enable_cpu_offload": True}, "off": {}},
-            needs=SHARDED,
-        ),
+        Variation.of_key("reshard", RESHARD, ("default", "always", "never"), SHARDED),
+        Variation("offload", {"on": {OFFLOAD: True}, "off": {}}, SHARDED),
     ),
-    off={"training.enable_cpu_offload": False},
+    off={OFFLOAD: False},
 )

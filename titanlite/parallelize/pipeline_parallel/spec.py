@@ -99,10 +99,6 @@ PIPELINE_PARALLEL = Feature(
     is_on=lambda config: config.parallelism.pipeline_parallel_degree > 1,
     checks=(_pipeline, _split_backward),
     variations=(
-        Variation(
-            "schedule",
-            {name: {"parallelism.pipeline_parallel_schedule": name} for name in SCHEDULES},
-            needs=("pp",),
-        ),
+        Variation.of_key("schedule", "parallelism.pipeline_parallel_schedule", SCHEDULES, ("pp",)),
     ),
 )

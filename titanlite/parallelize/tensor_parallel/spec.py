@@ -55,9 +55,7 @@ TENSOR_PARALLEL = Feature(
     checks=(_loss_parallel,),
     variations=(
         Variation(
-            "loss parallel",
-            {"on": {}, "off": {"parallelism.disable_loss_parallel": True}},
-            needs=("tp",),
+            "loss parallel", {"on": {}, "off": {"parallelism.disable_loss_parallel": True}}, ("tp",)
         ),
     ),
 )
