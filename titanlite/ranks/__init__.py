@@ -3,6 +3,7 @@
 launch.py fork_server.py machine.py   local ranks, the process they are forked from, and how many
                        of them this machine can run
 world.py attempt.py    the process group, device, threads and allocator of a rank; restarts
+peers.py               ranks that agree on values, results and errors
 signals.py             SIGINT and SIGTERM as a request to stop
 watch.py               the watchdog thread in each rank, which detects hung and lost ranks
 hang_state.py crash_state.py report.py   the state a rank reports, the state of a rank that cannot
