@@ -47,6 +47,7 @@ from titanlite.ranks.hang_state import (
 )
 from titanlite.ranks.launch import ALARM, FAULTS, REPORT, Place
 from titanlite.ranks.report import Absent, Account, Report, write_report
+from titanlite.ranks.signals import handling
 
 # The time between two reads of the store.
 POLL_SECONDS = 0.5
@@ -162,7 +163,8 @@ class Watch:
             self._settle_who_tells(error)
             return False
         self._error = error
-        with _ignoring_sigterm():
+        # torchrun's agent sends SIGTERM when a rank dies, before the report.
+        with handling(signal.SIG_IGN, signal.SIGTERM):
             self._wake.set()
             self._over.wait(2 * ANSWER_SECONDS + POLL_SECONDS)
             if self._is_answered:
@@ -468,19 +470,6 @@ def is_communication_error(error: BaseException) -> bool:
 
 def _is_failure(error: BaseException) -> bool:
     return not isinstance(error, SystemExit | GeneratorExit)
-
-
-@contextlib.contextmanager
-def _ignoring_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM inside: torchrun's agent sends it when a rank dies, before the report."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _exchange_folder(place: Place) -> Path | None:
