@@ -32,10 +32,10 @@ def measure(place: Place, config: Any, repeats: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from titanlite.checkpoint.folder import find_checkpoint
     from titanlite.checkpoint.run import Checkpoints
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
+    from titanlite.tools.convert.stored import find_checkpoint
 
     def timed(function: Callable[[], object]) -> float:
         dist.barrier()

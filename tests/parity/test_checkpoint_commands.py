@@ -20,7 +20,7 @@ from test_train_script import png_size, run
 from torch import Tensor
 
 from titanlite import cli
-from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint
+from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import MANIFEST, _digest, read_manifest
 from titanlite.checkpoint.run import Checkpoints
 from titanlite.checkpoint.storage import Piece, load, save, stored_tensors
@@ -30,6 +30,7 @@ from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.tools.convert import command as convert
+from titanlite.tools.convert.stored import find_checkpoint
 
 STEPS = 4
 TITANLITE = (sys.executable, "-m", "titanlite")

@@ -17,13 +17,14 @@ from faults import Fault, draw_fault, train_with
 from plans import config_of
 from torch import Tensor
 
-from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint
+from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import MANIFEST
 from titanlite.checkpoint.storage import Piece, load, stored_tensors
 from titanlite.config import JobConfig, make_parallel_dims, override, resolve_job
 from titanlite.errors import ConfigError, RankError
 from titanlite.observe.metrics import read_metrics
 from titanlite.ranks.launch import Place, run_ranks
+from titanlite.tools.convert.stored import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, INTERVAL = 7, 2

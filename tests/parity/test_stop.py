@@ -27,8 +27,8 @@ from test_train_script import (
     started,
 )
 
-from titanlite.checkpoint.folder import find_checkpoint
 from titanlite.ranks.signals import StopRequest
+from titanlite.tools.convert.stored import find_checkpoint
 
 SAVING = {
     "checkpoint__enable": True,

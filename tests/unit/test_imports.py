@@ -52,7 +52,8 @@ FLOORS = (
 TOOLS: dict[str, tuple[str, ...]] = {
     "by_hand": (),
     "convert": (),
-    "sample": (),
+    # Both commands read a checkpoint that somebody else may have written.
+    "sample": ("convert",),
     "figures": (),
     "simulate": ("figures",),
     # A step's operators and messages run on the simulator's streams.
@@ -120,6 +121,7 @@ MUST_NOT_IMPORT = {
         *("torch", "titanlite.config", "titanlite.data", "titanlite.job", "titanlite.models"),
         *("titanlite.parallelize", "titanlite.training"),
     ],
+    "titanlite/tools/convert/stored.py": ["torch"],
     "titanlite/tools/simulate": ["torch"],
     "titanlite/tools/figures": [
         *("torch", "titanlite.config", "titanlite.data", "titanlite.job", "titanlite.models"),

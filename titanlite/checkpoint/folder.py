@@ -177,24 +177,6 @@ def look_at(path: Path) -> Found:
     return Found(path, manifest.step, manifest)
 
 
-def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
-    """The checkpoint at `path`, or the newest one with a valid manifest in the folder `path`.
-
-    Raises ConfigError if there is none.
-    """
-    found = look_at(path)
-    if found.manifest is None and not (path / MANIFEST).exists():
-        newest = [one for one in CheckpointFolder(path).newest_first() if one.manifest]
-        if not newest:
-            raise ConfigError(
-                f"{path} is neither a checkpoint nor a folder of them; give a step-N folder"
-            )
-        found = newest[0]
-    if found.manifest is None:
-        raise ConfigError(f"{path} cannot be used: {found.reason}; give another checkpoint")
-    return found.path, found.manifest
-
-
 def remove(path: Path) -> None:
     """Remove a folder and its content; of a link to a folder, only the link."""
     if path.is_symlink():

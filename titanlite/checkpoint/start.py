@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlite.checkpoint import state
@@ -21,11 +20,11 @@ from titanlite.checkpoint.manifest import (
     check_files,
 )
 from titanlite.checkpoint.metadata import read_metadata
-from titanlite.checkpoint.storage import first_failure, load, stored_tensors, tensors_in, told
+from titanlite.checkpoint.storage import load, stored_tensors, tensors_in, told_by_rank
 from titanlite.checkpoint.weights import load_safetensors
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.config.pipeline import split_points
-from titanlite.errors import ConfigError, TitanliteError, quote
+from titanlite.errors import ConfigError, quote
 from titanlite.job import Job
 
 
@@ -190,12 +189,8 @@ def _load_training(job: Job, path: Path, manifest: Manifest, ranks: CheckpointGr
 def _read(
     pieces: state.Pieces, path: Path, ranks: CheckpointGroup, metadata: Metadata | None = None
 ) -> None:
-    try:
+    with told_by_rank(f"checkpoint: loading {path}"):
         load(pieces, path, ranks.group, metadata)
-    except CheckpointException as error:
-        rank, cause = first_failure(error)
-        line = f"checkpoint: loading {path} failed on rank {rank}: {told(cause)}"
-        raise TitanliteError(line) from error
 
 
 def _use(path: Path, ranks: CheckpointGroup, function: Callable[[], None]) -> None:

@@ -367,6 +367,16 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     return rank, cause
 
 
+@contextlib.contextmanager
+def told_by_rank(what: str) -> Iterator[None]:
+    """Raise what DCP raises inside as one line: `what`, the lowest rank that failed, and why."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, cause = first_failure(error)
+        raise TitanliteError(f"{what} failed on rank {rank}: {told(cause)}") from error
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The error of the first failed rank if DCP raised `error`; otherwise `error` itself."""
     return first_failure(error)[1] if isinstance(error, CheckpointException) else error

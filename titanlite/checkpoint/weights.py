@@ -4,7 +4,7 @@ One file has titanlite's own names. A Hugging Face folder (huggingface.py writes
 and layouts of the model's HFFormat. In loading, each rank reads only its shards of either.
 
 A file is untrusted. It has only numbers and text; the configuration in its text is plain data, read
-by config/stored.py.
+by tools/convert/stored.py.
 
 Source of the format: https://huggingface.co/docs/safetensors
 """

@@ -6,13 +6,10 @@ random numbers therefore have no state: each (seed, index) is a Philox counter s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
-
-T = TypeVar("T")
 
 _MASK = 2**64 - 1
 
@@ -39,9 +36,27 @@ def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.argsort(random_words(seed, epoch, SHUFFLE, count), kind="stable")
 
 
-def of_two_epochs(order: Callable[[int, int, int], T]) -> Callable[[int, int, int], T]:
-    """`order` by (seed, epoch, count), kept for two epochs, which a global batch can span."""
-    return functools.lru_cache(maxsize=2)(order)
+class Orders:
+    """The places of samples 0, 1, ... of a set of `count`, which each epoch reads in another order.
+
+    `make(seed, epoch, count)` is the order of an epoch; with `seed` None the order stays the same.
+    """
+
+    def __init__(self, make: Callable[[int, int, int], Any], seed: int | None, count: int) -> None:
+        self._make, self._seed, self._count = make, seed, count
+        # The last two orders, because a global batch can span two epochs.
+        self._orders: dict[int, Any] = {}
+
+    def place(self, index: int) -> int:
+        """The place of sample `index`, which counts over all epochs."""
+        epoch, position = divmod(index, self._count)
+        if self._seed is None:
+            return position
+        if epoch not in self._orders:
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = self._make(self._seed, epoch, self._count)
+        return int(self._orders[epoch][position])
 
 
 class Permutation:

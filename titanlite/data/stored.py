@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from titanlite.data.keyed_random import of_two_epochs, permutation
+from titanlite.data.keyed_random import Orders, permutation
 
 
 class StoredSequences:
@@ -17,15 +17,11 @@ class StoredSequences:
 
     def __init__(self, tokens: np.ndarray, *, shuffle_seed: int | None = None) -> None:
         self._sequences = tokens.reshape(len(tokens), -1)
-        self._shuffle_seed = shuffle_seed
-        self._order = of_two_epochs(permutation)
+        self._orders = Orders(permutation, shuffle_seed, len(tokens))
 
     @property
     def num_samples(self) -> int:
         return len(self._sequences)
 
     def sample(self, index: int) -> torch.Tensor:
-        epoch, position = divmod(index, self.num_samples)
-        if self._shuffle_seed is not None:
-            position = int(self._order(self._shuffle_seed, epoch, self.num_samples)[position])
-        return torch.from_numpy(self._sequences[position].astype(np.int64))
+        return torch.from_numpy(self._sequences[self._orders.place(index)].astype(np.int64))

@@ -20,14 +20,13 @@ from titanlite.config.data import spec_for
 from titanlite.config.document import format_config
 from titanlite.errors import ConfigError
 from titanlite.job import Job
+from titanlite.observe.ending import CURVE, LOADS, draw_end
 from titanlite.observe.first_screen import render_screen
 from titanlite.observe.metrics import (
-    FILE_NAME,
     MetricsLog,
     StepRecord,
     mfu,
     peak_memory_bytes,
-    read_metrics,
 )
 from titanlite.observe.pictures.mesh import draw_mesh
 from titanlite.observe.pipeline_timeline import (
@@ -40,7 +39,6 @@ from titanlite.observe.progress import Progress
 from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
 from titanlite.ranks.peers import Peers
 from titanlite.ranks.world import World
-from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
 from titanlite.training.metrics import Validation
 from titanlite.training.step import StepResult
 
@@ -48,9 +46,6 @@ if TYPE_CHECKING:
     # It imports Dynamo, which takes seconds, so it is imported only if something is compiled.
     from titanlite.observe.compiling import CompileReport
 
-# Tokens between two lines about sampling; a multiple of the interval of `on_tokens`.
-SAMPLED_A_LINE = 768
-CURVE, LOADS = "loss.png", "expert_loads.png"
 FIRST_SCREEN = "first_screen.txt"
 
 
@@ -258,76 +253,7 @@ class Reporter:
         Sampling ends early once `is_stopped` returns True on a rank.
         """
         with self._writing():
-            self._finish(is_stopped)
-
-    def _finish(self, is_stopped: Callable[[], bool]) -> None:
-        job, data, sampling = self._job, self._job.data, self._job.config.sampling
-        if job.world.is_first:
-            self._progress.print(self._draw_curve())
-        wanted, name = sampling.num_samples, data.sample_name
-        if wanted == 0:
-            return
-        if not data.has_tokens:
-            if "num_samples" in sampling.model_fields_set:
-                self._progress.print(f"nothing is sampled: {data.name} has no tokens")
-            return
-        self._progress.print(
-            f"sampling {wanted} {_plural(name, wanted)}, "
-            f"{sampling.num_tokens or job.resolved.seq_len:,} {data.token_name}s each"
-        )
-        try:
-            sequences = sample_sequences(
-                job,
-                wanted,
-                on_tokens=self._show_sampling,
-                is_stopped=is_stopped,
-            )
-        except NoSamplesError as error:
-            self._progress.print(f"no {name}s sampled: {error}")
-            return
-        if not job.world.is_first:
-            return
-        if len(sequences) < wanted:
-            why = "stopped as requested" if is_stopped() else "all would take over a minute"
-            self._progress.print(f"{len(sequences)} of {wanted} {name}s were drawn: {why}")
-        if not len(sequences):
-            return
-        path = self._folder / data.samples_file
-        save_samples(job, sequences, path)
-        self._progress.print(f"sampled {name}s: {path}")
-
-    def _draw_curve(self) -> str:
-        """Draw the loss of all recorded steps, and the load of experts; returns what to print."""
-        try:
-            records = read_metrics(self._folder)
-        except ConfigError as error:
-            return f"no loss curve was drawn: {error}"
-        if not records:
-            return f"no loss curve was drawn: there are no records in {self._folder / FILE_NAME}"
-        # matplotlib is slow to import: only on this rank, and only when needed.
-        from titanlite.observe.pictures.loss import save_loss_curve
-
-        curve, job = self._folder / CURVE, self._job
-        in_nats = job.data.is_in_nats and job.config.training.loss is None
-        save_loss_curve(
-            curve,
-            records,
-            vocab_size=getattr(job.resolved.model, "vocab_size", None),
-            title=job.config.job.description,
-            bits_per=None if not in_nats else job.data.bits_name,
-        )
-        if job.trainer.balancer is None:
-            return f"loss curve: {curve}"
-        from titanlite.observe.pictures.experts import save_expert_loads
-
-        save_expert_loads(self._folder / LOADS, records)
-        return f"loss curve: {curve}\nload of experts: {self._folder / LOADS}"
-
-    def _show_sampling(self, num_drawn: int) -> None:
-        if num_drawn % SAMPLED_A_LINE == 0:
-            name = self._job.data.token_name
-            seq_len = self._job.config.sampling.num_tokens or self._job.resolved.seq_len
-            self._progress.print(f"  {name} {num_drawn:,} of {seq_len:,}")
+            draw_end(self._job, self._folder, self._progress.print, is_stopped)
 
     def _record_pipeline(self) -> PipelineRecorder | None:
         pipeline, profiling = self._job.pipeline, self._job.config.profiling
@@ -427,10 +353,6 @@ def _make_own_folder(folder: Path) -> Path:
             own.mkdir()
             break
     return own
-
-
-def _plural(noun: str, count: int) -> str:
-    return noun if count == 1 else f"{noun}s"
 
 
 def _expert_load(job: Job) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import multiprocessing.util
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from titanlite.errors import ConfigError
+from titanlite.ranks.signals import handling
 
 PRELOAD = ["titanlite.preload"]
 
@@ -36,7 +36,10 @@ def start_fork_server() -> None:
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     _choose_socket_folder()
-    with prepared_environment(), _ignoring_interrupts(), _off_working_directory(own_paths()):
+    # What is started inside ignores Ctrl-C, and so do ranks forked from it: the caller ends them.
+    # The fork server must outlive the ranks, which do not ignore SIGTERM.
+    interrupts = handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
+    with prepared_environment(), interrupts, _off_working_directory(own_paths()):
         multiprocessing.forkserver.ensure_running()
 
 
@@ -115,22 +118,3 @@ def prepare_environment() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     # Otherwise the profiler logs to stderr on every rank.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
-
-@contextlib.contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C, and so do ranks forked from them.
-
-    The caller ends them. They ignore SIGTERM too, since the fork server must outlive the ranks;
-    ranks do not ignore it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

@@ -22,7 +22,8 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         is_alone = not dist.is_initialized()
         self.group = None if is_alone else group or dist.group.WORLD
-        self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+        self.rank = 0 if is_alone else dist.get_rank(self.group)
+        self.size = 1 if is_alone else dist.get_world_size(self.group)
 
     def gathered(self, value: T) -> list[T]:
         """All-gather a value: the values of all ranks, in rank order."""
@@ -33,7 +34,7 @@ class Peers:
         return values
 
     def from_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0; all ranks return its result, or raise its error."""
+        """Call `function` on the first rank; all return its result, or raise its error."""
         box: list[Any] = [None, None]
         if self.rank == 0:
             try:

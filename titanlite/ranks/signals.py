@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -59,23 +60,27 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def unwinding_at_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt(SIGTERM), so that context managers are closed.
+def handling(handler: Any, *numbers: int) -> Iterator[None]:
+    """Inside, `handler` gets these signals; signal.SIG_IGN ignores them.
 
     Only the main thread can set signal handlers; in another thread nothing is changed.
     """
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    before = [(number, signal.signal(number, handler)) for number in numbers if is_main]
+    try:
         yield
-        return
+    finally:
+        for number, own in before:
+            signal.signal(number, own)
+
+
+def unwinding_at_sigterm() -> AbstractContextManager[None]:
+    """Inside, SIGTERM raises KeyboardInterrupt(SIGTERM), so that context managers are closed."""
 
     def unwind(number: int, _frame: object) -> None:
         raise KeyboardInterrupt(number)
 
-    before = signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return handling(unwind, signal.SIGTERM)
 
 
 @contextlib.contextmanager

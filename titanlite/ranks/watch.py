@@ -14,7 +14,6 @@ import math
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.errors import LostWorldError, TitanliteError
+from titanlite.errors import LostWorldError
 from titanlite.ranks import stacks
 from titanlite.ranks.crash_state import (
     GONE,
@@ -46,7 +45,9 @@ from titanlite.ranks.hang_state import (
     take_account,
 )
 from titanlite.ranks.launch import ALARM, FAULTS, REPORT, Place
+from titanlite.ranks.notices import Notices
 from titanlite.ranks.report import Absent, Account, Report, write_report
+from titanlite.ranks.signals import handling
 
 # The time between two reads of the store.
 POLL_SECONDS = 0.5
@@ -74,8 +75,6 @@ class Watch:
     `store` is shared by all ranks and used by nothing else. `describe_place` gives the mesh
     coordinates of any rank, so that a report has them for ranks that do not respond, too. `on_gpu`
     says that the ranks communicate by NCCL.
-
-    Without a launcher of titanlite's own, one rank of each machine prints why its ranks end.
     """
 
     def __init__(
@@ -89,12 +88,9 @@ class Watch:
         on_gpu: bool = False,
     ) -> None:
         self._rank, self._world_size = place.rank, place.world_size
-        # torchrun numbers the ranks of a machine in sequence.
-        self._first_here = place.rank - place.local_rank
-        self._here = range(self._first_here, self._first_here + place.local_world_size)
-        self._lost_notice: socket.socket | None = None
         self._store = store
         self._folder = _exchange_folder(place)
+        self._notices = Notices(place, store, is_launched=self._folder is not None)
         self._traces = traces
         self._main = threading.get_ident()
         self._stack = stacks.ThreadStack()
@@ -159,17 +155,18 @@ class Watch:
         if not is_communication_error(error):
             finished = f"failed with {type(error).__name__}: {error}".splitlines()[0]
             self._leave(finished if _is_failure(error) else FINISHED)
-            self._settle_who_tells(error)
+            self._notices.settle_who_tells(error)
             return False
         self._error = error
-        with _ignoring_sigterm():
+        # torchrun's agent sends SIGTERM when a rank dies, before the report.
+        with handling(signal.SIG_IGN, signal.SIGTERM):
             self._wake.set()
             self._over.wait(2 * ANSWER_SECONDS + POLL_SECONDS)
             if self._is_answered:
                 self._over.wait(3 * ANSWER_SECONDS + END_SECONDS)
         if self._store_is_lost or not self._over.is_set():
             # Of a cable that is cut, the store does not say so: it does not answer.
-            self._tell_lost(error)
+            self._notices.tell_lost(error)
         return self._store_is_lost or not self._has_given_up
 
     def close(self, finished: str = FINISHED) -> None:
@@ -182,58 +179,12 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(ANSWER_SECONDS)
         self._box.close()
-        if self._lost_notice is not None:
-            self._lost_notice.close()
+        self._notices.close()
 
     def _leave(self, how: str) -> None:
         with contextlib.suppress(RuntimeError):
             if not self._store.check([f"left/{self._rank}"]):
                 self._store.set(f"left/{self._rank}", how)
-
-    def _settle_who_tells(self, error: BaseException) -> None:
-        """Let the first rank that fails print its error. Local ranks leave that to their launcher.
-
-        So an error that all ranks raise is printed once on each machine, and so is the error of a
-        single rank.
-        """
-        if self._folder is None and isinstance(error, TitanliteError):
-            with contextlib.suppress(RuntimeError):
-                if error.is_printed_here is None:
-                    error.is_printed_here = self._is_first_to_print()
-
-    def _is_first_to_print(self) -> bool:
-        """Whether no other rank of this machine has printed why the run ends."""
-        return self._store.add(f"printed/{self._first_here}", 1) == 1
-
-    def _tell(self, where: int, headline: str) -> None:
-        """Print one line on this machine, unless rank `where`, which is here, tells it all."""
-        if self._folder is None and where not in self._here and self._is_first_to_print():
-            self._print(f"the run has stopped: {headline}")
-
-    def _tell_lost(self, error: BaseException) -> None:
-        """Print on this machine that its ranks have lost the others.
-
-        Without the store, the ranks of a machine agree who prints by a name that the system gives
-        to one of them: that of a socket without a file, which is free again when the rank ends.
-        """
-        if self._folder is not None:
-            return
-        is_first = self._rank == self._first_here
-        if sys.platform == "linux":
-            self._lost_notice = self._lost_notice or socket.socket(socket.AF_UNIX)
-            try:
-                self._lost_notice.bind(f"\0titanlite-lost-{os.getppid()}-{self._first_here}")
-                is_first = True
-            except OSError:
-                is_first = False
-        if is_first:
-            # gloo begins with the place in its own source.
-            text = re.sub(r"^\[[^\]]*\] ", "", str(error))
-            cause = f"{type(error).__name__}: {text}".splitlines()[0]
-            self._print(f"lost the connection to rank 0, which hosts the store ({cause})")
-
-    def _print(self, text: str) -> None:
-        print(f"rank {self._rank}: {text}", file=sys.stderr, flush=True)
 
     def prepare_abort(self) -> None:
         """Delay an abort of this process until its state is written."""
@@ -275,14 +226,14 @@ class Watch:
             self._store_is_lost = True
             if self._error is None:
                 # The main thread is blocked, and cannot tell.
-                self._tell_lost(error)
+                self._notices.tell_lost(error)
         self._over.set()
         if is_alarmed:
             if not self._store_is_lost:
                 traceback.print_exception(error)
             self._end_unless_left()
         elif not self._store_is_lost:
-            self._print(
+            self._notices.say(
                 f"the watchdog failed with {type(error).__name__} ({error}); "
                 "the run continues without it"
             )
@@ -334,9 +285,9 @@ class Watch:
             if self._store.get("verdict") == REPORTED:
                 self._write_traces()
             end = self._store.get("end") if self._hears("end") else NO_END
-            self._tell(*json.loads(end))
+            self._notices.tell(*json.loads(end))
         else:
-            self._tell(*json.loads(NO_END))
+            self._notices.tell(*json.loads(NO_END))
         self._over.set()
         self._end_unless_left()
 
@@ -357,7 +308,7 @@ class Watch:
             self._deliver(report)
             where, headline = self._rank, f"rank {report.rank} {report.headline}"
         self._store.set("end", json.dumps((where, headline)))
-        self._tell(where, headline)
+        self._notices.tell(where, headline)
 
     def _hears(self, key: str) -> bool:
         return _wait_until(lambda: self._store.check([key]), ANSWER_SECONDS + 2)
@@ -468,19 +419,6 @@ def is_communication_error(error: BaseException) -> bool:
 
 def _is_failure(error: BaseException) -> bool:
     return not isinstance(error, SystemExit | GeneratorExit)
-
-
-@contextlib.contextmanager
-def _ignoring_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM inside: torchrun's agent sends it when a rank dies, before the report."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _exchange_folder(place: Place) -> Path | None:

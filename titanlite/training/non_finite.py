@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.errors import number_ranks
 from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
 from titanlite.ranks.peers import Peers
@@ -202,18 +203,11 @@ def _floating(output: Any) -> Iterator[Tensor]:
 
 def _places(world_mesh: DeviceMesh) -> list[str]:
     """Each rank's coordinates on the axes with more than one rank, in words."""
-    names = world_mesh.mesh_dim_names or ()
-    places = [""] * world_mesh.size()
-    for coordinates in torch.cartesian_prod(
-        *(torch.arange(size) for size in world_mesh.mesh.shape)
-    ).reshape(world_mesh.size(), -1):
-        position = coordinates.tolist()
-        used = [
-            f"{name} {at}"
-            for name, at, size in zip(names, position, world_mesh.mesh.shape, strict=True)
-            if size > 1
-        ]
-        places[int(world_mesh.mesh[tuple(position)])] = ", ".join(used)
+    names, places = world_mesh.mesh_dim_names or (), []
+    for rank in range(world_mesh.size()):
+        (position,) = (world_mesh.mesh == rank).nonzero().tolist()
+        axes = zip(names, position, world_mesh.mesh.shape, strict=True)
+        places.append(", ".join(f"{name} {at}" for name, at, size in axes if size > 1))
     return places
 
 
@@ -221,4 +215,4 @@ def _name_ranks(ranks: Sequence[int], places: Sequence[str]) -> str:
     if len(ranks) == 1:
         place = places[ranks[0]] if places else ""
         return f"rank {ranks[0]} ({place})" if place else f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+    return number_ranks(ranks)

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from titanlite.checkpoint.folder import CheckpointFolder, find_checkpoint, look_at
+from titanlite.checkpoint.folder import CheckpointFolder, look_at
 from titanlite.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -28,6 +28,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.storage import Piece, first_cause, load, save, stored_tensors
 from titanlite.errors import ConfigError
+from titanlite.tools.convert.stored import find_checkpoint
 
 TENSORS = {"model.a": torch.arange(6.0).view(2, 3), "model.b": torch.tensor(3.0)}
 

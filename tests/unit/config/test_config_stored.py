@@ -10,8 +10,8 @@ import pytest
 from titanlite.config.changes import changed_keys, changed_sizes
 from titanlite.config.keys import job_keys
 from titanlite.config.load import make_config
-from titanlite.config.stored import ASKED, DATA, stored_sections
 from titanlite.errors import ConfigError
+from titanlite.tools.convert.stored import ASKED, DATA, stored_sections
 
 SOURCE = Path("step-4")
 # Texts that name something titanlite itself has, or that are shown.

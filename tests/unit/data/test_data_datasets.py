@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from titanlite.data.catalog import DATASETS
 from titanlite.data.images.build import build_dataset
 from titanlite.data.images.photos import load_photo_regions, load_photos
 from titanlite.data.images.pixels import pixels_to_tokens
 from titanlite.data.spec import Dataset, DatasetSpec
 from titanlite.errors import ConfigError
-from titanlite.registry import DATASETS
 
 SHAPES = {
     "digits": {"height": 8, "width": 8, "channels": 1, "vocab_size": 17},

@@ -28,7 +28,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crash_state.ProcessRecord, "kill", lambda self: None)
     monkeypatch.setattr(crash_state.ProcessRecord, "state", lambda self: "")
     # Each has its own main thread.
-    monkeypatch.setattr(watch, "_ignoring_sigterm", contextlib.nullcontext)
+    monkeypatch.setattr(watch, "handling", lambda *_: contextlib.nullcontext())
 
 
 @contextlib.contextmanager

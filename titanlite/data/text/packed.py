@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titanlite.data.keyed_random import Permutation, of_two_epochs
+from titanlite.data.keyed_random import Orders, Permutation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,17 +62,14 @@ class PackedText:
         self.num_samples = max(0, len(stream) - 1) // seq_len
         self.fingerprint, self.tokens_per_byte = stream.fingerprint, stream.tokens_per_byte
         self._stream, self._seq_len = stream, seq_len
-        self._shuffle_seed, self._end_of_text = shuffle_seed, end_of_text
-        self._order = of_two_epochs(Permutation)
+        self._end_of_text = end_of_text
+        self._orders = Orders(Permutation, shuffle_seed, self.num_samples)
 
     def sample(self, index: int) -> dict[str, Tensor]:
         # The launcher packs too, to check the text, and must not load torch.
         import torch
 
-        epoch, place = divmod(index, self.num_samples)
-        if self._shuffle_seed is not None:
-            place = self._order(self._shuffle_seed, epoch, self.num_samples)[place]
-        start = place * self._seq_len
+        start = self._orders.place(index) * self._seq_len
         tokens = self._stream.read(start, start + self._seq_len + 1)
         fields = {"tokens": tokens[:-1], "targets": tokens[1:]}
         if self._end_of_text is not None:

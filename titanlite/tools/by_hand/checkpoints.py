@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from titanlite.checkpoint import state
@@ -26,7 +25,7 @@ from titanlite.checkpoint.manifest import (
     check_files,
     own_version,
 )
-from titanlite.checkpoint.storage import first_failure, load, save, stored_tensors, told
+from titanlite.checkpoint.storage import load, save, stored_tensors, told_by_rank
 from titanlite.errors import TitanliteError
 from titanlite.modules.shards import buffers_of, parameters_of
 from titanlite.ranks.peers import Peers
@@ -106,7 +105,7 @@ def save_checkpoint(
         place.keep_latest(keep_latest, token)
 
     ranks.from_first(lambda: place.path.mkdir(parents=True, exist_ok=True))
-    try:
+    with told_by_rank(f"saving {final}"):
         pieces = {**state.weight_pieces(trained), **state.optimizer_pieces(trained)}
         # Ranks may have other values of a buffer: those of the first are saved.
         held = ranks.gathered(list(trained.buffers))
@@ -114,9 +113,6 @@ def save_checkpoint(
             if any(name in of_rank for of_rank in held[: ranks.rank]):
                 del pieces[f"{state.MODEL}.{name}"]
         save(pieces, unfinished, ranks.group, seal)
-    except CheckpointException as error:
-        rank, cause = first_failure(error)
-        raise TitanliteError(f"saving {final} failed on rank {rank}: {told(cause)}") from error
     return final
 
 
@@ -156,11 +152,8 @@ def load_checkpoint(
     pieces = state.weight_pieces(trained)
     stored = stored_tensors(path, manifest.files)
     ranks.all_do(lambda: pieces.update(state.make_optimizer_state(trained, stored)))
-    try:
+    with told_by_rank(f"loading {path}"):
         load(pieces, path, ranks.group)
-    except CheckpointException as error:
-        rank, cause = first_failure(error)
-        raise TitanliteError(f"loading {path} failed on rank {rank}: {told(cause)}") from error
     ranks.all_do(lambda: state.check_counts(trained))
     state.restore_schedule(trained, manifest.training_state.lr_scheduler)
     return Loaded(manifest.step, manifest.training_state.dataloader)

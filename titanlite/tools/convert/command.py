@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 import titanlite.models  # noqa: F401 (registers the models)
-from titanlite.checkpoint.folder import STEP, CheckpointFolder, find_checkpoint, make_token
+from titanlite.checkpoint.folder import STEP, CheckpointFolder, make_token
 from titanlite.checkpoint.manifest import (
     MANIFEST,
     SAFETENSORS,
@@ -28,10 +28,10 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.config import JobConfig, load_model_spec, make_model_config
 from titanlite.config.model import import_module
-from titanlite.config.stored import stored_sections
 from titanlite.errors import ConfigError, quote
 from titanlite.models.hf_format import CONFIG, INVALID, format_of, is_hf_folder, read_json
 from titanlite.registry import MODELS
+from titanlite.tools.convert.stored import find_checkpoint, stored_sections
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -132,7 +132,7 @@ def to_hf_folder(
     """Write the weights of a checkpoint to a Hugging Face folder; returns the number of parameters.
 
     `like` is a folder whose tokenizer and generation settings are copied. `given` has the keys that
-    are not taken from a checkpoint (config/stored.py).
+    are not taken from a checkpoint (stored.py).
     """
     from titanlite.checkpoint.huggingface import FolderWriter
     from titanlite.checkpoint.weights import CONFIG_KEY

@@ -2,7 +2,7 @@
 
 Images are written to a file. Text is printed, a single one token by token as it is sampled.
 The configuration of the job comes from the checkpoint, except for the plan. It is untrusted: the
-user must name any module to import or folder to open (config/stored.py).
+user must name any module to import or folder to open (convert/stored.py).
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from titanlite.checkpoint.folder import find_checkpoint
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config import JobConfig, ResolvedJob, make_config, make_model_config, override
 from titanlite.config.data import own_length, spec_for
 from titanlite.config.load import read_file
-from titanlite.config.stored import ASKED, stored_sections
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place
 from titanlite.start import check_start, run_job
+from titanlite.tools.convert.stored import ASKED, find_checkpoint, stored_sections
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""Filter the configuration stored in a checkpoint or a file of weights; torch-free.
+"""What a command takes from a checkpoint or a file of weights: its configuration; torch-free.
 
 A stored configuration is untrusted: keys that import a module, open a path or start a process are
 not used. It may only define the model, its number format, and how samples are drawn (DATA). If it
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.folder import CheckpointFolder, look_at
+from titanlite.checkpoint.manifest import MANIFEST, Manifest
 from titanlite.config.keys import job_keys
 from titanlite.errors import ConfigError, quote
 from titanlite.files import shown
@@ -33,6 +35,24 @@ ASKED = {
     "model.path": "a folder with the sizes of the model",
 }
 MOST_DESCRIPTION_CHARACTERS = 200
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
+    """The checkpoint at `path`, or the newest one with a valid manifest in the folder `path`.
+
+    Raises ConfigError if there is none.
+    """
+    found = look_at(path)
+    if found.manifest is None and not (path / MANIFEST).exists():
+        newest = [one for one in CheckpointFolder(path).newest_first() if one.manifest]
+        if not newest:
+            raise ConfigError(
+                f"{path} is neither a checkpoint nor a folder of them; give a step-N folder"
+            )
+        found = newest[0]
+    if found.manifest is None:
+        raise ConfigError(f"{path} cannot be used: {found.reason}; give another checkpoint")
+    return found.path, found.manifest
 
 
 def stored_sections(
