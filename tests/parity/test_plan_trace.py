@@ -16,9 +16,9 @@ from titanlite.ranks.launch import Place, run_ranks
 from titanlite.tools.planner.composition import uses_fsdp
 from titanlite.tools.planner.events import (
     FROM_RANK_TO_RANK,
+    Allocation,
     Communication,
     Event,
-    Memory,
     Operator,
     Wait,
     totals,
@@ -158,7 +158,7 @@ def run_and_record(place: Place, configs: list[JobConfig]) -> list[Recorded]:
             with recorder.watching(job.trainer.parts):
                 job.step()
             peak = peak_bounds(job.step)
-            events = [event for event in recorder.events if not isinstance(event, Memory)]
+            events = [event for event in recorder.events if not isinstance(event, Allocation)]
             found.append((events, peak))
     return found
 
@@ -184,7 +184,7 @@ def check_plans(plans: list[str]) -> None:
             assert 0.995 * low <= extra <= 1.005 * high, (plan, low, extra, high)
             sizes = dict(trace.sizes)
             for event in trace.events:
-                if isinstance(event, Memory):
+                if isinstance(event, Allocation):
                     sizes[event.block] = event.num_bytes
             assert sum(sizes.values()) == sum(trace.sizes.values()), f"{plan}: memory is not freed"
 
@@ -255,7 +255,7 @@ def run_and_count(place: Place, configs: list[JobConfig], step: int) -> list[lis
             recorder = Recorder(axes_of_groups(job), is_fake=False)
             with recorder.watching(job.trainer.parts):
                 job.step()
-            found.append([event for event in recorder.events if not isinstance(event, Memory)])
+            found.append([event for event in recorder.events if not isinstance(event, Allocation)])
     return found
 
 

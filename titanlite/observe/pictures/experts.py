@@ -20,7 +20,7 @@ _MOST_COLUMNS = 400
 _MOST_LAYERS = 16
 
 
-class Record(Protocol):
+class ExpertRecord(Protocol):
     """The values of a step that are drawn; a run's StepRecords have them."""
 
     @property
@@ -30,7 +30,7 @@ class Record(Protocol):
     def expert_counts(self) -> Mapping[str, Sequence[int]]: ...
 
 
-def save_expert_loads(path: str | Path, records: Sequence[Record]) -> None:
+def save_expert_loads(path: str | Path, records: Sequence[ExpertRecord]) -> None:
     """Draw each expert's load by step, for each layer: 1 is the mean over the layer's experts.
 
     At most 16 layers are drawn, evenly spaced. Raises ValueError if no record has counts.

@@ -23,7 +23,7 @@ _TRAIN, _VALIDATION, _REFERENCE = "#1f5fa8", "#d1495b", "#6b7280"
 _STEPS_A_WINDOW = 60
 
 
-class Record(Protocol):
+class LossRecord(Protocol):
     """The values of a step that are drawn; a run's StepRecords have them."""
 
     @property
@@ -42,7 +42,7 @@ _TITLE_WIDTH = 84
 
 def save_loss_curve(
     path: str | Path,
-    records: Sequence[Record],
+    records: Sequence[LossRecord],
     *,
     vocab_size: int | None = None,
     title: str = "",
@@ -76,7 +76,7 @@ def save_loss_curve(
     figure.savefig(path, format="png", facecolor="white")
 
 
-def _draw_training(axes: Axes, records: Sequence[Record]) -> None:
+def _draw_training(axes: Axes, records: Sequence[LossRecord]) -> None:
     steps = np.array([record.step for record in records])
     losses = np.array([record.loss for record in records])
     losses = np.where(np.isfinite(losses), losses, np.nan)
@@ -97,7 +97,7 @@ def _draw_training(axes: Axes, records: Sequence[Record]) -> None:
         axes.plot(steps, losses, color=_TRAIN, linewidth=1.4, marker=marker, label="training")
 
 
-def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
+def _draw_validation(axes: Axes, records: Sequence[LossRecord]) -> None:
     validated = {r.step: r.validation_loss for r in records if r.validation_loss is not None}
     if validated:
         axes.plot(

@@ -107,12 +107,12 @@ def planned(name: str, rank: int = 0) -> Figures:
 
 def most_bytes(trace: Trace, category: str) -> int:
     """The most bytes of a category of memory that a step holds at the same time."""
-    from titanlite.tools.planner.events import Memory
+    from titanlite.tools.planner.events import Allocation
 
     sizes: dict[int, int] = {}
     most = 0
     for event in trace.events:
-        if isinstance(event, Memory) and trace.category_of[event.block] == category:
+        if isinstance(event, Allocation) and trace.category_of[event.block] == category:
             sizes[event.block] = event.num_bytes
             most = max(most, sum(sizes.values()))
     return most

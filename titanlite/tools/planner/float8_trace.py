@@ -22,7 +22,7 @@ from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
 from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.tools.planner.composition import NOTHING, TOKENS, Float8Cast, segment_of
-from titanlite.tools.planner.events import Communication, Event, Memory
+from titanlite.tools.planner.events import Allocation, Communication, Event
 from titanlite.tools.planner.recorder import Recorder
 
 EXPERT_AXES = ("ep", EXPERT_SHARDS)
@@ -97,5 +97,5 @@ def _is_cut(layer: Float8Linear) -> bool:
 
 
 def _segment(events: list[Event]) -> Any:
-    blocks = {event.block: "temporary" for event in events if isinstance(event, Memory)}
+    blocks = {event.block: "temporary" for event in events if isinstance(event, Allocation)}
     return segment_of(events, blocks, {})

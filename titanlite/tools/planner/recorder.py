@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from titanlite.modules.names import canonical_name
-from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Place, Wait
+from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Place, Wait
 from titanlite.tools.planner.operators import (
     COLLECTIVES,
     axis_of,
@@ -377,11 +377,11 @@ class Recorder(TorchDispatchMode):
         block = self.blocks[key]
         if self.sizes[block] != size:
             self.sizes[block] = size
-            self.events.append(Memory(block, size, self.place()))
+            self.events.append(Allocation(block, size, self.place()))
 
     def _forget(self, key: int, block: int) -> None:
         if self.sizes.get(block):
-            self.events.append(Memory(block, 0, self.place()))
+            self.events.append(Allocation(block, 0, self.place()))
         self.sizes[block] = 0
         if self.blocks.get(key) == block:
             del self.blocks[key]
@@ -411,7 +411,7 @@ class _Block:
         recorder._next += 1
         self._recorder, self.block = recorder, recorder._next
         recorder.sizes[self.block] = size
-        recorder.events.append(Memory(self.block, size, recorder.place()))
+        recorder.events.append(Allocation(self.block, size, recorder.place()))
 
     def __del__(self) -> None:
         self._recorder._forget(-1, self.block)

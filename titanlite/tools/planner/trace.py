@@ -29,7 +29,7 @@ from titanlite.plan_row import PlanRow
 from titanlite.ranks.machine import num_cores
 from titanlite.ranks.settings import ignore_warnings, own_settings
 from titanlite.tools.planner.composition import offloads
-from titanlite.tools.planner.events import Memory, Trace
+from titanlite.tools.planner.events import Allocation, Trace
 from titanlite.tools.planner.fake_world import fake_builders, fake_world, faked, stand_ins
 from titanlite.tools.planner.offload import OffloadRecorder
 from titanlite.tools.planner.recorder import Recorder
@@ -220,7 +220,7 @@ def _kept_for_backward(trace: Trace) -> set[int]:
     made: dict[int, str] = {}
     kept = set()
     for event in trace.events:
-        if isinstance(event, Memory):
+        if isinstance(event, Allocation):
             if event.num_bytes:
                 made.setdefault(event.block, event.place.phase)
             elif made.get(event.block) == "forward" and event.place.phase != "forward":
