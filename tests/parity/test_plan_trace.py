@@ -139,7 +139,7 @@ def run_and_record(place: Place, configs: list[JobConfig]) -> list[Recorded]:
 
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.tools.planner.recorder import Recorder
+    from titanlite.tools.planner.recorder import StepRecorder
     from titanlite.tools.planner.trace import axes_of_groups
 
     found = []
@@ -154,7 +154,7 @@ def run_and_record(place: Place, configs: list[JobConfig]) -> list[Recorded]:
                     job.step()
                 found.append(([], (0, 0)))
                 continue
-            recorder = Recorder(axes_of_groups(job), is_fake=False)
+            recorder = StepRecorder(axes_of_groups(job), is_fake=False)
             with recorder.watching(job.trainer.parts):
                 job.step()
             peak = peak_bounds(job.step)
@@ -242,7 +242,7 @@ def run_and_count(place: Place, configs: list[JobConfig], step: int) -> list[lis
 
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.tools.planner.recorder import Recorder
+    from titanlite.tools.planner.recorder import StepRecorder
     from titanlite.tools.planner.trace import axes_of_groups
 
     found = []
@@ -252,7 +252,7 @@ def run_and_count(place: Place, configs: list[JobConfig], step: int) -> list[lis
             job = build_job(resolve_job(config, world.size), world)
             for _ in range(step - 1):
                 job.step()
-            recorder = Recorder(axes_of_groups(job), is_fake=False)
+            recorder = StepRecorder(axes_of_groups(job), is_fake=False)
             with recorder.watching(job.trainer.parts):
                 job.step()
             found.append([event for event in recorder.events if not isinstance(event, Allocation)])

@@ -128,7 +128,7 @@ def _run_jobs(place: Place, names: list[str]) -> list[Figures]:
     from titanlite.job import build_job
     from titanlite.modules.shards import local_part
     from titanlite.ranks.world import open_world
-    from titanlite.tools.planner.recorder import Recorder
+    from titanlite.tools.planner.recorder import StepRecorder
     from titanlite.tools.planner.trace import axes_of_groups
 
     def num_bytes(tensors: Iterable[Any]) -> int:
@@ -145,7 +145,7 @@ def _run_jobs(place: Place, names: list[str]) -> list[Figures]:
                 gradients = [p.grad for p in job.parameters.values() if p.grad is not None]
                 held["gradients"] = num_bytes(gradients)
 
-            with Recorder(axes_of_groups(job), is_fake=False) as recorder:
+            with StepRecorder(axes_of_groups(job), is_fake=False) as recorder:
                 job.trainer.step(job.draw(), on_gradients=note_gradients)
             states = job.trainer.optimizer.state.values()
             buffers = [buffer for part in job.parts for buffer in part.buffers()]

@@ -38,7 +38,7 @@ from titanlite.tools.planner.composition import (
 )
 from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Trace, Wait
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
-from titanlite.tools.planner.recorder import Recorder
+from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.planner.trace import trace_job
 from titanlite.training.gradient_norm import reduce_partial_gradients
@@ -70,7 +70,7 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
         partial.update(id(p) for p in parameters if _is_partial(p.grad))
         reduce_partial_gradients(parameters)
 
-    def watch(job: Job, recorder: Recorder) -> None:
+    def watch(job: Job, recorder: StepRecorder) -> None:
         casts.start(job, recorder)
         for block in find_blocks(job.parts[0], job.plan).values():
             block.register_forward_hook(lambda _, __, output: sizes.append(_num_bytes(output)))

@@ -58,7 +58,7 @@ METHODS = (
 )
 
 
-class Recorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode):
     """Records operators, communication and memory of this process, while it is active.
 
     `axes` maps the name of each process group, or else its ranks, to its axes. With `is_fake` the
@@ -407,7 +407,7 @@ class Recorder(TorchDispatchMode):
 class _Block:
     """Memory without a tensor."""
 
-    def __init__(self, recorder: Recorder, size: int) -> None:
+    def __init__(self, recorder: StepRecorder, size: int) -> None:
         recorder._next += 1
         self._recorder, self.block = recorder, recorder._next
         recorder.sizes[self.block] = size
@@ -420,7 +420,7 @@ class _Block:
 class _Work(dist.Work):
     """A communication in flight: what it holds, and what a wait for it records."""
 
-    def __init__(self, recorder: Recorder, work: Any, held: Any, numbers: list[int]) -> None:
+    def __init__(self, recorder: StepRecorder, work: Any, held: Any, numbers: list[int]) -> None:
         super().__init__()
         self._recorder, self._work = recorder, work
         self._held, self._numbers = held, numbers
