@@ -20,7 +20,14 @@ from functools import cache
 from titanlite.config import make_config, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.tools.planner.cost import Cost
-from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Place, Trace
+from titanlite.tools.planner.events import (
+    Allocation,
+    Communication,
+    Event,
+    Operator,
+    Place,
+    Trace,
+)
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.timing import time_events
 from titanlite.tools.planner.trace import trace_rank
@@ -150,7 +157,7 @@ def trace_pieces(shape: Shape, tp: int, microbatch: int, recomputes: bool) -> Pi
     ends: list[Event] = []
     for event in trace_blocks(shape, tp, microbatch, recomputes).events:
         place: Place | None = getattr(event, "place", None)
-        if isinstance(event, Memory) or (place is not None and place.phase == "optimizer"):
+        if isinstance(event, Allocation) or (place is not None and place.phase == "optimizer"):
             continue
         if isinstance(event, Operator) and event.name == "aten::cat":
             # Joins the weights of several products, which Megatron-LM stores as one.
@@ -273,12 +280,12 @@ def kept_activation_bytes(run: Run, *, saves_memory: bool) -> float:
     tokens, share = SEQ_LEN * run.microbatch, run.tp if saves_memory else 1
     block = 2.0 * tokens * run.shape.width / share
     for at, event in enumerate(trace.events):
-        if not isinstance(event, Memory) or not event.num_bytes:
+        if not isinstance(event, Allocation) or not event.num_bytes:
             continue
         is_kept = trace.category_of[event.block] == "activations"
         if not (is_kept and event.place.phase == "forward" and _is_in_block(event.place)):
             continue
-        maker = next(one for one in trace.events[at:] if not isinstance(one, Memory))
+        maker = next(one for one in trace.events[at:] if not isinstance(one, Allocation))
         if isinstance(maker, Operator) and maker.name == "aten::cat":
             continue
         whole = event.num_bytes

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.tools.figures.messages import Arrow, Bar, Box, MessagePicture, draw_page, draw_svg
+from titanlite.tools.figures.messages import (
+    Arrow,
+    Bar,
+    MessagePicture,
+    WorkBox,
+    draw_page,
+    draw_svg,
+)
 from titanlite.tools.lab import Mesh, VirtualCluster
 from titanlite.tools.lab.gallery import PICTURES, draw_all
 from titanlite.tools.lab.pictures import name_parts, parts_of
@@ -60,7 +67,7 @@ def test_names_are_escaped_and_the_page_loads_nothing():
         ["rank 0", "rank 1"],
         2,
         [Arrow(0, 1, 0, "<i>", "rank 0 to rank 1: <i>")],
-        [Box(1, 1, 2, "F0")],
+        [WorkBox(1, 1, 2, "F0")],
         [Bar((0, 1), 1, "all_reduce", "all_reduce 0")],
         held=[[["x"], []]] * 3,
     )

@@ -138,13 +138,13 @@ def run_ring_of_torch(cp: int, heads: int, tokens: int) -> dict[str, list[Event]
     from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
     from titanlite.tools.planner.fake_world import fake_world, stand_ins
-    from titanlite.tools.planner.recorder import Recorder
+    from titanlite.tools.planner.recorder import StepRecorder
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     derivative = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     found: dict[str, list[Event]] = {}
     with fake_world(0, cp), stand_ins():
-        group, recorder = dist.group.WORLD, Recorder({})
+        group, recorder = dist.group.WORLD, StepRecorder({})
         assert group is not None
         with FakeTensorMode(), recorder.watching([]):
             q, k, v, grad = (

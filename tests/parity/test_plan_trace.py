@@ -16,9 +16,9 @@ from titanlite.ranks.launch import Place, run_ranks
 from titanlite.tools.planner.composition import uses_fsdp
 from titanlite.tools.planner.events import (
     FROM_RANK_TO_RANK,
+    Allocation,
     Communication,
     Event,
-    Memory,
     Operator,
     Wait,
     totals,
@@ -139,7 +139,7 @@ def run_and_record(place: Place, configs: list[JobConfig]) -> list[Recorded]:
 
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.tools.planner.recorder import Recorder
+    from titanlite.tools.planner.recorder import StepRecorder
     from titanlite.tools.planner.trace import axes_of_groups
 
     found = []
@@ -154,11 +154,11 @@ def run_and_record(place: Place, configs: list[JobConfig]) -> list[Recorded]:
                     job.step()
                 found.append(([], (0, 0)))
                 continue
-            recorder = Recorder(axes_of_groups(job), is_fake=False)
+            recorder = StepRecorder(axes_of_groups(job), is_fake=False)
             with recorder.watching(job.trainer.parts):
                 job.step()
             peak = peak_bounds(job.step)
-            events = [event for event in recorder.events if not isinstance(event, Memory)]
+            events = [event for event in recorder.events if not isinstance(event, Allocation)]
             found.append((events, peak))
     return found
 
@@ -184,7 +184,7 @@ def check_plans(plans: list[str]) -> None:
             assert 0.995 * low <= extra <= 1.005 * high, (plan, low, extra, high)
             sizes = dict(trace.sizes)
             for event in trace.events:
-                if isinstance(event, Memory):
+                if isinstance(event, Allocation):
                     sizes[event.block] = event.num_bytes
             assert sum(sizes.values()) == sum(trace.sizes.values()), f"{plan}: memory is not freed"
 
@@ -242,7 +242,7 @@ def run_and_count(place: Place, configs: list[JobConfig], step: int) -> list[lis
 
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.tools.planner.recorder import Recorder
+    from titanlite.tools.planner.recorder import StepRecorder
     from titanlite.tools.planner.trace import axes_of_groups
 
     found = []
@@ -252,10 +252,10 @@ def run_and_count(place: Place, configs: list[JobConfig], step: int) -> list[lis
             job = build_job(resolve_job(config, world.size), world)
             for _ in range(step - 1):
                 job.step()
-            recorder = Recorder(axes_of_groups(job), is_fake=False)
+            recorder = StepRecorder(axes_of_groups(job), is_fake=False)
             with recorder.watching(job.trainer.parts):
                 job.step()
-            found.append([event for event in recorder.events if not isinstance(event, Memory)])
+            found.append([event for event in recorder.events if not isinstance(event, Allocation)])
     return found
 
 

@@ -1,4 +1,4 @@
-"""The clock of a schedule: each rank runs its steps in order, each as soon as it can.
+"""The clock of a schedule: each rank runs its actions in order, each as soon as it can.
 
 `walk` runs the actions of a schedule on it, and the planner those of a composed step.
 """
@@ -9,11 +9,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 
-class Step(NamedTuple):
+class TimedAction(NamedTuple):
     """An action on the clock: it starts when its rank is free and all that it `needs` was given.
 
     After `duration` it gives what it `gives`. With a `channel` it is a send: it runs beside the
-    other steps of its rank, after what the channel has sent before.
+    other actions of its rank, after what the channel has sent before.
     """
 
     duration: float
@@ -22,8 +22,8 @@ class Step(NamedTuple):
     channel: Hashable = None
 
 
-class Ran(NamedTuple):
-    """Step `number` of `rank` ran from `start` to `end`."""
+class Interval(NamedTuple):
+    """Action `number` of `rank` ran from `start` to `end`."""
 
     rank: int
     number: int
@@ -32,18 +32,18 @@ class Ran(NamedTuple):
 
 
 def run(
-    rows: Sequence[Sequence[Step]],
-    on_wait: Callable[[int, Hashable, float, Ran], None] = lambda rank, need, now, giver: None,
-) -> tuple[list[Ran], list[float], list[tuple[int, int, Hashable]]]:
-    """Run the steps of each rank from time 0, until all have ended or are blocked forever.
+    rows: Sequence[Sequence[TimedAction]],
+    on_wait: Callable[[int, Hashable, float, Interval], None] = lambda rank, need, now, giver: None,
+) -> tuple[list[Interval], list[float], list[tuple[int, int, Hashable]]]:
+    """Run the actions of each rank from time 0, until all have ended or are blocked forever.
 
-    Returns the steps that ran, until when each rank works, and (rank, number, need) of each step
-    that is blocked. `on_wait(rank, need, now, giver)` is told of each wait for what a step, the
-    giver, gives later.
+    Returns the actions that ran, until when each rank works, and (rank, number, need) of each one
+    that is blocked. `on_wait(rank, need, now, giver)` is told of each wait for what another action,
+    the giver, gives later.
     """
-    ran: list[Ran] = []
+    ran: list[Interval] = []
     free, at = [0.0] * len(rows), [0] * len(rows)
-    given: dict[Hashable, Ran] = {}
+    given: dict[Hashable, Interval] = {}
     sent_until: dict[Hashable, float] = {}
     waiting: dict[Hashable, list[int]] = {}
     runnable = list(range(len(rows)))[::-1]
@@ -62,7 +62,7 @@ def run(
                     on_wait(rank, need, now, giver)
                     now = giver.end
             start = now if channel is None else max(now, sent_until.get(channel, 0.0))
-            done = Ran(rank, number, start, start + duration)
+            done = Interval(rank, number, start, start + duration)
             if channel is None:
                 now = done.end
             else:

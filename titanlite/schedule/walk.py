@@ -23,7 +23,7 @@ from titanlite.schedule.actions import (
     Schedule,
     ScheduleError,
 )
-from titanlite.schedule.clock import Step, run
+from titanlite.schedule.clock import TimedAction, run
 from titanlite.schedule.timeline import Span, Timeline, activation_curves
 
 
@@ -68,7 +68,7 @@ def _run(schedule: Schedule, duration: Callable[[int, Action], float]) -> list[S
     queues = [[part for action in row for part in action.parts] for row in schedule.actions]
     rows = [
         [
-            Step(duration(rank, action), _needs(action, schedule, sends), _completes(action))
+            TimedAction(duration(rank, action), _needs(action, schedule, sends), _completes(action))
             for action in queue
         ]
         for rank, queue in enumerate(queues)

@@ -20,7 +20,7 @@ from titanlite.schedule import (
     walk,
     write_csv,
 )
-from titanlite.schedule.clock import Step, run
+from titanlite.schedule.clock import TimedAction, run
 
 SIZES = [(1, 4), (2, 4), (3, 6), (4, 8), (4, 16)]
 
@@ -197,10 +197,10 @@ def test_a_1f1b_pipeline_has_the_known_bubble(stages, more, forward, backward):
 def test_a_channel_sends_beside_the_work_and_a_wait_tells_what_for():
     waits = []
     sender = [
-        *(Step(1), Step(4, gives=["a"], channel="link"), Step(1)),
-        *(Step(2, gives=["b"], channel="link"), Step(1, ["reply"])),
+        *(TimedAction(1), TimedAction(4, gives=["a"], channel="link"), TimedAction(1)),
+        *(TimedAction(2, gives=["b"], channel="link"), TimedAction(1, ["reply"])),
     ]
-    receiver = [Step(3, ["a"]), Step(1, ["b"], ["reply"])]
+    receiver = [TimedAction(3, ["a"]), TimedAction(1, ["b"], ["reply"])]
     ran, free, blocked = run(
         [sender, receiver], lambda rank, need, now, giver: waits.append((rank, need, now, giver))
     )
@@ -211,7 +211,7 @@ def test_a_channel_sends_beside_the_work_and_a_wait_tells_what_for():
     assert [(start, end) for rank, _, start, end in ran if rank == 1] == [(5, 8), (8, 9)]
     assert free == [10, 9]
     assert waits == [(1, "a", 0, (0, 1, 1, 5)), (0, "reply", 2, (1, 1, 8, 9))]
-    assert run([[Step(1), Step(1, ["never"])], []])[2] == [(0, 1, "never")]
+    assert run([[TimedAction(1), TimedAction(1, ["never"])], []])[2] == [(0, 1, "never")]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Box(NamedTuple):
     fill: str
 
 
-class Cell(NamedTuple):
+class SpanBox(NamedTuple):
     """The box of a span."""
 
     span: Span
@@ -68,7 +68,7 @@ class Label(NamedTuple):
     height: float
 
 
-Mark: TypeAlias = "Box | Cell | Text | Line | Label"
+Mark: TypeAlias = "Box | SpanBox | Text | Line | Label"
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def marks(canvas: Canvas) -> Iterator[Mark]:
     yield from _curves(canvas)
 
 
-def cells(canvas: Canvas) -> Iterator[Cell]:
+def cells(canvas: Canvas) -> Iterator[SpanBox]:
     """The box of each span, in the order of drawing: a later one is in front."""
     timeline, lanes = canvas.timeline, canvas.timeline.lanes
     gap = 0.6 if canvas.work_height >= 12 else 0.3
@@ -181,7 +181,7 @@ def cells(canvas: Canvas) -> Iterator[Cell]:
             y, height = y + height - (above + 1) * strip, strip
         width = max(0.4, width - min(0.6, 0.15 * width))
         fill = palette.fill(span.kind, span.microbatch, count)
-        yield Cell(span, Box(x, y, width, height, fill))
+        yield SpanBox(span, Box(x, y, width, height, fill))
 
 
 def _labels(canvas: Canvas) -> Iterator[Label]:

@@ -10,9 +10,9 @@ from typing import Any
 from titanlite.observe.pictures.schedule_layout import (
     Box,
     Canvas,
-    Cell,
     Label,
     Line,
+    SpanBox,
     Text,
     canvases_of,
     marks,
@@ -50,7 +50,7 @@ def draw_canvases(canvases: Sequence[Canvas]) -> list[str]:
 def _elements(canvas: Canvas, with_hover: bool) -> Iterator[str]:
     yield _opening(canvas.width, canvas.height)
     for kind, group in groupby(marks(canvas), type):
-        if kind is Cell:
+        if kind is SpanBox:
             yield from (_hovered if with_hover else _paths)(canvas.timeline, group)
         elif kind is Label:
             yield from _labels(group)

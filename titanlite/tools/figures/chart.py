@@ -25,7 +25,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Marker:
+class ReferenceLine:
     """A vertical line at `x`, or a horizontal one at `y`, with a text."""
 
     text: str
@@ -34,7 +34,7 @@ class Marker:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """The label of an axis, its scale, and how its ticks are written."""
 
     label: str
@@ -46,11 +46,11 @@ class Axis:
 def draw_chart(
     title: str,
     series: Sequence[Series],
-    x: Axis,
-    y: Axis,
+    x: ChartAxis,
+    y: ChartAxis,
     *,
     caption: str = "",
-    markers: Sequence[Marker] = (),
+    markers: Sequence[ReferenceLine] = (),
 ) -> str:
     """The chart as a self-contained SVG."""
     xs = [point[0] for one in series for point in one.points]
@@ -82,7 +82,7 @@ def draw_chart(
 class _Scale:
     """Maps values of an axis to pixels."""
 
-    def __init__(self, axis: Axis, low: float, high: float, start: float, end: float) -> None:
+    def __init__(self, axis: ChartAxis, low: float, high: float, start: float, end: float) -> None:
         self.axis, self.low, self.high, self.start, self.end = axis, low, high, start, end
 
     def __call__(self, value: float) -> float:
@@ -142,7 +142,7 @@ def _series(one: Series, across: _Scale, up: _Scale) -> list[str]:
     return [f"<path d='M{path}' fill='none' stroke='{color}' stroke-width='2.2'{dash}/>"]
 
 
-def _marker(marker: Marker, across: _Scale, up: _Scale) -> list[str]:
+def _marker(marker: ReferenceLine, across: _Scale, up: _Scale) -> list[str]:
     style = "stroke='#777' stroke-dasharray='2 3'"
     if marker.x is not None:
         at = across(marker.x)

@@ -33,7 +33,7 @@ class Arrow:
 
 
 @dataclass(frozen=True)
-class Box:
+class WorkBox:
     """Work of one row from `start` to `end`."""
 
     row: int
@@ -65,7 +65,7 @@ class MessagePicture:
     rows: Sequence[str]
     length: int
     arrows: Sequence[Arrow] = ()
-    boxes: Sequence[Box] = ()
+    boxes: Sequence[WorkBox] = ()
     bars: Sequence[Bar] = ()
     before: Sequence[str] = ()
     after: Sequence[str] = ()
@@ -156,7 +156,7 @@ class _Layout:
             drawing.circle(*start, 3, RANKS[arrow.source % len(RANKS)])
             drawing.arrow(start, end, RANKS[arrow.source % len(RANKS)], 1.8, opacity=0.9)
 
-    def box(self, drawing: Drawing, box: Box) -> None:
+    def box(self, drawing: Drawing, box: WorkBox) -> None:
         x, width = self.x(box.start) + 2, (box.end - box.start) * self.unit - 4
         with drawing.titled(escape(f"{self.picture.rows[box.row]}: {box.text}")):
             drawing.rectangle(x, self.y(box.row) - 12, width, 24, _fill(box.text), "#999999")

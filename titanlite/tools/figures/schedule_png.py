@@ -8,7 +8,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.pictures.schedule_layout import Box, Canvas, Cell, Label, Text, marks
+from titanlite.observe.pictures.schedule_layout import Box, Canvas, Label, SpanBox, Text, marks
 from titanlite.schedule.actions import ScheduleError
 from titanlite.schedule.timeline import Timeline
 
@@ -37,8 +37,8 @@ def draw_png(timeline: Timeline, path: str | Path, scale: float = 2.0) -> None:
     image = Image.new("RGB", size, "#ffffff")
     draw = ImageDraw.Draw(image)
     for mark in marks(canvas):
-        if isinstance(mark, Box | Cell):
-            x, y, width, height, fill = mark.box if isinstance(mark, Cell) else mark
+        if isinstance(mark, Box | SpanBox):
+            x, y, width, height, fill = mark.box if isinstance(mark, SpanBox) else mark
             left, top = round(x * scale), round(y * scale)
             right, bottom = round((x + width) * scale) - 1, round((y + height) * scale) - 1
             draw.rectangle((left, top, max(left, right), max(top, bottom)), fill)

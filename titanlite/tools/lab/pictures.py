@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from titanlite.tools.figures.messages import Arrow, Bar, Box, MessagePicture
+from titanlite.tools.figures.messages import Arrow, Bar, MessagePicture, WorkBox
 from titanlite.tools.lab.record import Message, Recorded, TensorInfo, TorchCall
 from titanlite.tools.lab.steps import make_steps
 
@@ -57,7 +57,11 @@ def picture_of(
         [f"rank {rank}" for rank in range(record.num_ranks)],
         steps.length,
         arrows,
-        [Box(each.rank, each.start, each.end, each.name) for each in steps.blocks if each.is_work],
+        [
+            WorkBox(each.rank, each.start, each.end, each.name)
+            for each in steps.blocks
+            if each.is_work
+        ],
         bars,
         before,
         after,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from titanlite.tools.figures.chart import Axis, Marker, Series, draw_chart
+from titanlite.tools.figures.chart import ChartAxis, ReferenceLine, Series, draw_chart
 from titanlite.tools.learn.jobs import most_bytes
 from titanlite.tools.planner.hardware import Hardware, load_hardware
 
@@ -62,12 +62,12 @@ def dp() -> str:
             )
         )
         limit = data_parallel_limit(h100, rate)
-        markers.append(Marker(f"{limit:,.0f} tokens", x=limit))
+        markers.append(ReferenceLine(f"{limit:,.0f} tokens", x=limit))
     return draw_chart(
         "Data parallelism: compute or communication?",
         series,
-        Axis("tokens of a GPU in a step", is_log=True, show=_tokens, ticks=tokens[::2]),
-        Axis("seconds", is_log=True, show=_milliseconds),
+        ChartAxis("tokens of a GPU in a step", is_log=True, show=_tokens, ticks=tokens[::2]),
+        ChartAxis("seconds", is_log=True, show=_milliseconds),
         caption="Llama 3 8B in bfloat16 on H100, at the peaks of the data sheet",
         markers=markers,
     )
@@ -76,13 +76,13 @@ def dp() -> str:
 def ladder() -> str:
     """Seconds of a step of the simulated GPUs, by the items of a rank."""
     from titanlite.tools.learn.ladder import RUNGS, run_rung
-    from titanlite.tools.simulate.train_step import Workload
+    from titanlite.tools.simulate.train_step import StepWorkload
 
     counts = (1, 2, 3, 4, 6, 8, 12)
     found: dict[str, list[tuple[float, float]]] = {}
     for name in ("1D DP, ring", "1D DP, overlap"):
         rung = next(rung for rung in RUNGS if rung.name == name)
-        found[name] = [(n, run_rung(rung, Workload(items=4 * n))[0].seconds) for n in counts]
+        found[name] = [(n, run_rung(rung, StepWorkload(items=4 * n))[0].seconds) for n in counts]
     compute = [(float(n), 2.0 * n) for n in (1, 12)]
     return draw_chart(
         "Data parallelism on the simulated GPUs",
@@ -96,10 +96,10 @@ def ladder() -> str:
                 "simulated, summed during the backward pass", found["1D DP, overlap"], "points", 2
             ),
         ],
-        Axis("items of each of 4 ranks"),
-        Axis("seconds of a step"),
+        ChartAxis("items of each of 4 ranks"),
+        ChartAxis("seconds of a step"),
         caption="Lines: formulas. Points: titanlite simulate ladder",
-        markers=[Marker("3.9 items: compute = communication", x=3.9)],
+        markers=[ReferenceLine("3.9 items: compute = communication", x=3.9)],
     )
 
 
@@ -131,10 +131,10 @@ def tp() -> str:
                 1,
             ),
         ],
-        Axis("degree n", is_log=True, ticks=degrees),
-        Axis("seconds of a block, forward and backward", is_log=True, show=_milliseconds),
+        ChartAxis("degree n", is_log=True, ticks=degrees),
+        ChartAxis("seconds of a block, forward and backward", is_log=True, show=_milliseconds),
         caption="Llama 3 8B, 8,192 tokens, bfloat16, H100: NVLink in nodes of 8, else 400 Gb/s",
-        markers=[Marker("a node", x=8)],
+        markers=[ReferenceLine("a node", x=8)],
     )
 
 
@@ -175,10 +175,10 @@ def zero() -> str:
     return draw_chart(
         "What the model takes of a GPU's memory",
         series,
-        Axis("ranks n", is_log=True, show=_tokens, ticks=ranks[::2]),
-        Axis("bytes of a rank, without activations", is_log=True, show=_gigabytes),
+        ChartAxis("ranks n", is_log=True, show=_tokens, ticks=ranks[::2]),
+        ChartAxis("bytes of a rank, without activations", is_log=True, show=_gigabytes),
         caption="Llama 3 8B in float32 with AdamW: 16 bytes per parameter",
-        markers=[Marker("80 GB", y=80 * GIGA)],
+        markers=[ReferenceLine("80 GB", y=80 * GIGA)],
     )
 
 
@@ -200,12 +200,15 @@ def roofline() -> str:
                 color=color,
             )
         )
-    markers = [Marker("one token: decoding", x=1), Marker("4,096 tokens: training", x=4096)]
+    markers = [
+        ReferenceLine("one token: decoding", x=1),
+        ReferenceLine("4,096 tokens: training", x=4096),
+    ]
     return draw_chart(
         "Roofline of a product with large weights",
         series,
-        Axis("rows of the input (tokens)", is_log=True, show=_tokens, ticks=rows[::2]),
-        Axis("TFLOP/s", is_log=True, show=lambda value: f"{value / 1e12:,.0f}"),
+        ChartAxis("rows of the input (tokens)", is_log=True, show=_tokens, ticks=rows[::2]),
+        ChartAxis("TFLOP/s", is_log=True, show=lambda value: f"{value / 1e12:,.0f}"),
         caption="bfloat16, at the peaks of the data sheets",
         markers=markers,
     )
@@ -250,8 +253,8 @@ def recomputation() -> str:
             Series(text, [(n, planned_activations(mode, n)) for n in lengths], color=color)
             for color, (mode, text) in enumerate(MODES.items())
         ],
-        Axis("tokens of a sequence", ticks=lengths, show=_tokens),
-        Axis("most bytes of activations in a step", show=lambda value: f"{value / 1e6:g} MB"),
+        ChartAxis("tokens of a sequence", ticks=lengths, show=_tokens),
+        ChartAxis("most bytes of activations in a step", show=lambda value: f"{value / 1e6:g} MB"),
         caption="Llama 3 debugmodel, one sequence, float32, as planned: titanlite plan",
     )
 

@@ -107,12 +107,12 @@ def planned(name: str, rank: int = 0) -> Figures:
 
 def most_bytes(trace: Trace, category: str) -> int:
     """The most bytes of a category of memory that a step holds at the same time."""
-    from titanlite.tools.planner.events import Memory
+    from titanlite.tools.planner.events import Allocation
 
     sizes: dict[int, int] = {}
     most = 0
     for event in trace.events:
-        if isinstance(event, Memory) and trace.category_of[event.block] == category:
+        if isinstance(event, Allocation) and trace.category_of[event.block] == category:
             sizes[event.block] = event.num_bytes
             most = max(most, sum(sizes.values()))
     return most
@@ -128,7 +128,7 @@ def _run_jobs(place: Place, names: list[str]) -> list[Figures]:
     from titanlite.job import build_job
     from titanlite.modules.shards import local_part
     from titanlite.ranks.world import open_world
-    from titanlite.tools.planner.recorder import Recorder
+    from titanlite.tools.planner.recorder import StepRecorder
     from titanlite.tools.planner.trace import axes_of_groups
 
     def num_bytes(tensors: Iterable[Any]) -> int:
@@ -145,7 +145,7 @@ def _run_jobs(place: Place, names: list[str]) -> list[Figures]:
                 gradients = [p.grad for p in job.parameters.values() if p.grad is not None]
                 held["gradients"] = num_bytes(gradients)
 
-            with Recorder(axes_of_groups(job), is_fake=False) as recorder:
+            with StepRecorder(axes_of_groups(job), is_fake=False) as recorder:
                 job.trainer.step(job.draw(), on_gradients=note_gradients)
             states = job.trainer.optimizer.state.values()
             buffers = [buffer for part in job.parts for buffer in part.buffers()]

@@ -134,9 +134,9 @@ def _sequence(runs: Runs) -> Numbers:
 
 def _data_parallel(runs: Runs) -> Numbers:
     from titanlite.tools.learn.ladder import RUNGS, run_rung
-    from titanlite.tools.simulate.train_step import Workload
+    from titanlite.tools.simulate.train_step import StepWorkload
 
-    work, link, n = Workload(), ETHERNET.between, processes.NUM_RANKS
+    work, link, n = StepWorkload(), ETHERNET.between, processes.NUM_RANKS
     rung = next(rung for rung in RUNGS if rung.name == "1D DP, ring")
     row, _ = run_rung(rung)
     units = float(work.gradient_units)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from titanlite.config import ResolvedJob
 from titanlite.config.pipeline import PipelinePlan
 from titanlite.tools.planner.compose import parts_of
-from titanlite.tools.planner.composition import TOKENS, Builder, Part, Pieces, Segment, Weight
+from titanlite.tools.planner.composition import TOKENS, Builder, ModelPart, Pieces, Segment, Weight
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.data_parallel import GATHERED, Replication
 from titanlite.tools.planner.events import FROM_RANK_TO_RANK, Communication, Operator, Place, Wait
@@ -160,14 +160,14 @@ class Bounds:
             self._bytes[key] = _Bytes(*map(sum, zip(*of, strict=True)))
         return self._bytes[key]
 
-    def _part_passes(self, part: Part, cost: Cost) -> _Passes:
+    def _part_passes(self, part: ModelPart, cost: Cost) -> _Passes:
         key = id(part)
         if key not in self._passes:
             forward, backward = (least_seconds(one, cost) for one in (part.forward, part.backward))
             self._passes[key] = _Passes(forward, backward)
         return self._passes[key]
 
-    def _part_bytes(self, name: str, part: Part, data: Replication) -> _Bytes:
+    def _part_bytes(self, name: str, part: ModelPart, data: Replication) -> _Bytes:
         pieces = self._pieces
         key = id(part), name == "after", data.key
         if key not in self._bytes:

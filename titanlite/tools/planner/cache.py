@@ -22,7 +22,14 @@ from typing import Any
 from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError
 from titanlite.plan_row import PlanRow
-from titanlite.tools.planner.composition import Float8Cast, Part, Pieces, Segment, Weight, smaller
+from titanlite.tools.planner.composition import (
+    Float8Cast,
+    ModelPart,
+    Pieces,
+    Segment,
+    Weight,
+    smaller,
+)
 from titanlite.tools.planner.events import Communication, Event, Operator, Place, Wait
 
 SOURCE = Path(__file__).parents[1]
@@ -183,14 +190,14 @@ def unpack(values: dict[str, Any]) -> Pieces:
     return Pieces(**values)
 
 
-def _pack_part(part: Part) -> list[Any]:
+def _pack_part(part: ModelPart) -> list[Any]:
     forward, backward = _pack_segment(part.forward), _pack_segment(part.backward)
     return [forward, backward, part.units, part.buffer_bytes, part.late_bytes]
 
 
-def _unpack_part(values: Sequence[Any]) -> Part:
+def _unpack_part(values: Sequence[Any]) -> ModelPart:
     forward, backward, units, *rest = values
-    return Part(
+    return ModelPart(
         _unpack_segment(forward),
         _unpack_segment(backward),
         {name: _unpack_weights(weights) for name, weights in units.items()},

@@ -14,7 +14,7 @@ from titanlite.config.load import override
 from titanlite.config.model import num_experts
 from titanlite.mesh.parallel_dims import expert_shard_dim
 from titanlite.parallelize.float8.spec import FLOAT8
-from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Place, Wait
+from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Place, Wait
 
 NOWHERE = Place("", "")
 TOKENS = "tokens"
@@ -168,7 +168,7 @@ def segment_of(
     """The segment of traced events; `sizes` has the size of each block, and is updated."""
     builder = Builder()
     for event in events:
-        if isinstance(event, Memory):
+        if isinstance(event, Allocation):
             change = event.num_bytes - sizes.get(event.block, 0)
             sizes[event.block] = event.num_bytes
             builder.allocate(category_of[event.block], change, event.place)
@@ -214,7 +214,7 @@ class Weight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A part of the model that computes as a whole: a block, or what is before or after them.
 
     `weights` has the parameters of each FSDP unit that the part computes with.
@@ -255,11 +255,11 @@ class Pieces:
     what a step does once; `end`, the update, is that of `end_weights` in `num_shards` shards.
     """
 
-    before: Part
+    before: ModelPart
     before_names: tuple[str, ...]
     """The modules of this part that a pipeline stage can have."""
-    blocks: tuple[Part, ...]
-    after: Part
+    blocks: tuple[ModelPart, ...]
+    after: ModelPart
     after_names: tuple[str, ...]
     kinds: tuple[int, ...]
     names: tuple[str, ...]

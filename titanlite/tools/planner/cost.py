@@ -37,7 +37,7 @@ NODE, FABRIC = "node", "fabric"
 """The links of a rank: to the ranks of its node, and to other nodes; HOST_LINK is a third one."""
 
 
-class Rule(NamedTuple):
+class OperatorRule(NamedTuple):
     """What an operator of the trace is on a device: its kind, and how its bytes change."""
 
     kind: str
@@ -50,30 +50,30 @@ class Rule(NamedTuple):
 # Operator -> what it is. Operators that are not listed are memory-bound.
 TRANSLATION = {
     **{
-        f"aten::{name}": Rule(PRODUCT)
+        f"aten::{name}": OperatorRule(PRODUCT)
         for name in (
             *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"),
             *("linear", "convolution"),
         )
     },
     # The flash kernel of the CPU; on a GPU, FlashAttention with the same inputs and outputs.
-    "aten::_scaled_dot_product_flash_attention_for_cpu": Rule(ATTENTION),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": Rule(ATTENTION),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": OperatorRule(ATTENTION),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": OperatorRule(ATTENTION),
     # The trace counts the parameters alone as written; both moments are, too: three of the four
     # lists that are read.
-    "aten::_fused_adamw_": Rule(OPTIMIZER, written_factor=0.0, written_per_read=0.75),
-    "aten::_fused_adam_": Rule(OPTIMIZER, written_factor=0.0, written_per_read=0.75),
+    "aten::_fused_adamw_": OperatorRule(OPTIMIZER, written_factor=0.0, written_per_read=0.75),
+    "aten::_fused_adam_": OperatorRule(OPTIMIZER, written_factor=0.0, written_per_read=0.75),
     # The gradient's rows, and the table of zeros that they are added to.
-    "aten::embedding_dense_backward": Rule(MEMORY_BOUND),
+    "aten::embedding_dense_backward": OperatorRule(MEMORY_BOUND),
     # The rows that are looked up, not the whole table.
-    "aten::embedding": Rule(MEMORY_BOUND, read_factor=0.0, written_factor=2.0),
+    "aten::embedding": OperatorRule(MEMORY_BOUND, read_factor=0.0, written_factor=2.0),
     # Each moves no data: a query of fake tensors, a view that is not called one, or a check.
     **dict.fromkeys(
         (
             *("aten::_unsafe_view", "aten::empty_like", "aten::promote_types", "aten::alias"),
             *("aten::is_same_size", "aten::_local_scalar_dense", "aten::record_stream"),
         ),
-        Rule(FREE),
+        OperatorRule(FREE),
     ),
 }
 FREE_NAMESPACES = ("prim", "profiler", "_c10d_functional")
@@ -81,7 +81,7 @@ OPTIMIZER_PREFIX = "aten::_foreach"
 BACKWARD_SUFFIX = "_backward"
 
 
-class Load(NamedTuple):
+class LinkLoad(NamedTuple):
     """A communication: seconds before data flow, and seconds at the full rate of `link`."""
 
     latency_seconds: float
@@ -277,29 +277,29 @@ class Cost:
         per_node = max(1, self.hardware.node.num_ranks // stride)
         return Geometry(num_ranks, min(num_ranks, per_node))
 
-    def communication(self, one: Communication, rank: int = 0) -> Load:
+    def communication(self, one: Communication, rank: int = 0) -> LinkLoad:
         """The latency of a communication, and its time on a link of `rank` at full rate."""
         key = one.kind, one.axis, one.num_bytes, one.num_ranks, one.peer, rank
-        known: dict[object, Load] = self._loads  # type: ignore[attr-defined]
+        known: dict[object, LinkLoad] = self._loads  # type: ignore[attr-defined]
         if key not in known:
             known[key] = self._load(one, rank)
         return known[key]
 
-    def _load(self, one: Communication, rank: int) -> Load:
+    def _load(self, one: Communication, rank: int) -> LinkLoad:
         hardware = self.hardware
         if one.axis == HOST_LINK and (host := hardware.offload_host) is not None:
-            return Load(host.latency_seconds, one.num_bytes / host.bytes_per_second, HOST_LINK)
+            return LinkLoad(host.latency_seconds, one.num_bytes / host.bytes_per_second, HOST_LINK)
         if one.num_ranks < 2:
-            return Load(0.0, 0.0, NODE)
+            return LinkLoad(0.0, 0.0, NODE)
         sent = bytes_sent(one.kind, one.num_bytes, one.num_ranks)
         measured = hardware.collectives.get(one.kind)
         if measured is not None:
             latency = measured.seconds + measured.seconds_per_peer * (one.num_ranks - 1)
-            return Load(latency, sent / measured.bytes_per_second, NODE)
+            return LinkLoad(latency, sent / measured.bytes_per_second, NODE)
         if one.peer >= 0:
             link, name = self._link_to(one, rank)
             share = link.share(max(1, sent))
-            return Load(link.latency_seconds, sent / (link.bytes_per_second * share), name)
+            return LinkLoad(link.latency_seconds, sent / (link.bytes_per_second * share), name)
         group = self.geometry(one.axis, one.num_ranks)
         node, fabric = hardware.node, hardware.fabric
         inside = sent / (node.bytes_per_second * node.share(max(1, one.num_bytes)))
@@ -310,8 +310,8 @@ class Cost:
             between = sent / rate
         latency = self._latency(one.kind, group)
         if between > inside:
-            return Load(latency, between, FABRIC)
-        return Load(latency, inside, NODE)
+            return LinkLoad(latency, between, FABRIC)
+        return LinkLoad(latency, inside, NODE)
 
     def _latency(self, kind: str, group: Geometry) -> float:
         node, fabric = self.hardware.node.latency_seconds, self.hardware.fabric.latency_seconds
@@ -401,13 +401,13 @@ SMALL_TILE = {1: 1.0, 2: 0.9, 4: 0.75}
 
 
 @functools.cache
-def rule_of(name: str) -> Rule:
+def rule_of(name: str) -> OperatorRule:
     """What an operator of this name is."""
     rule = TRANSLATION.get(name)
     if rule is not None:
         return rule
     if name.partition("::")[0] in FREE_NAMESPACES:
-        return Rule(FREE)
+        return OperatorRule(FREE)
     if name.startswith(OPTIMIZER_PREFIX):
-        return Rule(OPTIMIZER)
-    return Rule(MEMORY_BOUND)
+        return OperatorRule(OPTIMIZER)
+    return OperatorRule(MEMORY_BOUND)

@@ -14,7 +14,14 @@ from titanlite.config import ResolvedJob
 from titanlite.config.pipeline import PipelinePlan
 from titanlite.mesh.parallel_dims import EXPERT_SHARDS, axes_where, flat_name
 from titanlite.quantities import ITEMSIZE
-from titanlite.tools.planner.composition import Builder, Part, Pieces, Weight, offloads, uses_fsdp
+from titanlite.tools.planner.composition import (
+    Builder,
+    ModelPart,
+    Pieces,
+    Weight,
+    offloads,
+    uses_fsdp,
+)
 from titanlite.tools.planner.events import (
     HOST_LINK,
     TO_DEVICE,
@@ -32,7 +39,7 @@ COPY_IN, COPY_OUT = "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy"
 CHUNK, CAST = "fsdp::chunk_cat", "aten::_to_copy"
 
 
-class Pending(NamedTuple):
+class PendingReduction(NamedTuple):
     """The reduction of a unit that is under way.
 
     `number` and `num_bytes` are those of the reduction that the next unit waits for, and of its
@@ -240,11 +247,11 @@ class Replication:
         builder: Builder,
         weights: Sequence[Weight],
         place: Place,
-        pending: Pending,
+        pending: PendingReduction,
         *,
         is_first: bool,
         is_last: bool,
-    ) -> Pending:
+    ) -> PendingReduction:
         """Reduce a unit's gradients over its shards, and in the last batch over replicas.
 
         `pending` is the reduction before, which is waited for. Returns this one.
@@ -282,7 +289,7 @@ class Replication:
                 "all_reduce", self.dims.replica_dim, output, replicas, place, after=after
             )
         if not self.is_offloaded:
-            return Pending(number, num_bytes, last=(reduced, 0))
+            return PendingReduction(number, num_bytes, last=(reduced, 0))
         if replicas == 1 or is_last:
             is_added = replicas == 1 and not is_first
             before = reduced if replicas > 1 else number
@@ -293,7 +300,7 @@ class Replication:
         if replicas > 1 and is_last:
             kept += output
         former = pending.last[1] if replicas == 1 else 0
-        return Pending(number, num_bytes, former, (reduced, copied), kept)
+        return PendingReduction(number, num_bytes, former, (reduced, copied), kept)
 
     def _copy_out(
         self,
@@ -322,7 +329,7 @@ class Replication:
                 builder.events.append(adds)
         return number
 
-    def _await(self, builder: Builder, pending: Pending) -> None:
+    def _await(self, builder: Builder, pending: PendingReduction) -> None:
         """Wait for a reduction, and for the copy before it; free its buffer."""
         for number in (pending.after, pending.number):
             if number:
@@ -330,7 +337,7 @@ class Replication:
         if pending.num_bytes:
             builder.allocate(BUFFERS, -pending.num_bytes)
 
-    def end_reduce(self, builder: Builder, pending: Pending) -> None:
+    def end_reduce(self, builder: Builder, pending: PendingReduction) -> None:
         """The end of a backward pass, which waits for all reductions and copies."""
         self._await(builder, pending)
         for number in pending.last:
@@ -349,7 +356,7 @@ class Replication:
     def _itemsize(self, weight: Weight, dtype: str) -> int:
         return ITEMSIZE[dtype] if self._is_mixed else weight.itemsize
 
-    def units(self, name: str, part: Part) -> Iterator[tuple[str, tuple[Weight, ...]]]:
+    def units(self, name: str, part: ModelPart) -> Iterator[tuple[str, tuple[Weight, ...]]]:
         """(unit, parameters) of a part; blocks of one kind have the same parameters.
 
         The second unit of a block has its experts.
@@ -357,7 +364,7 @@ class Replication:
         for index, (unit, weights) in enumerate(part.units.items()):
             yield (unit if name in ENDS else f"{name} {index}"), weights
 
-    def reduced_units(self, name: str, part: Part) -> list[tuple[str, tuple[Weight, ...]]]:
+    def reduced_units(self, name: str, part: ModelPart) -> list[tuple[str, tuple[Weight, ...]]]:
         """The units in the order in which their gradients are complete."""
         return list(self.units(name, part))[:: 1 if name in ENDS else -1]
 
@@ -365,7 +372,7 @@ class Replication:
         """Whether the unit has both embeddings and head, which share a weight."""
         return unit in self._pieces.before.units and unit in self._pieces.after.units
 
-    def buckets(self, parts: list[tuple[str, Part]]) -> dict[str, list[int]]:
+    def buckets(self, parts: list[tuple[str, ModelPart]]) -> dict[str, list[int]]:
         """Part -> DDP's buckets that are complete after its backward pass, in bytes.
 
         DDP fills buckets in reverse order of the parameters.
@@ -395,7 +402,7 @@ class Replication:
         builder.operator("aten::copy_", num_bytes, self._dtype, place)
 
     def keep_gradients(
-        self, builder: Builder, part: Part, place: Place, has_gradients: bool
+        self, builder: Builder, part: ModelPart, place: Place, has_gradients: bool
     ) -> None:
         """Keep whole gradients until the stage reduces them, in the dtype of the reduction."""
         num_bytes = self.whole_gradient_bytes(part)
@@ -403,13 +410,13 @@ class Replication:
         if has_gradients:
             builder.allocate("gradients", -num_bytes)
 
-    def computed_gradient_bytes(self, part: Part) -> int:
+    def computed_gradient_bytes(self, part: ModelPart) -> int:
         """The bytes of FSDP2's whole gradients of a part as the backward pass computes them."""
         if not self.is_fsdp:
             return 0
         return sum(w.numel * self._itemsize(w, self._dtype) for w in part.weights if w.is_trained)
 
-    def whole_gradient_bytes(self, part: Part) -> int:
+    def whole_gradient_bytes(self, part: ModelPart) -> int:
         if not self.is_fsdp:
             return 0
         whole = sum(

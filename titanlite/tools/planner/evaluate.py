@@ -1,9 +1,9 @@
 """What one plan of a search takes: its pieces, composed and timed; or why it is dropped. No torch.
 
-    Changes -> legal? -> pieces -> bounds -> memory -> time -> Found
+    Changes -> legal? -> pieces -> bounds -> memory -> time -> FoundPlan
 
 Each step is tried only if the one before leaves the plan in the search. A plan that fails in
-composing or timing is an error of titanlite, and becomes a Failure that names it.
+composing or timing is an error of titanlite, and becomes a FailedPlan that names it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ OF_PIECES = (TP, CP, EP, MODE, OPTION, *OF_A_BLOCK)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPlan:
     """A plan that fits: its keys, and what it takes."""
 
     changes: dict[str, Any]
@@ -78,14 +78,14 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedPlan:
     """A plan whose evaluation raised an error, and where."""
 
     changes: dict[str, Any]
     error: str
 
 
-Result = Found | Failure | str
+Result = FoundPlan | FailedPlan | str
 """What a plan takes, or why it is dropped."""
 
 
@@ -126,7 +126,7 @@ class Evaluator:
             row = DOES_NOT_FIT if others in too_large else self.evaluate(changes, known=known)
             if row == DOES_NOT_FIT:
                 too_large.add(others)
-            elif isinstance(row, Found) and known is not None:
+            elif isinstance(row, FoundPlan) and known is not None:
                 known.add(without_layouts(changes), row.seconds, row.peak_bytes)
             yield row
 
@@ -143,7 +143,7 @@ class Evaluator:
         except Exception as error:  # other plans are still of use, and what was found is kept
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-            return Failure(dict(changes), " ".join(text.split()))
+            return FailedPlan(dict(changes), " ".join(text.split()))
 
     def _evaluate(self, changes: Changes, *, exactly: bool, known: Frontier | None) -> Result:
         config = with_values(self._config, changes)
@@ -206,7 +206,7 @@ class Evaluator:
         seconds = step.seconds + steps * (more.step.seconds - step.seconds)
         # Tokens grow with the microbatches, the idle time does not.
         speed = total / counts[0] * step.seconds / seconds
-        return Found(
+        return FoundPlan(
             dict(changes),
             peak,
             seconds,

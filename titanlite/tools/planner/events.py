@@ -108,7 +108,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Memory:
+class Allocation:
     """Bytes that a block of memory has from now on; 0 frees it."""
 
     block: int
@@ -116,7 +116,7 @@ class Memory:
     place: Place
 
 
-Event = Operator | Communication | Wait | Memory
+Event = Operator | Communication | Wait | Allocation
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Trace:
         now: Counter[str] = Counter(held)
         best, total, most = Peak(Place("", "other"), dict(now)), now.total(), now.total()
         for event in self.events:
-            if not isinstance(event, Memory) or (event.block in self.on_host) != is_on_host:
+            if not isinstance(event, Allocation) or (event.block in self.on_host) != is_on_host:
                 continue
             change = event.num_bytes - sizes.get(event.block, 0)
             sizes[event.block] = event.num_bytes

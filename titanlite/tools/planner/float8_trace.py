@@ -22,8 +22,8 @@ from titanlite.modules.names import canonical_name
 from titanlite.modules.shards import local_part
 from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.tools.planner.composition import NOTHING, TOKENS, Float8Cast, segment_of
-from titanlite.tools.planner.events import Communication, Event, Memory
-from titanlite.tools.planner.recorder import Recorder
+from titanlite.tools.planner.events import Allocation, Communication, Event
+from titanlite.tools.planner.recorder import StepRecorder
 
 EXPERT_AXES = ("ep", EXPERT_SHARDS)
 
@@ -40,9 +40,9 @@ class CastRecorder:
         self._casts: dict[str, list[Event]] = {}
         self._amaxes: dict[str, list[Event]] = {}
         self._layers: dict[nn.Module, str] = {}
-        self._recorder: Recorder | None = None
+        self._recorder: StepRecorder | None = None
 
-    def start(self, job: Job, recorder: Recorder) -> None:
+    def start(self, job: Job, recorder: StepRecorder) -> None:
         """Take the events of this job's float8 layers from `recorder`."""
         self._recorder = recorder
         for name, module in job.parts[0].named_modules():
@@ -97,5 +97,5 @@ def _is_cut(layer: Float8Linear) -> bool:
 
 
 def _segment(events: list[Event]) -> Any:
-    blocks = {event.block: "temporary" for event in events if isinstance(event, Memory)}
+    blocks = {event.block: "temporary" for event in events if isinstance(event, Allocation)}
     return segment_of(events, blocks, {})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from titanlite.tools.planner.cost import FREE, MEMORY_BOUND, rule_of
-from titanlite.tools.planner.events import Event, Memory, Operator
+from titanlite.tools.planner.events import Allocation, Event, Operator
 
 FUSED = "fused"
 """The name of an operator that `fuse` has made."""
@@ -37,7 +37,7 @@ def fuse(events: Sequence[Event]) -> list[Event]:
         held.clear()
 
     for event in events:
-        if isinstance(event, Memory):
+        if isinstance(event, Allocation):
             (held if chain else found).append(event)
             continue
         if isinstance(event, Operator):

@@ -44,7 +44,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """The device's memory. `share` gives the share of the bandwidth by an operator's bytes."""
 
     num_bytes: float
@@ -104,7 +104,7 @@ class Products:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionShares:
     """The shares of the peak of attention kernels.
 
     They count what is computed. The trace counts whole products; with `is_causal_halved`, a kernel
@@ -180,11 +180,11 @@ class Hardware:
     name: str
     kind: str
     flops_per_second: Mapping[str, float]
-    memory: Memory
+    memory: DeviceMemory
     node: Node
     fabric: Interconnect
     products: Products
-    attention: Attention
+    attention: AttentionShares
     overhead: Overhead
     host: Host | None = None
     """Needed only for GPUs, and only by jobs with CPU offload."""

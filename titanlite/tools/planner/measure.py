@@ -141,7 +141,7 @@ def time_collectives(place: Place) -> Timings:
 
 def _record(function: Callable[[], object], probe: Probe) -> list[Sample]:
     """Call a function; the operators that it ran, with the CPU time of each."""
-    from titanlite.tools.planner.recorder import Recorder
+    from titanlite.tools.planner.recorder import StepRecorder
 
     class Timed:
         """An operator that measures its calls."""
@@ -161,7 +161,7 @@ def _record(function: Callable[[], object], probe: Probe) -> list[Sample]:
 
     samples: list[Sample] = []
 
-    class Timer(Recorder):
+    class Timer(StepRecorder):
         def __torch_dispatch__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

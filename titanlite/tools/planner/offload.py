@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.parallelize.float8.gather import Float8Shard
 from titanlite.tools.planner.events import HOST_LINK, TO_DEVICE, TO_HOST, Communication, Operator
-from titanlite.tools.planner.recorder import Recorder
+from titanlite.tools.planner.recorder import StepRecorder
 
 # The methods of FSDP2's groups that copy, and where to.
 COPYING = {"unshard": TO_DEVICE, "wait_for_unshard": TO_DEVICE, "post_backward": TO_HOST}
 
 
-class OffloadRecorder(Recorder):
+class OffloadRecorder(StepRecorder):
     """Records a job whose parameters, gradients and optimizer state are on the host.
 
     `on_host` has the blocks in the host's memory. `start` is called with the tensors that are there

@@ -30,10 +30,17 @@ from titanlite.parallelize.float8.spec import FLOAT8
 from titanlite.parallelize.part import DTYPES
 from titanlite.parallelize.plan import ParallelPlan, find_blocks
 from titanlite.plain_job import build_plain_model
-from titanlite.tools.planner.composition import Part, Pieces, Segment, Weight, segment_of, smaller
-from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Trace, Wait
+from titanlite.tools.planner.composition import (
+    ModelPart,
+    Pieces,
+    Segment,
+    Weight,
+    segment_of,
+    smaller,
+)
+from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Trace, Wait
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
-from titanlite.tools.planner.recorder import Recorder
+from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.planner.trace import trace_job
 from titanlite.training.gradient_norm import reduce_partial_gradients
@@ -90,10 +97,10 @@ def trace_pieces(resolved: ResolvedJob, *, is_compiled: bool = False) -> Pieces:
             where = ""  # Every stage has the modules that no stage names.
         buffers[where] += _num_bytes(buffer)
 
-    def part(name: str) -> Part:
+    def part(name: str) -> ModelPart:
         forward, backward = segments[name, FORWARD], segments[name, BACKWARD]
         at_end = late[name, BACKWARD]
-        return Part(forward, backward, units.get(name, {}), buffers[name], at_end)
+        return ModelPart(forward, backward, units.get(name, {}), buffers[name], at_end)
 
     # The last of each kind is the most typical: the first block of all has other neighbours.
     of_kind = dict(zip(fewer.kept_kinds, fewer.kept, strict=True))
@@ -137,7 +144,7 @@ class _Seen:
         self.partial: set[int] = set()
         """The ids of the parameters with a Partial gradient."""
 
-    def watch(self, job: Job, recorder: Recorder) -> None:
+    def watch(self, job: Job, recorder: StepRecorder) -> None:
         """Note what the job's model and trainer do from now on."""
         self.casts.start(job, recorder)
         for block in find_blocks(job.parts[0], job.plan).values():
@@ -220,7 +227,7 @@ def _cut(
     at, start = 0, _end_of_start(events)
     for index, event in enumerate(events):
         # FSDP2's memory is that of another unit while a module runs.
-        where = None if isinstance(event, Memory) else getattr(event, "place", None)
+        where = None if isinstance(event, Allocation) else getattr(event, "place", None)
         if where is not None and 0 < at < len(keys) - 1:
             if where.phase == "optimizer" or (at > turn and where.phase == FORWARD):
                 at = len(keys) - 1
@@ -247,7 +254,7 @@ def _late_bytes(
     products = [at for at, e in enumerate(events) if isinstance(e, Operator) and e.shape]
     sizes, now, most = dict(sizes), 0, 0
     for at, event in enumerate(events):
-        if isinstance(event, Memory):
+        if isinstance(event, Allocation):
             change = event.num_bytes - sizes.get(event.block, 0)
             sizes[event.block] = event.num_bytes
             if category_of[event.block] not in ("activations", "gradients"):
@@ -283,18 +290,18 @@ def _without_fsdp(trace: Trace, casts: Sequence[Event]) -> tuple[list[Event], Co
     dropped: set[int] = set()
     blocks = {b for b, category in trace.category_of.items() if category == "gathered parameters"}
     is_next = False
-    cast = {id(event) for event in casts if not isinstance(event, Memory)}
-    blocks |= {event.block for event in casts if isinstance(event, Memory) and event.num_bytes}
+    cast = {id(event) for event in casts if not isinstance(event, Allocation)}
+    blocks |= {event.block for event in casts if isinstance(event, Allocation) and event.num_bytes}
     for event in trace.events:
         if id(event) in cast:
             continue
-        if isinstance(event, Memory):
+        if isinstance(event, Allocation):
             if event.block not in blocks:
                 events.append(event)
         elif isinstance(event, Operator) and event.name.startswith("fsdp::"):
             # What was allocated since the operator before is its buffer.
             while events and _prepares(events[-1]):
-                if isinstance(one := events.pop(), Memory):
+                if isinstance(one := events.pop(), Allocation):
                     blocks.add(one.block)
             if event.name == CHUNK:
                 for one in _summed_before(events):
@@ -302,7 +309,7 @@ def _without_fsdp(trace: Trace, casts: Sequence[Event]) -> tuple[list[Event], Co
                     dropped.add(one.number)
             is_next = is_next or event.name in COPY_IN
         elif isinstance(event, Communication) and is_next:
-            while events and isinstance(one := events[-1], Memory) and one.num_bytes:
+            while events and isinstance(one := events[-1], Allocation) and one.num_bytes:
                 blocks.add(one.block)
                 events.pop()
             dropped.add(event.number)
@@ -312,7 +319,7 @@ def _without_fsdp(trace: Trace, casts: Sequence[Event]) -> tuple[list[Event], Co
     kept = [
         event
         for event in events
-        if not (isinstance(event, Memory) and event.block in blocks)
+        if not (isinstance(event, Allocation) and event.block in blocks)
         and not (isinstance(event, Wait | Communication) and event.number in dropped)
     ]
     return kept, reduced
@@ -331,7 +338,7 @@ def _summed_before(events: Sequence[Event]) -> Iterator[Communication]:
 
 def _prepares(event: Event) -> bool:
     """Whether the event belongs to FSDP's operator after it: an allocation, or a cast of shards."""
-    if isinstance(event, Memory):
+    if isinstance(event, Allocation):
         return event.num_bytes > 0
     return isinstance(event, Operator) and event.name == CAST
 

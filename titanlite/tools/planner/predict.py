@@ -167,7 +167,7 @@ class _PipelineRun:
     def run(self) -> float:
         """The seconds of the step."""
         rows = [self._row(place) for place in range(len(self._compositions))]
-        ran, free, blocked = clock.run([[step for _, step in row] for row in rows], self._wait)
+        ran, free, blocked = clock.run([[timed for _, timed in row] for row in rows], self._wait)
         if blocked:
             raise TitanliteError("the composed pipeline deadlocks")
         if self._keeps_actions:
@@ -181,7 +181,7 @@ class _PipelineRun:
             self.actions.append(Ran(place, start, start + seconds, one.actions[-1]))
         return ends
 
-    def _row(self, place: int) -> list[tuple[Done, clock.Step]]:
+    def _row(self, place: int) -> list[tuple[Done, clock.TimedAction]]:
         """The actions of a rank that take time, without the update."""
         one = self._compositions[place]
         known: dict[tuple[int, str, int], Timing] = {}
@@ -207,7 +207,7 @@ class _PipelineRun:
                 sent[kind], last_sent = outputs[0], kind
             elif self._waits_for_sends and last_sent == (SEND_B if kind == FORWARD else SEND_F):
                 needs.append(sent[last_sent])
-            row.append((done, clock.Step(seconds, needs, outputs, channel)))
+            row.append((done, clock.TimedAction(seconds, needs, outputs, channel)))
         return row
 
     def _timing(self, done: Done, place: int, rank: int) -> Timing:
@@ -228,7 +228,7 @@ class _PipelineRun:
             gives = _code(False, stage) if is_local else None
         return of.seconds, need, gives
 
-    def _wait(self, place: int, output: Hashable, now: float, transfer: clock.Ran) -> None:
+    def _wait(self, place: int, output: Hashable, now: float, transfer: clock.Interval) -> None:
         """A rank waits for an output: for another rank's, or until its own has been sent."""
         code, _ = cast("Output", output)
         kind = "send" if transfer.rank == place else "receive"

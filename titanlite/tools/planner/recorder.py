@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from titanlite.modules.names import canonical_name
-from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Place, Wait
+from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Place, Wait
 from titanlite.tools.planner.operators import (
     COLLECTIVES,
     axis_of,
@@ -58,7 +58,7 @@ METHODS = (
 )
 
 
-class Recorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode):
     """Records operators, communication and memory of this process, while it is active.
 
     `axes` maps the name of each process group, or else its ranks, to its axes. With `is_fake` the
@@ -377,11 +377,11 @@ class Recorder(TorchDispatchMode):
         block = self.blocks[key]
         if self.sizes[block] != size:
             self.sizes[block] = size
-            self.events.append(Memory(block, size, self.place()))
+            self.events.append(Allocation(block, size, self.place()))
 
     def _forget(self, key: int, block: int) -> None:
         if self.sizes.get(block):
-            self.events.append(Memory(block, 0, self.place()))
+            self.events.append(Allocation(block, 0, self.place()))
         self.sizes[block] = 0
         if self.blocks.get(key) == block:
             del self.blocks[key]
@@ -407,11 +407,11 @@ class Recorder(TorchDispatchMode):
 class _Block:
     """Memory without a tensor."""
 
-    def __init__(self, recorder: Recorder, size: int) -> None:
+    def __init__(self, recorder: StepRecorder, size: int) -> None:
         recorder._next += 1
         self._recorder, self.block = recorder, recorder._next
         recorder.sizes[self.block] = size
-        recorder.events.append(Memory(self.block, size, recorder.place()))
+        recorder.events.append(Allocation(self.block, size, recorder.place()))
 
     def __del__(self) -> None:
         self._recorder._forget(-1, self.block)
@@ -420,7 +420,7 @@ class _Block:
 class _Work(dist.Work):
     """A communication in flight: what it holds, and what a wait for it records."""
 
-    def __init__(self, recorder: Recorder, work: Any, held: Any, numbers: list[int]) -> None:
+    def __init__(self, recorder: StepRecorder, work: Any, held: Any, numbers: list[int]) -> None:
         super().__init__()
         self._recorder, self._work = recorder, work
         self._held, self._numbers = held, numbers

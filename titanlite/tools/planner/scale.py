@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from titanlite.tools.planner.composition import Part, Pieces, Segment
+from titanlite.tools.planner.composition import ModelPart, Pieces, Segment
 from titanlite.tools.planner.events import Communication, Event, Operator
 
 
@@ -32,7 +32,7 @@ def scaled(one: Pieces, two: Pieces, factor: int) -> Pieces | None:
         return None
 
 
-def _part(one: Part, two: Part, factor: int) -> Part:
+def _part(one: ModelPart, two: ModelPart, factor: int) -> ModelPart:
     return replace(
         two,
         forward=_segment(one.forward, two.forward, factor),

@@ -22,7 +22,13 @@ from typing import Any
 
 from titanlite.config import JobConfig
 from titanlite.tools.planner.bounds import Frontier
-from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, Failure, Found, Result
+from titanlite.tools.planner.evaluate import (
+    DOES_NOT_FIT,
+    Evaluator,
+    FailedPlan,
+    FoundPlan,
+    Result,
+)
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.space import CP, EP, TP, Space, groups, without_layouts
 
@@ -38,15 +44,15 @@ class SearchResult:
     """What a search has found; `dropped` counts the plans that were not timed, by reason."""
 
     num_candidates: int = 0
-    found: list[Found] = field(default_factory=list)
+    found: list[FoundPlan] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedPlan] = field(default_factory=list)
     is_complete: bool = False
 
     @property
-    def best(self) -> list[Found]:
+    def best(self) -> list[FoundPlan]:
         """The plans with the most tokens per second, each with its fastest layouts only."""
-        fastest: dict[frozenset[tuple[str, Any]], Found] = {}
+        fastest: dict[frozenset[tuple[str, Any]], FoundPlan] = {}
         for one in self._sorted():
             fastest.setdefault(without_layouts(one.changes), one)
             if len(fastest) == BEST:
@@ -54,15 +60,15 @@ class SearchResult:
         return list(fastest.values())
 
     @property
-    def front(self) -> list[Found]:
+    def front(self) -> list[FoundPlan]:
         """The plans that no other beats in both memory and time, from the fastest on."""
-        front: list[Found] = []
+        front: list[FoundPlan] = []
         for one in self._sorted():
             if not front or one.peak_bytes < front[-1].peak_bytes:
                 front.append(one)
         return front
 
-    def _sorted(self) -> list[Found]:
+    def _sorted(self) -> list[FoundPlan]:
         return sorted(self.found, key=lambda one: (one.seconds, one.peak_bytes))
 
 
@@ -182,9 +188,9 @@ class _Search:
             self._take(self._pool.map(_evaluate_exactly, [one.changes for one in left]))
             exact |= {id(one) for one in result.found[before:]}
 
-    def _fastest_of_degrees(self) -> list[Found]:
+    def _fastest_of_degrees(self) -> list[FoundPlan]:
         """The fastest plan of each TP, CP and EP degree."""
-        fastest: dict[tuple[int, ...], Found] = {}
+        fastest: dict[tuple[int, ...], FoundPlan] = {}
         for one in sorted(self.result.found, key=lambda one: one.seconds, reverse=True):
             fastest[_degrees(one.changes)] = one
         return list(fastest.values())
@@ -226,7 +232,7 @@ class _Search:
         for row in rows:
             if isinstance(row, str):
                 self.result.dropped[row] += 1
-            elif isinstance(row, Failure):
+            elif isinstance(row, FailedPlan):
                 self.result.failures.append(row)
             else:
                 self.result.found.append(row)

@@ -16,7 +16,7 @@ from titanlite.config.pipeline import split_points
 from titanlite.config.toml import show, show_name
 from titanlite.errors import ConfigError
 from titanlite.quantities import format_bytes, format_count, format_seconds
-from titanlite.tools.planner.evaluate import Found
+from titanlite.tools.planner.evaluate import FoundPlan
 from titanlite.tools.planner.hardware import Hardware
 from titanlite.tools.planner.search import SearchResult, search
 from titanlite.tools.planner.space import (
@@ -132,7 +132,7 @@ def show_search(result: SearchResult, hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
-def _rows(plans: Sequence[Found]) -> Iterator[str]:
+def _rows(plans: Sequence[FoundPlan]) -> Iterator[str]:
     yield f"  {'tokens/s a rank':>15} {'step':>9} {'MFU':>6} {'memory':>9} {'bubble':>6}  plan"
     for one in plans:
         mfu = "" if one.mfu is None else f"{one.mfu:.1%}"

@@ -25,15 +25,15 @@ from titanlite.schedule.actions import (
     SEND_F,
     UNSHARD,
 )
-from titanlite.tools.planner.composition import Builder, Part, Pieces, Segment, Weight
-from titanlite.tools.planner.data_parallel import BUFFERS, ENDS, Pending, Replication
+from titanlite.tools.planner.composition import Builder, ModelPart, Pieces, Segment, Weight
+from titanlite.tools.planner.data_parallel import BUFFERS, ENDS, PendingReduction, Replication
 from titanlite.tools.planner.events import Communication, Event, Operator, Place
 from titanlite.tools.planner.split_backward import BACKWARD_PHASE, half_of
 
 FORWARD_PHASE = "forward"
 BATCH = "batch"
 P2P = (SEND_F, RECV_F, SEND_B, RECV_B)
-Stage = list[tuple[str, Part]]
+Stage = list[tuple[str, ModelPart]]
 """The parts of a stage in the order of the forward pass, by name."""
 
 Row = list[tuple[str, int, int | None]]
@@ -148,7 +148,7 @@ class Segments:
         here: set[str] = set()
         self._gathered_forward(builder, parts, here)
         started: dict[str, tuple[int, ...]] = {}
-        pending = Pending()
+        pending = PendingReduction()
         for index, (name, part) in reversed(list(enumerate(parts))):
             place = Place(name, BACKWARD_PHASE)
             self._gather_for_backward(builder, parts, index, here, started)
@@ -254,7 +254,7 @@ class Segments:
             builder.allocate("activations", boundaries * self._pieces.boundary_bytes)
         return builder.segment()
 
-    def _half_of(self, name: str, part: Part, kind: str, has_gradients: bool) -> Segment:
+    def _half_of(self, name: str, part: ModelPart, kind: str, has_gradients: bool) -> Segment:
         """Half of the backward pass of a part; made once for all jobs with these pieces."""
         of_weights = self.data.computed_gradient_bytes(part)
         key = "half", name == "after", id(part), kind, of_weights, has_gradients
@@ -266,7 +266,7 @@ class Segments:
             )
         return self._shared[key]
 
-    def _with_tied(self, part: Part) -> Part:
+    def _with_tied(self, part: ModelPart) -> ModelPart:
         """The part with the weights that it shares with the first one; their gradients are here."""
         known = {weight.name for weight in part.weights}
         tied = tuple(weight for weight in self._pieces.tied if weight.name not in known)
@@ -322,7 +322,7 @@ class Segments:
         return (stage > 0) - frees_output + had_gradient
 
     def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
-        pending = Pending()
+        pending = PendingReduction()
         for name, part in reversed(parts):
             place = Place(name, BACKWARD_PHASE)
             for _, weights in self.data.reduced_units(name, part):

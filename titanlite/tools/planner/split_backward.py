@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from titanlite.quantities import ITEMSIZE
 from titanlite.schedule.actions import BACKWARD_WEIGHT
-from titanlite.tools.planner.composition import Part, Segment, Weight
+from titanlite.tools.planner.composition import ModelPart, Segment, Weight
 from titanlite.tools.planner.events import Event, Operator
 
 BACKWARD_PHASE = "backward"
 
 
 def half_of(
-    part: Part, kind: str, boundary_bytes: int, of_weights: int, *, has_gradients: bool
+    part: ModelPart, kind: str, boundary_bytes: int, of_weights: int, *, has_gradients: bool
 ) -> Segment:
     """The backward pass of a part up to its input (BACKWARD_INPUT), or of its weights.
 
@@ -52,7 +52,7 @@ def half_of(
     return replace(whole, events=tuple(events), net=net, peak=peak)
 
 
-def _read_for_vectors(part: Part, boundary_bytes: int) -> int:
+def _read_for_vectors(part: ModelPart, boundary_bytes: int) -> int:
     """The bytes of the gradients from which those of biases and norms' weights are computed.
 
     That of a vector is a sum over tokens. A bias of a product that adds it itself has the gradient
@@ -80,7 +80,7 @@ def _module_of(weight: Weight) -> str:
     return weight.name.rpartition(".")[0]
 
 
-def _weight_products(part: Part) -> set[int]:
+def _weight_products(part: ModelPart) -> set[int]:
     """The positions of the products that give weight gradients, among the backward pass' events.
 
     They have a weight's shape. If the number of tokens is that of a weight's rows, the product of

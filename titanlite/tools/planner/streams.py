@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 
 @dataclass(frozen=True)
-class Event:
+class StreamState:
     """What a stream has done when all before it is done: communications, and main-stream events."""
 
     numbers: tuple[int, ...] = ()
@@ -33,31 +33,31 @@ class Streams:
         self, position: Callable[[], int], on_wait: Callable[[tuple[int, ...]], None]
     ) -> None:
         self._position, self._on_wait = position, on_wait
-        self.main = Stream(self)
+        self.main = DeviceStream(self)
         self.current = self.main
         self._done: set[int] = set()
-        self._beside: list[Stream] = []
+        self._beside: list[DeviceStream] = []
 
     @property
     def is_beside(self) -> bool:
         """Whether what is issued now runs on another stream than the main one."""
         return self.current is not self.main
 
-    def issue(self, number: int) -> Event:
+    def issue(self, number: int) -> StreamState:
         """Note a communication on the current stream; returns what comes before it."""
         before = self.state_of(self.current)
         if self.is_beside:
-            self.current.event = Event((*before.numbers, number), before.position)
+            self.current.event = StreamState((*before.numbers, number), before.position)
         return before
 
-    def state_of(self, stream: Stream) -> Event:
+    def state_of(self, stream: DeviceStream) -> StreamState:
         """What has to be done before anything that is issued on `stream` now."""
         if stream is self.main:
-            return Event((), self._position())
+            return StreamState((), self._position())
         numbers = tuple(number for number in stream.event.numbers if number not in self._done)
-        return Event(numbers, stream.event.position)
+        return StreamState(numbers, stream.event.position)
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: DeviceStream, event: StreamState) -> None:
         """Let what is issued on `stream` from now on wait for `event`."""
         missing = tuple(number for number in event.numbers if number not in self._done)
         if stream is self.main:
@@ -67,23 +67,23 @@ class Streams:
             known = stream.event
             new = tuple(number for number in missing if number not in known.numbers)
             position = max(known.position, event.position)
-            stream.event = Event((*known.numbers, *new), position)
+            stream.event = StreamState((*known.numbers, *new), position)
 
     def restart(self) -> None:
         """Count positions from zero: the recorded events start again, all former ones are done."""
         for stream in self._beside:
-            stream.event = Event()
+            stream.event = StreamState()
 
     @contextlib.contextmanager
     def in_place_of(self, device: ModuleType) -> Iterator[None]:
         """Inside, these are the streams of a module such as torch.cuda."""
 
-        def make(*_: object, **__: object) -> Stream:
-            self._beside.append(Stream(self))
+        def make(*_: object, **__: object) -> DeviceStream:
+            self._beside.append(DeviceStream(self))
             return self._beside[-1]
 
         @contextlib.contextmanager
-        def enter(stream: Stream) -> Iterator[None]:
+        def enter(stream: DeviceStream) -> Iterator[None]:
             before, self.current = self.current, stream
             try:
                 yield
@@ -92,43 +92,43 @@ class Streams:
 
         with (
             patch.object(device, "Stream", make),
-            patch.object(device, "Event", lambda *_, **__: Marker(self)),
+            patch.object(device, "Event", lambda *_, **__: StreamEvent(self)),
             patch.object(device, "current_stream", lambda *_: self.current),
             patch.object(device, "stream", enter),
         ):
             yield
 
 
-class Stream:
+class DeviceStream:
     """The methods of a torch.cuda.Stream that FSDP2 calls."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self.event = Event()
+        self.event = StreamState()
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: DeviceStream) -> None:
         self._streams.wait(self, self._streams.state_of(stream))
 
-    def record_event(self) -> Marker:
-        marker = Marker(self._streams)
+    def record_event(self) -> StreamEvent:
+        marker = StreamEvent(self._streams)
         marker.record(self)
         return marker
 
-    def wait_event(self, marker: Marker) -> None:
+    def wait_event(self, marker: StreamEvent) -> None:
         self._streams.wait(self, marker.event)
 
 
-class Marker:
+class StreamEvent:
     """The methods of a torch.cuda.Event that FSDP2 calls."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self.event = Event()
+        self.event = StreamState()
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: DeviceStream | None = None) -> None:
         self.event = self._streams.state_of(stream or self._streams.current)
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: DeviceStream | None = None) -> None:
         self._streams.wait(stream or self._streams.current, self.event)
 
     def synchronize(self) -> None:

@@ -18,9 +18,9 @@ from titanlite.tools.planner.events import (
     HOST_LINK,
     TO_DEVICE,
     TO_HOST,
+    Allocation,
     Communication,
     Event,
-    Memory,
     Operator,
     Wait,
 )
@@ -29,7 +29,7 @@ from titanlite.tools.simulate.streams import (
     Compute,
     Item,
     StreamTimes,
-    Transfer,
+    StreamTransfer,
     WaitFor,
     run_streams,
 )
@@ -199,7 +199,7 @@ def prepare(events: Iterable[Event], cost: Cost) -> list[Event]:
     """The events as the device would start them: fused if compiled; on a GPU, some ahead."""
     found: list[Event] = []
     if cost.hardware.kind == "cpu":
-        found = [event for event in events if not isinstance(event, Memory)]
+        found = [event for event in events if not isinstance(event, Allocation)]
     else:
         found = started_ahead(events)
     return fuse(found) if cost.is_compiled else found
@@ -215,7 +215,7 @@ def started_ahead(events: Iterable[Event]) -> list[Event]:
     kept: list[tuple[int, Event]] = []
     ahead: dict[int, list[Event]] = defaultdict(list)
     for at, event in enumerate(events):
-        if isinstance(event, Memory):
+        if isinstance(event, Allocation):
             continue
         if not (isinstance(event, Communication) and 0 <= event.ready < at):
             kept.append((at, event))
@@ -279,7 +279,7 @@ def program(
 
 def _transfer(
     one: Communication, number: int, cost: Cost, rank: int, after: tuple[int, ...]
-) -> Transfer:
+) -> StreamTransfer:
     load = cost.communication(one, rank)
     links: tuple[str, ...] = (f"{load.link} out", f"{load.link} in")
     stream = one.axis
@@ -289,7 +289,7 @@ def _transfer(
     elif one.axis == HOST_LINK:
         links = links[1:] if one.kind == TO_DEVICE else links[:1]
         stream = f"{one.axis} {one.kind}"
-    return Transfer(
+    return StreamTransfer(
         number,
         stream,
         load.latency_seconds,

@@ -29,10 +29,10 @@ from titanlite.plan_row import PlanRow
 from titanlite.ranks.machine import num_cores
 from titanlite.ranks.settings import ignore_warnings, own_settings
 from titanlite.tools.planner.composition import offloads
-from titanlite.tools.planner.events import Memory, Trace
+from titanlite.tools.planner.events import Allocation, Trace
 from titanlite.tools.planner.fake_world import fake_builders, fake_world, faked, stand_ins
 from titanlite.tools.planner.offload import OffloadRecorder
-from titanlite.tools.planner.recorder import Recorder
+from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.scratch import BY_DEVICE
 
 
@@ -48,7 +48,7 @@ def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
 def trace_job(
     resolved: ResolvedJob,
     rank: int,
-    prepare: Callable[[Job, Recorder], None] | None = None,
+    prepare: Callable[[Job, StepRecorder], None] | None = None,
     *,
     runs_first_step: bool = True,
     **others: Any,
@@ -62,7 +62,7 @@ def trace_job(
     offloaded = offloads(resolved)
     with contextlib.ExitStack() as stack:
         job, mode = stack.enter_context(_built(resolved, rank, **others))
-        recorder = (OffloadRecorder if offloaded else Recorder)(
+        recorder = (OffloadRecorder if offloaded else StepRecorder)(
             axes_of_groups(job),
             scratch=BY_DEVICE[planned],
             num_threads=max(1, num_cores() // resolved.dims.world_size),
@@ -158,7 +158,7 @@ def _make_optimizer_state(job: Job) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _record_step(job: Job, recorder: Recorder, mode: FakeTensorMode) -> Trace:
+def _record_step(job: Job, recorder: StepRecorder, mode: FakeTensorMode) -> Trace:
     gc.collect()
     recorder.events.clear()
     recorder.streams.restart()
@@ -220,7 +220,7 @@ def _kept_for_backward(trace: Trace) -> set[int]:
     made: dict[int, str] = {}
     kept = set()
     for event in trace.events:
-        if isinstance(event, Memory):
+        if isinstance(event, Allocation):
             if event.num_bytes:
                 made.setdefault(event.block, event.place.phase)
             elif made.get(event.block) == "forward" and event.place.phase != "forward":

@@ -18,7 +18,7 @@ ladder/         the rungs from 0D to 4D, each also a script
 """
 
 from titanlite.tools.simulate.costs import Costs
-from titanlite.tools.simulate.experiment import Job
+from titanlite.tools.simulate.experiment import JobSizes
 from titanlite.tools.simulate.memory import Memory
 from titanlite.tools.simulate.network import Link, Network
 from titanlite.tools.simulate.priority import BackwardFirst, OldestBatchFirst, OldestStageFirst
@@ -32,7 +32,7 @@ __all__ = [
     "ComputeAndWeightWorkers",
     "Costs",
     "Direction",
-    "Job",
+    "JobSizes",
     "Link",
     "Memory",
     "Network",

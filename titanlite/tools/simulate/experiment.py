@@ -1,10 +1,9 @@
 """A strategy file: an experiment in one Python file.
 
 It defines `strategy`, and as wanted `order`, `priority`, `max_in_flight`, `needs`, `costs` and
-`network`.
-A function may take the Job as one more parameter: `strategy(work, job)`, `costs(job)`. While an
-experiment is open, its file can import its neighbours, and what its functions raise becomes one
-SimulationError that gives file and line.
+`network`. A function may take the job's sizes as one more parameter: `strategy(work, job)`,
+`costs(job)`. While an experiment is open, its file can import its neighbours, and what its
+functions raise becomes one SimulationError that gives file and line.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from titanlite.tools.simulate.priority import PRIORITIES, Lexicographic
 from titanlite.tools.simulate.work import SimulationError
 
 
-class Job(NamedTuple):
+class JobSizes(NamedTuple):
     """The sizes of the job that an experiment is run with."""
 
     workers: int
@@ -47,7 +46,7 @@ PARAMETERS = {
 
 
 @contextlib.contextmanager
-def open_experiment(path: str, function: str, job: Job) -> Iterator[dict[str, Any]]:
+def open_experiment(path: str, function: str, job: JobSizes) -> Iterator[dict[str, Any]]:
     """Load a strategy file; yield what it defines by the names in PARAMETERS, made for `job`.
 
     `function` is the name of its strategy. `order` and `strategy` are functions; `costs` is a
@@ -85,7 +84,7 @@ def _load(path: str) -> dict[str, Any]:
     return vars(module)
 
 
-def _make(path: str, name: str, value: Any, job: Job) -> Any:
+def _make(path: str, name: str, value: Any, job: JobSizes) -> Any:
     """What `name` of the file stands for: a value, or a function without the job's parameter."""
     if name == "priority":
         if isinstance(value, str) and value in PRIORITIES:
@@ -125,7 +124,9 @@ def _without_functions(value: Any) -> Any:
     return {name: one for name, one in given if not callable(one)}
 
 
-def _with_job(path: str, name: str, function: Callable[..., Any], job: Job) -> Callable[..., Any]:
+def _with_job(
+    path: str, name: str, function: Callable[..., Any], job: JobSizes
+) -> Callable[..., Any]:
     """`function` of the parameters it must have; a further one without a default gets the job."""
     wanted = PARAMETERS[name]
     try:

@@ -26,7 +26,7 @@ SECONDS_PER_MEMORY_UNIT = 0.0001
 ETHERNET = Network(Link(NETWORK_BASE_LATENCY_SECONDS, SECONDS_PER_DATA_UNIT))
 
 
-class Event(NamedTuple):
+class GPUEvent(NamedTuple):
     """`kind` is compute, send, receive, wait, barrier or join; `work` (pass, layer, item) or None.
 
     `start` and `end` are the floats nearest to the exact times. An event that `is_overlapped` runs
@@ -63,7 +63,7 @@ class GPU:
     ) -> None:
         self.global_rank = global_rank
         self.clock: Exact = 0
-        self.events: list[Event] = []
+        self.events: list[GPUEvent] = []
         self.peak_memory_units = 0.0
         self._overlapped: Exact = 0
         self._is_overlapped = False
@@ -218,7 +218,7 @@ class GPU:
         self.clock += seconds
         if not self._is_overlapped:
             self._spent[kind] += seconds
-        event = Event(kind, description, start, self.seconds, work, self._is_overlapped)
+        event = GPUEvent(kind, description, start, self.seconds, work, self._is_overlapped)
         self.events.append(event)
         # In real time, waits need no sleep: the thread itself has waited for the message. What is
         # overlapped is slept through by `join`, as far as it outlasts the computation.

@@ -2,8 +2,8 @@
 
 A layer is an attention and a feed-forward, each added to its input. Softmax would need real
 numbers, so ReLU replaces it: token t sums relu(query_t + key_s) over all tokens s <= t. A matrix is
-a list of rows, a sequence has one row per token. `Attention` and `FeedForward`, the parts of a
-layer, have whole weights, or the shards of one tensor-parallel rank, and then return partial sums.
+a list of rows, a sequence has one row per token. The parts of a layer have whole weights, or the
+shards of one tensor-parallel rank, and then return partial sums.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def split(values: Sequence[Any], part: int, parts: int) -> Sequence[Any]:
     return values[len(values) * part // parts : len(values) * (part + 1) // parts]
 
 
-class Attention:
+class IntegerAttention:
     """Queries, keys and output of the heads that this rank holds.
 
     `first` is the position of the rank's first token. `gather_keys` and `scatter_gradients` are
@@ -108,10 +108,10 @@ class Attention:
         return add(matmul(to_queries, transpose(query)), matmul(to_keys, transpose(key)))
 
 
-class FeedForward:
+class IntegerFeedForward:
     """Two linear layers with a ReLU between them: the hidden units that this rank holds."""
 
-    share = 1 - Attention.share
+    share = 1 - IntegerAttention.share
 
     def __init__(self, name: str, width: int, part: int = 0, parts: int = 1) -> None:
         self.layer, self.expert = _numbers(name)
@@ -140,7 +140,7 @@ class FeedForward:
         return matmul(to_hidden, transpose(up))
 
 
-Part = Attention | FeedForward
+Part = IntegerAttention | IntegerFeedForward
 
 
 def make_layers(
@@ -160,8 +160,10 @@ def make_layers(
     made: list[Part] = []
     for layer in layers:
         names = [f"experts.{expert}" for expert in experts] or ["feed_forward"]
-        made.append(Attention(f"layers.{layer}.attention", width, part, parts, **context_parallel))
-        made += [FeedForward(f"layers.{layer}.{name}", width, part, parts) for name in names]
+        made.append(
+            IntegerAttention(f"layers.{layer}.attention", width, part, parts, **context_parallel)
+        )
+        made += [IntegerFeedForward(f"layers.{layer}.{name}", width, part, parts) for name in names]
     return made
 
 

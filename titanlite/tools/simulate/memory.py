@@ -15,7 +15,7 @@ KINDS = ("weights", "gradients", "optimizer state", "activations", "fetched weig
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, FETCHED = range(len(KINDS))
 
 
-class Held(NamedTuple):
+class HeldInputs(NamedTuple):
     """The inputs of one stage: the worker that holds that of each batch, and from when to when."""
 
     stage: int
@@ -24,7 +24,7 @@ class Held(NamedTuple):
     ends: Sequence[int]
 
 
-def held_inputs(plan: Plan, starts: Sequence[int]) -> Iterator[Held]:
+def held_inputs(plan: Plan, starts: Sequence[int]) -> Iterator[HeldInputs]:
     """The stage inputs that workers hold for backward passes, in ticks, stage by stage.
 
     The worker that runs the backward holds the input, from the start of the forward to the end of
@@ -38,7 +38,9 @@ def held_inputs(plan: Plan, starts: Sequence[int]) -> Iterator[Held]:
             place = batch * plan.num_stages + stage
             if plan.is_split[place]:
                 ends[batch] = starts[plan.num_chained + place] + plan.weight_durations[stage]
-        yield Held(stage, plan.compute[k::chain], starts[stage : plan.num_chained : chain], ends)
+        yield HeldInputs(
+            stage, plan.compute[k::chain], starts[stage : plan.num_chained : chain], ends
+        )
 
 
 class Memory:

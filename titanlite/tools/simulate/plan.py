@@ -10,7 +10,7 @@ from titanlite.tools.simulate.costs import Costs, LinkTicks, TickCosts
 from titanlite.tools.simulate.work import Direction
 
 
-class Column(NamedTuple):
+class StagePass(NamedTuple):
     """One pass through one stage: the batches, and the worker, start and end tick of each."""
 
     stage: int
@@ -105,7 +105,7 @@ class Plan:
             return self.durations[k] - self.weight_durations[2 * self.num_stages - 1 - k]
         return self.durations[k]
 
-    def columns(self, starts: Sequence[int]) -> Iterator[Column]:
+    def columns(self, starts: Sequence[int]) -> Iterator[StagePass]:
         """All work that ran: each stage's forwards, backwards, and separate weight gradients."""
         chain, splits = 2 * self.num_stages, any(self.is_split)
         batches = range(self.num_batches)
@@ -116,15 +116,15 @@ class Plan:
             direction = Direction.FORWARD if k < self.num_stages else Direction.BACKWARD
             if not splits or k < self.num_stages:
                 ends = [start + length for start in begun]
-                yield Column(stage, direction, batches, workers, begun, ends)
+                yield StagePass(stage, direction, batches, workers, begun, ends)
                 continue
             is_split = self.is_split[stage :: self.num_stages]
             ends = [start + length - part * cut for start, cut in zip(begun, is_split, strict=True)]
-            yield Column(stage, direction, batches, workers, begun, ends)
+            yield StagePass(stage, direction, batches, workers, begun, ends)
             if any(is_split):
                 cut = [batch for batch in batches if is_split[batch]]
                 place = self.num_chained + stage
                 begun = [starts[place + batch * self.num_stages] for batch in cut]
                 ends = [start + part for start in begun]
                 workers = [workers[batch] for batch in cut]
-                yield Column(stage, Direction.WEIGHT, cut, workers, begun, ends)
+                yield StagePass(stage, Direction.WEIGHT, cut, workers, begun, ends)

@@ -18,7 +18,7 @@ from titanlite.schedule import check as check_schedule
 from titanlite.schedule.generators import schedule_name
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.exact import exact, simplest
-from titanlite.tools.simulate.experiment import Job, open_experiment
+from titanlite.tools.simulate.experiment import JobSizes, open_experiment
 from titanlite.tools.simulate.needs import Needs
 from titanlite.tools.simulate.network import Link, Network
 from titanlite.tools.simulate.placement import Strategy
@@ -66,7 +66,7 @@ def run_scheme(scheme: str, workload: Workload) -> Simulation:
         return _run_schedule(schedule, workload)
     path, _, function = scheme.partition(":")
     if path.endswith(".py"):
-        sizes = Job(workload.workers, stages_of(workload), workload.batches)
+        sizes = JobSizes(workload.workers, stages_of(workload), workload.batches)
         with open_experiment(path, function or "strategy", sizes) as parts:
             return _run_parts(parts, workload, title=scheme)
     for name, make in STRATEGIES.items():

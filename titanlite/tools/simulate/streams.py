@@ -34,7 +34,7 @@ class Compute(NamedTuple):
     launch_seconds: float = 0.0
 
 
-class Transfer(NamedTuple):
+class StreamTransfer(NamedTuple):
     """A communication on `stream`: a latency, then `seconds` at the full rate of its links.
 
     `number` is what a WaitFor names; it is unique. `links` are the ports that it uses. `after` has
@@ -57,7 +57,7 @@ class WaitFor(NamedTuple):
     number: int
 
 
-Item = Compute | Transfer | WaitFor
+Item = Compute | StreamTransfer | WaitFor
 
 
 class StreamSpan(NamedTuple):
@@ -113,7 +113,7 @@ class _Flow:
 
     __slots__ = ("begins", "item", "num_before", "rate", "remaining")
 
-    def __init__(self, item: Transfer) -> None:
+    def __init__(self, item: StreamTransfer) -> None:
         self.item, self.num_before = item, 1
         self.begins = self.remaining = self.rate = 0.0
 
@@ -185,7 +185,7 @@ class _Streams:
                 self.clock = clock
                 self._post(clock, 0)
                 return
-            if isinstance(item, Transfer):
+            if isinstance(item, StreamTransfer):
                 self.at += 1
                 self._issue(item)
                 continue
@@ -211,7 +211,7 @@ class _Streams:
 
     # Transfers
 
-    def _issue(self, item: Transfer) -> None:
+    def _issue(self, item: StreamTransfer) -> None:
         flow = _Flow(item)
         self.issued.add(item.number)
         for other in item.after:

@@ -23,8 +23,8 @@ from titanlite.tools.simulate.collectives import (
 from titanlite.tools.simulate.exact import Number, exact
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.integer_model import (
-    Attention,
-    FeedForward,
+    IntegerAttention,
+    IntegerFeedForward,
     Matrix,
     Part,
     add,
@@ -50,7 +50,7 @@ SumGradients = Callable[[GPU, Sequence[int], str, Number, Sequence[int]], list[i
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWorkload:
     """The work of one step: an amount of compute and of data, and the size of the integer model.
 
     Units are stored as Fractions, so times are exact. `tokens` and `width` determine the numbers
@@ -115,7 +115,7 @@ class Outcome:
 
 
 @lru_cache
-def single_process(workload: Workload, uses_experts: bool = False) -> Outcome:
+def single_process(workload: StepWorkload, uses_experts: bool = False) -> Outcome:
     """The step in one process, without GPUs: what every plan must equal."""
     outcome = Outcome()
     experts = range(workload.experts if uses_experts else 0)
@@ -135,7 +135,7 @@ def single_process(workload: Workload, uses_experts: bool = False) -> Outcome:
 
 def make_train_step(
     grid: Grid,
-    workload: Workload,
+    workload: StepWorkload,
     sum_gradients: SumGradients = ring_all_reduce,
     *,
     overlap: bool = False,
@@ -152,12 +152,12 @@ def make_train_step(
     per_microbatch = check_divides(grid, workload, microbatch_items)
 
     def step(gpu: GPU) -> Outcome:
-        return _Rank(gpu, grid, workload, sum_gradients, overlap).step(per_microbatch)
+        return _StepOfRank(gpu, grid, workload, sum_gradients, overlap).step(per_microbatch)
 
     return step
 
 
-def check_divides(grid: Grid, workload: Workload, microbatch_items: int | None = 1) -> int:
+def check_divides(grid: Grid, workload: StepWorkload, microbatch_items: int | None = 1) -> int:
     """The number of items in a microbatch; SimulationError if the workload does not divide."""
     degrees = grid.degrees
     own_items = workload.items // (degrees["dp"] * degrees["ep"])
@@ -175,14 +175,14 @@ def check_divides(grid: Grid, workload: Workload, microbatch_items: int | None =
     return per_microbatch
 
 
-class _Rank:
+class _StepOfRank:
     """The step on one rank: forward and backward of its items through its layers."""
 
     def __init__(
         self,
         gpu: GPU,
         grid: Grid,
-        workload: Workload,
+        workload: StepWorkload,
         sum_gradients: SumGradients,
         overlap: bool,
     ) -> None:
@@ -201,9 +201,9 @@ class _Rank:
         self.outcome = Outcome()
         self.outputs: dict[int, Matrix] = {}
         self.model = self._make_model()
-        self.attentions = {p.layer: p for p in self.model if isinstance(p, Attention)}
+        self.attentions = {p.layer: p for p in self.model if isinstance(p, IntegerAttention)}
         self.feed_forwards = {
-            (p.layer, p.expert): p for p in self.model if isinstance(p, FeedForward)
+            (p.layer, p.expert): p for p in self.model if isinstance(p, IntegerFeedForward)
         }
 
     def _make_model(self) -> list[Part]:
@@ -367,7 +367,7 @@ class _Rank:
         """Gradient sizes of one layer on this rank: the shared parameters, and one expert."""
         units = self.workload.layer_gradient_units / self.degrees["tp"]
         if self.uses_experts:
-            return Attention.share * units, FeedForward.share * units
+            return IntegerAttention.share * units, IntegerFeedForward.share * units
         return units, Fraction(0)
 
     def _weight_units(self) -> Fraction:

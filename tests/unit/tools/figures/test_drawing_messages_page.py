@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import browser
 import pytest
 
-from titanlite.tools.figures.messages import Arrow, Bar, Box, MessagePicture, draw_page
+from titanlite.tools.figures.messages import Arrow, Bar, MessagePicture, WorkBox, draw_page
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,7 +24,7 @@ PICTURE = MessagePicture(
         Arrow(1, 2, 1, "a+b, 8 B", "rank 1 to rank 2: a+b"),
         Arrow(2, 0, 1, "c, 8 B", "rank 2 to rank 0: c"),
     ],
-    [Box(1, 0, 2, "F0")],
+    [WorkBox(1, 0, 2, "F0")],
     [Bar((0, 2), 2, "all_reduce, 8 B", "all_reduce 0: on ranks 0 and 2")],
     held=[
         [["a"], ["b"], ["c"]],

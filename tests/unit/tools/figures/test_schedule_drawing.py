@@ -10,7 +10,7 @@ import browser
 import pytest
 from PIL import Image, ImageColor
 
-from titanlite.observe.pictures.schedule_layout import Canvas, Cell, cells
+from titanlite.observe.pictures.schedule_layout import Canvas, SpanBox, cells
 from titanlite.observe.pictures.schedule_svg import draw_svg
 from titanlite.schedule import Span, Timeline, make_schedule, walk
 from titanlite.schedule.trace import make_trace, read_trace
@@ -103,7 +103,7 @@ def fully_sharded(**costs) -> Timeline:
     return run_scheme("FSDP", Workload(6, 6, costs=Costs(**costs))).timeline()
 
 
-def cell_at(cells: list[Cell], x: float, y: float) -> Span | None:
+def cell_at(cells: list[SpanBox], x: float, y: float) -> Span | None:
     """The foremost cell at a point."""
     for span, box in reversed(cells):
         if box.x <= x < box.x + box.width and box.y <= y < box.y + box.height:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from titanlite.cli import main
-from titanlite.tools.figures.chart import Axis, Marker, Series, draw_chart
+from titanlite.tools.figures.chart import ChartAxis, ReferenceLine, Series, draw_chart
 from titanlite.tools.learn.command import HEADER, answer, show_number
 from titanlite.tools.learn.curves import (
     PICTURES,
@@ -139,9 +139,9 @@ def test_chart_places_points_by_their_values():
     chart = draw_chart(
         "Title <1>",
         [Series("line", [(1, 10), (100, 1000)]), Series("points", [(10, 100)], "points", 1)],
-        Axis("x", is_log=True),
-        Axis("y", is_log=True),
-        markers=[Marker("here", x=10), Marker("there", y=100)],
+        ChartAxis("x", is_log=True),
+        ChartAxis("y", is_log=True),
+        markers=[ReferenceLine("here", x=10), ReferenceLine("there", y=100)],
     )
     root = ElementTree.fromstring(chart)
     space = "{http://www.w3.org/2000/svg}"

@@ -30,7 +30,7 @@ from titanlite.tools.simulate.collectives import (
     scatter_rows,
 )
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.train_step import Workload, make_train_step, single_process
+from titanlite.tools.simulate.train_step import StepWorkload, make_train_step, single_process
 
 GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "latency_ladder.json").read_text())
 
@@ -41,7 +41,7 @@ def measured():
 
 
 def test_constants_and_workload():
-    workload = Workload()
+    workload = StepWorkload()
     assert GOLDEN["seconds_per_compute_unit"] == gpu_module.SECONDS_PER_COMPUTE_UNIT
     assert GOLDEN["network_base_latency_seconds"] == gpu_module.NETWORK_BASE_LATENCY_SECONDS
     assert GOLDEN["seconds_per_data_unit"] == gpu_module.SECONDS_PER_DATA_UNIT
@@ -102,7 +102,7 @@ def test_memory_by_hand(measured):
     assert measured["3D DP x PP x TP"].memory_units == states / 4 + 2 * 8 * 2
 
 
-SIX = Workload(items=8, tokens=6, width=6)  # divided by 2 and by 3
+SIX = StepWorkload(items=8, tokens=6, width=6)  # divided by 2 and by 3
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_every_arrangement_computes_what_one_process_does(degrees, microbatch_it
 
 
 def outcomes_of(rung):
-    return Cluster(rung.grid.world_size).run(make_train_step(rung.grid, Workload()))
+    return Cluster(rung.grid.world_size).run(make_train_step(rung.grid, StepWorkload()))
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,14 @@ def outcomes_of(rung):
 def test_wrong_values_are_found(degrees, spoil, said):
     rung = Rung("any", degrees)
     outcomes = outcomes_of(rung)
-    check_outcomes(rung, Workload(), outcomes)
+    check_outcomes(rung, StepWorkload(), outcomes)
     spoil(outcomes)
     with pytest.raises(SimulationError, match=said):
-        check_outcomes(rung, Workload(), outcomes)
+        check_outcomes(rung, StepWorkload(), outcomes)
 
 
 def test_a_rung_of_wrong_values_does_not_run():
-    rung, workload = Rung("any", {"dp": 2}), Workload(items=2)
+    rung, workload = Rung("any", {"dp": 2}), StepWorkload(items=2)
     program = make_train_step(rung.grid, workload)
 
     def wrong(gpu):
@@ -191,8 +191,8 @@ def test_a_rung_of_wrong_values_does_not_run():
 
 def test_gradients_of_a_relay_are_complete_on_the_first_and_last_rank(measured):
     rung = measured["1D DP, relay"].rung
-    step = make_train_step(rung.grid, Workload(), rung.sum_gradients)
-    whole = single_process(Workload()).gradients
+    step = make_train_step(rung.grid, StepWorkload(), rung.sum_gradients)
+    whole = single_process(StepWorkload()).gradients
     assert [outcome.gradients == whole for outcome in Cluster(4).run(step)] == [
         *(True, False, False, True)
     ]
@@ -419,11 +419,14 @@ def test_grid_maps_ranks_and_coordinates_both_ways():
             lambda: run_rung(Rung("any", {"dp": 4}, microbatch_items=3)),
             "4 items of a rank do not divide evenly over microbatches of size = 3",
         ),
-        (lambda: run_rung(Rung("any", {"dp": 2048}), Workload(items=2048)), "2048 ranks; .* 1024"),
-        (lambda: run_rung(Rung("any", {}), Workload(items=10**9)), "6.9e.12 multiplications"),
-        (lambda: Workload(items=0), "items is 0; it must be at least 1"),
         (
-            lambda: Workload(gradient_units=float("nan")),
+            lambda: run_rung(Rung("any", {"dp": 2048}), StepWorkload(items=2048)),
+            "2048 ranks; .* 1024",
+        ),
+        (lambda: run_rung(Rung("any", {}), StepWorkload(items=10**9)), "6.9e.12 multiplications"),
+        (lambda: StepWorkload(items=0), "items is 0; it must be at least 1"),
+        (
+            lambda: StepWorkload(gradient_units=float("nan")),
             "gradient_units is nan; it must be a finite number",
         ),
         (lambda: Cluster(0), "at least one rank"),
@@ -439,7 +442,7 @@ def test_timeline_of_a_rung_shows_every_pass():
     spans = cluster.timeline("2 stages").spans
     assert sum(span.kind == "F" for span in spans) == 16 * 4 * 2
     assert sum(span.kind == "B" for span in spans) == 16 * 4 * 2
-    step = make_train_step(Grid(pp=1, dp=1, ep=1, cp=1, tp=1), Workload(items=1))
+    step = make_train_step(Grid(pp=1, dp=1, ep=1, cp=1, tp=1), StepWorkload(items=1))
     assert step(GPU(0)).losses == {0: 11163289892}
 
 

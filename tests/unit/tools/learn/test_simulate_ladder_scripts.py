@@ -16,7 +16,7 @@ from titanlite.tools.learn.ladder import RUNGS, run_rung
 from titanlite.tools.learn.ladder.__main__ import SCRIPTS, main
 from titanlite.tools.learn.ladder.rungs import run_program
 from titanlite.tools.simulate import Link, Network, SimulationError
-from titanlite.tools.simulate.train_step import Workload
+from titanlite.tools.simulate.train_step import StepWorkload
 
 RUNG = {rung.name: rung for rung in RUNGS}
 NODES = Network(Link(0.03, 0.02), Link(0.004, 0.001), workers_per_node=2)
@@ -33,9 +33,9 @@ def test_there_is_a_script_for_each_rung():
 @pytest.mark.parametrize(
     ("workload", "network", "factor"),
     [
-        (Workload(), Network(Link(0.05, 0.01)), 1),
+        (StepWorkload(), Network(Link(0.05, 0.01)), 1),
         # So little compute that reading the weights takes longer, and twice the last degree.
-        (Workload(items=8, compute_units_per_item=1), NODES, 2),
+        (StepWorkload(items=8, compute_units_per_item=1), NODES, 2),
     ],
     ids=["default", "other"],
 )
@@ -103,7 +103,7 @@ def test_script_draws_every_rank_and_prints_its_cost(capsys, tmp_path):
     for text, rung in ((pipeline, "2D DP x PP"), (tensor, "2D DP x TP")):
         assert all(f"GPU {rank} " in text for rank in range(4))
         last = [line for line in text.splitlines() if line.startswith(rung)][-1]
-        assert f"{run_rung(RUNG[rung], Workload(items=8))[0].seconds:.1f}" in last
+        assert f"{run_rung(RUNG[rung], StepWorkload(items=8))[0].seconds:.1f}" in last
     assert "of 8 items equal a single process's" in printed
     assert svg.read_text().startswith("<svg")
 
@@ -126,7 +126,7 @@ def test_a_wrong_script_is_refused():
 
     rung = RUNG["1D DP, ring"]
     with pytest.raises(SimulationError, match=r"rank 2 has gradients of layers\.0\.attention"):
-        run_program(lambda gpu: train(gpu, rung.grid, Workload()), rung, Workload())
+        run_program(lambda gpu: train(gpu, rung.grid, StepWorkload()), rung, StepWorkload())
 
 
 @pytest.mark.parametrize(

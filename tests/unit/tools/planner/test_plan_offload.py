@@ -11,7 +11,7 @@ from titanlite.config import ResolvedJob, make_config, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.tools.planner.compose import compose, peaks
-from titanlite.tools.planner.composition import Part
+from titanlite.tools.planner.composition import ModelPart
 from titanlite.tools.planner.cost import ON_HOST, Cost
 from titanlite.tools.planner.events import (
     HOST_LINK,
@@ -258,7 +258,7 @@ def test_a_step_that_only_copies_takes_as_long_as_its_copies() -> None:
     pieces = trace_pieces(resolved)
     whole = predict(resolved, compose(resolved, pieces), Cost(hardware, resolved.dims), pieces)
 
-    def shards(part: Part) -> int:
+    def shards(part: ModelPart) -> int:
         return sum(one.shard_numel(2) * one.itemsize for one in part.weights)
 
     (block,) = map(shards, pieces.blocks)

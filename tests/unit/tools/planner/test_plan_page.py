@@ -12,7 +12,7 @@ import browser
 import pytest
 
 from titanlite.config import make_config, resolve_job
-from titanlite.tools.planner.evaluate import Found
+from titanlite.tools.planner.evaluate import FoundPlan
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.html import draw_page
 from titanlite.tools.planner.planning import PIECES, plan_job
@@ -83,7 +83,7 @@ def test_values_that_json_cannot_hold_are_refused() -> None:
 
 
 def test_a_search_is_shown_as_it_was_found() -> None:
-    found = Found({"parallelism.tensor_parallel_degree": 2}, 10**9, 0.5, 200.0, 0.4, 0.1, "why")
+    found = FoundPlan({"parallelism.tensor_parallel_degree": 2}, 10**9, 0.5, 200.0, 0.4, 0.1, "why")
     result = SearchResult(num_candidates=3, found=[found], is_complete=True)
     result.dropped["does not fit"] += 2
     search = search_figures(result, load_hardware("h100"))

@@ -14,7 +14,13 @@ from titanlite.config.load import override
 from titanlite.errors import TraceError
 from titanlite.tools.planner import evaluate
 from titanlite.tools.planner.bounds import Floor, Frontier
-from titanlite.tools.planner.evaluate import DOES_NOT_FIT, Evaluator, Failure, Found, Result
+from titanlite.tools.planner.evaluate import (
+    DOES_NOT_FIT,
+    Evaluator,
+    FailedPlan,
+    FoundPlan,
+    Result,
+)
 from titanlite.tools.planner.hardware import load_hardware
 from titanlite.tools.planner.pieces import trace_pieces
 from titanlite.tools.planner.planning import plan_job
@@ -98,7 +104,7 @@ def test_an_evaluated_plan_is_that_of_plan_job() -> None:
         if plan[SHARD] == 2 and plan[LOCAL_BATCH] == 8 and plan[RESHARD] == "never"
     )
     found = evaluator.evaluate(changes)
-    assert isinstance(found, Found)
+    assert isinstance(found, FoundPlan)
     plan = plan_job(resolve_job(override(config, changes)), H100, method="pieces", use_cache=False)
     assert plan.prediction is not None
     assert found.seconds == pytest.approx(plan.prediction.step.seconds, rel=0.01)
@@ -121,8 +127,8 @@ def test_the_peak_of_a_compiled_plan_that_is_evaluated_exactly_is_that_of_its_co
     evaluator = Evaluator(config, H100, is_compiled=True, use_cache=False)
     changes = next(iter(space(4, **{TP: 2, CP: 1, PP: 1, SHARD: 2, MODE: "none"}).candidates()))
     found, exact = (evaluator.evaluate(changes, exactly=one) for one in (False, True))
-    assert isinstance(found, Found)
-    assert isinstance(exact, Found)
+    assert isinstance(found, FoundPlan)
+    assert isinstance(exact, FoundPlan)
     resolved = resolve_job(override(config, changes))
     plan = plan_job(resolved, H100, is_compiled=True, method="pieces", use_cache=False)
     assert plan.prediction is not None
@@ -167,13 +173,13 @@ def test_a_bound_is_below_what_the_plan_takes() -> None:
     for plan in own.candidates():
         if plan[PP] == 1 and plan[RESHARD] != "default":
             continue
-        of_plan: list[Found] = []
+        of_plan: list[FoundPlan] = []
         for one in (plan, *own.offloaded(plan)):
             floors.clear()
             found = evaluator.evaluate(one, known=Watching(10))
             if found == "not legal":
                 continue
-            assert isinstance(found, Found)
+            assert isinstance(found, FoundPlan)
             first, last = floors
             assert first.seconds == last.seconds <= found.seconds
             assert 0 < first.num_bytes <= last.num_bytes == found.peak_bytes
@@ -268,11 +274,11 @@ def test_an_error_names_its_plan_and_the_search_fails(
     evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=False)
     plan = next(space(8, **{TP: 2, CP: 1, PP: 1, MODE: "full"}).candidates())
     rows: list[Result] = list(evaluator.evaluate_all([plan, plan | {TP: 3}]))
-    assert isinstance(rows[0], Failure)
+    assert isinstance(rows[0], FailedPlan)
     assert rows[0].changes == plan
     assert rows[0].error.startswith("ZeroDivisionError: no such thing (")
     assert rows[1] == "not legal"
-    good = Found(plan, 10**9, 0.5, 200.0, 0.4, 0.1, "why")
+    good = FoundPlan(plan, 10**9, 0.5, 200.0, 0.4, 0.1, "why")
     result = SearchResult(2, [good], failures=[rows[0]], is_complete=True)
     shown = show_search(result, H100)
     assert (
@@ -296,7 +302,7 @@ def test_only_a_plan_that_cannot_be_traced_is_dropped(monkeypatch: pytest.Monkey
         return evaluator.evaluate(plan)
 
     assert failing(TraceError("model.name: no\nfake")) == "cannot be traced: model.name: no fake"
-    assert isinstance(failing(KeyError("a mistake of the planner")), Failure)
+    assert isinstance(failing(KeyError("a mistake of the planner")), FailedPlan)
 
 
 def test_a_job_that_no_plan_could_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,8 +326,8 @@ def test_large_microbatches_follow_from_smaller_ones() -> None:
 
 
 def test_the_front_has_no_plan_that_another_beats() -> None:
-    def plan(seconds: float, num_bytes: int) -> Found:
-        return Found({TP: seconds}, num_bytes, seconds, 1.0, 0.5, 0.0, "")
+    def plan(seconds: float, num_bytes: int) -> FoundPlan:
+        return FoundPlan({TP: seconds}, num_bytes, seconds, 1.0, 0.5, 0.0, "")
 
     plans = [plan(1.0, 9), plan(2.0, 5), plan(2.5, 7), plan(3.0, 4), plan(4.0, 4)]
     result = SearchResult(found=plans[::-1])
@@ -369,7 +375,7 @@ def test_the_best_plan_is_the_best_of_all_and_verify_agrees(
     # Every plan, timed in full.
     evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=True)
     exact = [evaluator.evaluate(plan["changes"], exactly=True) for plan in plans]
-    fastest = min(one.seconds for one in exact if isinstance(one, Found))
+    fastest = min(one.seconds for one in exact if isinstance(one, FoundPlan))
     assert plans[0]["seconds"] == pytest.approx(fastest)
     assert '"tokens_per_second"' in page.read_text()
     assert cli.main(["verify", str(best), "--shrink"]) == 0
@@ -394,6 +400,6 @@ def test_the_best_found_is_the_best_of_all_layouts(kept: dict[str, int]) -> None
     # Every plan with every layout, timed in full.
     evaluator = Evaluator(CONFIG, H100, is_compiled=False, use_cache=True)
     rows = [evaluator.evaluate(plan, exactly=True) for plan in plans.values()]
-    fastest = min(row.seconds for row in rows if isinstance(row, Found))
+    fastest = min(row.seconds for row in rows if isinstance(row, FoundPlan))
     assert len(plans) > 2 * sum(1 for _ in every.candidates()) > 16
     assert result.best[0].seconds == pytest.approx(fastest, rel=1e-9)

@@ -9,7 +9,7 @@ import pytest
 
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.tools.planner.cost import FABRIC, NODE, Cost, computed_flops, product_efficiency
-from titanlite.tools.planner.events import Communication, Event, Memory, Operator, Place, Wait
+from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Place, Wait
 from titanlite.tools.planner.fuse import fuse
 from titanlite.tools.planner.hardware import (
     CollectiveCost,
@@ -168,7 +168,7 @@ def test_waited_communication_is_hidden_and_other_is_exposed() -> None:
     events: list[Event] = [
         gather(1, 2),
         product(4),
-        Memory(1, 5, FORWARD),
+        Allocation(1, 5, FORWARD),
         Wait(1),
         gather(2, 2, place=BACKWARD),
         product(1, BACKWARD),
@@ -247,7 +247,7 @@ def test_fused_chains_keep_what_only_they_use_on_the_chip() -> None:
     assert [type(event).__name__ for event in kept] == ["Operator"] * 3
     other = elementwise(8, 8, place=Place("layers.1.norm", "forward"))
     assert len(fuse([*chain((8, 8)), other])) == 2
-    memory = Memory(1, 8, FORWARD)
+    memory = Allocation(1, 8, FORWARD)
     assert memory in fuse([*chain((8, 8)), memory, *chain((8, 8))])
     assert fuse([elementwise(8, 8, "prim::device")]) == []
     unfused = time_events(chain((8, 8), (8, 8)), TP2).seconds
@@ -275,7 +275,7 @@ def test_a_gpu_starts_communication_when_it_is_ready() -> None:
     cpu = Cost(replace(ROUND, kind="cpu"), cost.dims)
     assert time_events(events, cpu).seconds == pytest.approx(6 * 0.01)
     # Positions count memory, which takes no time.
-    with_memory = [Memory(1, 8, FORWARD), *(replace_ready(event, 1) for event in events)]
+    with_memory = [Allocation(1, 8, FORWARD), *(replace_ready(event, 1) for event in events)]
     assert started_ahead(with_memory) == [replace_ready(event, 1) for event in moved]
 
 

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import all_reduce
 from titanlite.config import make_config, resolve_job
 from titanlite.tools.planner.events import Communication, Event, Operator, Trace, Wait
 from titanlite.tools.planner.fake_world import fake_world, stand_ins
-from titanlite.tools.planner.recorder import Recorder
+from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.streams import Streams
 from titanlite.tools.planner.trace import trace_rank
 
@@ -144,7 +144,7 @@ def test_a_functional_collective_is_waited_for_when_a_run_does(is_compiled: bool
 
     with fake_world(0, 4), stand_ins():
         function = torch.compile(compute) if is_compiled else compute
-        recorder = Recorder({})
+        recorder = StepRecorder({})
         with FakeTensorMode(), recorder.watching([]):
             x = torch.ones(8)
             recorder.events.clear()

@@ -7,7 +7,7 @@ import pytest
 
 from titanlite.tools.simulate.integer_model import (
     LEARNING_RATE,
-    Attention,
+    IntegerAttention,
     add,
     flatten,
     gradients_of,
@@ -74,7 +74,7 @@ def test_gradients_are_the_derivatives_of_the_loss():
 
 
 def test_a_token_attends_to_no_later_one():
-    attention = Attention("layers.0.attention", WIDTH)
+    attention = IntegerAttention("layers.0.attention", WIDTH)
     x = make_input(5, TOKENS, WIDTH)
     before = attention.forward(0, x)
     after = attention.forward(1, [*x[:-1], [9] * WIDTH])

@@ -13,7 +13,7 @@ from titanlite.tools.simulate.streams import (
     MAIN,
     Compute,
     Item,
-    Transfer,
+    StreamTransfer,
     WaitFor,
     run_streams,
 )
@@ -21,9 +21,9 @@ from titanlite.tools.simulate.streams import (
 PORTS = ("node out", "node in")
 
 
-def transfer(number: int, seconds: float, stream: str = "tp", **others: object) -> Transfer:
+def transfer(number: int, seconds: float, stream: str = "tp", **others: object) -> StreamTransfer:
     values = {"links": PORTS, "num_bytes": 10 * seconds, **others}
-    return Transfer(number, stream, 0.0, seconds, **values)  # type: ignore[arg-type]
+    return StreamTransfer(number, stream, 0.0, seconds, **values)  # type: ignore[arg-type]
 
 
 def test_a_transfer_is_hidden_until_it_is_waited_for() -> None:
@@ -111,7 +111,9 @@ def programs_of_one_rank(draw: st.DrawFn) -> list[Item]:
                 link = draw(st.sampled_from((PORTS, PORTS[:1], ("fabric out",), ())))
                 stream = draw(st.sampled_from(("tp", "dp", "cp")))
                 pending.append(number)
-                items.append(Transfer(number, stream, draw(seconds), draw(seconds), 8.0, "x", link))
+                items.append(
+                    StreamTransfer(number, stream, draw(seconds), draw(seconds), 8.0, "x", link)
+                )
             case "W" if pending:
                 items.append(WaitFor(pending.pop(draw(st.integers(0, len(pending) - 1)))))
     return items
@@ -122,7 +124,7 @@ def programs_of_one_rank(draw: st.DrawFn) -> list[Item]:
 def test_nothing_is_lost_and_the_unit_is_free(program: list[Item]) -> None:
     found = run_streams(program, keep_spans=True)
     work = sum(item.seconds for item in program if isinstance(item, Compute))
-    moved = [item for item in program if isinstance(item, Transfer)]
+    moved = [item for item in program if isinstance(item, StreamTransfer)]
     assert sum(found.compute.values()) == work
     assert sum(one.num_bytes for one in found.traffic.values()) == 8 * len(moved)
     assert sum(one.count for one in found.traffic.values()) == len(moved)
@@ -142,7 +144,7 @@ def test_nothing_is_lost_and_the_unit_is_free(program: list[Item]) -> None:
     def scaled(item: Item) -> Item:
         if isinstance(item, Compute):
             return item._replace(seconds=1000 * item.seconds)
-        if isinstance(item, Transfer):
+        if isinstance(item, StreamTransfer):
             latency = 1000 * item.latency_seconds
             return item._replace(seconds=1000 * item.seconds, latency_seconds=latency)
         return item
@@ -159,11 +161,11 @@ def test_immediate_waits_leave_no_overlap(program: list[Item]) -> None:
         if isinstance(item, WaitFor):
             continue
         items.append(item)
-        if isinstance(item, Transfer):
+        if isinstance(item, StreamTransfer):
             items.append(WaitFor(item.number))
     found = run_streams(items)
     work = sum(item.seconds for item in items if isinstance(item, Compute))
-    moved = sum(i.seconds + i.latency_seconds for i in items if isinstance(i, Transfer))
+    moved = sum(i.seconds + i.latency_seconds for i in items if isinstance(i, StreamTransfer))
     assert found.seconds == pytest.approx(work + moved)
     traffic = found.traffic.values()
     hidden = sum(one.busy_seconds - one.exposed_seconds for one in traffic)

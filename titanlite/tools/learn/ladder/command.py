@@ -23,7 +23,7 @@ from titanlite.tools.simulate.gpu import ETHERNET
 from titanlite.tools.simulate.network import Link, Network
 from titanlite.tools.simulate.options import Parser, check_outputs, factor, number, whole
 from titanlite.tools.simulate.output import write
-from titanlite.tools.simulate.train_step import Workload
+from titanlite.tools.simulate.train_step import StepWorkload
 from titanlite.tools.simulate.work import SimulationError
 
 FILES = {"svg": (".svg",), "html": (".html",)}
@@ -87,16 +87,16 @@ def _rungs(options: argparse.Namespace) -> list[Rung]:
     return rungs
 
 
-def make_workload(options: argparse.Namespace) -> Workload:
+def make_workload(options: argparse.Namespace) -> StepWorkload:
     """The workload given by the options of `add_arguments`; what is not given has its default.
 
     The default width and number of tokens are multiples of the degrees that divide them.
     """
-    given = {each.name: getattr(options, each.name) for each in fields(Workload)}
+    given = {each.name: getattr(options, each.name) for each in fields(StepWorkload)}
     for name, axis in (("tokens", "cp"), ("width", "tp")):
         if given[name] is None:
-            given[name] = lcm(getattr(Workload, name), getattr(options, axis, None) or 1)
-    return Workload(**{name: value for name, value in given.items() if value is not None})
+            given[name] = lcm(getattr(StepWorkload, name), getattr(options, axis, None) or 1)
+    return StepWorkload(**{name: value for name, value in given.items() if value is not None})
 
 
 def make_network(options: argparse.Namespace) -> Network:
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser, axes: Collection[str] = CLIMB
     for axis in axes:
         degrees.add_argument(f"--{axis}", type=degree, metavar="N", help=AXES[axis])
     size = parser.add_argument_group("workload")
-    for each in fields(Workload):
+    for each in fields(StepWorkload):
         is_count = isinstance(each.default, int) and "units" not in each.name
         size.add_argument(
             f"--{each.name.replace('_', '-')}",

@@ -21,10 +21,10 @@ from titanlite.tools.simulate.integer_model import (
     make_input,
     make_layers,
 )
-from titanlite.tools.simulate.train_step import Outcome, Workload
+from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
-def train(gpu: GPU, grid: Grid, work: Workload) -> Outcome:
+def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     # The model: for each layer an attention and a feed-forward.
     model = make_layers(range(work.layers), work.width)
     weight_units = work.layer_gradient_units

@@ -23,10 +23,10 @@ from titanlite.tools.simulate.integer_model import (
     make_layers,
     set_gradients,
 )
-from titanlite.tools.simulate.train_step import Outcome, Workload
+from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
-def train(gpu: GPU, grid: Grid, work: Workload) -> Outcome:
+def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     ranks, here = grid.degrees["dp"], gpu.global_rank
     model = make_layers(range(work.layers), work.width)
     weight_units = work.layer_gradient_units

@@ -30,10 +30,10 @@ from titanlite.tools.simulate.integer_model import (
     set_gradients,
     split,
 )
-from titanlite.tools.simulate.train_step import Outcome, Workload
+from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
-def train(gpu: GPU, grid: Grid, work: Workload) -> Outcome:
+def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     at, stages = grid.coordinates(gpu.global_rank), grid.degrees["pp"]
     pipeline, replicas = grid.group(gpu.global_rank, "pp"), grid.group(gpu.global_rank, "dp")
     stage, last = at["pp"], stages - 1

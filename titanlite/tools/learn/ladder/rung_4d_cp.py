@@ -36,10 +36,10 @@ from titanlite.tools.simulate.integer_model import (
     set_gradients,
     split,
 )
-from titanlite.tools.simulate.train_step import Outcome, Workload
+from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 
-def train(gpu: GPU, grid: Grid, work: Workload) -> Outcome:
+def train(gpu: GPU, grid: Grid, work: StepWorkload) -> Outcome:
     at, ways = grid.coordinates(gpu.global_rank), grid.degrees["tp"]
     pipeline, group, ring = (grid.group(gpu.global_rank, axis) for axis in ("pp", "tp", "cp"))
     replicas = grid.group(gpu.global_rank, "dp", "cp")

@@ -20,8 +20,8 @@ from titanlite.tools.simulate.table import format_table
 from titanlite.tools.simulate.train_step import (
     GRID_AXES,
     Outcome,
+    StepWorkload,
     SumGradients,
-    Workload,
     check_divides,
     make_train_step,
     single_process,
@@ -96,7 +96,7 @@ class Measured:
     """The result of a rung. `seconds` is the time of the slowest rank; its parts are means."""
 
     rung: Rung
-    workload: Workload
+    workload: StepWorkload
     num_ranks: int
     seconds: float
     compute_seconds: float
@@ -106,10 +106,13 @@ class Measured:
 
 
 def run_rung(
-    rung: Rung, workload: Workload | None = None, network: Network = ETHERNET, sleep: bool = False
+    rung: Rung,
+    workload: StepWorkload | None = None,
+    network: Network = ETHERNET,
+    sleep: bool = False,
 ) -> tuple[Measured, Cluster]:
     """Run one rung. Raises SimulationError if a result differs from that of a single process."""
-    workload = workload or Workload()
+    workload = workload or StepWorkload()
     program = make_train_step(
         rung.grid,
         workload,
@@ -123,7 +126,7 @@ def run_rung(
 def run_program(
     program: Callable[[GPU], Outcome],
     rung: Rung,
-    workload: Workload,
+    workload: StepWorkload,
     network: Network = ETHERNET,
     sleep: bool = False,
 ) -> tuple[Measured, Cluster]:
@@ -150,7 +153,7 @@ def run_program(
     return measured, cluster
 
 
-def check_runs(rung: Rung, workload: Workload) -> None:
+def check_runs(rung: Rung, workload: StepWorkload) -> None:
     """Raise SimulationError if `rung` cannot run with `workload`, or would take too long."""
     if rung.grid.world_size > MAX_RANKS:
         raise SimulationError(
@@ -166,7 +169,7 @@ def check_runs(rung: Rung, workload: Workload) -> None:
     check_divides(rung.grid, workload, rung.microbatch_items)
 
 
-def check_outcomes(rung: Rung, workload: Workload, outcomes: Sequence[Outcome]) -> None:
+def check_outcomes(rung: Rung, workload: StepWorkload, outcomes: Sequence[Outcome]) -> None:
     """Raise SimulationError unless the outcomes of all ranks equal those of a single process.
 
     Every rank must have all shards that its coordinates give it, with exactly the gradients and
@@ -201,7 +204,7 @@ def check_outcomes(rung: Rung, workload: Workload, outcomes: Sequence[Outcome]) 
                     )
 
 
-def _is_here(name: str, at: dict[str, int], grid: Grid, workload: Workload) -> bool:
+def _is_here(name: str, at: dict[str, int], grid: Grid, workload: StepWorkload) -> bool:
     """Whether a rank at the coordinates `at` has a shard of the weight `name`."""
     _, layer, kind, expert, *_ = name.split(".")
     is_own_layer = int(layer) * grid.degrees["pp"] // workload.layers == at["pp"]
@@ -211,13 +214,13 @@ def _is_here(name: str, at: dict[str, int], grid: Grid, workload: Workload) -> b
 
 
 def run_ladder(
-    workload: Workload | None = None,
+    workload: StepWorkload | None = None,
     network: Network = ETHERNET,
     rungs: Sequence[Rung] = RUNGS,
     sleep: bool = False,
 ) -> list[Measured]:
     """Run `rungs` in order. Raises SimulationError before the first if one of them cannot run."""
-    workload = workload or Workload()
+    workload = workload or StepWorkload()
     for rung in rungs:
         check_runs(rung, workload)
     return [run_rung(rung, workload, network, sleep)[0] for rung in rungs]

@@ -27,9 +27,9 @@ from titanlite.tools.learn.ladder.rungs import (
 )
 from titanlite.tools.simulate.gpu import GPU
 from titanlite.tools.simulate.options import Parser, characters, check_outputs
-from titanlite.tools.simulate.train_step import Outcome, Workload
+from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
-Train = Callable[[GPU, Grid, Workload], Outcome]
+Train = Callable[[GPU, Grid, StepWorkload], Outcome]
 
 
 def show(name: str, train: Train, arguments: Sequence[str] | None = None) -> None:
