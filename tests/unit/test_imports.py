@@ -128,7 +128,7 @@ WITH_TORCH = {
             "parts",
             "recurrence",
         ),
-        *("recurrence", "routing", "run", "sequences", "trace"),
+        *("reload", "routing", "run", "sequences", "step_files", "trace"),
     ),
     "titanlite/tools/verify/program": (
         *("batches", "building", "local_parts", "parallel", "reference", "tracing"),

@@ -22,7 +22,7 @@ from titanlite.tools.verify.differences import (
     differences,
     failures,
     same_shards,
-    split_replicas,
+    unequal_replicas,
 )
 from titanlite.tools.verify.jobs import (
     accumulation_pair,
@@ -235,11 +235,11 @@ def test_replicas_and_shards_are_told_apart_by_their_bits():
             for r in (0, 1)
         ]
 
-    assert split_replicas(runs("replicated", "aa")) == []
-    assert [(s.step, s.groups) for s in split_replicas(runs("replicated", "ab"))] == [
+    assert unequal_replicas(runs("replicated", "aa")) == []
+    assert [(s.step, s.groups) for s in unequal_replicas(runs("replicated", "ab"))] == [
         (0, ((0,), (1,)))
     ]
-    assert split_replicas(runs("sharded", "ab")) == same_shards(runs("sharded", "ab")) == []
+    assert unequal_replicas(runs("sharded", "ab")) == same_shards(runs("sharded", "ab")) == []
     assert same_shards(runs("sharded", "aa")) == ["w"]
     assert same_shards(runs("sharded", "aa", expected="cc")) == []
 

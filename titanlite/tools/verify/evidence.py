@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.tools.verify.differences import Failure, Key, Split
+from titanlite.tools.verify.differences import Disagreement, Key, UnequalReplicas
 from titanlite.tools.verify.record import (
     Agreement,
     RankRun,
@@ -16,7 +16,7 @@ from titanlite.tools.verify.record import (
     ReferenceStep,
     ReferenceTrace,
 )
-from titanlite.tools.verify.wording import Degrees, name_factor
+from titanlite.tools.verify.wording import AxisDegrees, name_factor
 
 # A factor explains a difference if the residual is below this share of the whole.
 EXPLAINED = 1e-6
@@ -26,12 +26,12 @@ EXPLAINED = 1e-6
 class Evidence:
     """All measurements of a parallel run that differs, for a diagnosis."""
 
-    dims: Degrees
+    dims: AxisDegrees
     reference: Sequence[ReferenceStep]
     runs: Sequence[RankRun]
     differences: Sequence[dict[Key, float]]
-    failures: Sequence[Failure]
-    splits: Sequence[Split]
+    failures: Sequence[Disagreement]
+    splits: Sequence[UnequalReplicas]
     reference_trace: ReferenceTrace | None = None
     traces: Sequence[RankTrace] = ()
     cured_by: Sequence[str] = ()

@@ -5,11 +5,16 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, make_config, override, resolve_job
 from titanlite.mesh.parallel_dims import divisors
 from titanlite.registry import is_over_batch
+
+Patch = Callable[[], AbstractContextManager[Any]]
+"""A context manager that is entered while a plan is built and run, such as a bug to find."""
 
 DTYPES = ("float64", "float32", "bfloat16")
 """The dtypes to verify in; bfloat16 computes in bfloat16 and keeps weights in float32."""

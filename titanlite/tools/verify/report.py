@@ -8,9 +8,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanlite.tools.verify.differences import NARROW_TOLERANCE, NUMBERS, Failure, Key, badness
-from titanlite.tools.verify.result import Result
-from titanlite.tools.verify.verify import Verification
+from titanlite.tools.verify.differences import NARROW_TOLERANCE, NUMBERS, Disagreement, Key, badness
+from titanlite.tools.verify.result import Result, Verification
 from titanlite.tools.verify.wording import listed
 
 WIDTH = 100
@@ -157,7 +156,7 @@ def judge(found: Result) -> str:
     return f"DIFFERS: {describe_failures(found.failures)} ({seconds})"
 
 
-def describe_failures(failures: list[Failure]) -> str:
+def describe_failures(failures: list[Disagreement]) -> str:
     """What differs in the first differing step, counted by kind."""
     first = failures[0].step
     counts: dict[str, int] = {}

@@ -1,19 +1,9 @@
-"""On a rank: records the reference, and measures a plan against that record.
-
-The reference's tensors are in one file per step, which every rank maps into memory. A rank compares
-its own shards with its slices of these tensors. So nothing is gathered, every replica is checked,
-and the ranks on which something differs are known.
-"""
+"""On a rank: records the reference of a job, and measures a plan against that record."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +11,7 @@ from torch import Tensor
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
-from titanlite.job import Job, build_job
+from titanlite.job import Job
 from titanlite.modules.batch import join
 from titanlite.modules.shards import local_part, shard_of, whole_tensor
 from titanlite.observe.failing import naming_failures
@@ -47,24 +37,15 @@ from titanlite.tools.verify.formulas import (
     wrong_validation,
 )
 from titanlite.tools.verify.inspect_model import find_narrowed
-from titanlite.tools.verify.jobs import Microbatches, scheduled_lr
+from titanlite.tools.verify.jobs import Microbatches, Patch, scheduled_lr
 from titanlite.tools.verify.opened import open_job
 from titanlite.tools.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
 from titanlite.tools.verify.recurrence import Recurrence, one_seed_for_all
+from titanlite.tools.verify.reload import save_and_load
 from titanlite.tools.verify.routing import followed_routing, recorded_routing, routing_record
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets, look_at_data
+from titanlite.tools.verify.step_files import load, store
 from titanlite.training.initialize import generator_for
-
-Patch = Callable[[], AbstractContextManager[Any]]
-"""A context manager that is entered while a plan is built and run, such as a bug to find."""
-
-# The time between two looks for a file that another process is to write.
-WAIT_SECONDS = 0.005
-
-
-def step_file(folder: str, step: int) -> Path:
-    """The file of the reference's record of `step`; step 0 is the start."""
-    return Path(folder) / f"step{step}.pt"
 
 
 def run_reference(
@@ -83,7 +64,7 @@ def run_reference(
     threads = _half_of_threads() if is_beside else contextlib.nullcontext()
     with threads, open_job(world, resolved) as job:
         drawn = draw_zero_parameters(job, None)
-        _store({"weights": _whole(job.whole_parameters()), "drawn": drawn}, folder, 0)
+        store({"weights": _whole(job.whole_parameters()), "drawn": drawn}, folder, 0)
         run = ReferenceRun([ReferenceStep()])
         start = load(folder, 0)["weights"]
         problems = list(one_seed_for_all(start))
@@ -124,7 +105,7 @@ def run_reference(
                 "buffers": {name: b.detach().cpu().clone() for name, b in all_buffers(job).items()},
                 "routing": {} if microbatches else routing_record(routed),
             }
-            _store(record, folder, step)
+            store(record, folder, step)
             left_over = left_over or list(left_over_gradients(job, step))
             problems += recurrence.problems(step, batches, record, run.steps[step])
             if resolved.config.validation.enable and step in (1, steps):
@@ -223,7 +204,7 @@ def run_plan(
         reloaded, resume_problems = None, list[str]()
         if reloads:
             try:
-                reloaded = _save_and_load(job, steps, record, resume_problems)
+                reloaded = save_and_load(job, steps, record, resume_problems)
             except TitanliteError as error:
                 resume_problems.append(f"the plan's checkpoint cannot be saved and loaded: {error}")
         return RankRun(
@@ -257,76 +238,6 @@ def _half_of_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """Named tensors, joined by dtype: reading a file takes time for each tensor in it."""
-
-    shapes: dict[str, tuple[torch.dtype, torch.Size]]
-    joined: dict[torch.dtype, Tensor]
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> _Packed:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors.values():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
-        return cls(
-            {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()},
-            {dtype: torch.cat(parts) for dtype, parts in by_dtype.items()},
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        parts = {
-            dtype: iter(
-                joined.split([shape.numel() for own, shape in self.shapes.values() if own == dtype])
-            )
-            for dtype, joined in self.joined.items()
-        }
-        return {
-            name: next(parts[dtype]).view(shape) for name, (dtype, shape) in self.shapes.items()
-        }
-
-
-def _is_named_tensors(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, Tensor) for one in value.values())
-
-
-def _store(record: Mapping[str, Any], folder: str, step: int) -> None:
-    """Write the reference's record of a step. The file appears when it is complete."""
-    file = step_file(folder, step)
-    packed = {
-        key: _Packed.of(value) if _is_named_tensors(value) else value
-        for key, value in record.items()
-    }
-    torch.save(packed, file.with_suffix(".part"))
-    os.replace(file.with_suffix(".part"), file)
-
-
-def _saved_file(resolved: ResolvedJob) -> Path:
-    """The file that appears when the checkpoint of the job's last step is complete."""
-    return Path(resolved.config.job.dump_folder) / "saved"
-
-
-def _wait_for(file: Path) -> None:
-    """Wait until `file` exists. If its writer fails, the launcher of both ends this process."""
-    while not file.exists():
-        time.sleep(WAIT_SECONDS)
-
-
-def load(folder: str, step: int) -> Any:
-    """The reference's record of a step, its tensors mapped from the file.
-
-    Waits for the reference if it has not completed the step.
-    """
-    _wait_for(step_file(folder, step))
-    # This program wrote the file, in a folder that only its user can write to. torch's restricted
-    # unpickler is written in Python and takes a tenth of a small verification.
-    record = torch.load(step_file(folder, step), mmap=True, weights_only=False)
-    return {
-        key: value.tensors() if isinstance(value, _Packed) else value
-        for key, value in record.items()
-    }
-
-
 @torch.no_grad()
 def draw_zero_parameters(job: Job, names: list[str] | None) -> list[str]:
     """Draw random values for the parameters that start at zero; returns their names.
@@ -356,71 +267,3 @@ def loads_of(job: Job) -> dict[str, tuple[int, ...]]:
 
 def _whole(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: whole.detach().cpu().clone() for name, whole in tensors}
-
-
-def _save_and_load(job: Job, step: int, record: Any, problems: list[str]) -> RankStep:
-    """Save the job, load it into a new one, and compare that with the `record` of `step`."""
-    from titanlite.checkpoint.run import Checkpoints
-
-    with Checkpoints(job) as checkpoints:
-        checkpoints.save(step, in_background=True)
-        schedule, position = _schedule_of(job), job.sampler.state
-        if job.config.checkpoint.async_mode != "disabled":
-            # Train on while the checkpoint is written: this must not change what is saved.
-            job.trainer.step(job.draw())
-    if job.world.is_first:
-        _saved_file(job.resolved).touch()
-    again = build_job(job.resolved, job.world)
-    with Checkpoints(again) as checkpoints:
-        if checkpoints.first_step != step + 1:
-            problems.append(
-                f"a run resumed from the checkpoint of step {step} continues at step "
-                f"{checkpoints.first_step}, not {step + 1}"
-            )
-    if again.sampler.state != position:
-        problems.append(
-            f"a run resumed from the checkpoint reads sample {again.sampler.state} next, not "
-            f"{position}"
-        )
-    after = _schedule_of(again)
-    for what, value in schedule.items():
-        if value != after[what]:
-            problems.append(
-                f"a run resumed from the checkpoint has {what} {after[what]}, not {value}"
-            )
-    return _loaded(again, record)
-
-
-def resume_alone(world: World, resolved: ResolvedJob, step: int, folder: str) -> RankStep:
-    """Load a plan's checkpoint on one process and compare it with the reference's `step`.
-
-    Waits until the plan has saved it. If ranks store shards in each other's place, they load them
-    back correctly; one process does not.
-    """
-    from titanlite.checkpoint.run import Checkpoints
-
-    with open_job(world, resolved) as job:
-        _wait_for(_saved_file(resolved))
-        with Checkpoints(job):
-            pass
-        return _loaded(job, load(folder, step))
-
-
-def _loaded(job: Job, record: Any) -> RankStep:
-    return RankStep(
-        weights=agreements(job.parameters, record["weights"], lambda p: p),
-        state=state_agreements(job, record),
-        buffers={
-            name: agreement_of(buffer, buffer, record["buffers"].get(name))
-            for name, buffer in job.buffers.items()
-        },
-    )
-
-
-def _schedule_of(job: Job) -> dict[str, Any]:
-    trainer = job.trainer
-    return {
-        "the learning rates": [group["lr"] for group in trainer.optimizer.param_groups],
-        "the schedule's step": trainer.scheduler.last_epoch,
-        "the dtypes of its state": sorted({str(t.dtype) for t, _ in optimizer_state(job).values()}),
-    }

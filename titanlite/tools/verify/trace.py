@@ -28,7 +28,7 @@ from titanlite.registry import is_over_batch
 from titanlite.tools.verify.agreement import agreement, placements_of
 from titanlite.tools.verify.cells import cells_file, cells_of, cut_cells, shares_of
 from titanlite.tools.verify.inspect_model import unchanged_buffers
-from titanlite.tools.verify.jobs import Microbatches, microbatches_of
+from titanlite.tools.verify.jobs import Microbatches, Patch, microbatches_of
 from titanlite.tools.verify.opened import open_job
 from titanlite.tools.verify.outputs import Outputs, recorded
 from titanlite.tools.verify.parts import ExpectedPart, label_dimensions
@@ -40,8 +40,9 @@ from titanlite.tools.verify.record import (
     module_of,
 )
 from titanlite.tools.verify.routing import compare_routing, recorded_routing, routing_record
-from titanlite.tools.verify.run import Patch, draw_zero_parameters, load, loads_of
+from titanlite.tools.verify.run import draw_zero_parameters, loads_of
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets
+from titanlite.tools.verify.step_files import load
 
 # Outputs and cells' gradients are kept up to these totals.
 MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30

@@ -15,11 +15,18 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.tools.verify.differences import Tolerance, differences, failures, split_replicas
-from titanlite.tools.verify.pool import RankPool
-from titanlite.tools.verify.program.findings import PartEvidence, diagnose
-from titanlite.tools.verify.program.grid import Grid, make_grid
+from titanlite.errors import ConfigError, RankError
+from titanlite.tools.verify.differences import (
+    Key,
+    Tolerance,
+    differences,
+    failures,
+    largest_of,
+    unequal_replicas,
+)
+from titanlite.tools.verify.pool import RankPools, must_run
+from titanlite.tools.verify.program.findings import Fit, PartEvidence, diagnose
+from titanlite.tools.verify.program.grid import RankGrid, make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
 from titanlite.tools.verify.record import RankRun, ReferenceTrace
 from titanlite.tools.verify.report import format_result, judge
@@ -27,8 +34,9 @@ from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.wording import be, name_parameters
 
 if TYPE_CHECKING:
+    from titanlite.ranks.world import World
     from titanlite.tools.verify.program.parallel import RankReport
-    from titanlite.tools.verify.program.reference import ReferenceRecord
+    from titanlite.tools.verify.program.reference import PartShares, ReferenceRecord
 
 # A reference that differs from itself by more than this draws random numbers.
 RANDOM = 1e-3
@@ -40,7 +48,7 @@ class Given(Tolerance):
 
     limit: float = 0.0
 
-    def _make(self, step: int, key: tuple[str, str]) -> float:
+    def _make(self, step: int, key: Key) -> float:
         return 0.0 if key[0] == "start" else self.limit
 
 
@@ -48,7 +56,7 @@ class Given(Tolerance):
 class Comparison(Result):
     """The result of comparing parallel code with its reference; `print` shows all of it."""
 
-    grid: Grid
+    grid: RankGrid
     dtype: str
     num_steps: int
     name: str = ""
@@ -184,16 +192,13 @@ class Comparer:
     """
 
     def __init__(self, *, timeout_seconds: float = 300, max_ranks: int | None = None) -> None:
-        self.timeout_seconds = timeout_seconds
-        self.max_ranks = max_ranks
-        self._exits = contextlib.ExitStack()
-        self._pools: dict[int, RankPool] = {}
+        self._pools = RankPools(timeout_seconds=timeout_seconds, max_ranks=max_ranks)
 
     def __enter__(self) -> Comparer:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._exits.__exit__(*error)
+        self._pools.__exit__(*error)
 
     def compare(
         self,
@@ -208,51 +213,43 @@ class Comparer:
         start = time.perf_counter()
         grid = make_grid(ranks)
         request = Request(
-            reference, parallel, grid=grid, timeout_seconds=self.timeout_seconds, **options
+            reference, parallel, grid=grid, timeout_seconds=self._pools.timeout_seconds, **options
         )
         check(request)
         packed = pack(request)
         name = getattr(getattr(parallel, "func", parallel), "__name__", type(parallel).__name__)
         found = Comparison(grid, request.dtype, len(request.batches), name)
         # The ranks start while the reference runs.
-        self._pool(grid.world_size).start()
+        pool = self._pools.of(grid.world_size)
+        pool.start()
         with tempfile.TemporaryDirectory(prefix="titanlite-compare-") as folder:
             record = self._reference(packed, folder)
             found.narrowed = record.narrowed
+
+            def on_rank(world: World) -> RankReport:
+                from titanlite.tools.verify.program.parallel import run_parallel
+
+                return run_parallel(world, packed, folder, record)
+
             try:
-                reports = self._pool(grid.world_size).call(
-                    "titanlite.tools.verify.program.parallel:run_parallel", packed, folder, record
-                )
+                reports = pool.call(on_rank)
             except RankError as error:
                 found.error = error
                 found.findings = [f"the parallel code does not run: {error}"]
             else:
-                _Judging(self, request, packed, folder, record, reports, found).judge(tolerance)
+                judging = _Judging(self._pools, request, packed, folder, record, reports, found)
+                judging.judge(tolerance)
         found.seconds = time.perf_counter() - start
         return found
 
-    def _pool(self, num_ranks: int) -> RankPool:
-        if num_ranks not in self._pools:
-            pool = RankPool(
-                num_ranks, timeout_seconds=self.timeout_seconds, max_ranks=self.max_ranks
-            )
-            self._pools[num_ranks] = self._exits.enter_context(pool)
-        return self._pools[num_ranks]
-
-    def alone(self, function: str, *args: Any) -> Any:
-        """The result of a function on one process."""
-        (result,) = self._pool(1).call(function, *args)
-        return result
-
     def _reference(self, packed: bytes, folder: str) -> ReferenceRecord:
-        try:
-            record = self.alone(
-                "titanlite.tools.verify.program.reference:run_reference", packed, folder
-            )
-        except RankError as error:
-            raise TitanliteError(
-                f"{error.rank_traceback}\nreference: does not run on one process: {error.message}"
-            ) from error
+        def on_rank(world: World) -> ReferenceRecord:
+            from titanlite.tools.verify.program.reference import run_reference
+
+            return run_reference(world, packed, folder)
+
+        with must_run("reference: does not run"):
+            record = self._pools.alone(on_rank)
         for step, numbers in enumerate(record.steps):
             if not math.isfinite(numbers.loss + numbers.norm):
                 raise ConfigError(
@@ -267,7 +264,7 @@ class _Judging:
 
     def __init__(
         self,
-        comparer: Comparer,
+        pools: RankPools,
         request: Request,
         packed: bytes,
         folder: str,
@@ -275,7 +272,7 @@ class _Judging:
         reports: list[RankReport],
         found: Comparison,
     ) -> None:
-        self.comparer, self.request, self.packed, self.folder = comparer, request, packed, folder
+        self.pools, self.request, self.packed, self.folder = pools, request, packed, folder
         self.record, self.reports, self.found = record, reports, found
         self.runs = [report.run for report in reports]
 
@@ -299,7 +296,7 @@ class _Judging:
             if tolerance is None:
                 found.tolerance = Tolerance("float64", rounding, is_narrow)
                 found.failures = failures(found.differences, found.tolerance)
-        found.splits = split_replicas(self.runs)
+        found.splits = unequal_replicas(self.runs)
         found.problems = self._pending()
         if not found.agrees:
             is_differing = found.failures or found.splits
@@ -388,7 +385,7 @@ class _Judging:
             for of_step, known in zip(values, self.record.steps[1:], strict=True)
         )
 
-    def _differences(self, runs: Sequence[RankRun]) -> list[dict[tuple[str, str], float]]:
+    def _differences(self, runs: Sequence[RankRun]) -> list[dict[Key, float]]:
         found = differences(runs, self.record.steps)
         for of_step in found:
             of_step.pop(("lr", ""), None)
@@ -396,33 +393,33 @@ class _Judging:
                 of_step.pop(("norm", ""), None)
         return found
 
-    def _rounding(self, *dtypes: str) -> list[dict[tuple[str, str], float]]:
+    def _rounding(self, *dtypes: str) -> list[dict[Key, float]]:
         """The reference's differences from itself, with weights that differ in the last bit.
 
         Raises ConfigError if they are far larger than rounding error.
         """
-        rounding: list[dict[tuple[str, str], float]] = [{} for _ in self.record.steps]
-        for dtype in dtypes:
-            again = self.comparer.alone(
-                "titanlite.tools.verify.program.parallel:run_again",
-                self.packed,
-                self.folder,
-                self.record,
-                dtype,
+        return largest_of(map(self._differences_of_reference, dtypes), len(self.record.steps))
+
+    def _differences_of_reference(self, dtype: str) -> list[dict[Key, float]]:
+        packed, folder, record = self.packed, self.folder, self.record
+
+        def on_rank(world: World) -> RankReport:
+            from titanlite.tools.verify.program.parallel import run_again
+
+            return run_again(world, packed, folder, record, dtype)
+
+        again = self.pools.alone(on_rank)
+        for step, value in enumerate(again.losses, 1):
+            # The loss function of one process always returns a loss.
+            again.run.steps[step].loss = value or 0.0
+        found = self._differences([again.run])
+        loss = found[1].get(("loss", ""), 0.0)
+        if loss > RANDOM:
+            raise ConfigError(
+                f"reference: a second run has another loss in step 1, by {loss:.0e}: it draws "
+                "random numbers; turn off dropout (p=0, or model.eval() in the function)"
             )
-            for step, value in enumerate(again.losses, 1):
-                again.run.steps[step].loss = value
-            of_dtype = self._differences([again.run])
-            loss = of_dtype[1].get(("loss", ""), 0.0)
-            if loss > RANDOM:
-                raise ConfigError(
-                    f"reference: a second run has another loss in step 1, by {loss:.0e}: it draws "
-                    "random numbers; turn off dropout (p=0, or model.eval() in the function)"
-                )
-            for total, of_step in zip(rounding, of_dtype, strict=True):
-                for key, value in of_step.items():
-                    total[key] = max(total.get(key, 0.0), value)
-        return rounding
+        return found
 
     def _evidence(self) -> PartEvidence:
         found, record = self.found, self.record
@@ -448,12 +445,13 @@ class _Judging:
             for report in self.reports:
                 by_part.setdefault(report.parts[step - 1], []).append(report.run.rank)
             evidence.parts = list(by_part.values())
+            packed, folder = self.packed, self.folder
+
+            def on_rank(world: World) -> tuple[PartShares, dict[str, Fit]]:
+                from titanlite.tools.verify.program.reference import find_shares
+
+                return find_shares(world, packed, folder, step, files)
+
             with contextlib.suppress(RankError):
-                evidence.shares, evidence.expected_shares = self.comparer.alone(
-                    "titanlite.tools.verify.program.reference:find_shares",
-                    self.packed,
-                    self.folder,
-                    step,
-                    files,
-                )
+                evidence.shares, evidence.expected_shares = self.pools.alone(on_rank)
         return evidence

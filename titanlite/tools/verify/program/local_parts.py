@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.errors import ConfigError
 from titanlite.modules.shards import local_part, shard_of
 from titanlite.tools.verify.agreement import digest_of
-from titanlite.tools.verify.program.grid import Grid
+from titanlite.tools.verify.program.grid import RankGrid
 
 Cut = Callable[[Tensor], Tensor]
 
@@ -49,7 +49,7 @@ def find_held(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
     declared: Callable[[str], Any] | None,
-    grid: Grid,
+    grid: RankGrid,
     rank: int,
 ) -> dict[str, Held]:
     """The parts that this rank holds; raises ConfigError for names and shapes that do not fit."""
@@ -89,7 +89,7 @@ def _cut_of(
     parameter: Tensor,
     shape: torch.Size,
     declared: Callable[[str], Any] | None,
-    grid: Grid,
+    grid: RankGrid,
     rank: int,
 ) -> Cut:
     given = declared(name) if declared is not None else None
@@ -100,7 +100,7 @@ def _cut_of(
     return _inferred(name, parameter.shape, shape, grid, rank)
 
 
-def _declared(name: str, given: Any, grid: Grid, rank: int) -> Cut:
+def _declared(name: str, given: Any, grid: RankGrid, rank: int) -> Cut:
     """A cut from (dim, axis), (dim, index, count), a list of these, or a function."""
     if callable(given):
         return given
@@ -142,7 +142,7 @@ def _chunk(dim: int, index: int, count: int) -> Cut:
     return cut
 
 
-def _inferred(name: str, own: torch.Size, whole: torch.Size, grid: Grid, rank: int) -> Cut:
+def _inferred(name: str, own: torch.Size, whole: torch.Size, grid: RankGrid, rank: int) -> Cut:
     """The chunk along the only axis whose degree is the quotient of the two shapes."""
     differing = [d for d in range(len(whole)) if len(own) == len(whole) and own[d] != whole[d]]
     if len(differing) == 1:

@@ -30,7 +30,7 @@ from titanlite.tools.verify.agreement import (
 from titanlite.tools.verify.outputs import Outputs, recorded
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
-from titanlite.tools.verify.program.grid import Grid
+from titanlite.tools.verify.program.grid import RankGrid
 from titanlite.tools.verify.program.local_parts import Held, find_held
 from titanlite.tools.verify.program.reference import ReferenceRecord
 from titanlite.tools.verify.program.request import Request
@@ -42,7 +42,7 @@ from titanlite.tools.verify.program.tracing import (
     save_part,
 )
 from titanlite.tools.verify.record import Agreement, RankRun, RankStep
-from titanlite.tools.verify.run import load
+from titanlite.tools.verify.step_files import load
 
 MISSING = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
 
@@ -83,7 +83,7 @@ def run_again(
     again = replace(
         request,
         parallel=lambda: request.reference(),
-        grid=Grid({"world": 1}),
+        grid=RankGrid({"world": 1}),
         split=None,
         step=None,
         shard=None,

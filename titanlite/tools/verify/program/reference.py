@@ -23,7 +23,7 @@ from titanlite.tools.verify.program.batches import digest_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import ReferenceStep
-from titanlite.tools.verify.run import load, step_file
+from titanlite.tools.verify.step_files import load, store
 
 # Module outputs are kept up to this total per step.
 MOST_OUTPUT_BYTES = 1 << 30
@@ -63,7 +63,7 @@ def _run(built: Built, folder: str) -> ReferenceRecord:
         names.setdefault(id(parameter), []).append(built.name_of(model, name))
         weights[built.name_of(model, name)] = parameter
     tied = tuple(tuple(own) for own in names.values() if len(own) > 1)
-    torch.save({"weights": _copies(weights)}, step_file(folder, 0))
+    store({"weights": _copies(weights)}, folder, 0)
     record = ReferenceRecord([ReferenceStep()], tied=tied)
     # A model that draws random numbers must not draw the same ones in each run.
     torch.manual_seed(time.monotonic_ns() % 2**32)
@@ -93,7 +93,7 @@ def _run(built: Built, folder: str) -> ReferenceRecord:
             "outputs": outputs,
             "output_gradients": of_outputs,
         }
-        torch.save(found, step_file(folder, step))
+        store(found, folder, step)
         record.modules = record.modules or tuple(outputs)
         record.steps.append(ReferenceStep(loss, clipped if request.clip else norm))
         built.optimizer.zero_grad(set_to_none=True)
@@ -148,13 +148,13 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-Shares = dict[int, dict[str, tuple[tuple[float, ...], float]]]
+PartShares = dict[int, dict[str, tuple[tuple[float, ...], float]]]
 """Rank -> gradient -> the weight of each part's own gradient in it, and the relative residual."""
 
 
 def find_shares(
     world: World, packed: bytes, folder: str, step: int, files: Sequence[str]
-) -> tuple[Shares, dict[str, tuple[tuple[float, ...], float]]]:
+) -> tuple[PartShares, dict[str, tuple[tuple[float, ...], float]]]:
     """Write wrong gradients as weighted sums of the gradients of the ranks' parts of the batch.
 
     `files` are those of the ranks (tracing.py), one per distinct part first. Also returns the
@@ -177,7 +177,7 @@ def find_shares(
                 if parameter.grad is not None:
                     cells.setdefault(name, []).append(parameter.grad.detach().double().flatten())
             model.zero_grad(set_to_none=True)
-    shares: Shares = {}
+    shares: PartShares = {}
     for file in saved:
         of_rank = shares.setdefault(file["rank"], {})
         for name, (own, elements) in file["gradients"].items():

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 
 from titanlite.errors import ConfigError
-from titanlite.tools.verify.program.grid import Grid
+from titanlite.tools.verify.program.grid import RankGrid
 
 DTYPES = ("float64", "float32")
 
@@ -30,7 +30,7 @@ class Request:
     parallel: Callable[..., Any]
     batches: Sequence[Any]
     loss: Callable[[Any, Any], Any]
-    grid: Grid
+    grid: RankGrid
     split: Split | None = None
     step: Callable[[Any, Any], Any] | None = None
     optimizer: Callable[[list[Any]], Any] | None = None

@@ -23,7 +23,7 @@ from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, digest_of
 from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.batches import Where
-from titanlite.tools.verify.program.grid import Grid
+from titanlite.tools.verify.program.grid import RankGrid
 from titanlite.tools.verify.program.local_parts import Held
 from titanlite.tools.verify.record import Agreement, ModuleOutput, RankTrace, module_of
 
@@ -51,7 +51,7 @@ class PartTrace(RankTrace):
 class Tracer:
     """Compares one rank's step with the record of the reference's."""
 
-    grid: Grid
+    grid: RankGrid
     rank: int
     mesh: Any
     where: Where | None
