@@ -128,7 +128,7 @@ WITH_TORCH = {
             "parts",
             "recurrence",
         ),
-        *("reload", "routing", "run", "sequences", "step_files", "trace"),
+        *("reload", "routing", "run", "sequences", "step_files", "sums", "trace"),
     ),
     "titanlite/tools/verify/program": (
         *("batches", "building", "local_parts", "parallel", "reference", "tracing"),

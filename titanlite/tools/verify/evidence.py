@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.tools.verify.differences import Disagreement, Key, UnequalReplicas
+from titanlite.tools.verify.jobs import microbatch_size
 from titanlite.tools.verify.record import (
     Agreement,
     RankRun,
@@ -75,11 +76,7 @@ class JobEvidence(Evidence):
     @property
     def num_microbatches(self) -> int:
         """Microbatches per rank and step."""
-        job = self.job
-        size = job.config.training.local_batch_size
-        if job.pipeline is not None:
-            size = job.pipeline.microbatch_size
-        return job.global_batch_size // job.dims.dp // size
+        return self.job.global_batch_size // self.job.dims.dp // microbatch_size(self.job)
 
     def factor(self, value: float) -> str:
         return name_factor(

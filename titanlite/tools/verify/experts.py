@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from titanlite.tools.verify.evidence import EXPLAINED, JobEvidence, pooled
+from titanlite.tools.verify.jobs import microbatch_size
 from titanlite.tools.verify.passes import outputs_agree
 from titanlite.tools.verify.record import Agreement, ExpertTrace, MovedToken, RankRun
 from titanlite.tools.verify.wording import is_near, listed, name_ranks
@@ -186,9 +187,7 @@ def explain_auxiliary_loss(e: JobEvidence) -> Iterator[str]:
     assert own is not None
     assert known is not None
     ratio = own / known
-    job = e.job
-    size = job.config.training.local_batch_size
-    size = size if job.pipeline is None else job.pipeline.microbatch_size
+    size = microbatch_size(e.job)
     same = e.factor(ratio)
     if size > 1 and is_near(ratio * size, 1.0):
         same = "1 over the number of sequences of a microbatch"

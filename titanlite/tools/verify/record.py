@@ -122,6 +122,12 @@ class ReferenceRun:
     """Modules that convert a tensor to a narrower dtype in the forward pass, with both dtypes."""
 
 
+Shares = tuple[float, ...]
+"""For each part of the batch, the weight of its gradient in a gradient."""
+
+Fit = tuple[Shares, float]
+"""A gradient as a weighted sum of those of parts of the batch, and the relative residual."""
+
 Cell = tuple[int, int, int]
 """(data-parallel rank, microbatch, context-parallel rank): the targets of one loss sum."""
 
@@ -197,8 +203,8 @@ class RankTrace:
     """Mesh axis -> the output of the first module that differs, summed over that axis."""
     summed_gradients: dict[str, dict[str, Agreement]]
     """Gradient -> mesh axis over which the parameter is replicated -> the sum over that axis."""
-    shares: dict[str, tuple[tuple[float, ...], float]]
-    """Gradient -> the weight of each cell's gradient in it, and the relative residual."""
+    shares: dict[str, Fit]
+    """Gradient -> it as a sum of the gradients of the cells."""
     pending_inputs: tuple[str, ...]
     """Compiled modules that received the result of a collective that was still running."""
     styles: dict[str, str]

@@ -14,10 +14,11 @@ from titanlite.config import ResolvedJob
 from titanlite.job import Job, build_job
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import (
-    agreement_of,
-    agreements,
-    optimizer_state,
+    buffer_agreements,
+    parts_of_job,
     state_agreements,
+    state_of,
+    weight_agreements,
 )
 from titanlite.tools.verify.opened import open_job
 from titanlite.tools.verify.record import RankStep
@@ -69,22 +70,21 @@ def resume_alone(world: World, resolved: ResolvedJob, step: int, folder: str) ->
 
 
 def _loaded(job: Job, record: Any) -> RankStep:
+    held = parts_of_job(job)
     return RankStep(
-        weights=agreements(job.parameters, record["weights"], lambda p: p),
-        state=state_agreements(job, record),
-        buffers={
-            name: agreement_of(buffer, buffer, record["buffers"].get(name))
-            for name, buffer in job.buffers.items()
-        },
+        weights=weight_agreements(held, record["weights"]),
+        state=state_agreements(job.trainer.optimizer, held, record["state"]),
+        buffers=buffer_agreements(job.buffers, record["buffers"]),
     )
 
 
 def _schedule_of(job: Job) -> dict[str, Any]:
     trainer = job.trainer
+    state = state_of(trainer.optimizer, job.parameters)
     return {
         "the learning rates": [group["lr"] for group in trainer.optimizer.param_groups],
         "the schedule's step": trainer.scheduler.last_epoch,
-        "the dtypes of its state": sorted({str(t.dtype) for t, _ in optimizer_state(job).values()}),
+        "the dtypes of its state": sorted({str(tensor.dtype) for tensor in state.values()}),
     }
 
 

@@ -18,15 +18,16 @@ from titanlite.observe.failing import naming_failures
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import (
-    agreement_of,
-    agreements,
     all_buffers,
+    buffer_agreements,
     digest_of,
+    gradient_agreements,
     is_pending,
-    optimizer_state,
+    parts_of_job,
     placements_of,
-    same_part,
     state_agreements,
+    state_of,
+    weight_agreements,
 )
 from titanlite.tools.verify.formulas import (
     left_over_gradients,
@@ -100,7 +101,7 @@ def run_reference(
                 "lr": done.lr,
                 "state": {
                     name: whole_tensor(tensor.detach()).cpu().clone()
-                    for name, (tensor, _) in optimizer_state(job).items()
+                    for name, tensor in state_of(job.trainer.optimizer, job.parameters).items()
                 },
                 "buffers": {name: b.detach().cpu().clone() for name, b in all_buffers(job).items()},
                 "routing": {} if microbatches else routing_record(routed),
@@ -140,14 +141,15 @@ def run_plan(
         start = load(folder, 0)
         draw_zero_parameters(job, start["drawn"])
         # FSDP2 registers other tensors during a step.
-        parameters, problems = job.parameters, list(optimizer_problems(job))
+        parameters, held = job.parameters, parts_of_job(job)
+        problems = list(optimizer_problems(job))
         placements = {name: placements_of(job, parameter) for name, parameter in parameters.items()}
         expected = {
-            name: digest_of(same_part(start["weights"][name], parameter))
-            for name, parameter in parameters.items()
+            name: digest_of(one.part_of(start["weights"][name]))
+            for name, one in held.items()
             if name in start["weights"]
         }
-        seen = [RankStep(weights=agreements(parameters, start["weights"], lambda p: p))]
+        seen = [RankStep(weights=weight_agreements(held, start["weights"]))]
         pending: tuple[str, ...] = ()
         left_over: list[str] = []
         for step in range(1, steps + 1):
@@ -157,7 +159,7 @@ def run_plan(
 
             def look(found: RankStep = found, expected: Any = record["gradients"]) -> None:
                 nonlocal pending
-                found.gradients = agreements(parameters, expected, lambda p: p.grad)
+                found.gradients = gradient_agreements(held, expected)
                 pending = pending or tuple(
                     name for name, parameter in parameters.items() if is_pending(parameter.grad)
                 )
@@ -186,17 +188,14 @@ def run_plan(
             found.loss, found.num_targets = done.loss, done.num_targets
             found.norm, found.lr = done.grad_norm, done.lr
             found.loads, found.auxiliary_loss = loads_of(job), done.auxiliary_loss
-            found.weights = agreements(parameters, record["weights"], lambda p: p)
+            found.weights = weight_agreements(held, record["weights"])
             problems += [
                 f"step {step} changes the frozen weight {name}"
                 for name, parameter in parameters.items()
                 if not parameter.requires_grad and found.weights[name].error > 0
             ]
-            found.state = state_agreements(job, record)
-            found.buffers = {
-                name: agreement_of(buffer, buffer, record["buffers"].get(name))
-                for name, buffer in all_buffers(job).items()
-            }
+            found.state = state_agreements(job.trainer.optimizer, held, record["state"])
+            found.buffers = buffer_agreements(all_buffers(job), record["buffers"])
             if resolved.config.validation.enable and step in (1, steps):
                 validated = validate_unchanged(job, problems)
                 found.validation, found.metrics = validated.loss, dict(validated.metrics)

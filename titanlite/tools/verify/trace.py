@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config import ResolvedJob
 from titanlite.job import Job
+from titanlite.mesh.parallel_dims import axes_where
 from titanlite.modules.batch import Batch, has_own_inputs, join, takes
 from titanlite.modules.names import canonical_name
-from titanlite.modules.shards import local_part, shard_of
 from titanlite.observe.failing import styles_of
 from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.ranks.world import World
 from titanlite.registry import is_over_batch
-from titanlite.tools.verify.agreement import agreement, placements_of
+from titanlite.tools.verify.agreement import HeldParts, agreement, parts_of_job
 from titanlite.tools.verify.cells import cells_file, cells_of, cut_cells, shares_of
 from titanlite.tools.verify.inspect_model import unchanged_buffers
 from titanlite.tools.verify.jobs import Microbatches, Patch, microbatches_of
@@ -34,7 +33,6 @@ from titanlite.tools.verify.outputs import Outputs, recorded
 from titanlite.tools.verify.parts import ExpectedPart, label_dimensions
 from titanlite.tools.verify.record import (
     Agreement,
-    ModuleOutput,
     RankTrace,
     ReferenceTrace,
     module_of,
@@ -43,6 +41,7 @@ from titanlite.tools.verify.routing import compare_routing, recorded_routing, ro
 from titanlite.tools.verify.run import draw_zero_parameters, loads_of
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets
 from titanlite.tools.verify.step_files import load
+from titanlite.tools.verify.sums import Groups, sum_gradients, sum_outputs
 
 # Outputs and cells' gradients are kept up to these totals.
 MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30
@@ -73,13 +72,9 @@ def trace_reference(
             job.trainer.compute_gradients(batches)
         experts = loads_of(job)
         job.trainer.optimizer.zero_grad(set_to_none=True)
-        outputs, num_bytes, num_left_out = {}, 0, 0
-        gradients_of: dict[str, Tensor] = {}
-        for name, calls in kept.first.items():
-            num_bytes += sum(call.numel() * call.element_size() for call in calls)
-            if num_bytes > MOST_OUTPUT_BYTES:
-                num_left_out += 1
-                continue
+        outputs, gradients_of = {}, {}
+        chosen, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
+        for name, calls in chosen.items():
             batch_dim, _ = labels.get(module_of(name), (None, None))
             outputs[name] = _whole(calls, batch_dim, microbatches)
             of_outputs = kept.gradients_of(name)
@@ -148,24 +143,25 @@ def trace_plan(
         found, expected = {}, {}
         for name, calls in kept.first.items():
             if name in known["outputs"]:
-                found[name], expected[name] = own.compare(
-                    calls,
-                    known["outputs"][name],
-                    known["labels"].get(module_of(name), (None, None)),
-                )
+                labels = known["labels"].get(module_of(name), (None, None))
+                found[name], parts = own.compare(calls, known["outputs"][name], labels)
+                expected[name] = parts[0]
                 found[name].recomputed = kept.recomputed_difference(name)
                 gradients = kept.gradients_of(name)
                 if gradients is not None and name in known["gradients"]:
-                    labels = known["labels"].get(module_of(name), (None, None))
                     of_gradient, _ = own.compare(gradients, known["gradients"][name], labels)
                     if not of_gradient.shape:
                         found[name].gradient = of_gradient.agreement
+        # Stages have modules of their own.
+        axes = [axis for axis in job.dims.axes_in_use if axis not in axes_where(weights="stages")]
+        groups = {axis: job.meshes.world[axis].get_group() for axis in axes}
+        held = parts_of_job(job)
         return RankTrace(
             rank=world.rank,
             coordinates=job.dims.coordinates(world.rank),
             modules=found,
-            summed_output=_sum_outputs(job, modules, found, kept.first, expected),
-            summed_gradients=_sum_gradients(job, names, record),
+            summed_output=sum_outputs(groups, world.device, modules, found, kept.first, expected),
+            summed_gradients=_sum_gradients(job, groups, names, held, record),
             shares=shares_of(job, names, record, folder),
             pending_inputs=tuple(kept.pending_inputs),
             blind_stages=_blind_stages(job, kept, batches),
@@ -275,57 +271,15 @@ def _puts_out_logits(job: Job) -> list[bool]:
     return [job.pipeline.has_last and part is job.parts[-1] for part in job.parts]
 
 
-def _sum_outputs(
-    job: Job,
-    modules: tuple[str, ...],
-    found: Mapping[str, ModuleOutput],
-    calls: Mapping[str, list[Tensor]],
-    expected: Mapping[str, list[Tensor]],
-) -> dict[str, Agreement]:
-    """The output of the first wrong module, summed over tp if its shape is the same on all ranks.
-
-    It shows whether that output is a Partial that has not been reduced.
-    """
-    wrong: list[list[str] | None] = [None] * job.world.size
-    dist.all_gather_object(wrong, [name for name, output in found.items() if output.wrong_calls])
-    everywhere = {name for of_rank in wrong for name in of_rank or ()}
-    first = next((name for name in modules if name in everywhere), None)
-    if first is None or first not in found or not job.dims.tp_enabled:
-        return {}
-    index = 0
-    total = calls[first][index].to(job.world.device).clone()
-    shapes: list[Any] = [None] * job.dims.tp
-    group = job.meshes.world["tp"].get_group()
-    dist.all_gather_object(shapes, total.shape, group=group)
-    if len(set(shapes)) > 1:
-        return {}
-    dist.all_reduce(total, group=group)
-    part = expected[first][index]
-    return {"tp": agreement(total, part, part)} if part.shape == total.shape else {}
-
-
 def _sum_gradients(
-    job: Job, names: list[str], record: Mapping[str, Tensor]
+    job: Job, groups: Groups, names: list[str], held: HeldParts, known: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Agreement]]:
-    """Each wrong gradient summed over each axis over which its parameter is replicated."""
-    parameters = job.parameters
-    sums: dict[str, dict[str, Agreement]] = {}
-    for name in names:
-        parameter = parameters.get(name)
-        if parameter is None or parameter.grad is None or name not in record:
+    """Each wrong gradient summed over axes, and over the stages that have a copy of its weight."""
+    sums = sum_gradients(groups, job.world.device, names, held, known)
+    for name, of_axes in sums.items():
+        if job.pipeline is None or name not in held or held[name].parameter.grad is None:
             continue
-        own = local_part(parameter.grad).detach()
-        expected = shard_of(record[name], parameter)
-        sums[name] = {}
-        for axis in _replicated_axes(job, parameter):
-            total = own.to(job.world.device).clone()
-            dist.all_reduce(total, group=job.meshes.world[axis].get_group())
-            sums[name][axis] = agreement(total, expected, record[name])
-        summed = None if job.pipeline is None else job.pipeline.copies.summed(name)
+        summed = job.pipeline.copies.summed(name)
         if summed is not None:
-            sums[name]["pp"] = agreement(summed, expected, record[name])
+            of_axes["pp"] = agreement(summed, held[name].part_of(known[name]), known[name])
     return sums
-
-
-def _replicated_axes(job: Job, parameter: Tensor) -> list[str]:
-    return [axis for axis, how in placements_of(job, parameter).items() if how == "replicated"]

@@ -25,10 +25,10 @@ from titanlite.tools.verify.differences import (
     unequal_replicas,
 )
 from titanlite.tools.verify.pool import RankPools, must_run
-from titanlite.tools.verify.program.findings import Fit, PartEvidence, diagnose
+from titanlite.tools.verify.program.findings import PartEvidence, diagnose
 from titanlite.tools.verify.program.grid import RankGrid, make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
-from titanlite.tools.verify.record import RankRun, ReferenceTrace
+from titanlite.tools.verify.record import Fit, RankRun, ReferenceTrace, Shares
 from titanlite.tools.verify.report import format_result, judge
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.wording import be, name_parameters
@@ -36,7 +36,7 @@ from titanlite.tools.verify.wording import be, name_parameters
 if TYPE_CHECKING:
     from titanlite.ranks.world import World
     from titanlite.tools.verify.program.parallel import RankReport
-    from titanlite.tools.verify.program.reference import PartShares, ReferenceRecord
+    from titanlite.tools.verify.program.reference import ReferenceRecord
 
 # A reference that differs from itself by more than this draws random numbers.
 RANDOM = 1e-3
@@ -447,11 +447,11 @@ class _Judging:
             evidence.parts = list(by_part.values())
             packed, folder = self.packed, self.folder
 
-            def on_rank(world: World) -> tuple[PartShares, dict[str, Fit]]:
+            def on_rank(world: World) -> tuple[dict[int, dict[str, Fit]], Shares]:
                 from titanlite.tools.verify.program.reference import find_shares
 
                 return find_shares(world, packed, folder, step, files)
 
             with contextlib.suppress(RankError):
-                evidence.shares, evidence.expected_shares = self.pools.alone(on_rank)
+                evidence.shares, evidence.weights = self.pools.alone(on_rank)
         return evidence

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +17,8 @@ from titanlite.tools.verify.passes import (
     unexplained,
     wrong_backward,
 )
-from titanlite.tools.verify.record import Agreement, module_of
+from titanlite.tools.verify.record import Agreement, Fit, Shares, module_of
+from titanlite.tools.verify.shares import describe_parts, sums_of_parts
 from titanlite.tools.verify.updates import (
     explain_buffers,
     explain_norm_alone,
@@ -26,19 +26,7 @@ from titanlite.tools.verify.updates import (
     explain_state,
     explain_update,
 )
-from titanlite.tools.verify.wording import (
-    be_a_sum,
-    is_near,
-    listed,
-    name_factor,
-    name_parameters,
-    name_ranks,
-)
-
-# How close a part's coefficient must be to a number to equal it; the largest residual of a fit.
-NEAR, LEFT = 1e-5, 1e-6
-
-Fit = tuple[tuple[float, ...], float]
+from titanlite.tools.verify.wording import listed, name_factor, name_parameters
 
 
 @dataclass
@@ -46,9 +34,9 @@ class PartEvidence(Evidence):
     """All measurements of parallel code that differs from its reference."""
 
     shares: Mapping[int, Mapping[str, Fit]] = field(default_factory=dict)
-    """Rank -> gradient -> the coefficient of each part's own gradient in it, and the residual."""
-    expected_shares: Mapping[str, Fit] = field(default_factory=dict)
-    """The same for the reference's gradients."""
+    """Rank -> gradient -> it as a sum of those of the parts, relative to the reference's."""
+    weights: Shares = ()
+    """Each part's share of the whole mean."""
     parts: Sequence[Sequence[int]] = ()
     """For each distinct part of the batch, the ranks that have it."""
     backward: Mapping[int, Mapping[str, tuple[str, Agreement]]] = field(default_factory=dict)
@@ -97,60 +85,18 @@ def explain_start_of_code(e: PartEvidence) -> Iterator[str]:
         )
 
 
-def explain_shares(e: PartEvidence) -> Iterator[str]:
+def explain_parts(e: PartEvidence) -> Iterator[str]:
     """Gradients that are sums over the ranks' parts of the batch, with wrong coefficients."""
-    if list(missing_sums(e, e.failed("gradient"))):
-        return
-    groups: dict[tuple[tuple[float, ...], tuple[float, ...]], dict[str, list[int]]] = {}
-    for rank, of_rank in e.shares.items():
-        for name in e.failed("gradient"):
-            if name not in of_rank or name not in e.expected_shares:
-                continue
-            (own, left), (known, known_left) = of_rank[name], e.expected_shares[name]
-            if left > LEFT or known_left > LEFT:
-                continue
-            key = next((k for k in groups if _same(k[0], own) and _same(k[1], known)), (own, known))
-            groups.setdefault(key, defaultdict(list))[name].append(rank)
-    for (own, known), ranks_of in groups.items():
-        words = _describe(e, own, known)
-        if not words:
-            continue
-        who = name_parameters(list(ranks_of), e.runs, "gradient")
-        ranks = sorted({rank for ranks in ranks_of.values() for rank in ranks})
-        yield (
-            f"{who} {be_a_sum(who)} over the ranks' parts of the batch with wrong coefficients, "
-            f"{name_ranks(ranks, e.runs, range(len(e.runs)))}: {words}"
+    wrong = e.failed("gradient")
+    if not list(missing_sums(e, wrong)):
+        parts = [f"rank{'s' * (len(r) > 1)} {listed(r)}" for r in e.parts]
+        yield from sums_of_parts(
+            e.runs,
+            wrong,
+            e.shares,
+            lambda shares: describe_parts(shares, e.weights, parts),
+            "over the ranks' parts of the batch",
         )
-
-
-def _same(a: Sequence[float], b: Sequence[float]) -> bool:
-    return all(abs(x - y) < 10 * NEAR * max(1.0, abs(y)) for x, y in zip(a, b, strict=True))
-
-
-def _describe(e: PartEvidence, own: Sequence[float], known: Sequence[float]) -> str:
-    if _same(own, known) or not all(known):
-        return ""
-    ratios = [a / b for a, b in zip(own, known, strict=True)]
-    if all(is_near(ratio, ratios[0], NEAR) for ratio in ratios):
-        # The same factor for every part is explain_gradients' subject.
-        return ""
-    of_parts = [f"rank{'s' * (len(r) > 1)} {listed(r)}" for r in e.parts]
-    if all(is_near(value, own[0], NEAR) for value in own) and not is_near(own[0], 0.0, NEAR):
-        shown = [f"{k / sum(known):.4g} ({who})" for k, who in zip(known, of_parts, strict=True)]
-        return (
-            f"a mean of means. Each part counts {own[0] / sum(known):.4g}, but the parts' shares "
-            f"of the whole mean are {listed(shown, 4)}, since they have different numbers of "
-            "targets. Divide the sum of all losses by the number of targets in the whole batch"
-        )
-    missing = [who for r, who in zip(ratios, of_parts, strict=True) if abs(r) < NEAR]
-    rest = [r for r in ratios if abs(r) >= NEAR]
-    if missing and all(is_near(r, rest[0], NEAR) for r in rest):
-        scaled = (
-            "" if is_near(rest[0], 1.0, NEAR) else f", and the others count {rest[0]:.4g} times"
-        )
-        return f"the part of {listed(missing)} is missing{scaled}"
-    odd = [f"{r:.4g} times ({who})" for r, who in zip(ratios, of_parts, strict=True)]
-    return f"the parts count {listed(odd, 4)}"
 
 
 def explain_backward(e: PartEvidence) -> Iterator[str]:
@@ -227,7 +173,7 @@ QUESTIONS = (
     explain_recomputation,
     explain_forward,
     explain_ties,
-    explain_shares,
+    explain_parts,
     explain_loss_of_code,
     explain_gradients_of_code,
     explain_norm_alone,

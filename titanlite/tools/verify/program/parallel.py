@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ from typing import Any
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,17 +19,19 @@ from titanlite.errors import ConfigError
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import (
-    agreement,
-    agreement_of,
+    HeldParts,
+    buffer_agreements,
     digest_of,
+    gradient_agreements,
     is_pending,
-    state_of,
+    state_agreements,
+    weight_agreements,
 )
 from titanlite.tools.verify.outputs import Outputs, recorded
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
 from titanlite.tools.verify.program.grid import RankGrid
-from titanlite.tools.verify.program.local_parts import Held, find_held
+from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.reference import ReferenceRecord
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.program.tracing import (
@@ -41,10 +41,9 @@ from titanlite.tools.verify.program.tracing import (
     Tracer,
     save_part,
 )
-from titanlite.tools.verify.record import Agreement, RankRun, RankStep
+from titanlite.tools.verify.record import RankRun, RankStep
 from titanlite.tools.verify.step_files import load
-
-MISSING = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
+from titanlite.tools.verify.sums import gathered
 
 
 @dataclass
@@ -144,7 +143,7 @@ class _Measuring:
                     {},
                     (),
                     {name: digest_of(one.part_of(start[name])) for name, one in held.items()},
-                    [RankStep(weights=_weights(held, start))],
+                    [RankStep(weights=weight_agreements(held, start))],
                 ),
                 {name: one.place for name, one in held.items()},
                 [],
@@ -171,21 +170,19 @@ class _Measuring:
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
                 report.run.pending = report.run.pending or pending
-                found.gradients = _gradients(held, known["gradients"])
+                found.gradients = gradient_agreements(held, known["gradients"], zero_is_none=True)
                 trace = self._trace(tracer, kept, known, held, found, step, part, digest)
                 if trace is not None:
                     report.traces[step] = trace
             found.norm = built.clip()
             built.optimizer.step()
             with built.parameters():
-                found.weights = _weights(held, known["weights"])
+                found.weights = weight_agreements(held, known["weights"])
             if not built.is_flat:
-                found.state = _state(built, held, known["state"])
-            found.buffers = {
-                name: agreement_of(buffer, buffer, known["buffers"][name])
-                for name, buffer in built.buffers.items()
-                if name in known["buffers"] and buffer.shape == known["buffers"][name].shape
-            }
+                found.state = state_agreements(
+                    built.optimizer, held, known["state"], of_both_only=True
+                )
+            found.buffers = buffer_agreements(built.buffers, known["buffers"], of_both_only=True)
             report.run.steps.append(found)
             built.optimizer.zero_grad(set_to_none=True)
             for module in built.modules:
@@ -216,9 +213,7 @@ class _Measuring:
         self, parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, torch.Size]
     ) -> None:
         """Raises ConfigError, on every rank, if no rank holds a parameter of the reference."""
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, list(parameters))
-        names = {name for of_rank in everyone for name in of_rank}
+        names = {name for of_rank in gathered(list(parameters)) for name in of_rank}
         if unknown := [name for name in parameters if name not in shapes]:
             find_held({n: parameters[n] for n in unknown}, shapes, None, self.grid, self.world.rank)
         others = {name: own for own in self.record.tied for name in own}
@@ -230,14 +225,14 @@ class _Measuring:
                 f"has {len(shapes)}; return every module of the rank, or give rename="
             )
 
-    def _is_whole(self, held: Mapping[str, Held]) -> bool:
+    def _is_whole(self, held: HeldParts) -> bool:
         """Whether this rank's module is the whole model: one that holds every parameter."""
         others = {name: own for own in self.record.tied for name in own}
         start = load(self.folder, 0)["weights"]
         return all(name in held or held.keys() & set(others.get(name, ())) for name in start)
 
     @torch.no_grad()
-    def _copy(self, held: Mapping[str, Held], start: Mapping[str, Tensor]) -> None:
+    def _copy(self, held: HeldParts, start: Mapping[str, Tensor]) -> None:
         torch.manual_seed(0)
         for name, one in held.items():
             own = local_part(one.parameter)
@@ -256,7 +251,7 @@ class _Measuring:
         tracer: Tracer,
         kept: Outputs,
         known: Mapping[str, Any],
-        held: Mapping[str, Held],
+        held: HeldParts,
         found: RankStep,
         step: int,
         part: Any,
@@ -267,55 +262,10 @@ class _Measuring:
             return None
         wrong = [n for n, a in found.gradients.items() if not a.difference <= self.tolerance]
         trace = tracer.trace(kept, known, held, wrong)
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, (digest, wrong))
+        everyone = gathered((digest, wrong))
         if any(names for _, names in everyone) and len({d for d, _ in everyone}) > 1:
             names = sorted({name for _, names in everyone for name in names} & held.keys())
             path = Path(self.folder) / f"part{self.world.rank}_{step}.pt"
             with contextlib.suppress(Exception):
                 trace.file = save_part(path, self.world.rank, part, digest, held, names)
         return trace
-
-
-def _weights(held: Mapping[str, Held], known: Mapping[str, Tensor]) -> dict[str, Agreement]:
-    return {
-        name: agreement(_own(one.parameter), one.part_of(known[name]), known[name])
-        for name, one in held.items()
-    }
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """A copy of this rank's part. FSDP1 frees storage, which it cannot once numpy has seen it."""
-    return local_part(tensor.detach()).clone()
-
-
-def _gradients(held: Mapping[str, Held], known: Mapping[str, Tensor]) -> dict[str, Agreement]:
-    found = {}
-    for name, one in held.items():
-        gradient, whole = one.parameter.grad, known.get(name)
-        if gradient is None and (whole is None or not whole.any()):
-            continue
-        if gradient is None:
-            found[name] = MISSING
-        elif whole is None:
-            if local_part(gradient).any():
-                found[name] = MISSING._replace(digest=digest_of(_own(gradient)))
-        else:
-            found[name] = agreement(_own(gradient), one.part_of(whole, gradient), whole)
-    return found
-
-
-def _state(
-    built: Built, held: Mapping[str, Held], known: Mapping[str, Tensor]
-) -> dict[str, Agreement]:
-    """The optimizer state compared with the reference's, for the entries that both have."""
-    own = state_of(built.optimizer, {name: one.parameter for name, one in held.items()})
-    found = {}
-    for name, (tensor, _) in own.items():
-        parameter = name.rpartition(".")[0]
-        if name in known:
-            whole = known[name]
-            one = held[parameter]
-            part = one.part_of(whole) if whole.shape == one.shape and whole.ndim else whole
-            found[name] = agreement(local_part(tensor.detach()), part, whole)
-    return found

@@ -6,27 +6,30 @@ Each step's tensors go into one file, which every rank maps into memory and comp
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
 
 from titanlite.ranks.world import World
+from titanlite.tools.verify.agreement import state_of
 from titanlite.tools.verify.inspect_model import narrowed_in
 from titanlite.tools.verify.outputs import Outputs, recorded
 from titanlite.tools.verify.program.batches import digest_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import ReferenceStep
+from titanlite.tools.verify.record import Fit, ReferenceStep, Shares
+from titanlite.tools.verify.shares import LEFT
 from titanlite.tools.verify.step_files import load, store
+from titanlite.tools.verify.sums import fit
 
-# Module outputs are kept up to this total per step.
-MOST_OUTPUT_BYTES = 1 << 30
+# Module outputs, and as much for their gradients, are kept up to this total per step.
+MOST_OUTPUT_BYTES = 1 << 29
 
 
 @dataclass
@@ -58,7 +61,7 @@ def run_reference(world: World, packed: bytes, folder: str) -> ReferenceRecord:
 def _run(built: Built, folder: str) -> ReferenceRecord:
     request, model = built.request, built.modules[0]
     names: dict[int, list[str]] = {}
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(built.name_of(model, name))
         weights[built.name_of(model, name)] = parameter
@@ -71,7 +74,9 @@ def _run(built: Built, folder: str) -> ReferenceRecord:
         batch = cast(given, request.dtype)
         record.batches.append(digest_of_batch(batch))
         if step == 1 and request.dtype == "float64":
-            record.narrowed = _narrowed(built, model, batch)
+            # The run that finds them leaves no trace.
+            with torch.random.fork_rng():
+                record.narrowed = narrowed_in(model, functools.partial(request.loss, model, batch))
         with _recorded(built) as kept:
             loss = built.run_step(batch) or 0.0
         gradients = {
@@ -84,14 +89,15 @@ def _run(built: Built, folder: str) -> ReferenceRecord:
         gradients = _copies(gradients)
         clipped = built.clip()
         built.optimizer.step()
-        outputs, of_outputs, record.num_left_out = _kept_outputs(kept)
+        outputs, record.num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
+        of_outputs = {call: kept.gradients_of(call) for call in outputs}
         found = {
             "gradients": gradients,
             "weights": _copies(weights),
             "buffers": _copies(built.buffers),
-            "state": _state(built, weights),
+            "state": _copies(state_of(built.optimizer, weights)),
             "outputs": outputs,
-            "output_gradients": of_outputs,
+            "output_gradients": {n: found for n, found in of_outputs.items() if found},
         }
         store(found, folder, step)
         record.modules = record.modules or tuple(outputs)
@@ -106,59 +112,17 @@ def _recorded(built: Built) -> contextlib.AbstractContextManager[Outputs]:
     return recorded(built.modules, [True] * len(built.modules), built.name_of)
 
 
-def _narrowed(built: Built, model: nn.Module, batch: Any) -> tuple[str, ...]:
-    """The modules that round to a narrower dtype; the run that finds them leaves no trace."""
-    before = _copies(dict(model.named_buffers()))
-    with torch.random.fork_rng():
-        found = narrowed_in(model, lambda: built.request.loss(model, batch))
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in before:
-                buffer.copy_(before[name])
-    return found
-
-
-def _kept_outputs(kept: Outputs) -> tuple[dict[str, Any], dict[str, Any], int]:
-    outputs: dict[str, list[Tensor]] = {}
-    gradients: dict[str, list[Tensor]] = {}
-    num_bytes = left_out = 0
-    for call, tensors in kept.first.items():
-        num_bytes += 2 * sum(t.numel() * t.element_size() for t in tensors)
-        if num_bytes > MOST_OUTPUT_BYTES:
-            left_out += 1
-            continue
-        outputs[call] = tensors
-        of_call = kept.gradients_of(call)
-        if of_call is not None:
-            gradients[call] = of_call
-    return outputs, gradients, left_out
-
-
-def _state(built: Built, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    state = built.optimizer.state
-    return {
-        f"{name}.{key}": value.detach().cpu().clone()
-        for name, parameter in weights.items()
-        for key, value in state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
-
-
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-PartShares = dict[int, dict[str, tuple[tuple[float, ...], float]]]
-"""Rank -> gradient -> the weight of each part's own gradient in it, and the relative residual."""
-
-
 def find_shares(
     world: World, packed: bytes, folder: str, step: int, files: Sequence[str]
-) -> tuple[PartShares, dict[str, tuple[tuple[float, ...], float]]]:
+) -> tuple[dict[int, dict[str, Fit]], Shares]:
     """Write wrong gradients as weighted sums of the gradients of the ranks' parts of the batch.
 
-    `files` are those of the ranks (tracing.py), one per distinct part first. Also returns the
-    weights that the reference's own gradients have.
+    `files` are those of the ranks (tracing.py). Returns these sums by rank and name, relative to
+    the reference's own, and each part's share of the whole mean.
     """
     request: Request = cloudpickle.loads(packed)
     saved = [torch.load(file, weights_only=False) for file in files]
@@ -170,34 +134,27 @@ def find_shares(
             for name, parameter in parameters.items():
                 parameter.copy_(before["weights"][name])
         parts = {file["digest"]: file["batch"] for file in saved}
-        cells: dict[str, list[Tensor]] = {}
+        of_parts: dict[str, list[Tensor]] = {}
         for part in parts.values():
             built.run_step(part)
             for name, parameter in parameters.items():
                 if parameter.grad is not None:
-                    cells.setdefault(name, []).append(parameter.grad.detach().double().flatten())
+                    of_parts.setdefault(name, []).append(parameter.grad.detach().flatten())
             model.zero_grad(set_to_none=True)
-    shares: PartShares = {}
-    for file in saved:
-        of_rank = shares.setdefault(file["rank"], {})
-        for name, (own, elements) in file["gradients"].items():
-            if len(cells.get(name, ())) == len(parts):
-                chosen = torch.stack([cell[elements] for cell in cells[name]], 1)
-                fit = _fit(chosen, own.double())
-                if fit is not None:
-                    of_rank[name] = fit
-    expected = {}
-    for name in {name for of_rank in shares.values() for name in of_rank}:
-        fit = _fit(torch.stack(cells[name], 1), record["gradients"][name].double().flatten())
-        if fit is not None:
-            expected[name] = fit
+    fits: dict[int, dict[str, Fit]] = {file["rank"]: {} for file in saved}
+    shares: Shares = ()
+    for name, gradients in of_parts.items():
+        whole = record["gradients"][name].flatten()
+        known = fit(gradients, whole, whole) if len(gradients) == len(parts) else None
+        if known is None or known[1] > LEFT or not all(known[0]):
+            continue
+        shares = shares or tuple(one / sum(known[0]) for one in known[0])
+        for file in saved:
+            if name in file["gradients"]:
+                own, elements = file["gradients"][name]
+                found = fit([one[elements] for one in gradients], own, whole[elements])
+                if found is not None:
+                    relative = (a / b for a, b in zip(found[0], known[0], strict=True))
+                    fits[file["rank"]][name] = tuple(relative), found[1]
     gc.collect()
-    return shares, expected
-
-
-def _fit(cells: Tensor, own: Tensor) -> tuple[tuple[float, ...], float] | None:
-    if len(own) < 2 * cells.size(1) or not own.isfinite().all() or not own.norm():
-        return None
-    weights = torch.linalg.lstsq(cells, own[:, None], driver="gelsd").solution[:, 0]
-    left = ((cells @ weights - own).norm() / own.norm()).item()
-    return tuple(weights.tolist()), left
+    return fits, shares
