@@ -125,7 +125,8 @@ def agreement(difference: float = 0.0, digest: str = "") -> Agreement:
 
 
 def run_of(rank: int, how: str, start: Agreement, then: Agreement, expected: str = "") -> RankRun:
-    steps = [RankStep(weights={"w": start}), RankStep(2.0, 1.0, 1e-3, 7, {"w": then}, {"w": then})]
+    after = RankStep(2.0, 1.0, 1e-3, 7, gradients={"w": then}, weights={"w": then})
+    steps = [RankStep(weights={"w": start}), after]
     return RankRun(rank, {"tp": rank}, {"w": {"tp": how}}, (), {"w": expected}, steps)
 
 

@@ -5,7 +5,6 @@ A plan splits the batch, so a job whose result depends on the split cannot be co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from titanlite.config import ResolvedJob
@@ -23,12 +22,14 @@ from titanlite.tools.verify.differences import (
 from titanlite.tools.verify.job_runs import JobRuns, Reference
 from titanlite.tools.verify.jobs import (
     PARTS,
+    JobRun,
     accumulation_pair,
     microbatches_of,
     plan_job,
     reference_job,
 )
 from titanlite.tools.verify.record import Mixing
+from titanlite.tools.verify.report import WORDS
 from titanlite.tools.verify.result import Verification
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Accumulation:
         if pair is None:
             return ""
         at_once, in_parts = pair
-        reference = self._runs.reference(at_once, num_steps)
+        reference = self._runs.reference(JobRun(at_once, num_steps))
         if reference.narrowed:
             return ""
         key = at_once.config.model_dump_json(exclude_unset=True), num_steps
@@ -68,11 +69,10 @@ class Accumulation:
 
     def _explain(self, reference: Reference, in_parts: ResolvedJob, num_steps: int) -> str:
         """What is wrong with the sum over parts of the batch; "" for nothing."""
-        runs = self._runs.run(in_parts, reference, num_steps)
+        runs = self._runs.run(JobRun(in_parts, num_steps), reference)
         cut = Verification(in_parts, "float64", num_steps, 1)
         cut.differences = differences(runs, reference.steps)
-        cut.tolerance = Tolerance("float64", [dict.fromkeys(s, 1.0) for s in cut.differences])
-        cut.failures = failures(cut.differences, cut.tolerance)
+        cut.judge(Tolerance("float64", [dict.fromkeys(s, 1.0) for s in cut.differences]))
         # Wrong learning rates are reported elsewhere, and a buffer may count microbatches.
         cut.failures = [f for f in cut.failures if f.kind not in ("lr", "buffer")]
         if not cut.failures or any(f.kind == "start" for f in cut.failures):
@@ -93,7 +93,7 @@ class Accumulation:
     def _require_fixed(self, reference: Reference, num_steps: int) -> None:
         """Raises ConfigError if the same job gives another result when it is run again."""
         job = reference.job
-        again = differences(self._runs.run(job, reference, num_steps), reference.steps)
+        again = differences(self._runs.run(JobRun(job, num_steps), reference), reference.steps)
         unlike = [f for f in failures(again, Tolerance("float64")) if f.kind != "lr"]
         if not unlike:
             return
@@ -157,18 +157,15 @@ def measure_rounding(
     if found.dtype != "float64":
         others.append(reference_job(plan_job(found.job, "float64")))
 
-    def measured() -> Iterable[list[dict[Key, float]]]:
-        for other in others:
-            ranks = runs.run(
-                other, reference, found.num_steps, None, microbatches, replay=found.replays
-            )
-            yield differences(ranks, reference.steps)
-
-    return largest_of(measured(), len(reference.steps))
+    orders = [
+        JobRun(other, found.num_steps, microbatches=microbatches, replay=found.replays)
+        for other in others
+    ]
+    measured = (differences(runs.run(one, reference), reference.steps) for one in orders)
+    return largest_of(measured, len(reference.steps))
 
 
 def _what(failure: Disagreement) -> str:
     """The differing quantity, in words."""
-    words = {"norm": "gradient norm", "lr": "learning rate", "state": "optimizer state"}
-    what = words.get(failure.kind, failure.kind)
+    what = WORDS[failure.kind].removeprefix("the ")
     return f"{what} of {failure.name}" if failure.name else what

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from titanlite.config import override, resolve_job
 from titanlite.errors import TitanliteError
-from titanlite.tools.verify.diagnose import diagnose
+from titanlite.tools.verify.diagnose import QUESTIONS_OF_JOB, diagnose
 from titanlite.tools.verify.differences import differences, failures
 from titanlite.tools.verify.evidence import JobEvidence
 from titanlite.tools.verify.job_runs import JobRuns, Reference, failure
-from titanlite.tools.verify.jobs import Patch, features_off
+from titanlite.tools.verify.jobs import JobRun, Patch, features_off
 from titanlite.tools.verify.record import RankRun, RankTrace, ReferenceTrace
 from titanlite.tools.verify.result import Verification
 
@@ -34,9 +34,7 @@ def find_causes(
         found.job.dims,
         reference.steps,
         measured,
-        found.differences,
-        found.failures,
-        found.splits,
+        found,
         job=found.job,
     )
     step = max(1, evidence.step)
@@ -48,7 +46,7 @@ def find_causes(
             evidence.cured_by = find_cures(runs, found, reference, step, patch)
     except TitanliteError as error:
         lost = [f"recording step {step} in detail failed ({failure(error)})"]
-    return diagnose(evidence) + lost
+    return diagnose(evidence, QUESTIONS_OF_JOB) + lost
 
 
 def _trace(
@@ -59,14 +57,14 @@ def _trace(
     names = evidence.failed("gradient")
 
     def trace_alone(world: World) -> ReferenceTrace:
-        from titanlite.tools.verify.trace import trace_reference
+        from titanlite.tools.verify.job_trace import trace_reference
 
         return trace_reference(world, alone, step, folder, job, names)
 
     known = evidence.reference_trace = runs.pools.alone(trace_alone)
 
     def trace_rank(world: World) -> RankTrace:
-        from titanlite.tools.verify.trace import trace_plan
+        from titanlite.tools.verify.job_trace import trace_plan
 
         return trace_plan(world, job, step, folder, names, known.modules, patch)
 
@@ -83,7 +81,7 @@ def explain_error(
     words = f"the plan runs, and agrees with one process, if {' or if '.join(cures)}"
     # An error that happens now and then would blame any feature.
     try:
-        runs.run(found.job, reference, found.num_steps, patch)
+        runs.run(JobRun(found.job, found.num_steps, patch), reference)
     except TitanliteError as error:
         failure(error)
     else:
@@ -101,7 +99,7 @@ def find_cures(
         config = override(found.job.config, changes)
         without = resolve_job(config, found.job.dims.world_size)
         try:
-            measured = runs.run(without, reference, step, patch)
+            measured = runs.run(JobRun(without, step, patch), reference)
         except TitanliteError as error:
             failure(error)
             continue

@@ -20,7 +20,7 @@ from titanlite.modules.batch import Batch
 from titanlite.modules.shards import local_part, shard_of
 from titanlite.tools.verify.jobs import microbatch_size
 from titanlite.tools.verify.record import Cell, Fit
-from titanlite.tools.verify.sums import fit
+from titanlite.tools.verify.tracing import fit
 
 # With more cells, microbatches are merged: each cell costs a backward pass and a gradient copy.
 MOST_CELLS = 48

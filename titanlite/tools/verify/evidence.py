@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.tools.verify.differences import Disagreement, Key, UnequalReplicas
 from titanlite.tools.verify.jobs import microbatch_size
 from titanlite.tools.verify.record import (
     Agreement,
@@ -17,10 +16,13 @@ from titanlite.tools.verify.record import (
     ReferenceStep,
     ReferenceTrace,
 )
+from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.wording import AxisDegrees, name_factor
 
 # A factor explains a difference if the residual is below this share of the whole.
 EXPLAINED = 1e-6
+# The largest difference of a gradient, or of a recomputed output, that agrees, in float64.
+WRONG = 1e-9
 
 
 @dataclass
@@ -30,24 +32,24 @@ class Evidence:
     dims: AxisDegrees
     reference: Sequence[ReferenceStep]
     runs: Sequence[RankRun]
-    differences: Sequence[dict[Key, float]]
-    failures: Sequence[Disagreement]
-    splits: Sequence[UnequalReplicas]
+    found: Result
     reference_trace: ReferenceTrace | None = None
     traces: Sequence[RankTrace] = ()
     cured_by: Sequence[str] = ()
     """Settings with which the plan agrees, such as "compile.enable = false"."""
+    is_split: bool = True
+    """Whether a sum over ranks should give the loss: not so if all have the same batch."""
 
     @property
     def step(self) -> int:
         """The first step in which something differs."""
         # Replicas that differ from each other also differ from the reference, which is a failure.
-        steps = [f.step for f in self.failures] or [s.step for s in self.splits]
+        steps = [f.step for f in self.found.failures] or [s.step for s in self.found.splits]
         return min(steps, default=1)
 
     def failed(self, kind: str) -> list[str]:
         """The names of the tensors of this kind that differ at that step ("" for a number)."""
-        return [f.name for f in self.failures if f.step == self.step and f.kind == kind]
+        return [f.name for f in self.found.failures if f.step == self.step and f.kind == kind]
 
     @property
     def forward_order(self) -> Sequence[str]:

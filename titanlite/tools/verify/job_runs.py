@@ -9,12 +9,12 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from titanlite.config import ResolvedJob
 from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.tools.verify.jobs import Microbatches, Patch, microbatches_of, saving_job
+from titanlite.tools.verify.jobs import JobRun, Microbatches, microbatches_of, saving_job
 from titanlite.tools.verify.pool import RankPools, must_run
 from titanlite.tools.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
 
@@ -22,20 +22,12 @@ if TYPE_CHECKING:
     from titanlite.ranks.world import World
 
 
-@dataclass
-class Reference:
-    """A job that was run on one process: the numbers of each step, and the folder of its tensors.
-
-    The first of `steps` is the start.
-    """
+@dataclass(kw_only=True)
+class Reference(ReferenceRun):
+    """A job that was run on one process, and the folder of its tensors."""
 
     job: ResolvedJob
     folder: str
-    steps: list[ReferenceStep]
-    narrowed: tuple[str, ...] = ()
-    """Modules that compute in a narrower dtype than that of their input."""
-    problems: tuple[str, ...] = ()
-    """Sentences about where its step does not follow the formulas."""
 
 
 class JobRuns:
@@ -47,40 +39,27 @@ class JobRuns:
         self._references: dict[tuple[str, int, Microbatches | None], Reference] = {}
 
     def run_both(
-        self,
-        plan: ResolvedJob,
-        alone: ResolvedJob,
-        steps: int,
-        patch: Patch | None,
-        *,
-        is_beside: bool,
-        reloads: bool,
-        replay: bool,
+        self, plan: JobRun, alone: ResolvedJob, *, is_beside: bool
     ) -> tuple[Reference, list[RankRun], RankError | None]:
-        """Run `plan` and its reference `alone`; returns the reference, and what the ranks measured.
+        """Run a plan and its reference `alone`; returns the reference, and what the ranks measured.
 
-        With `is_beside`, the plan runs beside the reference, one step behind it. With `reloads`,
-        the plan saves a checkpoint, which one process loads too. If a rank of the plan fails, there
-        are no measurements, but its error. Raises ConfigError if the job itself is wrong.
+        With `is_beside`, the plan runs beside the reference, one step behind it. If the plan
+        reloads its checkpoint, one process does too. If a rank of the plan fails, there are no
+        measurements, but its error. Raises ConfigError if the job itself is wrong.
         """
-        ranks, one = self.pools.of(plan.dims.world_size), self.pools.of(1)
-        with self._saving(plan, reloads) as job, self.pools.closing_busy():
-            folder, wait = self._start_reference(
-                alone, steps, microbatches_of(plan), is_beside=is_beside
-            )
-
-            def start_plan() -> Callable[[], list[RankRun]]:
-                return self._start(job, folder, steps, patch, reloads=reloads, replay=replay)
-
-            results = start_plan() if is_beside else None
+        job, one = plan.job, self.pools.of(1)
+        with self._saving(plan) as plan, self.pools.closing_busy():
+            reference_run = JobRun(alone, plan.steps, microbatches=microbatches_of(job))
+            folder, wait = self._start_reference(reference_run, is_beside=is_beside)
+            results = self._start(plan, folder) if is_beside else None
             reference = wait()
             try:
-                results = results or start_plan()
-                waits = reloads and ranks is not one
-                resumed = self._start_resume(job, reference, steps) if waits else None
+                results = results or self._start(plan, folder)
+                waits = plan.reloads and job.dims.world_size > 1
+                resumed = self._start_resume(plan, reference) if waits else None
                 runs = results()
-                if reloads and all(run.reloaded for run in runs):
-                    resumed = resumed or self._start_resume(job, reference, steps)
+                if plan.reloads and all(run.reloaded for run in runs):
+                    resumed = resumed or self._start_resume(plan, reference)
                     (runs[0].reloaded_alone,) = resumed()
             except TitanliteError as error:
                 return reference, [], failure(error)
@@ -90,61 +69,33 @@ class JobRuns:
                     one.close(now=True)
             return reference, runs, None
 
-    def reference(
-        self, alone: ResolvedJob, steps: int, microbatches: Microbatches | None = None
-    ) -> Reference:
+    def reference(self, run: JobRun) -> Reference:
         """Run a job on one process, or return the earlier run of the same job."""
-        return self._start_reference(alone, steps, microbatches)[1]()
+        return self._start_reference(run)[1]()
 
-    def run(
-        self,
-        job: ResolvedJob,
-        reference: Reference,
-        steps: int,
-        patch: Patch | None = None,
-        microbatches: Microbatches | None = None,
-        *,
-        replay: bool = False,
-    ) -> list[RankRun]:
-        """Run a job on its ranks for `steps` steps and measure it against the reference."""
-        return self._start(job, reference.folder, steps, patch, microbatches, replay=replay)()
+    def run(self, run: JobRun, reference: Reference) -> list[RankRun]:
+        """Run a job on its ranks and measure it against the reference."""
+        return self._start(run, reference.folder)()
 
-    def _start(
-        self,
-        job: ResolvedJob,
-        folder: str,
-        steps: int,
-        patch: Patch | None = None,
-        microbatches: Microbatches | None = None,
-        *,
-        reloads: bool = False,
-        replay: bool = False,
-    ) -> Callable[[], list[RankRun]]:
+    def _start(self, run: JobRun, folder: str) -> Callable[[], list[RankRun]]:
         """Start such a run; `folder` is the reference's, which may still be running."""
 
         def on_rank(world: World) -> RankRun:
             from titanlite.tools.verify.run import run_plan
 
-            return run_plan(
-                world, job, steps, folder, patch, microbatches, reloads=reloads, replay=replay
-            )
+            return run_plan(world, run, folder)
 
-        return self.pools.of(job.dims.world_size).submit(on_rank)
+        return self.pools.of(run.job.dims.world_size).submit(on_rank)
 
     def _start_reference(
-        self,
-        alone: ResolvedJob,
-        steps: int,
-        microbatches: Microbatches | None,
-        *,
-        is_beside: bool = False,
+        self, run: JobRun, *, is_beside: bool = False
     ) -> tuple[str, Callable[[], Reference]]:
         """Start a job on one process, unless it was run before.
 
         Returns its folder, in which each step's record appears, and a function that waits for its
         end.
         """
-        key = alone.config.model_dump_json(exclude_unset=True), steps, microbatches
+        key = run.job.config.model_dump_json(exclude_unset=True), run.steps, run.microbatches
         if known := self._references.get(key):
             return known.folder, lambda: known
         folder = tempfile.mkdtemp(dir=self._folder)
@@ -152,41 +103,39 @@ class JobRuns:
         def on_rank(world: World) -> ReferenceRun:
             from titanlite.tools.verify.run import run_reference
 
-            return run_reference(world, alone, steps, folder, microbatches, is_beside=is_beside)
+            return run_reference(world, run, folder, is_beside=is_beside)
 
         results = self.pools.of(1).submit(on_rank)
 
         def wait() -> Reference:
             with must_run("the job does not run"):
-                (run,) = results()
-            _require_finite(run.steps)
-            found = Reference(alone, folder, run.steps, run.narrowed, run.problems)
+                (done,) = results()
+            _require_finite(done.steps)
+            found = Reference(**vars(done), job=run.job, folder=folder)
             self._references[key] = found
             return found
 
         return folder, wait
 
-    def _start_resume(
-        self, saved: ResolvedJob, reference: Reference, step: int
-    ) -> Callable[[], list[RankStep]]:
+    def _start_resume(self, saved: JobRun, reference: Reference) -> Callable[[], list[RankStep]]:
         """Let one process load the checkpoint of `saved`, as soon as it is complete."""
-        job = saving_job(reference.job, saved.config.job.dump_folder)
+        job = saving_job(reference.job, saved.job.config.job.dump_folder)
 
         def on_rank(world: World) -> RankStep:
             from titanlite.tools.verify.reload import resume_alone
 
-            return resume_alone(world, job, step, reference.folder)
+            return resume_alone(world, job, saved.steps, reference.folder)
 
         return self.pools.of(1).submit(on_rank)
 
     @contextlib.contextmanager
-    def _saving(self, plan: ResolvedJob, reloads: bool) -> Iterator[ResolvedJob]:
-        """The job, with checkpoints in a temporary folder if it is to save one."""
-        if not reloads:
+    def _saving(self, plan: JobRun) -> Iterator[JobRun]:
+        """The run, with checkpoints in a temporary folder if it is to save one."""
+        if not plan.reloads:
             yield plan
             return
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            yield saving_job(plan, folder)
+            yield replace(plan, job=saving_job(plan.job, folder))
 
 
 def failure(error: TitanliteError) -> RankError:

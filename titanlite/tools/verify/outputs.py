@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.modules.names import unwrapped_name
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement
-from titanlite.tools.verify.record import Agreement, ModuleOutput, module_of, name_call
+from titanlite.tools.verify.record import module_of, name_call
 
 
 class Outputs:
@@ -84,32 +84,6 @@ class Outputs:
             if num_bytes <= most_bytes:
                 kept[call] = tensors
         return kept, len(self.first) - len(kept)
-
-
-def compare_calls(
-    calls: Sequence[Tensor],
-    ways: Callable[[int, Tensor], Iterable[tuple[Tensor, Tensor]]],
-    tolerance: float,
-) -> tuple[ModuleOutput, list[Tensor]] | None:
-    """A module's outputs, in the order of its calls, compared with parts of the reference's.
-
-    `ways(index, call)` has (a part that this call's output may equal, the whole); the one that fits
-    best is taken. Returns these parts, too; None if there is none for a call.
-    """
-    found: list[Agreement] = []
-    parts = []
-    for index, call in enumerate(calls):
-        fits = [(agreement(call, part, whole), part) for part, whole in ways(index, call)]
-        if not fits:
-            return None
-        best, part = min(fits, key=lambda fit: fit[0].error)
-        found.append(best)
-        parts.append(part)
-    wrong = tuple(i for i, one in enumerate(found) if not one.difference <= tolerance)
-    worst = max(found, key=lambda one: one.error)
-    aa, ab, bb = (sum(getattr(one, name) for one in found) for name in ("aa", "ab", "bb"))
-    total = Agreement(worst.error, worst.scale, aa, ab, bb, "")
-    return ModuleOutput(total, len(calls), wrong), parts
 
 
 def tensor_of(output: Any) -> Tensor | None:

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from titanlite.job import Job
 from titanlite.modules.batch import Batch, call_model, join
 from titanlite.tools.verify.agreement import agreement
-from titanlite.tools.verify.outputs import compare_calls, recorded
+from titanlite.tools.verify.outputs import recorded
 from titanlite.tools.verify.record import ModuleOutput, module_of
-
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""The largest difference of an output that agrees: far above rounding error, far below a bug."""
+from titanlite.tools.verify.tracing import TOLERANCES, compare_calls
 
 
 def label_dimensions(model: nn.Module, batch: Batch) -> dict[str, tuple[int | None, ...]]:

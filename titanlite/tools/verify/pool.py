@@ -151,9 +151,13 @@ class RankPools:
         timeout_seconds: float = 300,
         max_ranks: int | None = None,
     ) -> None:
-        self.device_type = device_type
         self.timeout_seconds = timeout_seconds
-        self.max_ranks = max_ranks
+        self._make = functools.partial(
+            RankPool,
+            device_type=device_type,
+            timeout_seconds=timeout_seconds,
+            max_ranks=max_ranks,
+        )
         self._pools: dict[int, RankPool] = {}
         self._exits = contextlib.ExitStack()
 
@@ -170,12 +174,7 @@ class RankPools:
     def of(self, num_ranks: int) -> RankPool:
         """The pool of `num_ranks` ranks; it starts them at its first call."""
         if num_ranks not in self._pools:
-            pool = RankPool(
-                num_ranks,
-                self.device_type,
-                timeout_seconds=self.timeout_seconds,
-                max_ranks=self.max_ranks,
-            )
+            pool = self._make(num_ranks)
             self._pools[num_ranks] = self._exits.enter_context(pool)
         return self._pools[num_ranks]
 

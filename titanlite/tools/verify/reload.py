@@ -13,14 +13,7 @@ from titanlite.checkpoint.run import Checkpoints
 from titanlite.config import ResolvedJob
 from titanlite.job import Job, build_job
 from titanlite.ranks.world import World
-from titanlite.tools.verify.agreement import (
-    buffer_agreements,
-    parts_of_job,
-    state_agreements,
-    state_of,
-    weight_agreements,
-)
-from titanlite.tools.verify.opened import open_job
+from titanlite.tools.verify.opened import open_job, subject_of
 from titanlite.tools.verify.record import RankStep
 from titanlite.tools.verify.step_files import load, wait_for
 
@@ -70,17 +63,17 @@ def resume_alone(world: World, resolved: ResolvedJob, step: int, folder: str) ->
 
 
 def _loaded(job: Job, record: Any) -> RankStep:
-    held = parts_of_job(job)
+    subject = subject_of(job)
     return RankStep(
-        weights=weight_agreements(held, record["weights"]),
-        state=state_agreements(job.trainer.optimizer, held, record["state"]),
-        buffers=buffer_agreements(job.buffers, record["buffers"]),
+        weights=subject.compare_weights(record["weights"]),
+        state=subject.compare_state(record["state"]),
+        buffers=subject.compare_buffers(record["buffers"], job.buffers),
     )
 
 
 def _schedule_of(job: Job) -> dict[str, Any]:
     trainer = job.trainer
-    state = state_of(trainer.optimizer, job.parameters)
+    state = subject_of(job).state()
     return {
         "the learning rates": [group["lr"] for group in trainer.optimizer.param_groups],
         "the schedule's step": trainer.scheduler.last_epoch,

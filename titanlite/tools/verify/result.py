@@ -13,6 +13,7 @@ from titanlite.tools.verify.differences import (
     Tolerance,
     UnequalReplicas,
     badness,
+    failures,
 )
 
 
@@ -37,6 +38,16 @@ class Result:
     @property
     def agrees(self) -> bool:
         return not (self.error or self.problems or self.failures or self.splits)
+
+    def judge(self, tolerance: Tolerance) -> None:
+        """Compare the differences with this tolerance."""
+        self.tolerance = tolerance
+        self.failures = failures(self.differences, tolerance)
+
+    @property
+    def error_finding(self) -> str:
+        """The finding that says only that the parallel run did not end."""
+        return f"the plan does not run: {self.error}"
 
     @property
     def cause(self) -> str:
@@ -88,8 +99,3 @@ class Verification(Result):
     @property
     def agrees(self) -> bool:
         return super().agrees and not self.wrong_sums and not self.resume_problems
-
-    @property
-    def error_finding(self) -> str:
-        """The finding that says only that the plan does not run."""
-        return f"the plan does not run: {self.error}"

@@ -13,22 +13,11 @@ from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.modules.batch import join
-from titanlite.modules.shards import local_part, shard_of, whole_tensor
+from titanlite.modules.shards import local_part, shard_of
 from titanlite.observe.failing import naming_failures
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.world import World
-from titanlite.tools.verify.agreement import (
-    all_buffers,
-    buffer_agreements,
-    digest_of,
-    gradient_agreements,
-    is_pending,
-    parts_of_job,
-    placements_of,
-    state_agreements,
-    state_of,
-    weight_agreements,
-)
+from titanlite.tools.verify.agreement import digest_of, is_pending, placements_of
 from titanlite.tools.verify.formulas import (
     left_over_gradients,
     optimizer_problems,
@@ -38,8 +27,8 @@ from titanlite.tools.verify.formulas import (
     wrong_validation,
 )
 from titanlite.tools.verify.inspect_model import find_narrowed
-from titanlite.tools.verify.jobs import Microbatches, Patch, scheduled_lr
-from titanlite.tools.verify.opened import open_job
+from titanlite.tools.verify.jobs import JobRun, Patch, scheduled_lr
+from titanlite.tools.verify.opened import open_job, subject_of
 from titanlite.tools.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
 from titanlite.tools.verify.recurrence import Recurrence, one_seed_for_all
 from titanlite.tools.verify.reload import save_and_load
@@ -47,26 +36,23 @@ from titanlite.tools.verify.routing import followed_routing, recorded_routing, r
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets, look_at_data
 from titanlite.tools.verify.step_files import load, store
 from titanlite.training.initialize import generator_for
+from titanlite.training.step import StepResult
 
 
 def run_reference(
-    world: World,
-    resolved: ResolvedJob,
-    steps: int,
-    folder: str,
-    microbatches: Microbatches | None = None,
-    is_beside: bool = False,
+    world: World, run: JobRun, folder: str, *, is_beside: bool = False
 ) -> ReferenceRun:
-    """Train the job for `steps` steps on one process and write a record of each into `folder`.
+    """Train the job of `run` on one process, and write a record of each step into `folder`.
 
-    With `microbatches`, a step's batch is split into these instead of the job's own. With
-    `is_beside`, the plan runs at the same time, and the reference uses half of the cores.
+    With `is_beside`, the plan runs at the same time, and the reference uses half of the cores.
     """
+    resolved, steps = run.job, run.steps
     threads = _half_of_threads() if is_beside else contextlib.nullcontext()
     with threads, open_job(world, resolved) as job:
         drawn = draw_zero_parameters(job, None)
-        store({"weights": _whole(job.whole_parameters()), "drawn": drawn}, folder, 0)
-        run = ReferenceRun([ReferenceStep()])
+        subject = subject_of(job)
+        store({"weights": subject.whole_weights(), "drawn": drawn}, folder, 0)
+        result = ReferenceRun([ReferenceStep()])
         start = load(folder, 0)["weights"]
         problems = list(one_seed_for_all(start))
         recurrence = Recurrence(job, start)
@@ -77,79 +63,55 @@ def run_reference(
             gradients: dict[str, Tensor] = {}
 
             def keep(gradients: dict[str, Tensor] = gradients) -> None:
-                gradients.update(_whole(job.whole_gradients()))
+                gradients.update(subject.whole_gradients())
 
-            batches = cut_again(leave_out_targets(job, batches), microbatches)
+            batches = cut_again(leave_out_targets(job, batches), run.microbatches)
             if step == 1 and resolved.config.training.param_dtype == "float64":
-                run.narrowed = find_narrowed(job, batches)
+                result.narrowed = find_narrowed(job, batches)
             with recorded_routing(job) as routed:
                 done = job.trainer.step(batches, on_gradients=keep)
-            run.steps.append(
-                ReferenceStep(
-                    done.loss,
-                    done.grad_norm,
-                    scheduled_lr(resolved.config, step),
-                    done.num_targets,
-                    loads=loads_of(job),
-                    auxiliary_loss=done.auxiliary_loss,
-                )
-            )
+            numbers = ReferenceStep()
+            _note_numbers(numbers, job, done)
+            numbers.lr = scheduled_lr(resolved.config, step)
+            result.steps.append(numbers)
             record = {
                 "fields": dict(whole.fields),
                 "gradients": gradients,
-                "weights": _whole(job.whole_parameters()),
                 "lr": done.lr,
-                "state": {
-                    name: whole_tensor(tensor.detach()).cpu().clone()
-                    for name, tensor in state_of(job.trainer.optimizer, job.parameters).items()
-                },
-                "buffers": {name: b.detach().cpu().clone() for name, b in all_buffers(job).items()},
-                "routing": {} if microbatches else routing_record(routed),
+                **subject.whole_tensors(),
+                "routing": {} if run.microbatches else routing_record(routed),
             }
             store(record, folder, step)
             left_over = left_over or list(left_over_gradients(job, step))
-            problems += recurrence.problems(step, batches, record, run.steps[step])
+            problems += recurrence.problems(step, batches, record, numbers)
             if resolved.config.validation.enable and step in (1, steps):
-                validated = validate_unchanged(job, problems)
-                run.steps[step].validation = validated.loss
-                run.steps[step].metrics = dict(validated.metrics)
+                shown = _validate(numbers, job, problems)
                 if step == 1:
-                    problems += wrong_validation(job, validated.loss)
-        run.problems = tuple(dict.fromkeys([*left_over, *problems]))
-        return run
+                    problems += wrong_validation(job, shown)
+        result.problems = tuple(dict.fromkeys([*left_over, *problems]))
+        return result
 
 
-def run_plan(
-    world: World,
-    resolved: ResolvedJob,
-    steps: int,
-    folder: str,
-    patch: Patch | None = None,
-    microbatches: Microbatches | None = None,
-    reloads: bool = False,
-    replay: bool = False,
-) -> RankRun:
-    """Train the job for `steps` steps and measure this rank's part against the record in `folder`.
+def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
+    """Train the job of `run`, and measure this rank's part against the record in `folder`.
 
-    With `microbatches`, which need one process, the batch is split into these instead of the job's
-    own. With `reloads`, the job, which must have [checkpoint] enabled, is saved at its end and
-    loaded into a new job, which is measured too. With `replay`, tokens go to the experts that the
-    reference chose. Every rank of the world must call this.
+    Every rank of the world must call this.
     """
     calls_before = {call.group: call.number for call in recorded_calls()}
-    with (patch or contextlib.nullcontext)(), open_job(world, resolved) as job:
+    steps, section = run.steps, run.job.config.validation
+    with (run.patch or contextlib.nullcontext)(), open_job(world, run.job) as job:
         start = load(folder, 0)
         draw_zero_parameters(job, start["drawn"])
-        # FSDP2 registers other tensors during a step.
-        parameters, held = job.parameters, parts_of_job(job)
+        subject = subject_of(job)
+        parameters = {name: one.parameter for name, one in subject.held.items()}
         problems = list(optimizer_problems(job))
         placements = {name: placements_of(job, parameter) for name, parameter in parameters.items()}
         expected = {
             name: digest_of(one.part_of(start["weights"][name]))
-            for name, one in held.items()
+            for name, one in subject.held.items()
             if name in start["weights"]
         }
-        seen = [RankStep(weights=weight_agreements(held, start["weights"]))]
+        seen = [RankStep(weights=subject.compare_weights(start["weights"]))]
         pending: tuple[str, ...] = ()
         left_over: list[str] = []
         for step in range(1, steps + 1):
@@ -159,16 +121,16 @@ def run_plan(
 
             def look(found: RankStep = found, expected: Any = record["gradients"]) -> None:
                 nonlocal pending
-                found.gradients = gradient_agreements(held, expected)
+                found.gradients = subject.compare_gradients(expected)
                 pending = pending or tuple(
                     name for name, parameter in parameters.items() if is_pending(parameter.grad)
                 )
 
             batches = leave_out_targets(job, batches, record["fields"])
-            batches = cut_again(batches, microbatches)
+            batches = cut_again(batches, run.microbatches)
             with (
                 naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
-                followed_routing(job, batches, record["routing"], replay=replay) as moved,
+                followed_routing(job, batches, record["routing"], replay=run.replay) as moved,
             ):
                 done = job.trainer.step(batches, on_gradients=look)
             found.moved = moved
@@ -185,23 +147,20 @@ def run_plan(
                     if name not in record["gradients"]
                 ]
             left_over = left_over or list(left_over_gradients(job, step))
-            found.loss, found.num_targets = done.loss, done.num_targets
-            found.norm, found.lr = done.grad_norm, done.lr
-            found.loads, found.auxiliary_loss = loads_of(job), done.auxiliary_loss
-            found.weights = weight_agreements(held, record["weights"])
+            _note_numbers(found, job, done)
+            found.weights = subject.compare_weights(record["weights"])
             problems += [
                 f"step {step} changes the frozen weight {name}"
                 for name, parameter in parameters.items()
                 if not parameter.requires_grad and found.weights[name].error > 0
             ]
-            found.state = state_agreements(job.trainer.optimizer, held, record["state"])
-            found.buffers = buffer_agreements(all_buffers(job), record["buffers"])
-            if resolved.config.validation.enable and step in (1, steps):
-                validated = validate_unchanged(job, problems)
-                found.validation, found.metrics = validated.loss, dict(validated.metrics)
+            found.state = subject.compare_state(record["state"])
+            found.buffers = subject.compare_buffers(record["buffers"])
+            if section.enable and step in (1, steps):
+                _validate(found, job, problems)
             seen.append(found)
         reloaded, resume_problems = None, list[str]()
-        if reloads:
+        if run.reloads:
             try:
                 reloaded = save_and_load(job, steps, record, resume_problems)
             except TitanliteError as error:
@@ -217,6 +176,18 @@ def run_plan(
             tuple(resume_problems),
             reloaded,
         )
+
+
+def _note_numbers(step: ReferenceStep, job: Job, done: StepResult) -> None:
+    step.loss, step.norm, step.lr = done.loss, done.grad_norm, done.lr
+    step.num_targets, step.auxiliary_loss = done.num_targets, done.auxiliary_loss
+    step.loads = loads_of(job)
+
+
+def _validate(step: ReferenceStep, job: Job, problems: list[str]) -> float:
+    validated = validate_unchanged(job, problems)
+    step.validation, step.metrics = validated.loss, dict(validated.metrics)
+    return validated.loss
 
 
 def check_formats(world: World, resolved: ResolvedJob, patch: Patch | None) -> tuple[str, ...]:
@@ -262,7 +233,3 @@ def loads_of(job: Job) -> dict[str, tuple[int, ...]]:
     balancer = job.trainer.balancer
     counts = {} if balancer is None else balancer.counts
     return {name: tuple(of_layer) for name, of_layer in counts.items()}
-
-
-def _whole(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: whole.detach().cpu().clone() for name, whole in tensors}

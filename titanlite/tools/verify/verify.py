@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config import JobConfig, ResolvedJob, resolve_job
 from titanlite.tools.verify.accumulation import Accumulation, measure_rounding
 from titanlite.tools.verify.causes import explain_error, find_causes
-from titanlite.tools.verify.differences import Tolerance, differences, failures, unequal_replicas
+from titanlite.tools.verify.differences import Tolerance, differences, unequal_replicas
 from titanlite.tools.verify.experts import moved_tokens
 from titanlite.tools.verify.job_runs import JobRuns, Reference
-from titanlite.tools.verify.jobs import Patch, plan_job, reference_job
+from titanlite.tools.verify.jobs import JobRun, Patch, plan_job, reference_job
 from titanlite.tools.verify.pool import RankPool, RankPools
 from titanlite.tools.verify.record import RankRun
 from titanlite.tools.verify.result import Verification
@@ -90,15 +90,9 @@ class Verifier:
         if parts > 1:
             # Plan and reference both accumulate, so a bug in that would be in both.
             found.wrong_sums = self._accumulation.problem(plan, steps)
-        reference, runs, found.error = self._runs.run_both(
-            plan,
-            alone,
-            steps,
-            patch,
-            is_beside=parts == 1 and plan.dims.world_size > 1,
-            reloads=reloads,
-            replay=replay,
-        )
+        run = JobRun(plan, steps, patch, reloads=reloads, replay=replay)
+        is_beside = parts == 1 and plan.dims.world_size > 1
+        reference, runs, found.error = self._runs.run_both(run, alone, is_beside=is_beside)
         found.narrowed = reference.narrowed
         if found.error is not None:
             found.findings = explain_error(self._runs, found, reference, patch)
@@ -124,8 +118,7 @@ class Verifier:
         is_float8 = found.job.config.converts_to_float8
         found.differences = differences(runs, reference.steps)
         found.moved = moved_tokens(runs)
-        found.tolerance = Tolerance(found.dtype, is_narrow=is_narrow, is_float8=is_float8)
-        found.failures = failures(found.differences, found.tolerance)
+        found.judge(Tolerance(found.dtype, is_narrow=is_narrow, is_float8=is_float8))
         is_exact = found.dtype == "float64"
         if found.failures or not is_exact:
             found.wrong_sums = self._accumulation.problem(found.job, found.num_steps)
@@ -133,8 +126,7 @@ class Verifier:
         # done only if something is above the default tolerance.
         if not is_exact or (found.failures and not found.wrong_sums and not is_float8):
             rounding = measure_rounding(self._runs, found, reference)
-            found.tolerance = Tolerance(found.dtype, rounding, is_narrow, is_float8)
-            found.failures = failures(found.differences, found.tolerance)
+            found.judge(Tolerance(found.dtype, rounding, is_narrow, is_float8))
         found.splits = unequal_replicas(runs)
         found.problems = _merged(runs, lambda run: run.problems)
         found.problems += [p for p in reference.problems if p not in found.problems]

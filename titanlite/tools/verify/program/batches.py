@@ -58,10 +58,6 @@ class Where:
     rows: Tensor
     columns: Tensor
 
-    @property
-    def is_whole(self) -> bool:
-        return len(self.rows) == self.num_rows and len(self.columns) == self.num_columns
-
 
 def find_part(
     batch: Any, split: Split | None, mesh: Any, grid: RankGrid, rank: int

@@ -16,27 +16,27 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import ConfigError, RankError
+from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.differences import (
     Key,
     Tolerance,
     differences,
-    failures,
     largest_of,
     unequal_replicas,
 )
 from titanlite.tools.verify.pool import RankPools, must_run
-from titanlite.tools.verify.program.findings import PartEvidence, diagnose
+from titanlite.tools.verify.program.findings import QUESTIONS_OF_CODE, PartEvidence
 from titanlite.tools.verify.program.grid import RankGrid, make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
 from titanlite.tools.verify.record import Fit, RankRun, ReferenceTrace, Shares
-from titanlite.tools.verify.report import format_result, judge
+from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.wording import be, name_parameters
 
 if TYPE_CHECKING:
     from titanlite.ranks.world import World
-    from titanlite.tools.verify.program.parallel import RankReport
-    from titanlite.tools.verify.program.reference import ReferenceRecord
+    from titanlite.tools.verify.program.parallel import CodeRun
+    from titanlite.tools.verify.program.reference import ModelRun
 
 # A reference that differs from itself by more than this draws random numbers.
 RANDOM = 1e-3
@@ -75,11 +75,14 @@ class Comparison(Result):
         ]
         if self.losses:
             lines.append(f"loss       the {self.losses} over the parts of the batch")
+        lines += ["", format_result(self, self.dtype)]
         if self.error is not None:
-            verdict = f"DOES NOT RUN: {self.error} ({self.seconds:.1f} s)"
-            text = format_result(self, verdict, self.findings[1:], self.dtype)
-            return "\n".join([*lines, "", text, "", self.error.rank_traceback]).rstrip()
-        return "\n".join([*lines, "", format_result(self, judge(self), self.findings, self.dtype)])
+            lines += ["", self.error.rank_traceback]
+        return "\n".join(lines).rstrip()
+
+    @property
+    def error_finding(self) -> str:
+        return f"the parallel code does not run: {self.error}"
 
     def check(self) -> Comparison:
         """Raises AssertionError, with what `print` shows, unless the parallel code agrees."""
@@ -226,24 +229,24 @@ class Comparer:
             record = self._reference(packed, folder)
             found.narrowed = record.narrowed
 
-            def on_rank(world: World) -> RankReport:
+            def on_rank(world: World) -> CodeRun:
                 from titanlite.tools.verify.program.parallel import run_parallel
 
                 return run_parallel(world, packed, folder, record)
 
             try:
-                reports = pool.call(on_rank)
+                runs = pool.call(on_rank)
             except RankError as error:
                 found.error = error
-                found.findings = [f"the parallel code does not run: {error}"]
+                found.findings = [found.error_finding]
             else:
-                judging = _Judging(self._pools, request, packed, folder, record, reports, found)
+                judging = _Judging(self._pools, request, packed, folder, record, runs, found)
                 judging.judge(tolerance)
         found.seconds = time.perf_counter() - start
         return found
 
-    def _reference(self, packed: bytes, folder: str) -> ReferenceRecord:
-        def on_rank(world: World) -> ReferenceRecord:
+    def _reference(self, packed: bytes, folder: str) -> ModelRun:
+        def on_rank(world: World) -> ModelRun:
             from titanlite.tools.verify.program.reference import run_reference
 
             return run_reference(world, packed, folder)
@@ -259,22 +262,17 @@ class Comparer:
         return record
 
 
+@dataclass
 class _Judging:
-    """Combines the ranks' reports into a result."""
+    """Combines the ranks' measurements into a result."""
 
-    def __init__(
-        self,
-        pools: RankPools,
-        request: Request,
-        packed: bytes,
-        folder: str,
-        record: ReferenceRecord,
-        reports: list[RankReport],
-        found: Comparison,
-    ) -> None:
-        self.pools, self.request, self.packed, self.folder = pools, request, packed, folder
-        self.record, self.reports, self.found = record, reports, found
-        self.runs = [report.run for report in reports]
+    pools: RankPools
+    request: Request
+    packed: bytes
+    folder: str
+    record: ModelRun
+    runs: list[CodeRun]
+    found: Comparison
 
     def judge(self, tolerance: float | None) -> None:
         """Fill in the result."""
@@ -283,24 +281,24 @@ class _Judging:
         found.losses = self._combine_losses()
         found.differences = self._differences(self.runs)
         if tolerance is not None:
-            found.tolerance = Given(dtype=found.dtype, limit=tolerance)
+            found.judge(Given(dtype=found.dtype, limit=tolerance))
         elif found.dtype == "float64":
-            found.tolerance = Tolerance("float64", is_narrow=is_narrow)
+            found.judge(Tolerance("float64", is_narrow=is_narrow))
         else:
-            found.tolerance = Tolerance(found.dtype, self._rounding(found.dtype, "float64"))
-        found.failures = failures(found.differences, found.tolerance)
+            found.judge(Tolerance(found.dtype, self._rounding(found.dtype, "float64")))
         is_wrong = any(failure.kind != "start" for failure in found.failures)
         if is_wrong and found.dtype == "float64":
             # Some tensors have larger rounding errors; measuring them also finds random numbers.
             rounding = self._rounding("float64")
             if tolerance is None:
-                found.tolerance = Tolerance("float64", rounding, is_narrow)
-                found.failures = failures(found.differences, found.tolerance)
+                found.judge(Tolerance("float64", rounding, is_narrow))
         found.splits = unequal_replicas(self.runs)
         found.problems = self._pending()
         if not found.agrees:
             is_differing = found.failures or found.splits
-            found.findings = found.problems + (diagnose(self._evidence()) if is_differing else [])
+            found.findings = list(found.problems)
+            if is_differing:
+                found.findings += diagnose(self._evidence(), QUESTIONS_OF_CODE)
 
     def _pending(self) -> list[str]:
         """Gradients that are Partial at the optimizer step, though their local parts agree."""
@@ -318,14 +316,14 @@ class _Judging:
 
     def _place(self) -> None:
         """Find along which axes each parameter is replicated: where ranks hold equal elements."""
-        grid, reports = self.found.grid, self.reports
-        names = {name for report in reports for name in report.places}
+        grid, runs = self.found.grid, self.runs
+        names = {name for run in runs for name in run.places}
         axes = [axis for axis in grid.axes_in_use if self._is_held_along(axis, names)]
-        for report in reports:
-            for name in report.places:
-                report.run.placements[name] = {
+        for run in runs:
+            for name in run.places:
+                run.placements[name] = {
                     axis: "replicated"
-                    if len({reports[r].places.get(name) for r in self._along(axis, report)}) == 1
+                    if len({runs[r].places.get(name) for r in self._along(axis, run)}) == 1
                     else "sharded"
                     for axis in axes
                 }
@@ -333,18 +331,18 @@ class _Judging:
     def _is_held_along(self, axis: str, names: set[str]) -> bool:
         """Whether all ranks along an axis hold the same parameters: not so for pipeline stages."""
         return all(
-            len({name in self.reports[rank].places for rank in self._along(axis, report)}) == 1
-            for report in self.reports
+            len({name in self.runs[rank].places for rank in self._along(axis, run)}) == 1
+            for run in self.runs
             for name in names
         )
 
-    def _along(self, axis: str, report: RankReport) -> list[int]:
+    def _along(self, axis: str, run: CodeRun) -> list[int]:
         """The ranks that differ from this one only on one axis."""
-        place = self.found.grid.coordinates(report.run.rank)
+        place = self.found.grid.coordinates(run.rank)
         return [
-            other.run.rank
-            for other in self.reports
-            if {**self.found.grid.coordinates(other.run.rank), axis: 0} == {**place, axis: 0}
+            other.rank
+            for other in self.runs
+            if {**self.found.grid.coordinates(other.rank), axis: 0} == {**place, axis: 0}
         ]
 
     def _combine_losses(self) -> str:
@@ -355,12 +353,12 @@ class _Judging:
         """
         ways: dict[str, list[list[float]]] = {"": [], "mean": [], "sum": []}
         for step, known in enumerate(self.record.steps[1:]):
-            own = [report.losses[step] for report in self.reports]
+            own = [run.losses[step] for run in self.runs]
             given = [value for value in own if value is not None]
             by_part: dict[str, float] = {}
-            for report, value in zip(self.reports, own, strict=True):
+            for run, value in zip(self.runs, own, strict=True):
                 if value is not None:
-                    by_part.setdefault(report.parts[step], value)
+                    by_part.setdefault(run.parts[step], value)
             parts = list(by_part.values())
             if not given:
                 given, parts = [known.loss], [known.loss]
@@ -375,9 +373,7 @@ class _Judging:
         return chosen
 
     def _parts_by_step(self) -> list[list[str]]:
-        return [
-            [report.parts[step] for report in self.reports] for step in range(self.found.num_steps)
-        ]
+        return [[run.parts[step] for run in self.runs] for step in range(self.found.num_steps)]
 
     def _loss_error(self, values: list[list[float]]) -> float:
         return max(
@@ -403,7 +399,7 @@ class _Judging:
     def _differences_of_reference(self, dtype: str) -> list[dict[Key, float]]:
         packed, folder, record = self.packed, self.folder, self.record
 
-        def on_rank(world: World) -> RankReport:
+        def on_rank(world: World) -> CodeRun:
             from titanlite.tools.verify.program.parallel import run_again
 
             return run_again(world, packed, folder, record, dtype)
@@ -411,8 +407,8 @@ class _Judging:
         again = self.pools.alone(on_rank)
         for step, value in enumerate(again.losses, 1):
             # The loss function of one process always returns a loss.
-            again.run.steps[step].loss = value or 0.0
-        found = self._differences([again.run])
+            again.steps[step].loss = value or 0.0
+        found = self._differences([again])
         loss = found[1].get(("loss", ""), 0.0)
         if loss > RANDOM:
             raise ConfigError(
@@ -427,23 +423,19 @@ class _Judging:
             found.grid,
             record.steps,
             self.runs,
-            found.differences,
-            found.failures,
-            found.splits,
+            found,
             tied=record.tied,
         )
         step = max(1, evidence.step)
-        traces = [r.traces[step] for r in self.reports if step in r.traces]
-        evidence.reference_trace = ReferenceTrace(record.modules, (), (), (), record.num_left_out)
+        traces = [run.traces[step] for run in self.runs if step in run.traces]
+        evidence.reference_trace = ReferenceTrace(record.modules, num_left_out=record.num_left_out)
         evidence.traces = traces
-        evidence.backward = {trace.rank: trace.summed_backward for trace in traces}
-        evidence.torn = [axis for trace in traces for axis in trace.torn_backward]
         evidence.is_split = len(set(self._parts_by_step()[step - 1])) > 1
         files = [trace.file for trace in traces]
         if evidence.failed("gradient") and all(files) and files:
             by_part: dict[str, list[int]] = {}
-            for report in self.reports:
-                by_part.setdefault(report.parts[step - 1], []).append(report.run.rank)
+            for run in self.runs:
+                by_part.setdefault(run.parts[step - 1], []).append(run.rank)
             evidence.parts = list(by_part.values())
             packed, folder = self.packed, self.folder
 

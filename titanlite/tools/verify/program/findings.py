@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titanlite.tools.verify.diagnose import answers
-from titanlite.tools.verify.differences import same_shards
 from titanlite.tools.verify.evidence import EXPLAINED, Evidence
 from titanlite.tools.verify.gradients import explain_gradients, missing_sums
-from titanlite.tools.verify.inputs import explain_start
+from titanlite.tools.verify.inputs import explain_shards, explain_start
 from titanlite.tools.verify.passes import (
     explain_forward,
     explain_loss,
     explain_recomputation,
-    unexplained,
+    outputs_differ,
     wrong_backward,
 )
-from titanlite.tools.verify.record import Agreement, Fit, Shares, module_of
+from titanlite.tools.verify.record import Fit, Shares, module_of
 from titanlite.tools.verify.shares import describe_parts, sums_of_parts
 from titanlite.tools.verify.updates import (
     explain_buffers,
@@ -26,7 +24,7 @@ from titanlite.tools.verify.updates import (
     explain_state,
     explain_update,
 )
-from titanlite.tools.verify.wording import listed, name_factor, name_parameters
+from titanlite.tools.verify.wording import listed, name_factor
 
 
 @dataclass
@@ -39,42 +37,12 @@ class PartEvidence(Evidence):
     """Each part's share of the whole mean."""
     parts: Sequence[Sequence[int]] = ()
     """For each distinct part of the batch, the ranks that have it."""
-    backward: Mapping[int, Mapping[str, tuple[str, Agreement]]] = field(default_factory=dict)
-    """Rank -> axis -> the first wrong gradient of an output, in backward order, and its sum."""
-    torn: Sequence[str] = ()
-    """Axes along which ranks hold the same output but different gradients of it."""
-    is_split: bool = False
-    """Whether ranks have different parts of the batch."""
     tied: Sequence[Sequence[str]] = ()
     """Names of one parameter of the reference."""
 
     def factor(self, value: float) -> str:
         calls = [o.num_calls for trace in self.traces for o in trace.modules.values()]
         return name_factor(value, self.dims, num_microbatches=max(calls, default=1))
-
-
-def diagnose(evidence: PartEvidence) -> list[str]:
-    """What is wrong with parallel code, the most likely cause first."""
-    found = answers(evidence, QUESTIONS)
-    return found or [unexplained(evidence)]
-
-
-def explain_shards(e: PartEvidence) -> Iterator[str]:
-    """Parameters that start with another rank's shard."""
-    wrong = e.failed("start")
-    swapped = set()
-    for run in e.runs:
-        for name in wrong:
-            own = run.steps[0].weights.get(name)
-            others = {r.expected_shards.get(name) for r in e.runs if r is not run}
-            if own is not None and own.digest in others - {run.expected_shards.get(name)}:
-                swapped.add(name)
-    if swapped and not set(same_shards(e.runs)) & swapped:
-        yield (
-            f"ranks hold each other's shards of {name_parameters(swapped, e.runs, 'parameter')}: "
-            "each starting value is right, on the wrong rank. Look at the index by which a rank "
-            "chooses its shard, and at the order of the ranks in the group"
-        )
 
 
 def explain_start_of_code(e: PartEvidence) -> Iterator[str]:
@@ -101,13 +69,13 @@ def explain_parts(e: PartEvidence) -> Iterator[str]:
 
 def explain_backward(e: PartEvidence) -> Iterator[str]:
     """A module that returns a gradient of its input that is still a sum over an axis."""
-    if not e.failed("gradient") or e.failed("start") or _outputs_differ(e):
+    if not e.failed("gradient") or e.failed("start") or outputs_differ(e):
         return
-    sums = [of_rank for of_rank in e.backward.values() if of_rank]
+    sums = [trace.summed_backward for trace in e.traces if trace.summed_backward]
     for axis in {axis: None for of_rank in sums for axis in of_rank}:
         found = [of_rank[axis] for of_rank in sums if axis in of_rank]
         is_sum = all(one.difference < EXPLAINED for _, one in found)
-        if not is_sum and axis not in e.torn:
+        if not is_sum and not any(axis in trace.torn_backward for trace in e.traces):
             continue
         call = found[0][0]
         order = list(e.forward_order)
@@ -134,19 +102,6 @@ def _is_inside(call: str, module: str) -> bool:
     return module == "" or module_of(call).startswith(f"{module}.")
 
 
-def _outputs_differ(e: Evidence) -> bool:
-    return any(o.wrong_calls for trace in e.traces for o in trace.modules.values())
-
-
-def explain_loss_of_code(e: PartEvidence) -> Iterator[str]:
-    """The loss; only of ranks with different parts does a sum give the loss of the batch."""
-    for sentence in explain_loss(e):
-        if e.is_split or "different losses" not in sentence:
-            yield sentence
-        elif not _outputs_differ(e):
-            yield "ranks with the same batch have different losses: look at the loss function"
-
-
 def explain_gradients_of_code(e: PartEvidence) -> Iterator[str]:
     explained = list(explain_backward(e))
     yield from explained
@@ -167,14 +122,14 @@ def explain_ties(e: PartEvidence) -> Iterator[str]:
             )
 
 
-QUESTIONS = (
+QUESTIONS_OF_CODE = (
     explain_shards,
     explain_start_of_code,
     explain_recomputation,
     explain_forward,
     explain_ties,
     explain_parts,
-    explain_loss_of_code,
+    explain_loss,
     explain_gradients_of_code,
     explain_norm_alone,
     explain_update,

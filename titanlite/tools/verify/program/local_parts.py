@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import Cut, HeldPart
 from titanlite.tools.verify.program.grid import RankGrid
+from titanlite.tools.verify.subject import Cut, HeldPart
 
 MOST_PROBLEMS = 4
 

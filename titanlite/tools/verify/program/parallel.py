@@ -6,6 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,62 +19,45 @@ from torch.distributed.device_mesh import init_device_mesh
 from titanlite.errors import ConfigError
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
-from titanlite.tools.verify.agreement import (
-    HeldParts,
-    buffer_agreements,
-    digest_of,
-    gradient_agreements,
-    is_pending,
-    state_agreements,
-    weight_agreements,
-)
-from titanlite.tools.verify.outputs import Outputs, recorded
+from titanlite.tools.verify.agreement import digest_of, is_pending
+from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
+from titanlite.tools.verify.program.code_trace import Tracer, save_part
 from titanlite.tools.verify.program.grid import RankGrid
 from titanlite.tools.verify.program.local_parts import find_held
-from titanlite.tools.verify.program.reference import ReferenceRecord
+from titanlite.tools.verify.program.reference import ModelRun
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.program.tracing import (
-    NARROW_TOLERANCE,
-    TOLERANCES,
-    PartTrace,
-    Tracer,
-    save_part,
-)
-from titanlite.tools.verify.record import RankRun, RankStep
+from titanlite.tools.verify.record import RankRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
-from titanlite.tools.verify.sums import gathered
+from titanlite.tools.verify.subject import HeldParts, Subject
+from titanlite.tools.verify.tracing import TOLERANCES, gathered
+
+# The least tolerance of outputs if part of the model computes in a narrower dtype.
+IF_NARROWED = 1e-4
 
 
 @dataclass
-class RankReport:
+class CodeRun(RankRun):
     """One rank's measurements."""
 
-    run: RankRun
-    places: dict[str, str]
+    places: dict[str, str] = field(default_factory=dict)
     """Parameter -> a digest of the elements that the rank holds, equal for replicas."""
-    losses: list[float | None]
+    losses: list[float | None] = field(default_factory=list)
     """What each step returned, None where a rank computes no loss."""
-    parts: list[str]
+    parts: list[str] = field(default_factory=list)
     """A digest of this rank's part of each batch."""
-    traces: dict[int, PartTrace] = field(default_factory=dict)
+    traces: dict[int, RankTrace] = field(default_factory=dict)
     """The steps in which some rank's numbers differ, recorded in detail."""
 
 
-def run_parallel(world: World, packed: bytes, folder: str, record: ReferenceRecord) -> RankReport:
+def run_parallel(world: World, packed: bytes, folder: str, record: ModelRun) -> CodeRun:
     """Train the parallel code on every batch; every rank of the world must call this."""
     request: Request = cloudpickle.loads(packed)
-    try:
-        with in_dtype(request.dtype):
-            return _Measuring(world, request, folder, record).run()
-    finally:
-        gc.collect()
+    return _Measuring(world, request, folder, record).run()
 
 
-def run_again(
-    world: World, packed: bytes, folder: str, record: ReferenceRecord, dtype: str
-) -> RankReport:
+def run_again(world: World, packed: bytes, folder: str, record: ModelRun, dtype: str) -> CodeRun:
     """The reference once more, from weights that differ in their last bit or in `dtype`.
 
     Its differences from the first run are the rounding error of the reference.
@@ -91,12 +75,8 @@ def run_again(
         copy_weights=True,
         dtype=dtype,
     )
-    try:
-        with in_dtype(dtype):
-            is_same = dtype == request.dtype
-            return _Measuring(world, again, folder, record, perturbs=is_same, traces=False).run()
-    finally:
-        gc.collect()
+    perturbs = dtype == request.dtype
+    return _Measuring(world, again, folder, record, perturbs=perturbs, traces=False).run()
 
 
 class _Measuring:
@@ -107,18 +87,27 @@ class _Measuring:
         world: World,
         request: Request,
         folder: str,
-        record: ReferenceRecord,
+        record: ModelRun,
         *,
         perturbs: bool = False,
         traces: bool = True,
     ) -> None:
         self.world, self.request, self.folder, self.record = world, request, folder, record
         self.grid, self.perturbs, self.traces = request.grid, perturbs, traces
-        self.tolerance = TOLERANCES[request.dtype]
+        # Of outputs, and of gradients that are not looked at again.
+        self.tolerance = TOLERANCES[getattr(torch, request.dtype)]
         if record.narrowed:
-            self.tolerance = max(self.tolerance, NARROW_TOLERANCE)
+            self.tolerance = max(self.tolerance, IF_NARROWED)
 
-    def run(self) -> RankReport:
+    def run(self) -> CodeRun:
+        """Train the code on every batch, under the comparison's dtype."""
+        try:
+            with in_dtype(self.request.dtype):
+                return self._run()
+        finally:
+            gc.collect()
+
+    def _run(self) -> CodeRun:
         request, world = self.request, self.world
         mesh = self._open_mesh()
         batches = [cast(batch, request.dtype) for batch in request.batches]
@@ -134,60 +123,53 @@ class _Measuring:
             held = find_held(parameters, shapes, request.shard, self.grid, world.rank)
             if request.copy_weights:
                 self._copy(held, start)
-        is_whole = self._is_whole(held)
+        subject = self._subject(built, held, mesh)
         with built.parameters():
-            report = RankReport(
-                RankRun(
-                    world.rank,
-                    self.grid.coordinates(world.rank),
-                    {},
-                    (),
-                    {name: digest_of(one.part_of(start[name])) for name, one in held.items()},
-                    [RankStep(weights=weight_agreements(held, start))],
-                ),
-                {name: one.place for name, one in held.items()},
-                [],
-                [],
+            run = CodeRun(
+                world.rank,
+                self.grid.coordinates(world.rank),
+                {},
+                (),
+                {name: digest_of(one.part_of(start[name])) for name, one in held.items()},
+                [RankStep(weights=subject.compare_weights(start))],
+                places={name: one.place for name, one in held.items()},
             )
         # A missing seed must show up: ranks on different machines differ in this too.
         torch.manual_seed(hash((world.rank, time.monotonic_ns())) % 2**32)
         for step, (batch, part) in enumerate(zip(batches, parts, strict=True), 1):
             tracer = Tracer(
+                subject,
                 self.grid,
                 world.rank,
-                mesh,
                 find_part(batch, request.split, mesh, self.grid, world.rank),
                 self.record.modules,
                 self.tolerance,
-                world.device,
             )
             digest = digest_of_batch(part)
-            report.parts.append(digest)
+            run.parts.append(digest)
             known = load(self.folder, step)
             found = RankStep()
-            with self._recorded(built, is_whole) as kept:
-                report.losses.append(built.run_step(part))
+            with subject.recorded() if request.modules else nullcontext(Outputs()) as kept:
+                run.losses.append(built.run_step(part))
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
-                report.run.pending = report.run.pending or pending
-                found.gradients = gradient_agreements(held, known["gradients"], zero_is_none=True)
-                trace = self._trace(tracer, kept, known, held, found, step, part, digest)
+                run.pending = run.pending or pending
+                found.gradients = subject.compare_gradients(known["gradients"])
+                trace = self._trace(tracer, kept, known, found, step, part, digest)
                 if trace is not None:
-                    report.traces[step] = trace
+                    run.traces[step] = trace
             found.norm = built.clip()
             built.optimizer.step()
             with built.parameters():
-                found.weights = weight_agreements(held, known["weights"])
+                found.weights = subject.compare_weights(known["weights"])
             if not built.is_flat:
-                found.state = state_agreements(
-                    built.optimizer, held, known["state"], of_both_only=True
-                )
-            found.buffers = buffer_agreements(built.buffers, known["buffers"], of_both_only=True)
-            report.run.steps.append(found)
+                found.state = subject.compare_state(known["state"])
+            found.buffers = subject.compare_buffers(known["buffers"])
+            run.steps.append(found)
             built.optimizer.zero_grad(set_to_none=True)
             for module in built.modules:
                 module.zero_grad(set_to_none=True)
-        return report
+        return run
 
     def _open_mesh(self) -> Any:
         degrees = self.grid.degrees
@@ -225,11 +207,21 @@ class _Measuring:
                 f"has {len(shapes)}; return every module of the rank, or give rename="
             )
 
-    def _is_whole(self, held: HeldParts) -> bool:
-        """Whether this rank's module is the whole model: one that holds every parameter."""
+    def _subject(self, built: Built, held: HeldParts, mesh: Any) -> Subject:
+        # A module that holds every parameter is the whole model.
         others = {name: own for own in self.record.tied for name in own}
         start = load(self.folder, 0)["weights"]
-        return all(name in held or held.keys() & set(others.get(name, ())) for name in start)
+        has_all = all(name in held or held.keys() & set(others.get(name, ())) for name in start)
+        return Subject(
+            held,
+            built.optimizer,
+            built.modules,
+            [has_all and len(built.modules) == 1] * len(built.modules),
+            {axis: mesh.get_group(axis) for axis in self.grid.axes_in_use},
+            self.world.device,
+            built.name_of,
+            is_job=False,
+        )
 
     @torch.no_grad()
     def _copy(self, held: HeldParts, start: Mapping[str, Tensor]) -> None:
@@ -240,30 +232,24 @@ class _Measuring:
             if self.perturbs and own.is_floating_point():
                 own.mul_(1 + torch.finfo(own.dtype).eps * (2 * torch.rand_like(own) - 1))
 
-    def _recorded(self, built: Built, is_whole: bool) -> contextlib.AbstractContextManager[Outputs]:
-        if not self.request.modules:
-            return contextlib.nullcontext(Outputs())
-        is_alone = is_whole and len(built.modules) == 1
-        return recorded(built.modules, [is_alone] * len(built.modules), built.name_of)
-
     def _trace(
         self,
         tracer: Tracer,
         kept: Outputs,
         known: Mapping[str, Any],
-        held: HeldParts,
         found: RankStep,
         step: int,
         part: Any,
         digest: str,
-    ) -> PartTrace | None:
+    ) -> RankTrace | None:
         """A detailed recording of the step if any rank's gradients differ."""
         if not self.traces:
             return None
         wrong = [n for n, a in found.gradients.items() if not a.difference <= self.tolerance]
-        trace = tracer.trace(kept, known, held, wrong)
+        trace = tracer.trace(kept, known, wrong)
         everyone = gathered((digest, wrong))
         if any(names for _, names in everyone) and len({d for d, _ in everyone}) > 1:
+            held = tracer.subject.held
             names = sorted({name for _, names in everyone for name in names} & held.keys())
             path = Path(self.folder) / f"part{self.world.rank}_{step}.pt"
             with contextlib.suppress(Exception):

@@ -5,50 +5,45 @@ Each step's tensors go into one file, which every rank maps into memory and comp
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import cloudpickle
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.ranks.world import World
-from titanlite.tools.verify.agreement import state_of
 from titanlite.tools.verify.inspect_model import narrowed_in
-from titanlite.tools.verify.outputs import Outputs, recorded
-from titanlite.tools.verify.program.batches import digest_of_batch
+from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import Fit, ReferenceStep, Shares
+from titanlite.tools.verify.record import Fit, ReferenceRun, ReferenceStep, Shares
 from titanlite.tools.verify.shares import LEFT
 from titanlite.tools.verify.step_files import load, store
-from titanlite.tools.verify.sums import fit
+from titanlite.tools.verify.subject import HeldPart, Subject
+from titanlite.tools.verify.tracing import fit
 
 # Module outputs, and as much for their gradients, are kept up to this total per step.
 MOST_OUTPUT_BYTES = 1 << 29
 
 
 @dataclass
-class ReferenceRecord:
-    """The numbers of the reference's steps, the first of which is the start."""
+class ModelRun(ReferenceRun):
+    """What the process of the plain model returns."""
 
-    steps: list[ReferenceStep]
     modules: tuple[str, ...] = ()
     """Calls of modules in forward order."""
-    narrowed: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of one parameter."""
     num_left_out: int = 0
     """The number of outputs that were too large to keep."""
-    batches: list[str] = field(default_factory=list)
-    """A digest of each batch."""
 
 
-def run_reference(world: World, packed: bytes, folder: str) -> ReferenceRecord:
+def run_reference(world: World, packed: bytes, folder: str) -> ModelRun:
     """Train the reference on every batch and write a record of each step into `folder`."""
     request: Request = cloudpickle.loads(packed)
     try:
@@ -58,44 +53,39 @@ def run_reference(world: World, packed: bytes, folder: str) -> ReferenceRecord:
         gc.collect()
 
 
-def _run(built: Built, folder: str) -> ReferenceRecord:
+def _run(built: Built, folder: str) -> ModelRun:
     request, model = built.request, built.modules[0]
     names: dict[int, list[str]] = {}
-    weights: dict[str, nn.Parameter] = {}
+    held: dict[str, HeldPart] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(built.name_of(model, name))
-        weights[built.name_of(model, name)] = parameter
+        held[built.name_of(model, name)] = HeldPart(parameter.shape, parameter)
     tied = tuple(tuple(own) for own in names.values() if len(own) > 1)
-    store({"weights": _copies(weights)}, folder, 0)
-    record = ReferenceRecord([ReferenceStep()], tied=tied)
+    subject = Subject(
+        held, built.optimizer, built.modules, [True], name_of=built.name_of, is_job=False
+    )
+    store({"weights": subject.whole_weights()}, folder, 0)
+    record = ModelRun([ReferenceStep()], tied=tied)
     # A model that draws random numbers must not draw the same ones in each run.
     torch.manual_seed(time.monotonic_ns() % 2**32)
     for step, given in enumerate(request.batches, 1):
         batch = cast(given, request.dtype)
-        record.batches.append(digest_of_batch(batch))
         if step == 1 and request.dtype == "float64":
             # The run that finds them leaves no trace.
             with torch.random.fork_rng():
                 record.narrowed = narrowed_in(model, functools.partial(request.loss, model, batch))
-        with _recorded(built) as kept:
+        with subject.recorded() if request.modules else nullcontext(Outputs()) as kept:
             loss = built.run_step(batch) or 0.0
-        gradients = {
-            name: (p.grad if p.grad is not None else torch.zeros_like(p))
-            for name, p in weights.items()
-            if p.requires_grad
-        }
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = sum((g.double() ** 2).sum().item() for g in own) ** 0.5
-        gradients = _copies(gradients)
+        gradients = subject.whole_gradients()
         clipped = built.clip()
         built.optimizer.step()
         outputs, record.num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
         of_outputs = {call: kept.gradients_of(call) for call in outputs}
         found = {
             "gradients": gradients,
-            "weights": _copies(weights),
-            "buffers": _copies(built.buffers),
-            "state": _copies(state_of(built.optimizer, weights)),
+            **subject.whole_tensors(),
             "outputs": outputs,
             "output_gradients": {n: found for n, found in of_outputs.items() if found},
         }
@@ -106,22 +96,12 @@ def _run(built: Built, folder: str) -> ReferenceRecord:
     return record
 
 
-def _recorded(built: Built) -> contextlib.AbstractContextManager[Outputs]:
-    if not built.request.modules:
-        return contextlib.nullcontext(Outputs())
-    return recorded(built.modules, [True] * len(built.modules), built.name_of)
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-
-
 def find_shares(
     world: World, packed: bytes, folder: str, step: int, files: Sequence[str]
 ) -> tuple[dict[int, dict[str, Fit]], Shares]:
     """Write wrong gradients as weighted sums of the gradients of the ranks' parts of the batch.
 
-    `files` are those of the ranks (tracing.py). Returns these sums by rank and name, relative to
+    `files` are those of the ranks (code_trace.py). Returns these sums by rank and name, relative to
     the reference's own, and each part's share of the whole mean.
     """
     request: Request = cloudpickle.loads(packed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,82 +20,63 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import HeldParts, agreement, digest_of
-from titanlite.tools.verify.outputs import Outputs, compare_calls
+from titanlite.tools.verify.agreement import agreement, digest_of
+from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.grid import RankGrid
 from titanlite.tools.verify.record import Agreement, ModuleOutput, RankTrace, module_of
-from titanlite.tools.verify.sums import (
-    Groups,
+from titanlite.tools.verify.subject import HeldParts, Subject
+from titanlite.tools.verify.tracing import (
+    compare_calls,
+    compare_outputs,
     gathered,
     sum_gradients,
     sum_outputs,
     sum_over_axes,
 )
 
-# The largest difference of an output that agrees, and of a gradient that is not looked at again.
-TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
-NARROW_TOLERANCE = 1e-4
 # No more ways to cut an output than this are tried, and no larger gradients are saved.
 MOST_WAYS = 64
 MOST_ELEMENTS = 1 << 24
 
 
 @dataclass
-class PartTrace(RankTrace):
-    """One rank's detailed recording of one step of parallel code."""
-
-    summed_backward: dict[str, tuple[str, Agreement]] = field(default_factory=dict)
-    """Axis -> the first wrong output's gradient in backward order, and its sum over the axis."""
-    torn_backward: tuple[str, ...] = ()
-    """Axes along which ranks hold the same output, but different gradients of it."""
-    file: str = ""
-    """Where the rank has saved its part of the batch and its wrong gradients."""
-
-
-@dataclass
 class Tracer:
     """Compares one rank's step with the record of the reference's."""
 
+    subject: Subject
     grid: RankGrid
     rank: int
-    mesh: Any
     where: Where | None
     modules: Sequence[str]
     """The reference's calls in forward order."""
     tolerance: float
-    device: torch.device
 
-    def trace(
-        self, kept: Outputs, record: Mapping[str, Any], held: HeldParts, wrong: list[str]
-    ) -> PartTrace:
+    def trace(self, kept: Outputs, record: Mapping[str, Any], wrong: list[str]) -> RankTrace:
         """Compare outputs; every rank of the world must call this. `wrong` are wrong gradients."""
-        found: dict[str, ModuleOutput] = {}
-        parts: dict[str, Tensor] = {}
-        for call, tensors in kept.first.items():
-            known = record["outputs"].get(call)
-            compared = self._compare(tensors, known) if known else None
-            if compared is None and known and len(tensors) > 2:
+
+        def compare(
+            _: str, calls: list[Tensor], known: list[Tensor]
+        ) -> tuple[ModuleOutput, list[Tensor]] | None:
+            compared = self._compare(calls, known)
+            if compared is None and len(calls) > 2:
                 # A pipeline's first step starts with a call that only finds shapes.
-                compared = self._compare(tensors[1:], known)
-            if compared is not None:
-                found[call], (parts[call], *_) = compared
-                found[call].recomputed = kept.recomputed_difference(call)
+                compared = self._compare(calls[1:], known)
+            return compared
+
+        found, parts = compare_outputs(kept, record["outputs"], compare)
         factor, backward = self._compare_backward(kept, record, found)
         self._excuse(found)
         names = sorted({name for of_rank in gathered(wrong) for name in of_rank})
-        groups = {axis: self.mesh.get_group(axis) for axis in self.grid.axes_in_use}
-        trace = PartTrace(
+        trace = RankTrace(
             rank=self.rank,
             coordinates=self.grid.coordinates(self.rank),
             modules=found,
-            summed_output=sum_outputs(groups, self.device, self.modules, found, kept.first, parts),
-            summed_gradients=sum_gradients(groups, self.device, names, held, record["gradients"]),
-            shares={},
+            summed_output=sum_outputs(self.subject, self.modules, found, kept.first, parts),
+            summed_gradients=sum_gradients(self.subject, names, record["gradients"]),
             pending_inputs=tuple(kept.pending_inputs),
-            styles={},
         )
-        self._sum_backward(trace, groups, backward, kept, record, parts, factor)
+        self._sum_backward(trace, backward, kept, record, parts, factor)
         return trace
 
     def _excuse(self, found: Mapping[str, ModuleOutput]) -> None:
@@ -217,8 +198,7 @@ class Tracer:
 
     def _sum_backward(
         self,
-        trace: PartTrace,
-        groups: Groups,
+        trace: RankTrace,
         backward: Mapping[str, tuple[bool, str]],
         kept: Outputs,
         record: Mapping[str, Any],
@@ -235,7 +215,7 @@ class Tracer:
         last = next((call for call in reversed(self.modules) if call in wrong), None)
         if last is None:
             return
-        for axis, group in groups.items():
+        for axis, group in self.subject.groups.items():
             ranks = dist.get_process_group_ranks(group)
             of_ranks = [everyone[rank][last] for rank in ranks if last in everyone[rank]]
             own, same = ({of_rank[index] for of_rank in of_ranks} for index in (1, 3))
@@ -253,7 +233,7 @@ class Tracer:
             return min(ways, key=lambda way: way.error)
 
         shapes = [of_rank[last][2] if last in of_rank else None for of_rank in everyone]
-        sums = sum_over_axes(groups, self.device, shapes, gradient, compare)
+        sums = sum_over_axes(self.subject, shapes, gradient, compare)
         trace.summed_backward = {axis: (last, one) for axis, one in sums.items()}
 
 
