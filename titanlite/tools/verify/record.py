@@ -223,3 +223,29 @@ class Mixing:
     """The relative difference between the losses one by one and together."""
     is_mean: bool = False
     """Whether the loss is a mean over its sequences instead of a sum."""
+
+
+@dataclass
+class CodeRun(RankRun):
+    """One rank's measurements of code that is not a job."""
+
+    places: dict[str, str] = field(default_factory=dict)
+    """Parameter -> a digest of the elements that the rank holds, equal for replicas."""
+    losses: list[float | None] = field(default_factory=list)
+    """What each step returned, None where a rank computes no loss."""
+    parts: list[str] = field(default_factory=list)
+    """A digest of this rank's part of each batch."""
+    traces: dict[int, RankTrace] = field(default_factory=dict)
+    """The steps in which some rank's numbers differ, recorded in detail."""
+
+
+@dataclass
+class ModelRun(ReferenceRun):
+    """What the process of the plain model of such code returns."""
+
+    modules: tuple[str, ...] = ()
+    """Calls of modules in forward order."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Names of one parameter."""
+    num_left_out: int = 0
+    """The number of outputs that were too large to keep."""

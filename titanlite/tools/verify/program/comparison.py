@@ -28,15 +28,20 @@ from titanlite.tools.verify.pool import RankPools, must_run
 from titanlite.tools.verify.program.findings import QUESTIONS_OF_CODE, PartEvidence
 from titanlite.tools.verify.program.grid import RankGrid, make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
-from titanlite.tools.verify.record import Fit, RankRun, ReferenceTrace, Shares
+from titanlite.tools.verify.record import (
+    CodeRun,
+    Fit,
+    ModelRun,
+    RankRun,
+    ReferenceTrace,
+    Shares,
+)
 from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.wording import be, name_parameters
 
 if TYPE_CHECKING:
     from titanlite.ranks.world import World
-    from titanlite.tools.verify.program.parallel import CodeRun
-    from titanlite.tools.verify.program.reference import ModelRun
 
 # A reference that differs from itself by more than this draws random numbers.
 RANDOM = 1e-3
@@ -247,9 +252,9 @@ class Comparer:
 
     def _reference(self, packed: bytes, folder: str) -> ModelRun:
         def on_rank(world: World) -> ModelRun:
-            from titanlite.tools.verify.program.reference import run_reference
+            from titanlite.tools.verify.program.reference import run_model
 
-            return run_reference(world, packed, folder)
+            return run_model(world, packed, folder)
 
         with must_run("reference: does not run"):
             record = self._pools.alone(on_rank)

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +26,14 @@ from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
 from titanlite.tools.verify.program.code_trace import Tracer, save_part
 from titanlite.tools.verify.program.grid import RankGrid
 from titanlite.tools.verify.program.local_parts import find_held
-from titanlite.tools.verify.program.reference import ModelRun
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import RankRun, RankStep, RankTrace
+from titanlite.tools.verify.record import CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, gathered
 
 # The least tolerance of outputs if part of the model computes in a narrower dtype.
 IF_NARROWED = 1e-4
-
-
-@dataclass
-class CodeRun(RankRun):
-    """One rank's measurements."""
-
-    places: dict[str, str] = field(default_factory=dict)
-    """Parameter -> a digest of the elements that the rank holds, equal for replicas."""
-    losses: list[float | None] = field(default_factory=list)
-    """What each step returned, None where a rank computes no loss."""
-    parts: list[str] = field(default_factory=list)
-    """A digest of this rank's part of each batch."""
-    traces: dict[int, RankTrace] = field(default_factory=dict)
-    """The steps in which some rank's numbers differ, recorded in detail."""
 
 
 def run_parallel(world: World, packed: bytes, folder: str, record: ModelRun) -> CodeRun:

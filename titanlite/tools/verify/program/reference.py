@@ -10,7 +10,6 @@ import gc
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import cloudpickle
 import torch
@@ -21,7 +20,7 @@ from titanlite.tools.verify.inspect_model import narrowed_in
 from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.record import Fit, ReferenceRun, ReferenceStep, Shares
+from titanlite.tools.verify.record import Fit, ModelRun, ReferenceStep, Shares
 from titanlite.tools.verify.shares import LEFT
 from titanlite.tools.verify.step_files import load, store
 from titanlite.tools.verify.subject import HeldPart, Subject
@@ -31,19 +30,7 @@ from titanlite.tools.verify.tracing import fit
 MOST_OUTPUT_BYTES = 1 << 29
 
 
-@dataclass
-class ModelRun(ReferenceRun):
-    """What the process of the plain model returns."""
-
-    modules: tuple[str, ...] = ()
-    """Calls of modules in forward order."""
-    tied: tuple[tuple[str, ...], ...] = ()
-    """Names of one parameter."""
-    num_left_out: int = 0
-    """The number of outputs that were too large to keep."""
-
-
-def run_reference(world: World, packed: bytes, folder: str) -> ModelRun:
+def run_model(world: World, packed: bytes, folder: str) -> ModelRun:
     """Train the reference on every batch and write a record of each step into `folder`."""
     request: Request = cloudpickle.loads(packed)
     try:
