@@ -141,20 +141,12 @@ MUST_NOT_IMPORT = {
 # Of these folders only the modules that run on ranks, or trace, import torch.
 WITH_TORCH = {
     "titanlite/tools/verify": (
-        *(
-            "agreement",
-            "cells",
-            "formulas",
-            "inspect_model",
-            "opened",
-            "outputs",
-            "parts",
-            "recurrence",
-        ),
-        *("recurrence", "routing", "run", "sequences", "trace"),
+        *("agreement", "cells", "formulas", "inspect_model", "job_trace", "opened", "outputs"),
+        *("parts", "recurrence", "reload", "routing", "run", "sequences", "step_files"),
+        *("subject", "tracing"),
     ),
     "titanlite/tools/verify/program": (
-        *("batches", "building", "local_parts", "parallel", "reference", "tracing"),
+        *("batches", "building", "code_trace", "local_parts", "parallel", "reference"),
     ),
 }
 PLANNED_WITHOUT_TORCH = (

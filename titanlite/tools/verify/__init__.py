@@ -1,20 +1,32 @@
 """Compares a plan with one process on the same weights and data, and finds the cause of an error.
 
-    verify.py     verifies one job
-    jobs.py       the job under its plan, and the same job on one process
-    shrink.py     the same plan with a small model
-    pool.py       a pool of ranks that is reused from job to job
-    run.py        on a rank: records the reference, and measures a plan against the record
-    record.py     the measurements, as plain numbers; result.py has what they amount to
-    compare.py    combines the ranks' measurements and compares them with the tolerances
-    trace.py      on a rank, if something differs: every module's output (outputs.py, parts.py),
-                  and gradients as weighted sums over parts of the batch (cells.py)
+Of a job, from its command to its verdict:
+
+    command.py    `titanlite verify`; report.py formats the result, result.py
+    verify.py     verifies one job: runs it on one process and under its plan, compares, explains
+    jobs.py       the job under its plan, and the same job on one process; shrink.py makes it small
+    job_runs.py   runs both on ranks, and keeps the references: on a rank, run.py and reload.py
+    accumulation.py    whether the job on one process depends on how its batch is split
+    causes.py     runs the first wrong step again in detail (on a rank, job_trace.py, parts.py and
+                  cells.py), and without some features
+    matrix.py     plans that contain every pair of features (covering.py), drawn by overview.py
+
+`program/` compares any other parallel code with its plain model. Both use
+
+    pool.py       pools of ranks that run one function after the other
+    subject.py    on a rank: the parameters of a job or of other code, recorded and compared
+                  (agreement.py) with the record of a step (step_files.py) as plain numbers
+                  (record.py)
+    outputs.py tracing.py    on a rank: module outputs, recorded and compared in detail
+    differences.py    combines the ranks' measurements, and compares them with tolerances
     diagnose.py   from the measurements (evidence.py) to the likely cause: inputs.py, passes.py,
                   gradients.py, shares.py, norms.py and updates.py, in the sentences of wording.py
-    formulas.py recurrence.py    on a rank: checks of the run against formulas and settings
-    matrix.py     plans that contain every pair of features (covering.py), drawn by overview.py
-    command.py report.py    `titanlite verify`
 
-Only the modules that run on ranks import torch: run.py, trace.py, outputs.py, parts.py, cells.py,
-formulas.py, recurrence.py and inspect_model.py.
+Of jobs alone:
+
+    formulas.py recurrence.py    on a rank: checks of the run against formulas and settings
+    experts.py routing.py sequences.py inspect_model.py    what only jobs have
+
+Only the modules that run on ranks import torch. Those that start ranks import them inside the
+functions that they send there.
 """

@@ -4,85 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim import Optimizer
 
 from titanlite.job import Job
 from titanlite.mesh.parallel_dims import AXES, axes_where
-from titanlite.modules.names import canonical_name
-from titanlite.modules.shards import is_sharded, local_part, shard_of
+from titanlite.modules.shards import is_sharded
 from titanlite.tools.verify.record import Agreement
 
-
-def agreements(
-    parameters: Mapping[str, nn.Parameter],
-    reference: Mapping[str, Tensor],
-    tensor_of: Callable[[nn.Parameter], Tensor | None],
-) -> dict[str, Agreement]:
-    found = {}
-    for name, parameter in parameters.items():
-        tensor = tensor_of(parameter)
-        if tensor is not None and name in reference:
-            whole = reference[name]
-            found[name] = agreement(local_part(tensor).detach(), same_part(whole, parameter), whole)
-        elif tensor is not None or name in reference:
-            found[name] = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
-    return found
-
-
-def state_agreements(job: Job, record: Any) -> dict[str, Agreement]:
-    """The optimizer state compared with the reference's; missing entries count as differing."""
-    parameters = job.parameters
-    own, known = state_of(job.trainer.optimizer, parameters), record["state"]
-    found = {
-        name: agreement_of(tensor, like, known.get(name)) for name, (tensor, like) in own.items()
-    }
-    names = tuple(f"{name}." for name in parameters)
-    for name in known.keys() - own.keys():
-        if name.startswith(names):
-            found[name] = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
-    return found
-
-
-def agreement_of(tensor: Tensor, like: Tensor, known: Tensor | None) -> Agreement:
-    """This rank's part of a tensor compared with the reference's; `like` has its placements."""
-    if known is None:
-        return Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
-    return agreement(local_part(tensor).detach(), same_part(known, like), known)
-
-
-def optimizer_state(job: Job) -> dict[str, tuple[Tensor, Tensor]]:
-    """The optimizer state: "name.key" -> (tensor, a tensor with its placements)."""
-    return state_of(job.trainer.optimizer, job.parameters)
-
-
-def state_of(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """The state of an optimizer: "name.key" -> (tensor, a tensor with its placements)."""
-    return {
-        f"{name}.{key}": (value, parameter if value.shape == parameter.shape else value)
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
-
-
-def all_buffers(job: Job) -> dict[str, Tensor]:
-    """All buffers of this rank's parts of the model, non-persistent ones too."""
-    return {
-        canonical_name(name): buffer for part in job.parts for name, buffer in part.named_buffers()
-    }
-
-
-def same_part(whole: Tensor, parameter: Tensor) -> Tensor:
-    return shard_of(whole, parameter) if whole.shape == parameter.shape else whole
+MISSING = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
+"""Of a tensor that only the rank or only the reference has."""
 
 
 def agreement(own: Tensor, expected: Tensor, whole: Tensor) -> Agreement:

@@ -7,7 +7,6 @@ incorrectly.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,7 +18,9 @@ from titanlite.job import Job
 from titanlite.modules.attention import make_layout
 from titanlite.modules.batch import Batch
 from titanlite.modules.shards import local_part, shard_of
-from titanlite.tools.verify.record import Cell
+from titanlite.tools.verify.jobs import microbatch_size
+from titanlite.tools.verify.record import Cell, Fit
+from titanlite.tools.verify.tracing import fit
 
 # With more cells, microbatches are merged: each cell costs a backward pass and a gradient copy.
 MOST_CELLS = 48
@@ -32,8 +33,8 @@ def cells_file(folder: str) -> Path:
 
 def shares_of(
     job: Job, names: list[str], record: Mapping[str, Tensor], folder: str
-) -> dict[str, tuple[tuple[float, ...], float]]:
-    """Gradient -> (weight of each cell, relative residual), by least squares, on this rank."""
+) -> dict[str, Fit]:
+    """This rank's part of each gradient as a sum of those of the cells."""
     by_cell = torch.load(cells_file(folder), mmap=True, weights_only=True)
     parameters = job.parameters
     shares = {}
@@ -41,23 +42,17 @@ def shares_of(
         parameter = parameters.get(name)
         if parameter is None or parameter.grad is None or name not in by_cell:
             continue
-        own = local_part(parameter.grad).detach().cpu().double().flatten()
-        cells = torch.stack([shard_of(c, parameter).double().flatten() for c in by_cell[name]], 1)
-        if cells.size(0) != len(own) or len(own) < 2 * cells.size(1) or not own.isfinite().all():
-            continue
-        weights = torch.linalg.lstsq(cells, own[:, None], driver="gelsd").solution[:, 0]
-        scale = shard_of(record[name], parameter).double().norm().item()
-        left = (cells @ weights - own).norm().item()
-        shares[name] = (tuple(weights.tolist()), left / scale if scale else math.inf)
+        cells = [shard_of(cell, parameter) for cell in by_cell[name]]
+        own, known = local_part(parameter.grad).detach().cpu(), shard_of(record[name], parameter)
+        if (found := fit(cells, own, known)) is not None:
+            shares[name] = found
     return shares
 
 
 def cells_of(plan: ResolvedJob) -> tuple[Cell, ...]:
     """The cells of a plan's batch; microbatches are merged if there are too many cells."""
-    dims, size = plan.dims, plan.config.training.local_batch_size
-    if plan.pipeline is not None:
-        size = plan.pipeline.microbatch_size
-    count = plan.global_batch_size // dims.dp // size
+    dims = plan.dims
+    count = plan.global_batch_size // dims.dp // microbatch_size(plan)
     if dims.dp * count * dims.cp > MOST_CELLS:
         count = 1
     return tuple(

@@ -1,6 +1,6 @@
 """From the pattern of differences to the likely cause, in sentences; torch-free.
 
-Each of QUESTIONS tests the ranks' measurements for one kind of error and yields what it finds. They
+Each question tests the ranks' measurements for one kind of error and yields what it finds. They
 run in the order of the computation in a step (inputs.py, passes.py, gradients.py, updates.py): the
 first error most likely causes the later ones. No question knows a particular bug. Each compares the
 numbers with the pattern of one kind of error: an extra sum, a missing part, a skipped rank.
@@ -12,18 +12,19 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from titanlite.tools.verify.differences import KINDS
-from titanlite.tools.verify.evidence import Evidence, JobEvidence
+from titanlite.tools.verify.evidence import Evidence
 from titanlite.tools.verify.experts import (
     explain_auxiliary_loss,
     explain_expert_gradients,
     explain_experts,
     explain_loads,
 )
-from titanlite.tools.verify.gradients import explain_gradients, explain_shares
+from titanlite.tools.verify.gradients import explain_cells, explain_gradients
 from titanlite.tools.verify.inputs import (
     explain_count,
     explain_counts,
     explain_data,
+    explain_shards,
     explain_stage_positions,
     explain_start,
 )
@@ -50,12 +51,7 @@ from titanlite.tools.verify.updates import (
 E = TypeVar("E", bound=Evidence)
 
 
-def diagnose(evidence: JobEvidence) -> list[str]:
-    """What is wrong with a job's plan, the most likely cause first."""
-    return answers(evidence, QUESTIONS)
-
-
-def answers(evidence: E, questions: Iterable[Callable[[E], Iterable[str]]]) -> list[str]:
+def diagnose(evidence: E, questions: Iterable[Callable[[E], Iterable[str]]]) -> list[str]:
     """What the questions find, the most likely cause first."""
     found: list[str] = []
     for ask in questions:
@@ -68,14 +64,16 @@ def answers(evidence: E, questions: Iterable[Callable[[E], Iterable[str]]]) -> l
 
 def _growth(e: Evidence) -> list[str]:
     """Whether the difference grew or jumped, if it begins after the first step."""
-    if e.step <= 1 or not e.failures:
+    if e.step <= 1 or not e.found.failures:
         return []
-    first = min((f for f in e.failures if f.step == e.step), key=lambda f: KINDS.index(f.kind))
+    first = min(
+        (f for f in e.found.failures if f.step == e.step), key=lambda f: KINDS.index(f.kind)
+    )
     if first.kind in ("validation", "metric", "reloaded"):
         # Compared in few steps only, or after the last.
         return []
     key = first.kind, first.name
-    series = [of_step.get(key, 0.0) for of_step in e.differences[: e.step + 1]]
+    series = [of_step.get(key, 0.0) for of_step in e.found.differences[: e.step + 1]]
     before = [value for value in series[1:-1] if value > 0.0]
     if before and first.difference < 1e3 * before[-1] and before[-1] > 3 * before[0]:
         return [
@@ -90,7 +88,8 @@ def _growth(e: Evidence) -> list[str]:
     ]
 
 
-QUESTIONS = (
+QUESTIONS_OF_JOB = (
+    explain_shards,
     explain_start,
     explain_data,
     explain_stage_positions,
@@ -101,7 +100,7 @@ QUESTIONS = (
     explain_experts,
     explain_auxiliary_loss,
     explain_forward,
-    explain_shares,
+    explain_cells,
     explain_loss,
     explain_expert_gradients,
     explain_gradients,

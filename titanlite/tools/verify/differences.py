@@ -41,7 +41,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Failure:
+class Disagreement:
     """A difference above its tolerance."""
 
     step: int
@@ -192,10 +192,22 @@ def badness(difference: float, tolerance: float) -> float:
     return difference / tolerance
 
 
-def failures(found: Sequence[Mapping[Key, float]], tolerance: Tolerance) -> list[Failure]:
+def largest_of(
+    runs: Iterable[Sequence[Mapping[Key, float]]], num_steps: int
+) -> list[dict[Key, float]]:
+    """For each step and key, the largest difference in several runs."""
+    largest: list[dict[Key, float]] = [{} for _ in range(num_steps)]
+    for run in runs:
+        for total, of_step in zip(largest, run, strict=True):
+            for key, value in of_step.items():
+                total[key] = max(total.get(key, 0.0), value)
+    return largest
+
+
+def failures(found: Sequence[Mapping[Key, float]], tolerance: Tolerance) -> list[Disagreement]:
     """All differences above tolerance, in the order of the computation."""
     failed = [
-        Failure(step, *key, difference, tolerance.of(step, key))
+        Disagreement(step, *key, difference, tolerance.of(step, key))
         for step, of_step in enumerate(found)
         for key, difference in of_step.items()
         if not difference <= tolerance.of(step, key)
@@ -204,7 +216,7 @@ def failures(found: Sequence[Mapping[Key, float]], tolerance: Tolerance) -> list
 
 
 @dataclass(frozen=True)
-class Split:
+class UnequalReplicas:
     """A parameter whose replicas differ; `groups` are the ranks that hold equal bits."""
 
     step: int
@@ -212,7 +224,7 @@ class Split:
     groups: tuple[tuple[int, ...], ...]
 
 
-def split_replicas(runs: Sequence[RankRun]) -> list[Split]:
+def unequal_replicas(runs: Sequence[RankRun]) -> list[UnequalReplicas]:
     """Parameters whose replicas hold different bits, at the first step that has any."""
     for step in range(len(runs[0].steps)):
         found = []
@@ -222,7 +234,7 @@ def split_replicas(runs: Sequence[RankRun]) -> list[Split]:
                 for rank in ranks:
                     by_digest[runs[rank].steps[step].weights[name].digest].append(rank)
                 if len(by_digest) > 1:
-                    found.append(Split(step, name, tuple(map(tuple, by_digest.values()))))
+                    found.append(UnequalReplicas(step, name, tuple(map(tuple, by_digest.values()))))
         if found:
             return found
     return []

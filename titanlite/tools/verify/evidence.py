@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.tools.verify.differences import Failure, Key, Split
+from titanlite.tools.verify.jobs import microbatch_size
 from titanlite.tools.verify.record import (
     Agreement,
     RankRun,
@@ -16,37 +16,40 @@ from titanlite.tools.verify.record import (
     ReferenceStep,
     ReferenceTrace,
 )
-from titanlite.tools.verify.wording import Degrees, name_factor
+from titanlite.tools.verify.result import Result
+from titanlite.tools.verify.wording import AxisDegrees, name_factor
 
 # A factor explains a difference if the residual is below this share of the whole.
 EXPLAINED = 1e-6
+# The largest difference of a gradient, or of a recomputed output, that agrees, in float64.
+WRONG = 1e-9
 
 
 @dataclass
 class Evidence:
     """All measurements of a parallel run that differs, for a diagnosis."""
 
-    dims: Degrees
+    dims: AxisDegrees
     reference: Sequence[ReferenceStep]
     runs: Sequence[RankRun]
-    differences: Sequence[dict[Key, float]]
-    failures: Sequence[Failure]
-    splits: Sequence[Split]
+    found: Result
     reference_trace: ReferenceTrace | None = None
     traces: Sequence[RankTrace] = ()
     cured_by: Sequence[str] = ()
     """Settings with which the plan agrees, such as "compile.enable = false"."""
+    is_split: bool = True
+    """Whether a sum over ranks should give the loss: not so if all have the same batch."""
 
     @property
     def step(self) -> int:
         """The first step in which something differs."""
         # Replicas that differ from each other also differ from the reference, which is a failure.
-        steps = [f.step for f in self.failures] or [s.step for s in self.splits]
+        steps = [f.step for f in self.found.failures] or [s.step for s in self.found.splits]
         return min(steps, default=1)
 
     def failed(self, kind: str) -> list[str]:
         """The names of the tensors of this kind that differ at that step ("" for a number)."""
-        return [f.name for f in self.failures if f.step == self.step and f.kind == kind]
+        return [f.name for f in self.found.failures if f.step == self.step and f.kind == kind]
 
     @property
     def forward_order(self) -> Sequence[str]:
@@ -75,11 +78,7 @@ class JobEvidence(Evidence):
     @property
     def num_microbatches(self) -> int:
         """Microbatches per rank and step."""
-        job = self.job
-        size = job.config.training.local_batch_size
-        if job.pipeline is not None:
-            size = job.pipeline.microbatch_size
-        return job.global_batch_size // job.dims.dp // size
+        return self.job.global_batch_size // self.job.dims.dp // microbatch_size(self.job)
 
     def factor(self, value: float) -> str:
         return name_factor(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from titanlite.tools.verify.evidence import EXPLAINED, JobEvidence, pooled
-from titanlite.tools.verify.passes import outputs_agree
+from titanlite.tools.verify.evidence import EXPLAINED, WRONG, JobEvidence, pooled
+from titanlite.tools.verify.jobs import microbatch_size
+from titanlite.tools.verify.passes import outputs_agree, outputs_differ
 from titanlite.tools.verify.record import Agreement, ExpertTrace, MovedToken, RankRun
 from titanlite.tools.verify.wording import is_near, listed, name_ranks
-
-# The largest difference of an expert's gradient that counts as agreement, in float64.
-WRONG = 1e-9
 
 
 def moved_tokens(runs: Sequence[RankRun]) -> list[str]:
@@ -44,7 +42,7 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
         if not seen:
             continue
         before = e.forward_order[: order.get(f"{layer}.router.gate", 0)]
-        if any(_differs(e, name) for name in before):
+        if any(outputs_differ(e, name) for name in before):
             return  # its input is wrong already
         moved = {rank: trace.moved for rank, trace in seen.items() if trace.moved}
         if moved:
@@ -55,7 +53,7 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
         if rows != [copies * count for count in known[layer]]:
             yield _wrong_rows(layer, rows, known[layer])
             return
-        if _differs(e, f"{layer}.experts"):
+        if outputs_differ(e, f"{layer}.experts"):
             ranks = [
                 t.rank
                 for t in e.traces
@@ -69,23 +67,15 @@ def explain_experts(e: JobEvidence) -> Iterator[str]:
                 "each rank's first expert, and that the order of dispatch is undone exactly"
             )
             return
-        if _differs(e, f"{layer}.shared_experts"):
+        if outputs_differ(e, f"{layer}.shared_experts"):
             return
-        if _differs(e, layer):
+        if outputs_differ(e, layer):
             yield (
                 f"the outputs of {layer}.experts and {layer}.shared_experts agree, but their sum, "
                 f"the output of {layer}, differs: one of them is reduced over ranks once more, or "
                 "is added more than once"
             )
             return
-
-
-def _differs(e: JobEvidence, module: str) -> bool:
-    return any(
-        output.wrong_calls
-        for trace in e.traces
-        if (output := trace.modules.get(module)) is not None
-    )
 
 
 def _elsewhere(
@@ -186,9 +176,7 @@ def explain_auxiliary_loss(e: JobEvidence) -> Iterator[str]:
     assert own is not None
     assert known is not None
     ratio = own / known
-    job = e.job
-    size = job.config.training.local_batch_size
-    size = size if job.pipeline is None else job.pipeline.microbatch_size
+    size = microbatch_size(e.job)
     same = e.factor(ratio)
     if size > 1 and is_near(ratio * size, 1.0):
         same = "1 over the number of sequences of a microbatch"

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titanlite.data.sampler import read_batch
 from titanlite.job import Job
@@ -21,6 +20,7 @@ from titanlite.modules.shards import local_part
 from titanlite.parallelize.steps import depends_on_microbatch
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.tools.verify.jobs import own_decay, own_multiplier
+from titanlite.tools.verify.opened import subject_of
 from titanlite.training.loss import NEXT_TOKEN
 from titanlite.training.metrics import Validation
 
@@ -144,21 +144,10 @@ def left_over_gradients(job: Job, step: int) -> Iterator[str]:
 
 def wrong_formats(job: Job) -> Iterator[str]:
     """Weights and optimizer state whose dtype is not training.dtype."""
-    wanted = job.config.training.dtype
-    state = job.trainer.optimizer.state
-    for what, tensors in (
-        ("weights", job.parameters.items()),
-        (
-            "optimizer states",
-            (
-                (f"{name}.{key}", value)
-                for name, parameter in job.parameters.items()
-                for key, value in state.get(parameter, {}).items()
-                if isinstance(value, Tensor) and value.ndim > 0
-            ),
-        ),
-    ):
-        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors}
+    wanted, state = job.config.training.dtype, subject_of(job).state()
+    counted = {name: tensor for name, tensor in state.items() if tensor.ndim > 0}
+    for what, tensors in (("weights", job.parameters), ("optimizer states", counted)):
+        dtypes = {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
         wrong = {name: dtype for name, dtype in dtypes.items() if dtype != wanted}
         if wrong:
             name, dtype = next(iter(wrong.items()))

@@ -53,7 +53,7 @@ def explain_gradients(e: Evidence) -> Iterator[str]:
     yield from _factors(e, wrong)
 
 
-def explain_shares(e: JobEvidence) -> Iterator[str]:
+def explain_cells(e: JobEvidence) -> Iterator[str]:
     """Gradients that are sums of contributions of ranks or microbatches, wrongly weighted."""
     rest = [name for name in e.failed("gradient") if _factor_of(e, name) is None]
     if rest and e.reference_trace is not None and not list(missing_sums(e, rest)):

@@ -11,6 +11,24 @@ from titanlite.tools.verify.evidence import Evidence, JobEvidence, ranks_of, wor
 from titanlite.tools.verify.wording import listed, name_parameters, name_ranks
 
 
+def explain_shards(e: Evidence) -> Iterator[str]:
+    """Parameters that start with another rank's shard."""
+    wrong = e.failed("start")
+    swapped = set()
+    for run in e.runs:
+        for name in wrong:
+            own = run.steps[0].weights.get(name)
+            others = {r.expected_shards.get(name) for r in e.runs if r is not run}
+            if own is not None and own.digest in others - {run.expected_shards.get(name)}:
+                swapped.add(name)
+    if swapped and not set(same_shards(e.runs)) & swapped:
+        yield (
+            f"ranks hold each other's shards of {name_parameters(swapped, e.runs, 'parameter')}: "
+            "each starting value is right, on the wrong rank. Look at the index by which a rank "
+            "chooses its shard, and at the order of the ranks in the group"
+        )
+
+
 def explain_start(e: Evidence) -> Iterator[str]:
     wrong = e.failed("start")
     if not wrong:
@@ -24,7 +42,7 @@ def explain_start(e: Evidence) -> Iterator[str]:
             "name, and keep the rank's slice"
         )
         return
-    if any(split.step == 0 for split in e.splits):
+    if any(split.step == 0 for split in e.found.splits):
         yield (
             f"replicas start with different values: {shown}. The ranks draw from different random "
             "states. Seed the generator of each parameter by its name, not by the rank"

@@ -21,6 +21,7 @@ from titanlite.modules.draws import inside_modules
 from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.ranks.world import World
 from titanlite.tools.verify.opened import open_job
+from titanlite.tools.verify.parts import first_outputs
 from titanlite.tools.verify.record import Mixing
 
 
@@ -59,7 +60,7 @@ def find_mixing(world: World, resolved: ResolvedJob) -> Mixing:
         number = batch.num_sequences
         copies = join([batch.rows(0, 1)] * (3 if number == 2 else 2))
         with unchanged_buffers(model):
-            whole, alone = _outputs(model, batch), _outputs(model, copies)
+            whole, alone = first_outputs(model, batch), first_outputs(model, copies)
         for name, output in whole.items():
             if _differs(output, alone.get(name)):
                 module = model.get_submodule(name)
@@ -134,26 +135,3 @@ class _Conversions(TorchDispatchMode):
             dtypes = f"{given.dtype} to {output.dtype}".replace("torch.", "")
             self.found[f"{where or 'the model'} ({dtypes})"] = None
         return output
-
-
-@torch.no_grad()
-def _outputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The output of every module's first call, in the order in which the calls end."""
-    outputs: dict[str, Tensor] = {}
-
-    def keep(name: str, output: Any) -> None:
-        if isinstance(output, tuple | list) and output:
-            output = output[0]
-        if isinstance(output, Tensor):
-            outputs.setdefault(name, output.detach().clone())
-
-    hooks = [
-        module.register_forward_hook(lambda _, inputs, output, name=name: keep(name, output))
-        for name, module in model.named_modules()
-    ]
-    try:
-        call_model(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return outputs

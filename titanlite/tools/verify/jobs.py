@@ -5,7 +5,9 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config import JobConfig, ResolvedJob, make_config, override, resolve_job
@@ -15,6 +17,12 @@ from titanlite.mesh.parallel_dims import TABLE, divisors
 from titanlite.parallelize.feature import Feature
 from titanlite.parallelize.steps import FEATURES, depends_on_microbatch, features_on
 from titanlite.registry import is_over_batch
+
+Patch = Callable[[], AbstractContextManager[Any]]
+"""A context manager that is entered while a plan is built and run, such as a bug to find."""
+
+Microbatches = tuple[tuple[range, ...], ...]
+"""For each microbatch its sequences in the global batch, one range per data-parallel rank."""
 
 DTYPES = ("float64", "float32", "bfloat16")
 """The dtypes to verify in; bfloat16 computes in bfloat16 and keeps weights in float32."""
@@ -27,6 +35,21 @@ PARTS = 4
 DEFAULT_STEPS, MOST_STEPS = 5, 200
 # The global batches of a validation.
 MOST_VALIDATION = 2
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """A run of a job: of a plan, or of its reference."""
+
+    job: ResolvedJob
+    steps: int
+    patch: Patch | None = None
+    microbatches: Microbatches | None = None
+    """The batch is split into these instead of the job's own, on one process."""
+    reloads: bool = False
+    """Whether the job, which must have [checkpoint] enabled, is saved and loaded at its end."""
+    replay: bool = False
+    """Whether tokens go to the experts that the reference chose."""
 
 
 def plan_job(job: ResolvedJob, dtype: str) -> ResolvedJob:
@@ -67,10 +90,6 @@ def saving_job(plan: ResolvedJob, folder: str) -> ResolvedJob:
         },
     )
     return resolve_job(config, plan.dims.world_size)
-
-
-Microbatches = tuple[tuple[range, ...], ...]
-"""For each microbatch its sequences in the global batch, one range per data-parallel rank."""
 
 
 def microbatches_of(plan: ResolvedJob) -> Microbatches | None:

@@ -13,8 +13,10 @@ import torch
 
 from titanlite.config import ResolvedJob
 from titanlite.job import Job, build_job
+from titanlite.mesh.parallel_dims import axes_where
 from titanlite.ranks.settings import own_settings
 from titanlite.ranks.world import World
+from titanlite.tools.verify.subject import HeldPart, Subject
 
 
 @contextlib.contextmanager
@@ -34,3 +36,25 @@ def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
             yield job
         finally:
             gc.collect()
+
+
+def subject_of(job: Job) -> Subject:
+    """A job as what is compared. Its parameters are those of now: FSDP2 registers others in a step.
+
+    A module's output is the logits if it is the whole model, or the last stage.
+    """
+    pipeline, stages = job.pipeline, axes_where(weights="stages")
+    return Subject(
+        held={name: HeldPart(own.shape, own) for name, own in job.parameters.items()},
+        optimizer=job.trainer.optimizer,
+        modules=job.parts,
+        is_whole=[
+            pipeline is None or (pipeline.has_last and part is job.parts[-1]) for part in job.parts
+        ],
+        groups={
+            axis: job.meshes.world[axis].get_group()
+            for axis in job.dims.axes_in_use
+            if axis not in stages
+        },
+        device=job.world.device,
+    )

@@ -76,6 +76,15 @@ class Outputs:
                 worst = max(worst, min(agreement(again, f, f).difference for f in same))
         return worst
 
+    def up_to(self, most_bytes: int) -> tuple[dict[str, list[Tensor]], int]:
+        """The outputs of the forward pass that fit into `most_bytes`, and how many do not."""
+        kept, num_bytes = {}, 0
+        for call, tensors in self.first.items():
+            num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            if num_bytes <= most_bytes:
+                kept[call] = tensors
+        return kept, len(self.first) - len(kept)
+
 
 def tensor_of(output: Any) -> Tensor | None:
     """The tensor in a module's output that is compared: the first, of a mapping or a tuple."""

@@ -1,4 +1,4 @@
-"""On a rank: finds the part of the reference's module output that this rank's output should equal.
+"""On a rank of a job: finds the part of the reference's module output that its own should equal.
 
 The reference is run on fewer sequences and on fewer tokens; the dimension that shrinks is the batch
 or the token dimension. A rank's part is its sequences and its tokens, and its chunk over the tensor
@@ -8,22 +8,18 @@ axis in every dimension that is still smaller.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.job import Job
 from titanlite.modules.batch import Batch, call_model, join
-from titanlite.modules.names import canonical_name
 from titanlite.tools.verify.agreement import agreement
-from titanlite.tools.verify.outputs import tensor_of
-from titanlite.tools.verify.record import Agreement, ModuleOutput
-
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""The largest difference of an output that agrees: far above rounding error, far below a bug."""
+from titanlite.tools.verify.outputs import recorded
+from titanlite.tools.verify.record import ModuleOutput, module_of
+from titanlite.tools.verify.tracing import TOLERANCES, compare_calls
 
 
 def label_dimensions(model: nn.Module, batch: Batch) -> dict[str, tuple[int | None, ...]]:
@@ -33,10 +29,13 @@ def label_dimensions(model: nn.Module, batch: Batch) -> dict[str, tuple[int | No
     dim = batch.dims[batch.input_name].sequence
     # Without a dimension of tokens no output changes its shape.
     half = three if dim is None else three.tokens_to(batch.input.size(dim) // 2)
-    whole, fewer, short = (_shapes_of(model, b) for b in (three, three.rows(0, 2), half))
+    # A model that accepts only whole sequences gets no token dimension.
+    whole, fewer, short = (
+        first_outputs(model, some, may_fail=True) for some in (three, three.rows(0, 2), half)
+    )
 
-    def changed(name: str, other: Mapping[str, torch.Size]) -> int | None:
-        shape, others = whole[name], other.get(name, whole[name])
+    def changed(name: str, other: Mapping[str, Tensor]) -> int | None:
+        shape, others = whole[name].shape, other.get(name, whole[name]).shape
         if len(shape) != len(others):
             return None
         return next((dim for dim in range(len(shape)) if shape[dim] != others[dim]), None)
@@ -45,25 +44,16 @@ def label_dimensions(model: nn.Module, batch: Batch) -> dict[str, tuple[int | No
 
 
 @torch.no_grad()
-def _shapes_of(model: nn.Module, batch: Batch) -> dict[str, torch.Size]:
-    shapes: dict[str, torch.Size] = {}
+def first_outputs(model: nn.Module, batch: Batch, *, may_fail: bool = False) -> dict[str, Tensor]:
+    """The output of every module's first call, in the order in which the calls end.
 
-    def note(name: str, output: Any) -> None:
-        if (tensor := tensor_of(output)) is not None:
-            shapes[name] = tensor.shape
-
-    hooks = [
-        module.register_forward_hook(lambda _, inputs, output, name=name: note(name, output))
-        for name, module in model.named_modules()
-    ]
-    try:
-        # A model that accepts only whole sequences gets no token dimension.
-        with contextlib.suppress(Exception):
-            call_model(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {canonical_name(name): shape for name, shape in shapes.items()}
+    With `may_fail`, those until the forward pass fails.
+    """
+    with recorded([model], [True]) as kept, contextlib.ExitStack() as exits:
+        if may_fail:
+            exits.enter_context(contextlib.suppress(Exception))
+        call_model(model, batch)
+    return {call: tensors[0] for call, tensors in kept.first.items() if module_of(call) == call}
 
 
 @dataclass
@@ -84,29 +74,27 @@ class ExpectedPart:
         first = self.job.dims.data_rank(self.job.world.rank) * num_sequences
         per_call = max(1, num_sequences // len(calls))
         tolerance = TOLERANCES.get(calls[0].dtype, 0.1)
-        held = self.job.held_positions
-        wrong, sums, parts = [], [0.0, 0.0, 0.0], []
-        worst = agreement(whole, whole, whole)
-        shape = ""
-        for index, call in enumerate(calls):
-            rows = range(first + index * per_call, first + (index + 1) * per_call)
-            part = self._part(call, whole, labels, rows, held)
-            if part is None:
-                shape = f"{list(call.shape)}, not a shard of {list(whole.shape)}"
-                part = torch.zeros(0)
-            parts.append(part)
-            found = agreement(call, part, whole)
-            sums = [s + v for s, v in zip(sums, (found.aa, found.ab, found.bb), strict=True)]
-            if found.difference > tolerance:
-                wrong.append(index)
-            worst = max(worst, found, key=lambda a: a.error)
-        elsewhere = ""
-        if wrong and not shape and self.job.dims.cp_enabled and labels[1] is not None:
-            index = wrong[0]
-            rows = range(first + index * per_call, first + (index + 1) * per_call)
-            elsewhere = self._elsewhere(calls[index], whole, labels, rows, tolerance)
-        combined = Agreement(worst.error, worst.scale, sums[0], sums[1], sums[2], "")
-        return ModuleOutput(combined, len(calls), tuple(wrong), shape, elsewhere), parts
+
+        def rows(index: int) -> range:
+            return range(first + index * per_call, first + (index + 1) * per_call)
+
+        def ways(index: int, call: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+            part = self._part(call, whole, labels, rows(index), self.job.held_positions)
+            # An output of another shape is part of nothing.
+            yield torch.zeros(0) if part is None else part, whole
+
+        compared = compare_calls(calls, ways, tolerance)
+        assert compared is not None
+        found, parts = compared
+        strange = [
+            call for call, part in zip(calls, parts, strict=True) if call.shape != part.shape
+        ]
+        if strange:
+            found.shape = f"{list(strange[-1].shape)}, not a shard of {list(whole.shape)}"
+        elif found.wrong_calls and self.job.dims.cp_enabled and labels[1] is not None:
+            index = found.wrong_calls[0]
+            found.elsewhere = self._elsewhere(calls[index], whole, labels, rows(index), tolerance)
+        return found, parts
 
     def part_of_call(
         self, index: int, call: Tensor, whole: Tensor, labels: tuple[int, int]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from titanlite.parallelize.float8.spec import Float8Section
 from titanlite.tools.verify.evidence import (
     EXPLAINED,
+    WRONG,
     Evidence,
     JobEvidence,
     pooled,
@@ -18,9 +19,6 @@ from titanlite.tools.verify.evidence import (
 from titanlite.tools.verify.gradients import explain_gradients
 from titanlite.tools.verify.record import ModuleOutput, module_of
 from titanlite.tools.verify.wording import agree, is_near, listed, name_parameters, name_ranks
-
-# The largest difference of an output's gradient that counts as agreement, in float64.
-WRONG_GRADIENT = 1e-9
 
 
 def explain_cures(e: Evidence) -> Iterator[str]:
@@ -47,7 +45,7 @@ def _recomputed(e: Evidence) -> list[str]:
     for trace in e.traces:
         for name, output in trace.modules.items():
             largest[name] = max(largest[name], output.recomputed)
-    wrong = [name for name in e.forward_order if largest.get(name, 0.0) > 1e-9]
+    wrong = [name for name in e.forward_order if largest.get(name, 0.0) > WRONG]
     if not wrong:
         return []
     return [
@@ -165,11 +163,13 @@ def explain_loss(e: Evidence) -> Iterator[str]:
     if strange := [value for value in values if not math.isfinite(value)]:
         yield f"the loss is {strange[0]}, but finite on one process"
         return
-    if len(values) > 1:
+    if len(values) > 1 and e.is_split:
         yield (
             f"ranks report {len(values)} different losses: a sum over ranks is missing. All-reduce "
             "the loss"
         )
+    elif len(values) > 1 and not outputs_differ(e):
+        yield "ranks with the same batch have different losses: look at the loss function"
     gradients_agree = not e.failed("gradient")
     if is_near(own, known):
         return
@@ -197,8 +197,17 @@ def explain_loss(e: Evidence) -> Iterator[str]:
 
 def outputs_agree(e: Evidence) -> bool:
     """Whether outputs were recorded and all of them agree."""
-    outputs = [output for trace in e.traces for output in trace.modules.values()]
-    return bool(outputs) and not any(output.wrong_calls for output in outputs)
+    return any(trace.modules for trace in e.traces) and not outputs_differ(e)
+
+
+def outputs_differ(e: Evidence, module: str | None = None) -> bool:
+    """Whether any recorded output, or that of this module, differs on any rank."""
+    return any(
+        output.wrong_calls
+        for trace in e.traces
+        for name, output in trace.modules.items()
+        if module in (None, name)
+    )
 
 
 def wrong_backward(e: Evidence) -> str:
@@ -211,7 +220,7 @@ def wrong_backward(e: Evidence) -> str:
             if output.gradient is not None:
                 worst[name] = max(worst[name], output.gradient.difference)
     order = [name for name in e.forward_order if name in worst]
-    wrong = [index for index, name in enumerate(order) if worst[name] > WRONG_GRADIENT]
+    wrong = [index for index, name in enumerate(order) if worst[name] > WRONG]
     # An error in the backward pass makes most gradients of earlier modules wrong too.
     if not wrong or wrong[-1] == len(order) - 1 or 2 * len(wrong) <= wrong[-1]:
         return ""

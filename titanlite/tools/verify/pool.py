@@ -1,23 +1,36 @@
-"""A pool of local ranks that run one function after the other.
+"""Pools of local ranks that run one function after the other.
 
     with RankPool(4) as pool:
         results = pool.call(function, *args)    # function(world, *args) on each, in rank order
 
 Starting ranks takes seconds, and verifying a small plan takes less, so plans share a pool.
+Functions are sent by cloudpickle. A caller without torch sends one that imports what it calls:
+
+    def on_rank(world: World) -> RankRun:
+        from titanlite.tools.verify.run import run_plan
+
+        return run_plan(world, job, steps, folder)
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import cloudpickle
 
+from titanlite.errors import RankError, TitanliteError
 from titanlite.ranks.launch import Place, Ranks, not_done
+
+if TYPE_CHECKING:
+    from titanlite.ranks.world import World
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # A job's process groups live as long as the processes, since DTensor's caches hold its meshes. Each
 # has three gloo threads that wake up now and then: after a hundred jobs a rank is six times slower.
@@ -70,27 +83,32 @@ class RankPool:
         """Whether a call was submitted whose results have not been taken."""
         return self._is_busy
 
-    def call(self, function: Callable[..., Any] | str, *args: Any) -> list[Any]:
+    def call(
+        self, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
         """Run `function(world, *args)` on each rank; returns the results in rank order.
 
-        A function given as "module:function" is imported on the ranks only. Raises RankError, and
-        ends all ranks, if one raises, dies or exceeds the timeout.
+        Raises RankError, and ends all ranks, if one raises, dies or exceeds the timeout.
         """
-        self.submit(function, *args)
-        return self.results()
+        return self.submit(function, *args, **kwargs)()
 
-    def submit(self, function: Callable[..., Any] | str, *args: Any) -> None:
-        """Start a call, whose results `results` returns; there is one call at a time."""
+    def submit(
+        self, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[], list[T]]:
+        """Start a call; returns a function that waits for its results, to call before the next.
+
+        It waits at most for the timeout, from when it is called.
+        """
         assert not self._is_busy
         ranks = self.start()
         self._num_calls += 1
         self._is_busy = True
-        message = cloudpickle.dumps((function, args))
+        message = cloudpickle.dumps((function, args, kwargs))
         for rank in range(self.num_ranks):
             ranks.send(rank, message)
+        return self._results
 
-    def results(self) -> list[Any]:
-        """Wait for the submitted call, at most for the timeout from now; see `call`."""
+    def _results(self) -> list[Any]:
         ranks = self._ranks
         assert ranks is not None
         assert self._is_busy
@@ -123,6 +141,72 @@ class RankPool:
             ranks.close()
 
 
+class RankPools:
+    """A pool for each number of ranks that is asked for; leaving the context manager ends all."""
+
+    def __init__(
+        self,
+        device_type: str = "cpu",
+        *,
+        timeout_seconds: float = 300,
+        max_ranks: int | None = None,
+    ) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._make = functools.partial(
+            RankPool,
+            device_type=device_type,
+            timeout_seconds=timeout_seconds,
+            max_ranks=max_ranks,
+        )
+        self._pools: dict[int, RankPool] = {}
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> RankPools:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            # The ranks of all pools end at the same time.
+            for pool in self._pools.values():
+                pool.dismiss()
+        self._exits.__exit__(*error)
+
+    def of(self, num_ranks: int) -> RankPool:
+        """The pool of `num_ranks` ranks; it starts them at its first call."""
+        if num_ranks not in self._pools:
+            pool = self._make(num_ranks)
+            self._pools[num_ranks] = self._exits.enter_context(pool)
+        return self._pools[num_ranks]
+
+    def alone(
+        self, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """The result of `function(world, *args)` on one process."""
+        (result,) = self.of(1).call(function, *args, **kwargs)
+        return result
+
+    @contextlib.contextmanager
+    def closing_busy(self) -> Iterator[None]:
+        """On an error inside, end the ranks whose results have no reader any more."""
+        try:
+            yield
+        except BaseException:
+            for pool in self._pools.values():
+                if pool.is_busy:
+                    pool.close(now=True)
+            raise
+
+
+@contextlib.contextmanager
+def must_run(what: str) -> Iterator[None]:
+    """An error of the reference's process becomes a TitanliteError, which is no finding."""
+    try:
+        yield
+    except RankError as error:
+        text = f"{error.rank_traceback}\n{what} on one process: {error.message}"
+        raise TitanliteError(text.strip()) from error
+
+
 def _serve(place: Place, connection: Connection, device_type: str) -> None:
     from titanlite.ranks.world import open_world
 
@@ -132,8 +216,5 @@ def _serve(place: Place, connection: Connection, device_type: str) -> None:
                 message = connection.recv_bytes()
             except EOFError:
                 return
-            function, args = cloudpickle.loads(message)
-            if isinstance(function, str):
-                module, _, name = function.partition(":")
-                function = getattr(importlib.import_module(module), name)
-            connection.send(("message", cloudpickle.dumps(function(world, *args))))
+            function, args, kwargs = cloudpickle.loads(message)
+            connection.send(("message", cloudpickle.dumps(function(world, *args, **kwargs))))

@@ -46,29 +46,36 @@ class MovedToken(NamedTuple):
 
 
 @dataclass
-class RankStep:
-    """One rank's measurements of one step; step 0 has only the starting weights."""
+class ReferenceStep:
+    """The numbers of one step; the reference's tensors are in the step's file."""
 
     loss: float = 0.0
     norm: float = 0.0
     lr: float = 0.0
+    """The reference's is from the formula of the schedule, not from the scheduler that ran."""
     num_targets: int = 0
-    gradients: dict[str, Agreement] = field(default_factory=dict)
-    weights: dict[str, Agreement] = field(default_factory=dict)
-    sequences: tuple[int, ...] = ()
-    """For each sequence that the rank read, its index in the reference's batch; -1 for none."""
-    positions_agree: bool = True
-    targets_agree: bool = True
     validation: float | None = None
     """The validation loss, after the first and the last step of a job that validates."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of that validation."""
-    state: dict[str, Agreement] = field(default_factory=dict)
-    """The optimizer state, by "parameter.key"."""
-    buffers: dict[str, Agreement] = field(default_factory=dict)
     loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Expert layer -> the tokens of each expert, as the balancing counts them."""
     auxiliary_loss: float | None = None
+
+
+@dataclass
+class RankStep(ReferenceStep):
+    """One rank's measurements of one step; step 0 has only the starting weights."""
+
+    gradients: dict[str, Agreement] = field(default_factory=dict)
+    weights: dict[str, Agreement] = field(default_factory=dict)
+    state: dict[str, Agreement] = field(default_factory=dict)
+    """The optimizer state, by "parameter.key"."""
+    buffers: dict[str, Agreement] = field(default_factory=dict)
+    sequences: tuple[int, ...] = ()
+    """For each sequence that the rank read, its index in the reference's batch; -1 for none."""
+    positions_agree: bool = True
+    targets_agree: bool = True
     moved: dict[str, tuple[MovedToken, ...]] = field(default_factory=dict)
     """Expert layer -> this rank's tokens that go to other experts than on the reference."""
 
@@ -97,21 +104,6 @@ class RankRun:
 
 
 @dataclass
-class ReferenceStep:
-    """The reference's numbers in one step; its tensors are in the step's file."""
-
-    loss: float = 0.0
-    norm: float = 0.0
-    lr: float = 0.0
-    """From the formula of the schedule, not from the scheduler that ran."""
-    num_targets: int = 0
-    validation: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    auxiliary_loss: float | None = None
-
-
-@dataclass
 class ReferenceRun:
     """What the reference's process returns: the numbers of its steps; the first is the start."""
 
@@ -122,6 +114,12 @@ class ReferenceRun:
     """Modules that convert a tensor to a narrower dtype in the forward pass, with both dtypes."""
 
 
+Shares = tuple[float, ...]
+"""For each part of the batch, the weight of its gradient in a gradient."""
+
+Fit = tuple[Shares, float]
+"""A gradient as a weighted sum of those of parts of the batch, and the relative residual."""
+
 Cell = tuple[int, int, int]
 """(data-parallel rank, microbatch, context-parallel rank): the targets of one loss sum."""
 
@@ -131,14 +129,12 @@ class ReferenceTrace:
     """A detailed recording of one step of the reference; its tensors are in the trace's files.
 
     `modules` has an entry for each call of a module in a forward pass, in the order in which the
-    calls end: a module comes after its children. `losses` and `targets` are the sum of losses and
-    the number of targets of each cell.
+    calls end: a module comes after its children. `targets` are the number of targets of each cell.
     """
 
     modules: tuple[str, ...]
-    cells: tuple[Cell, ...]
-    losses: tuple[float, ...]
-    targets: tuple[int, ...]
+    cells: tuple[Cell, ...] = ()
+    targets: tuple[int, ...] = ()
     num_left_out: int = 0
     """The number of outputs that were too large to keep."""
     scaled: dict[str, tuple[bool, float]] = field(default_factory=dict)
@@ -197,11 +193,11 @@ class RankTrace:
     """Mesh axis -> the output of the first module that differs, summed over that axis."""
     summed_gradients: dict[str, dict[str, Agreement]]
     """Gradient -> mesh axis over which the parameter is replicated -> the sum over that axis."""
-    shares: dict[str, tuple[tuple[float, ...], float]]
-    """Gradient -> the weight of each cell's gradient in it, and the relative residual."""
-    pending_inputs: tuple[str, ...]
+    shares: dict[str, Fit] = field(default_factory=dict)
+    """Gradient -> it as a sum of the gradients of the cells."""
+    pending_inputs: tuple[str, ...] = ()
     """Compiled modules that received the result of a collective that was still running."""
-    styles: dict[str, str]
+    styles: dict[str, str] = field(default_factory=dict)
     """Module -> its entry in the tensor-parallel plan."""
     blind_stages: dict[int, str] = field(default_factory=dict)
     """Stages that take positions and do not receive the right ones -> "missing" or "wrong"."""
@@ -209,6 +205,12 @@ class RankTrace:
     """The same as in ReferenceTrace, for the layers of this rank."""
     experts: dict[str, ExpertTrace] = field(default_factory=dict)
     """Expert layer -> its tokens and experts on this rank."""
+    summed_backward: dict[str, tuple[str, Agreement]] = field(default_factory=dict)
+    """Axis -> the first wrong output's gradient in backward order, and its sum over the axis."""
+    torn_backward: tuple[str, ...] = ()
+    """Axes along which ranks hold the same output, but different gradients of it."""
+    file: str = ""
+    """Where the rank has saved its part of the batch and its wrong gradients, of other code."""
 
 
 @dataclass(frozen=True)
@@ -221,3 +223,29 @@ class Mixing:
     """The relative difference between the losses one by one and together."""
     is_mean: bool = False
     """Whether the loss is a mean over its sequences instead of a sum."""
+
+
+@dataclass
+class CodeRun(RankRun):
+    """One rank's measurements of code that is not a job."""
+
+    places: dict[str, str] = field(default_factory=dict)
+    """Parameter -> a digest of the elements that the rank holds, equal for replicas."""
+    losses: list[float | None] = field(default_factory=list)
+    """What each step returned, None where a rank computes no loss."""
+    parts: list[str] = field(default_factory=list)
+    """A digest of this rank's part of each batch."""
+    traces: dict[int, RankTrace] = field(default_factory=dict)
+    """The steps in which some rank's numbers differ, recorded in detail."""
+
+
+@dataclass
+class ModelRun(ReferenceRun):
+    """What the process of the plain model of such code returns."""
+
+    modules: tuple[str, ...] = ()
+    """Calls of modules in forward order."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Names of one parameter."""
+    num_left_out: int = 0
+    """The number of outputs that were too large to keep."""

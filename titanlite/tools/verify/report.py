@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from titanlite.tools.verify.differences import NARROW_TOLERANCE, NUMBERS, Failure, Key, badness
-from titanlite.tools.verify.result import Result
-from titanlite.tools.verify.verify import Verification
+from titanlite.tools.verify.differences import NARROW_TOLERANCE, NUMBERS, Disagreement, Key, badness
+from titanlite.tools.verify.result import Result, Verification
 from titanlite.tools.verify.wording import listed
 
 WIDTH = 100
@@ -43,9 +42,7 @@ def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
 
 def format_verification(found: Verification) -> str:
     """The table of differences, the verdict, and the diagnosis if something differs."""
-    verdict = _verdict(found)
-    findings = [finding for finding in found.findings if finding != found.error_finding]
-    text = format_result(found, verdict, findings, found.dtype)
+    text = format_result(found, found.dtype)
     if found.moved and (found.replays or found.dtype != "float64"):
         lines = found.moved[:MOST_MOVED]
         if len(found.moved) > MOST_MOVED:
@@ -59,12 +56,13 @@ def format_verification(found: Verification) -> str:
     return text
 
 
-def format_result(found: Result, verdict: str, findings: Sequence[str], dtype: str) -> str:
-    """The table of differences, the verdict, and the findings."""
+def format_result(found: Result, dtype: str) -> str:
+    """The table of differences, the verdict, and the diagnosis if something differs."""
+    findings = [finding for finding in found.findings if finding != found.error_finding]
     lines = []
     if found.differences:
         lines += [_table(found), ""]
-    lines.append(textwrap.fill(verdict, WIDTH, break_long_words=False))
+    lines.append(textwrap.fill(_verdict(found), WIDTH, break_long_words=False))
     if found.narrowed and dtype == "float64":
         names, verb = listed(found.narrowed, 3), "rounds" if len(found.narrowed) == 1 else "round"
         note = (
@@ -128,18 +126,13 @@ def _figure(value: float) -> str:
     return "not comparable" if math.isinf(value) else f"{value:.1e}"
 
 
-def _verdict(found: Verification) -> str:
+def _verdict(found: Result) -> str:
+    """Whether a parallel run agrees, with the largest difference or what differs."""
     seconds = f"{found.seconds:.1f} s"
     if found.error is not None:
         return f"DOES NOT RUN: {found.error} ({seconds})"
-    if found.wrong_sums:
+    if isinstance(found, Verification) and found.wrong_sums:
         return f"DIFFERS: on one process, the batch in parts from the undivided batch ({seconds})"
-    return judge(found)
-
-
-def judge(found: Result) -> str:
-    """Whether a run that has ended agrees, with the largest difference or what differs."""
-    seconds = f"{found.seconds:.1f} s"
     if found.agrees:
         step, key = found.worst
         if math.isinf(found.margin):
@@ -157,7 +150,7 @@ def judge(found: Result) -> str:
     return f"DIFFERS: {describe_failures(found.failures)} ({seconds})"
 
 
-def describe_failures(failures: list[Failure]) -> str:
+def describe_failures(failures: list[Disagreement]) -> str:
     """What differs in the first differing step, counted by kind."""
     first = failures[0].step
     counts: dict[str, int] = {}

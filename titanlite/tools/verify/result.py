@@ -5,8 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from titanlite.config import ResolvedJob
 from titanlite.errors import RankError
-from titanlite.tools.verify.differences import Failure, Key, Split, Tolerance, badness
+from titanlite.tools.verify.differences import (
+    Disagreement,
+    Key,
+    Tolerance,
+    UnequalReplicas,
+    badness,
+    failures,
+)
 
 
 @dataclass(kw_only=True)
@@ -15,8 +23,8 @@ class Result:
 
     differences: list[dict[Key, float]] = field(default_factory=list)
     tolerance: Tolerance = field(default_factory=lambda: Tolerance("float64"))
-    failures: list[Failure] = field(default_factory=list)
-    splits: list[Split] = field(default_factory=list)
+    failures: list[Disagreement] = field(default_factory=list)
+    splits: list[UnequalReplicas] = field(default_factory=list)
     error: RankError | None = None
     """The exception of a rank, if the parallel run did not end."""
     narrowed: tuple[str, ...] = ()
@@ -30,6 +38,16 @@ class Result:
     @property
     def agrees(self) -> bool:
         return not (self.error or self.problems or self.failures or self.splits)
+
+    def judge(self, tolerance: Tolerance) -> None:
+        """Compare the differences with this tolerance."""
+        self.tolerance = tolerance
+        self.failures = failures(self.differences, tolerance)
+
+    @property
+    def error_finding(self) -> str:
+        """The finding that says only that the parallel run did not end."""
+        return f"the plan does not run: {self.error}"
 
     @property
     def cause(self) -> str:
@@ -57,3 +75,27 @@ class Result:
         step, key = self.worst
         times = badness(self.differences[step][key], self.tolerance.of(step, key))
         return 1 / times if times else math.inf
+
+
+@dataclass
+class Verification(Result):
+    """The result of verifying one job."""
+
+    job: ResolvedJob
+    """The job under its plan, as it ran."""
+    dtype: str
+    num_steps: int
+    reference_parts: int
+    """The number of parts in which the reference processes its batch."""
+    wrong_sums: str = ""
+    """How the batch in parts differs from the undivided batch, on one process."""
+    resume_problems: list[str] = field(default_factory=list)
+    """Sentences about what is wrong with a run that resumes from the plan's checkpoint."""
+    replays: bool = False
+    """Whether tokens went to the experts that the reference chose."""
+    moved: list[str] = field(default_factory=list)
+    """Sentences about tokens that the plan routes to other experts than the reference."""
+
+    @property
+    def agrees(self) -> bool:
+        return super().agrees and not self.wrong_sums and not self.resume_problems

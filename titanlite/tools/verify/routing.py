@@ -32,7 +32,7 @@ LABELS = (1, 0)
 
 
 @dataclass
-class Routing:
+class RoutingOfStep:
     """What an expert layer did in the forward passes of a step, in the order of its calls."""
 
     chosen: list[Tensor] = field(default_factory=list)
@@ -44,10 +44,10 @@ class Routing:
 
 
 @contextlib.contextmanager
-def recorded_routing(job: Job) -> Iterator[dict[str, Routing]]:
+def recorded_routing(job: Job) -> Iterator[dict[str, RoutingOfStep]]:
     """Inside, the routing of every expert layer is recorded by the layer's name."""
     layers = expert_layers(job.parts)
-    found = {name: Routing() for name in layers}
+    found = {name: RoutingOfStep() for name in layers}
     with contextlib.ExitStack() as stack:
         for name, layer in layers.items():
             stack.enter_context(_recorded(job, layer, found[name]))
@@ -100,7 +100,7 @@ class _Replay:
 
 
 @contextlib.contextmanager
-def _recorded(job: Job, layer: ExpertLayer, found: Routing) -> Iterator[None]:
+def _recorded(job: Job, layer: ExpertLayer, found: RoutingOfStep) -> Iterator[None]:
     experts: Any = layer.experts
     compute = experts._compute
     first = 0
@@ -140,7 +140,7 @@ def _is_recomputed() -> bool:
 def compare_routing(
     job: Job,
     own: ExpectedPart,
-    found: Mapping[str, Routing],
+    found: Mapping[str, RoutingOfStep],
     known: Mapping[str, Mapping[str, Tensor]],
     gradients: Mapping[str, Tensor],
 ) -> dict[str, ExpertTrace]:
@@ -161,7 +161,7 @@ def compare_routing(
 
 
 def _moved(
-    own: ExpectedPart, routing: Routing, known: Mapping[str, Tensor]
+    own: ExpectedPart, routing: RoutingOfStep, known: Mapping[str, Tensor]
 ) -> tuple[MovedToken, ...]:
     """The tokens of this rank that went to other experts than on the reference."""
     tokens = []
@@ -209,7 +209,7 @@ def _by_expert(
     return found
 
 
-def routing_record(found: Mapping[str, Routing]) -> dict[str, dict[str, Tensor]]:
+def routing_record(found: Mapping[str, RoutingOfStep]) -> dict[str, dict[str, Tensor]]:
     """The reference's routing: for each layer, tensors over all its sequences."""
     record = {}
     for name, routing in found.items():

@@ -48,6 +48,11 @@ def cut_again(batches: list[Batch], microbatches: Microbatches | None) -> list[B
     return [join([whole.rows(r.start, r.stop) for r in rows]) for rows in microbatches]
 
 
+def places_in(microbatches: Microbatches) -> Tensor:
+    """For each sequence of the global batch, its place in the joined microbatches."""
+    return torch.tensor([number for m in microbatches for r in m for number in r]).argsort()
+
+
 def _sequences_of(job: Job, own: Batch, known: Mapping[str, Tensor], first: int) -> list[int]:
     """The index in the reference's batch of each sequence of `own`, -1 for none.
 

@@ -1,16 +1,25 @@
-"""Which cells of the batch a gradient lacks, or has with a wrong coefficient; torch-free.
+"""Which parts of the batch a gradient lacks, or has with a wrong coefficient; torch-free.
 
-A cell is the targets of one microbatch on one data- and context-parallel rank (cells.py).
+Of a job the parts are cells: the targets of one microbatch on one data- and context-parallel rank
+(cells.py). Of other code they are the parts that its ranks are given. A coefficient is relative to
+that in the reference's gradient.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from titanlite.tools.verify.record import Cell, RankRun, RankTrace, ReferenceTrace
-from titanlite.tools.verify.wording import be_a_sum, listed, name_parameters, name_ranks
+from titanlite.tools.verify.record import (
+    Cell,
+    Fit,
+    RankRun,
+    RankTrace,
+    ReferenceTrace,
+    Shares,
+)
+from titanlite.tools.verify.wording import be_a_sum, is_near, listed, name_parameters, name_ranks
 
 # How close a coefficient must be to a number to equal it, and the largest residual of a fit.
 NEAR, LEFT = 1e-5, 1e-6
@@ -22,6 +31,67 @@ GROUPS: dict[str, Callable[[Cell], object]] = {
     "microbatch": lambda cell: (cell[0], cell[1]),
     "microbatch on each rank": lambda cell: cell,
 }
+
+
+def sums_of_parts(
+    runs: Sequence[RankRun],
+    names: Sequence[str],
+    fits: Mapping[int, Mapping[str, Fit]],
+    describe: Callable[[Shares], str],
+    what: str,
+) -> Iterator[str]:
+    """Which coefficients are wrong in the gradients `names` that are sums over parts of the batch.
+
+    `fits` has these sums by rank and name. `describe` says what is wrong with the coefficients of
+    all parts, "" for nothing; `what` says what is summed.
+    """
+    made_of: dict[Shares, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for name in names:
+        of_ranks = [(rank, *of_rank[name]) for rank, of_rank in fits.items() if name in of_rank]
+        if any(left > LEFT for _, _, left in of_ranks):
+            continue
+        for rank, shares, _ in of_ranks:
+            known = next((other for other in made_of if _same(shares, other)), shares)
+            made_of[known][name].append(rank)
+    for shares, ranks_of in made_of.items():
+        if not (words := describe(shares)):
+            continue
+        who = name_parameters(list(ranks_of), runs, "gradient")
+        ranks = sorted({rank for ranks in ranks_of.values() for rank in ranks})
+        holders = sorted(r for r, of_rank in fits.items() if any(n in of_rank for n in ranks_of))
+        where = name_ranks(ranks, runs, holders)
+        yield f"{who} {be_a_sum(who)} {what} with wrong coefficients, {where}: {words}"
+
+
+def _same(a: Shares, b: Shares) -> bool:
+    return all(abs(x - y) < 10 * NEAR * max(1.0, abs(y)) for x, y in zip(a, b, strict=True))
+
+
+def describe_parts(shares: Shares, weights: Shares, parts: Sequence[str]) -> str:
+    """What is wrong with the coefficients of the named parts of the batch; "" for nothing.
+
+    `weights` are the parts' shares of the whole mean.
+    """
+    if all(is_near(share, shares[0], NEAR) for share in shares):
+        # The same factor for every part is explain_gradients' subject.
+        return ""
+    counts = [share * weight for share, weight in zip(shares, weights, strict=True)]
+    if all(is_near(count, counts[0], NEAR) for count in counts) and not is_near(counts[0], 0, NEAR):
+        shown = [f"{weight:.4g} ({who})" for weight, who in zip(weights, parts, strict=True)]
+        return (
+            f"a mean of means. Each part counts {counts[0]:.4g}, but the parts' shares of the "
+            f"whole mean are {listed(shown, 4)}, since they have different numbers of targets. "
+            "Divide the sum of all losses by the number of targets in the whole batch"
+        )
+    missing = [who for share, who in zip(shares, parts, strict=True) if abs(share) < NEAR]
+    rest = [share for share in shares if abs(share) >= NEAR]
+    if missing and all(is_near(share, rest[0], NEAR) for share in rest):
+        scaled = (
+            "" if is_near(rest[0], 1.0, NEAR) else f", and the others count {rest[0]:.4g} times"
+        )
+        return f"the part of {listed(missing)} is missing{scaled}"
+    odd = [f"{share:.4g} times ({who})" for share, who in zip(shares, parts, strict=True)]
+    return f"the parts count {listed(odd, 4)}"
 
 
 def describe_shares(
@@ -38,43 +108,25 @@ def describe_shares(
     `num_microbatches` is that of one run of a pipeline's schedule.
     """
     cells = [index for index, count in enumerate(reference.targets) if count]
-    made_of: dict[tuple[float, ...], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for name in names:
-        of_ranks = [(t.rank, *t.shares[name]) for t in traces if name in t.shares]
-        if not of_ranks or any(left > LEFT for _, _, left in of_ranks):
-            continue
-        for rank, shares, _ in of_ranks:
-            key = _known(made_of, tuple(shares[index] for index in cells))
-            made_of[key][name].append(rank)
-    for shares, ranks_of in made_of.items():
+
+    def describe(of_all: Shares) -> str:
+        shares = tuple(of_all[index] for index in cells)
         if all(abs(share - 1.0) < NEAR for share in shares):
-            continue
-        who = name_parameters(list(ranks_of), runs, "gradient")
-        ranks = sorted({rank for ranks in ranks_of.values() for rank in ranks})
-        holders = sorted({t.rank for t in traces if any(name in t.shares for name in ranks_of)})
-        where = name_ranks(ranks, runs, holders)
-        what = _scaled_by_run(reference, cells, shares, num_microbatches) or _describe(
-            reference, cells, shares
-        )
+            return ""
         if all(abs(share - shares[0]) < NEAR * max(1.0, abs(share)) for share in shares):
             same = name_factor(shares[0])
-            what = f"every contribution counts {shares[0]:.6g} times"
-            what += f", and {shares[0]:.6g} is {same}" if same else ""
-        yield (
-            f"{who} {be_a_sum(who)} of correct contributions with wrong coefficients, {where}: "
-            f"{what}"
+            also = f", and {shares[0]:.6g} is {same}" if same else ""
+            return f"every contribution counts {shares[0]:.6g} times{also}"
+        return _scaled_by_run(reference, cells, shares, num_microbatches) or _describe_cells(
+            reference, cells, shares
         )
 
-
-def _known(known: dict[tuple[float, ...], dict[str, list[int]]], own: tuple[float, ...]) -> tuple:
-    for other in known:
-        if all(abs(a - b) < 10 * NEAR for a, b in zip(own, other, strict=True)):
-            return other
-    return own
+    fits = {trace.rank: trace.shares for trace in traces}
+    yield from sums_of_parts(runs, names, fits, describe, "of correct contributions")
 
 
 def _scaled_by_run(
-    reference: ReferenceTrace, cells: list[int], shares: tuple[float, ...], num_microbatches: int
+    reference: ReferenceTrace, cells: list[int], shares: Shares, num_microbatches: int
 ) -> str:
     """Coefficients that are powers of 1/n, n being the microbatches of a run of the schedule."""
     n = num_microbatches
@@ -97,7 +149,7 @@ def _scaled_by_run(
     )
 
 
-def _describe(reference: ReferenceTrace, cells: list[int], shares: tuple[float, ...]) -> str:
+def _describe_cells(reference: ReferenceTrace, cells: list[int], shares: Shares) -> str:
     chosen = [reference.cells[index] for index in cells]
     targets = [reference.targets[index] for index in cells]
     for group, key_of in GROUPS.items():

@@ -156,7 +156,7 @@ def explain_reloaded(e: Evidence) -> Iterator[str]:
 
 
 def explain_replicas(e: Evidence) -> Iterator[str]:
-    splits = [split for split in e.splits if split.step == e.step]
+    splits = [split for split in e.found.splits if split.step == e.step]
     if splits and not any(e.failed(kind) for kind in ("start",)):
         groups = " and ".join(
             f"rank{'s' if len(group) > 1 else ''} {listed(group)}" for group in splits[0].groups

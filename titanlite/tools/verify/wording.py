@@ -14,7 +14,7 @@ from titanlite.tools.verify.record import RankRun
 EXACT = 1e-6
 
 
-class Degrees(Protocol):
+class AxisDegrees(Protocol):
     """The degree of each axis, and the number of ranks."""
 
     @property
@@ -26,7 +26,7 @@ class Degrees(Protocol):
 
 def name_factor(
     factor: float,
-    dims: Degrees,
+    dims: AxisDegrees,
     *,
     num_microbatches: int = 0,
     num_targets: int = 0,

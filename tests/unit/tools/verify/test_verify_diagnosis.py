@@ -7,10 +7,14 @@ import math
 import pytest
 
 from titanlite.mesh.parallel_dims import AXES, ParallelDims
+from titanlite.tools.verify.differences import Disagreement
+from titanlite.tools.verify.evidence import Evidence
+from titanlite.tools.verify.inputs import explain_shards
 from titanlite.tools.verify.matrix import OFF, features_of, name_of, plans_of
 from titanlite.tools.verify.norms import explain_norm, true_norm
 from titanlite.tools.verify.overview import DIFFERS, draw_overview
 from titanlite.tools.verify.record import Agreement, RankRun, RankStep, RankTrace, ReferenceTrace
+from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.shares import describe_shares
 from titanlite.tools.verify.wording import listed, name_factor, name_parameters, name_ranks
 
@@ -96,8 +100,29 @@ def test_parameters_and_ranks_are_named_by_what_they_have_in_common():
     assert shown == "2 of 3 gradients (norm and scale; exactly those replicated over tp)"
 
 
+@pytest.mark.parametrize("order", [("0", "1"), ("1", "0"), ("2", "3")])
+def test_shards_on_the_wrong_rank_are_told_from_wrong_values(order: tuple[str, str]) -> None:
+    dims, placed = ParallelDims(tp=2), {"w": {"tp": "sharded"}}
+    runs = [
+        RankRun(
+            rank,
+            {"tp": rank},
+            placed,
+            (),
+            {"w": str(rank)},
+            [RankStep(weights={"w": Agreement(1.0, 1.0, 1.0, 1.0, 1.0, own)})],
+        )
+        for rank, own in enumerate(order)
+    ]
+    found = Result(failures=[Disagreement(0, "start", "w", 1.0, 0.0)])
+    words = "".join(explain_shards(Evidence(dims, [], runs, found)))
+    assert words.startswith("ranks hold each other's shards of all 1 parameters") == (
+        order == ("1", "0")
+    )
+
+
 def shares_of(weights: list[float], targets: list[int], cells: list) -> str:
-    reference = ReferenceTrace((), tuple(cells), (0.0,) * len(cells), tuple(targets))
+    reference = ReferenceTrace((), tuple(cells), tuple(targets))
     runs = runs_on(ParallelDims(dp_shard=2), {"w": {"dp_shard": "sharded"}})
     traces = [
         RankTrace(r, runs[r].coordinates, {}, {}, {}, {"w": (tuple(weights), 1e-9)}, (), {})

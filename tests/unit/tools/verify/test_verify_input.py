@@ -22,7 +22,7 @@ from titanlite.tools.verify.differences import (
     differences,
     failures,
     same_shards,
-    split_replicas,
+    unequal_replicas,
 )
 from titanlite.tools.verify.jobs import (
     accumulation_pair,
@@ -125,7 +125,8 @@ def agreement(difference: float = 0.0, digest: str = "") -> Agreement:
 
 
 def run_of(rank: int, how: str, start: Agreement, then: Agreement, expected: str = "") -> RankRun:
-    steps = [RankStep(weights={"w": start}), RankStep(2.0, 1.0, 1e-3, 7, {"w": then}, {"w": then})]
+    after = RankStep(2.0, 1.0, 1e-3, 7, gradients={"w": then}, weights={"w": then})
+    steps = [RankStep(weights={"w": start}), after]
     return RankRun(rank, {"tp": rank}, {"w": {"tp": how}}, (), {"w": expected}, steps)
 
 
@@ -235,11 +236,11 @@ def test_replicas_and_shards_are_told_apart_by_their_bits():
             for r in (0, 1)
         ]
 
-    assert split_replicas(runs("replicated", "aa")) == []
-    assert [(s.step, s.groups) for s in split_replicas(runs("replicated", "ab"))] == [
+    assert unequal_replicas(runs("replicated", "aa")) == []
+    assert [(s.step, s.groups) for s in unequal_replicas(runs("replicated", "ab"))] == [
         (0, ((0,), (1,)))
     ]
-    assert split_replicas(runs("sharded", "ab")) == same_shards(runs("sharded", "ab")) == []
+    assert unequal_replicas(runs("sharded", "ab")) == same_shards(runs("sharded", "ab")) == []
     assert same_shards(runs("sharded", "aa")) == ["w"]
     assert same_shards(runs("sharded", "aa", expected="cc")) == []
 

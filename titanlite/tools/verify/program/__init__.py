@@ -8,10 +8,8 @@
     building.py     on a rank: calls the caller's functions, finds modules and parameters
     local_parts.py  on a rank: which part of each of the reference's tensors it holds
     batches.py      on a rank: its part of each batch, and which rows and columns these are
-    tracing.py      on a rank: its module outputs, and sums over axes of what is wrong
+    code_trace.py   on a rank: which part of an output it has, and sums over axes of what is wrong
     findings.py     the likely cause of a difference
 
-tools/verify/ has the measurements, tolerances and sentences that both share. Only the modules
-that run on ranks import torch: reference.py, parallel.py, building.py, local_parts.py, batches.py
-and tracing.py.
+tools/verify/ has what it shares with jobs. Only the modules that run on ranks import torch.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ class Built:
     optimizer: Optimizer
     request: Request
     is_reference: bool
-    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def name_of(self, module: nn.Module, name: str) -> str:
         """The reference's name of a module, parameter or buffer of `module`."""
@@ -134,13 +133,7 @@ def build(request: Request, mesh: Any, *, is_reference: bool) -> Built:
     else:
         # Parameters may be a mixture of DTensors and plain tensors, which foreach does not take.
         optimizer = AdamW(parameters, lr=DEFAULT_LR, foreach=False)
-    built = Built(value, modules, optimizer, request, is_reference)
-    built.buffers = {
-        built.name_of(module, name): buffer
-        for module in modules
-        for name, buffer in module.named_buffers()
-    }
-    return built
+    return Built(value, modules, optimizer, request, is_reference)
 
 
 @contextlib.contextmanager

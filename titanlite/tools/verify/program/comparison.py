@@ -15,20 +15,33 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from titanlite.errors import ConfigError, RankError, TitanliteError
-from titanlite.tools.verify.differences import Tolerance, differences, failures, split_replicas
-from titanlite.tools.verify.pool import RankPool
-from titanlite.tools.verify.program.findings import PartEvidence, diagnose
-from titanlite.tools.verify.program.grid import Grid, make_grid
+from titanlite.errors import ConfigError, RankError
+from titanlite.tools.verify.diagnose import diagnose
+from titanlite.tools.verify.differences import (
+    Key,
+    Tolerance,
+    differences,
+    largest_of,
+    unequal_replicas,
+)
+from titanlite.tools.verify.pool import RankPools, must_run
+from titanlite.tools.verify.program.findings import QUESTIONS_OF_CODE, PartEvidence
+from titanlite.tools.verify.program.grid import RankGrid, make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
-from titanlite.tools.verify.record import RankRun, ReferenceTrace
-from titanlite.tools.verify.report import format_result, judge
+from titanlite.tools.verify.record import (
+    CodeRun,
+    Fit,
+    ModelRun,
+    RankRun,
+    ReferenceTrace,
+    Shares,
+)
+from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
 from titanlite.tools.verify.wording import be, name_parameters
 
 if TYPE_CHECKING:
-    from titanlite.tools.verify.program.parallel import RankReport
-    from titanlite.tools.verify.program.reference import ReferenceRecord
+    from titanlite.ranks.world import World
 
 # A reference that differs from itself by more than this draws random numbers.
 RANDOM = 1e-3
@@ -40,7 +53,7 @@ class Given(Tolerance):
 
     limit: float = 0.0
 
-    def _make(self, step: int, key: tuple[str, str]) -> float:
+    def _make(self, step: int, key: Key) -> float:
         return 0.0 if key[0] == "start" else self.limit
 
 
@@ -48,7 +61,7 @@ class Given(Tolerance):
 class Comparison(Result):
     """The result of comparing parallel code with its reference; `print` shows all of it."""
 
-    grid: Grid
+    grid: RankGrid
     dtype: str
     num_steps: int
     name: str = ""
@@ -67,11 +80,14 @@ class Comparison(Result):
         ]
         if self.losses:
             lines.append(f"loss       the {self.losses} over the parts of the batch")
+        lines += ["", format_result(self, self.dtype)]
         if self.error is not None:
-            verdict = f"DOES NOT RUN: {self.error} ({self.seconds:.1f} s)"
-            text = format_result(self, verdict, self.findings[1:], self.dtype)
-            return "\n".join([*lines, "", text, "", self.error.rank_traceback]).rstrip()
-        return "\n".join([*lines, "", format_result(self, judge(self), self.findings, self.dtype)])
+            lines += ["", self.error.rank_traceback]
+        return "\n".join(lines).rstrip()
+
+    @property
+    def error_finding(self) -> str:
+        return f"the parallel code does not run: {self.error}"
 
     def check(self) -> Comparison:
         """Raises AssertionError, with what `print` shows, unless the parallel code agrees."""
@@ -184,16 +200,13 @@ class Comparer:
     """
 
     def __init__(self, *, timeout_seconds: float = 300, max_ranks: int | None = None) -> None:
-        self.timeout_seconds = timeout_seconds
-        self.max_ranks = max_ranks
-        self._exits = contextlib.ExitStack()
-        self._pools: dict[int, RankPool] = {}
+        self._pools = RankPools(timeout_seconds=timeout_seconds, max_ranks=max_ranks)
 
     def __enter__(self) -> Comparer:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._exits.__exit__(*error)
+        self._pools.__exit__(*error)
 
     def compare(
         self,
@@ -208,51 +221,43 @@ class Comparer:
         start = time.perf_counter()
         grid = make_grid(ranks)
         request = Request(
-            reference, parallel, grid=grid, timeout_seconds=self.timeout_seconds, **options
+            reference, parallel, grid=grid, timeout_seconds=self._pools.timeout_seconds, **options
         )
         check(request)
         packed = pack(request)
         name = getattr(getattr(parallel, "func", parallel), "__name__", type(parallel).__name__)
         found = Comparison(grid, request.dtype, len(request.batches), name)
         # The ranks start while the reference runs.
-        self._pool(grid.world_size).start()
+        pool = self._pools.of(grid.world_size)
+        pool.start()
         with tempfile.TemporaryDirectory(prefix="titanlite-compare-") as folder:
             record = self._reference(packed, folder)
             found.narrowed = record.narrowed
+
+            def on_rank(world: World) -> CodeRun:
+                from titanlite.tools.verify.program.parallel import run_parallel
+
+                return run_parallel(world, packed, folder, record)
+
             try:
-                reports = self._pool(grid.world_size).call(
-                    "titanlite.tools.verify.program.parallel:run_parallel", packed, folder, record
-                )
+                runs = pool.call(on_rank)
             except RankError as error:
                 found.error = error
-                found.findings = [f"the parallel code does not run: {error}"]
+                found.findings = [found.error_finding]
             else:
-                _Judging(self, request, packed, folder, record, reports, found).judge(tolerance)
+                judging = _Judging(self._pools, request, packed, folder, record, runs, found)
+                judging.judge(tolerance)
         found.seconds = time.perf_counter() - start
         return found
 
-    def _pool(self, num_ranks: int) -> RankPool:
-        if num_ranks not in self._pools:
-            pool = RankPool(
-                num_ranks, timeout_seconds=self.timeout_seconds, max_ranks=self.max_ranks
-            )
-            self._pools[num_ranks] = self._exits.enter_context(pool)
-        return self._pools[num_ranks]
+    def _reference(self, packed: bytes, folder: str) -> ModelRun:
+        def on_rank(world: World) -> ModelRun:
+            from titanlite.tools.verify.program.reference import run_model
 
-    def alone(self, function: str, *args: Any) -> Any:
-        """The result of a function on one process."""
-        (result,) = self._pool(1).call(function, *args)
-        return result
+            return run_model(world, packed, folder)
 
-    def _reference(self, packed: bytes, folder: str) -> ReferenceRecord:
-        try:
-            record = self.alone(
-                "titanlite.tools.verify.program.reference:run_reference", packed, folder
-            )
-        except RankError as error:
-            raise TitanliteError(
-                f"{error.rank_traceback}\nreference: does not run on one process: {error.message}"
-            ) from error
+        with must_run("reference: does not run"):
+            record = self._pools.alone(on_rank)
         for step, numbers in enumerate(record.steps):
             if not math.isfinite(numbers.loss + numbers.norm):
                 raise ConfigError(
@@ -262,22 +267,17 @@ class Comparer:
         return record
 
 
+@dataclass
 class _Judging:
-    """Combines the ranks' reports into a result."""
+    """Combines the ranks' measurements into a result."""
 
-    def __init__(
-        self,
-        comparer: Comparer,
-        request: Request,
-        packed: bytes,
-        folder: str,
-        record: ReferenceRecord,
-        reports: list[RankReport],
-        found: Comparison,
-    ) -> None:
-        self.comparer, self.request, self.packed, self.folder = comparer, request, packed, folder
-        self.record, self.reports, self.found = record, reports, found
-        self.runs = [report.run for report in reports]
+    pools: RankPools
+    request: Request
+    packed: bytes
+    folder: str
+    record: ModelRun
+    runs: list[CodeRun]
+    found: Comparison
 
     def judge(self, tolerance: float | None) -> None:
         """Fill in the result."""
@@ -286,24 +286,24 @@ class _Judging:
         found.losses = self._combine_losses()
         found.differences = self._differences(self.runs)
         if tolerance is not None:
-            found.tolerance = Given(dtype=found.dtype, limit=tolerance)
+            found.judge(Given(dtype=found.dtype, limit=tolerance))
         elif found.dtype == "float64":
-            found.tolerance = Tolerance("float64", is_narrow=is_narrow)
+            found.judge(Tolerance("float64", is_narrow=is_narrow))
         else:
-            found.tolerance = Tolerance(found.dtype, self._rounding(found.dtype, "float64"))
-        found.failures = failures(found.differences, found.tolerance)
+            found.judge(Tolerance(found.dtype, self._rounding(found.dtype, "float64")))
         is_wrong = any(failure.kind != "start" for failure in found.failures)
         if is_wrong and found.dtype == "float64":
             # Some tensors have larger rounding errors; measuring them also finds random numbers.
             rounding = self._rounding("float64")
             if tolerance is None:
-                found.tolerance = Tolerance("float64", rounding, is_narrow)
-                found.failures = failures(found.differences, found.tolerance)
-        found.splits = split_replicas(self.runs)
+                found.judge(Tolerance("float64", rounding, is_narrow))
+        found.splits = unequal_replicas(self.runs)
         found.problems = self._pending()
         if not found.agrees:
             is_differing = found.failures or found.splits
-            found.findings = found.problems + (diagnose(self._evidence()) if is_differing else [])
+            found.findings = list(found.problems)
+            if is_differing:
+                found.findings += diagnose(self._evidence(), QUESTIONS_OF_CODE)
 
     def _pending(self) -> list[str]:
         """Gradients that are Partial at the optimizer step, though their local parts agree."""
@@ -321,14 +321,14 @@ class _Judging:
 
     def _place(self) -> None:
         """Find along which axes each parameter is replicated: where ranks hold equal elements."""
-        grid, reports = self.found.grid, self.reports
-        names = {name for report in reports for name in report.places}
+        grid, runs = self.found.grid, self.runs
+        names = {name for run in runs for name in run.places}
         axes = [axis for axis in grid.axes_in_use if self._is_held_along(axis, names)]
-        for report in reports:
-            for name in report.places:
-                report.run.placements[name] = {
+        for run in runs:
+            for name in run.places:
+                run.placements[name] = {
                     axis: "replicated"
-                    if len({reports[r].places.get(name) for r in self._along(axis, report)}) == 1
+                    if len({runs[r].places.get(name) for r in self._along(axis, run)}) == 1
                     else "sharded"
                     for axis in axes
                 }
@@ -336,18 +336,18 @@ class _Judging:
     def _is_held_along(self, axis: str, names: set[str]) -> bool:
         """Whether all ranks along an axis hold the same parameters: not so for pipeline stages."""
         return all(
-            len({name in self.reports[rank].places for rank in self._along(axis, report)}) == 1
-            for report in self.reports
+            len({name in self.runs[rank].places for rank in self._along(axis, run)}) == 1
+            for run in self.runs
             for name in names
         )
 
-    def _along(self, axis: str, report: RankReport) -> list[int]:
+    def _along(self, axis: str, run: CodeRun) -> list[int]:
         """The ranks that differ from this one only on one axis."""
-        place = self.found.grid.coordinates(report.run.rank)
+        place = self.found.grid.coordinates(run.rank)
         return [
-            other.run.rank
-            for other in self.reports
-            if {**self.found.grid.coordinates(other.run.rank), axis: 0} == {**place, axis: 0}
+            other.rank
+            for other in self.runs
+            if {**self.found.grid.coordinates(other.rank), axis: 0} == {**place, axis: 0}
         ]
 
     def _combine_losses(self) -> str:
@@ -358,12 +358,12 @@ class _Judging:
         """
         ways: dict[str, list[list[float]]] = {"": [], "mean": [], "sum": []}
         for step, known in enumerate(self.record.steps[1:]):
-            own = [report.losses[step] for report in self.reports]
+            own = [run.losses[step] for run in self.runs]
             given = [value for value in own if value is not None]
             by_part: dict[str, float] = {}
-            for report, value in zip(self.reports, own, strict=True):
+            for run, value in zip(self.runs, own, strict=True):
                 if value is not None:
-                    by_part.setdefault(report.parts[step], value)
+                    by_part.setdefault(run.parts[step], value)
             parts = list(by_part.values())
             if not given:
                 given, parts = [known.loss], [known.loss]
@@ -378,9 +378,7 @@ class _Judging:
         return chosen
 
     def _parts_by_step(self) -> list[list[str]]:
-        return [
-            [report.parts[step] for report in self.reports] for step in range(self.found.num_steps)
-        ]
+        return [[run.parts[step] for run in self.runs] for step in range(self.found.num_steps)]
 
     def _loss_error(self, values: list[list[float]]) -> float:
         return max(
@@ -388,7 +386,7 @@ class _Judging:
             for of_step, known in zip(values, self.record.steps[1:], strict=True)
         )
 
-    def _differences(self, runs: Sequence[RankRun]) -> list[dict[tuple[str, str], float]]:
+    def _differences(self, runs: Sequence[RankRun]) -> list[dict[Key, float]]:
         found = differences(runs, self.record.steps)
         for of_step in found:
             of_step.pop(("lr", ""), None)
@@ -396,33 +394,33 @@ class _Judging:
                 of_step.pop(("norm", ""), None)
         return found
 
-    def _rounding(self, *dtypes: str) -> list[dict[tuple[str, str], float]]:
+    def _rounding(self, *dtypes: str) -> list[dict[Key, float]]:
         """The reference's differences from itself, with weights that differ in the last bit.
 
         Raises ConfigError if they are far larger than rounding error.
         """
-        rounding: list[dict[tuple[str, str], float]] = [{} for _ in self.record.steps]
-        for dtype in dtypes:
-            again = self.comparer.alone(
-                "titanlite.tools.verify.program.parallel:run_again",
-                self.packed,
-                self.folder,
-                self.record,
-                dtype,
+        return largest_of(map(self._differences_of_reference, dtypes), len(self.record.steps))
+
+    def _differences_of_reference(self, dtype: str) -> list[dict[Key, float]]:
+        packed, folder, record = self.packed, self.folder, self.record
+
+        def on_rank(world: World) -> CodeRun:
+            from titanlite.tools.verify.program.parallel import run_again
+
+            return run_again(world, packed, folder, record, dtype)
+
+        again = self.pools.alone(on_rank)
+        for step, value in enumerate(again.losses, 1):
+            # The loss function of one process always returns a loss.
+            again.steps[step].loss = value or 0.0
+        found = self._differences([again])
+        loss = found[1].get(("loss", ""), 0.0)
+        if loss > RANDOM:
+            raise ConfigError(
+                f"reference: a second run has another loss in step 1, by {loss:.0e}: it draws "
+                "random numbers; turn off dropout (p=0, or model.eval() in the function)"
             )
-            for step, value in enumerate(again.losses, 1):
-                again.run.steps[step].loss = value
-            of_dtype = self._differences([again.run])
-            loss = of_dtype[1].get(("loss", ""), 0.0)
-            if loss > RANDOM:
-                raise ConfigError(
-                    f"reference: a second run has another loss in step 1, by {loss:.0e}: it draws "
-                    "random numbers; turn off dropout (p=0, or model.eval() in the function)"
-                )
-            for total, of_step in zip(rounding, of_dtype, strict=True):
-                for key, value in of_step.items():
-                    total[key] = max(total.get(key, 0.0), value)
-        return rounding
+        return found
 
     def _evidence(self) -> PartEvidence:
         found, record = self.found, self.record
@@ -430,30 +428,27 @@ class _Judging:
             found.grid,
             record.steps,
             self.runs,
-            found.differences,
-            found.failures,
-            found.splits,
+            found,
             tied=record.tied,
         )
         step = max(1, evidence.step)
-        traces = [r.traces[step] for r in self.reports if step in r.traces]
-        evidence.reference_trace = ReferenceTrace(record.modules, (), (), (), record.num_left_out)
+        traces = [run.traces[step] for run in self.runs if step in run.traces]
+        evidence.reference_trace = ReferenceTrace(record.modules, num_left_out=record.num_left_out)
         evidence.traces = traces
-        evidence.backward = {trace.rank: trace.summed_backward for trace in traces}
-        evidence.torn = [axis for trace in traces for axis in trace.torn_backward]
         evidence.is_split = len(set(self._parts_by_step()[step - 1])) > 1
         files = [trace.file for trace in traces]
         if evidence.failed("gradient") and all(files) and files:
             by_part: dict[str, list[int]] = {}
-            for report in self.reports:
-                by_part.setdefault(report.parts[step - 1], []).append(report.run.rank)
+            for run in self.runs:
+                by_part.setdefault(run.parts[step - 1], []).append(run.rank)
             evidence.parts = list(by_part.values())
+            packed, folder = self.packed, self.folder
+
+            def on_rank(world: World) -> tuple[dict[int, dict[str, Fit]], Shares]:
+                from titanlite.tools.verify.program.reference import find_shares
+
+                return find_shares(world, packed, folder, step, files)
+
             with contextlib.suppress(RankError):
-                evidence.shares, evidence.expected_shares = self.comparer.alone(
-                    "titanlite.tools.verify.program.reference:find_shares",
-                    self.packed,
-                    self.folder,
-                    step,
-                    files,
-                )
+                evidence.shares, evidence.weights = self.pools.alone(on_rank)
         return evidence

@@ -14,7 +14,7 @@ WORLD = "world"
 
 
 @dataclass(frozen=True)
-class Grid:
+class RankGrid:
     """Axis -> degree, outermost first; ranks are numbered in row-major order."""
 
     degrees: dict[str, int]
@@ -40,7 +40,7 @@ class Grid:
         return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())
 
 
-def make_grid(ranks: Any) -> Grid:
+def make_grid(ranks: Any) -> RankGrid:
     """The grid of `ranks`, a number or axis -> degree; raises ConfigError for anything else."""
     degrees = {WORLD: ranks} if isinstance(ranks, int) else ranks
     is_mapping = isinstance(degrees, Mapping) and len(degrees) > 0
@@ -49,4 +49,4 @@ def make_grid(ranks: Any) -> Grid:
     for axis, degree in degrees.items():
         if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
             raise ConfigError(f"ranks: {axis} has {degree!r} ranks; give a positive integer")
-    return Grid(dict(degrees))
+    return RankGrid(dict(degrees))

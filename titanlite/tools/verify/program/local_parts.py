@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.errors import ConfigError
-from titanlite.modules.shards import local_part, shard_of
-from titanlite.tools.verify.agreement import digest_of
-from titanlite.tools.verify.program.grid import Grid
-
-Cut = Callable[[Tensor], Tensor]
+from titanlite.modules.shards import local_part
+from titanlite.tools.verify.program.grid import RankGrid
+from titanlite.tools.verify.subject import Cut, HeldPart
 
 MOST_PROBLEMS = 4
-
-
-@dataclass
-class Held:
-    """A parameter of this rank, and the part of the reference's tensor that it should equal."""
-
-    shape: torch.Size
-    """Of the reference's tensor."""
-    parameter: nn.Parameter
-    cut: Cut
-    """A declared or inferred slice; a DTensor's own placements cut further."""
-
-    def part_of(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
-        """This rank's part of `whole`; `like` is a DTensor with other placements."""
-        part = self.cut(whole)
-        like = like if isinstance(like, DTensor) else self.parameter
-        return shard_of(part, like) if part.shape == like.shape else part
-
-    @functools.cached_property
-    def place(self) -> str:
-        """A digest of the elements that this rank holds: equal for replicas."""
-        numbers = torch.arange(self.shape.numel()).view(self.shape)
-        part = self.part_of(numbers)
-        return f"{list(part.shape)} {digest_of(part)}"
 
 
 def find_held(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
     declared: Callable[[str], Any] | None,
-    grid: Grid,
+    grid: RankGrid,
     rank: int,
-) -> dict[str, Held]:
+) -> dict[str, HeldPart]:
     """The parts that this rank holds; raises ConfigError for names and shapes that do not fit."""
     unknown = [name for name in parameters if name not in shapes]
     if unknown:
@@ -62,12 +33,12 @@ def find_held(
             f"reference, which has {known}, for instance; give rename=, a function from the "
             "parallel code's name to the reference's"
         )
-    held: dict[str, Held] = {}
+    held: dict[str, HeldPart] = {}
     problems: list[str] = []
     for name, parameter in parameters.items():
         try:
             cut = _cut_of(name, parameter, shapes[name], declared, grid, rank)
-            held[name] = Held(shapes[name], parameter, cut)
+            held[name] = HeldPart(shapes[name], parameter, cut)
             got = held[name].part_of(torch.empty(shapes[name], device="meta")).shape
             if got != local_part(parameter).shape:
                 raise ConfigError(
@@ -89,7 +60,7 @@ def _cut_of(
     parameter: Tensor,
     shape: torch.Size,
     declared: Callable[[str], Any] | None,
-    grid: Grid,
+    grid: RankGrid,
     rank: int,
 ) -> Cut:
     given = declared(name) if declared is not None else None
@@ -100,7 +71,7 @@ def _cut_of(
     return _inferred(name, parameter.shape, shape, grid, rank)
 
 
-def _declared(name: str, given: Any, grid: Grid, rank: int) -> Cut:
+def _declared(name: str, given: Any, grid: RankGrid, rank: int) -> Cut:
     """A cut from (dim, axis), (dim, index, count), a list of these, or a function."""
     if callable(given):
         return given
@@ -142,7 +113,7 @@ def _chunk(dim: int, index: int, count: int) -> Cut:
     return cut
 
 
-def _inferred(name: str, own: torch.Size, whole: torch.Size, grid: Grid, rank: int) -> Cut:
+def _inferred(name: str, own: torch.Size, whole: torch.Size, grid: RankGrid, rank: int) -> Cut:
     """The chunk along the only axis whose degree is the quotient of the two shapes."""
     differing = [d for d in range(len(whole)) if len(own) == len(whole) and own[d] != whole[d]]
     if len(differing) == 1:

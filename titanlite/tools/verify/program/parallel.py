@@ -4,77 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from titanlite.errors import ConfigError
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
-from titanlite.tools.verify.agreement import (
-    agreement,
-    agreement_of,
-    digest_of,
-    is_pending,
-    state_of,
-)
-from titanlite.tools.verify.outputs import Outputs, recorded
+from titanlite.tools.verify.agreement import digest_of, is_pending
+from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
-from titanlite.tools.verify.program.grid import Grid
-from titanlite.tools.verify.program.local_parts import Held, find_held
-from titanlite.tools.verify.program.reference import ReferenceRecord
+from titanlite.tools.verify.program.code_trace import Tracer, save_part
+from titanlite.tools.verify.program.grid import RankGrid
+from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.program.tracing import (
-    NARROW_TOLERANCE,
-    TOLERANCES,
-    PartTrace,
-    Tracer,
-    save_part,
-)
-from titanlite.tools.verify.record import Agreement, RankRun, RankStep
-from titanlite.tools.verify.run import load
+from titanlite.tools.verify.record import CodeRun, ModelRun, RankStep, RankTrace
+from titanlite.tools.verify.step_files import load
+from titanlite.tools.verify.subject import HeldParts, Subject
+from titanlite.tools.verify.tracing import TOLERANCES, gathered
 
-MISSING = Agreement(math.inf, 1.0, 0.0, 0.0, 0.0, "")
+# The least tolerance of outputs if part of the model computes in a narrower dtype.
+IF_NARROWED = 1e-4
 
 
-@dataclass
-class RankReport:
-    """One rank's measurements."""
-
-    run: RankRun
-    places: dict[str, str]
-    """Parameter -> a digest of the elements that the rank holds, equal for replicas."""
-    losses: list[float | None]
-    """What each step returned, None where a rank computes no loss."""
-    parts: list[str]
-    """A digest of this rank's part of each batch."""
-    traces: dict[int, PartTrace] = field(default_factory=dict)
-    """The steps in which some rank's numbers differ, recorded in detail."""
-
-
-def run_parallel(world: World, packed: bytes, folder: str, record: ReferenceRecord) -> RankReport:
+def run_parallel(world: World, packed: bytes, folder: str, record: ModelRun) -> CodeRun:
     """Train the parallel code on every batch; every rank of the world must call this."""
     request: Request = cloudpickle.loads(packed)
-    try:
-        with in_dtype(request.dtype):
-            return _Measuring(world, request, folder, record).run()
-    finally:
-        gc.collect()
+    return _Measuring(world, request, folder, record).run()
 
 
-def run_again(
-    world: World, packed: bytes, folder: str, record: ReferenceRecord, dtype: str
-) -> RankReport:
+def run_again(world: World, packed: bytes, folder: str, record: ModelRun, dtype: str) -> CodeRun:
     """The reference once more, from weights that differ in their last bit or in `dtype`.
 
     Its differences from the first run are the rounding error of the reference.
@@ -83,7 +51,7 @@ def run_again(
     again = replace(
         request,
         parallel=lambda: request.reference(),
-        grid=Grid({"world": 1}),
+        grid=RankGrid({"world": 1}),
         split=None,
         step=None,
         shard=None,
@@ -92,12 +60,8 @@ def run_again(
         copy_weights=True,
         dtype=dtype,
     )
-    try:
-        with in_dtype(dtype):
-            is_same = dtype == request.dtype
-            return _Measuring(world, again, folder, record, perturbs=is_same, traces=False).run()
-    finally:
-        gc.collect()
+    perturbs = dtype == request.dtype
+    return _Measuring(world, again, folder, record, perturbs=perturbs, traces=False).run()
 
 
 class _Measuring:
@@ -108,18 +72,27 @@ class _Measuring:
         world: World,
         request: Request,
         folder: str,
-        record: ReferenceRecord,
+        record: ModelRun,
         *,
         perturbs: bool = False,
         traces: bool = True,
     ) -> None:
         self.world, self.request, self.folder, self.record = world, request, folder, record
         self.grid, self.perturbs, self.traces = request.grid, perturbs, traces
-        self.tolerance = TOLERANCES[request.dtype]
+        # Of outputs, and of gradients that are not looked at again.
+        self.tolerance = TOLERANCES[getattr(torch, request.dtype)]
         if record.narrowed:
-            self.tolerance = max(self.tolerance, NARROW_TOLERANCE)
+            self.tolerance = max(self.tolerance, IF_NARROWED)
 
-    def run(self) -> RankReport:
+    def run(self) -> CodeRun:
+        """Train the code on every batch, under the comparison's dtype."""
+        try:
+            with in_dtype(self.request.dtype):
+                return self._run()
+        finally:
+            gc.collect()
+
+    def _run(self) -> CodeRun:
         request, world = self.request, self.world
         mesh = self._open_mesh()
         batches = [cast(batch, request.dtype) for batch in request.batches]
@@ -135,62 +108,53 @@ class _Measuring:
             held = find_held(parameters, shapes, request.shard, self.grid, world.rank)
             if request.copy_weights:
                 self._copy(held, start)
-        is_whole = self._is_whole(held)
+        subject = self._subject(built, held, mesh)
         with built.parameters():
-            report = RankReport(
-                RankRun(
-                    world.rank,
-                    self.grid.coordinates(world.rank),
-                    {},
-                    (),
-                    {name: digest_of(one.part_of(start[name])) for name, one in held.items()},
-                    [RankStep(weights=_weights(held, start))],
-                ),
-                {name: one.place for name, one in held.items()},
-                [],
-                [],
+            run = CodeRun(
+                world.rank,
+                self.grid.coordinates(world.rank),
+                {},
+                (),
+                {name: digest_of(one.part_of(start[name])) for name, one in held.items()},
+                [RankStep(weights=subject.compare_weights(start))],
+                places={name: one.place for name, one in held.items()},
             )
         # A missing seed must show up: ranks on different machines differ in this too.
         torch.manual_seed(hash((world.rank, time.monotonic_ns())) % 2**32)
         for step, (batch, part) in enumerate(zip(batches, parts, strict=True), 1):
             tracer = Tracer(
+                subject,
                 self.grid,
                 world.rank,
-                mesh,
                 find_part(batch, request.split, mesh, self.grid, world.rank),
                 self.record.modules,
                 self.tolerance,
-                world.device,
             )
             digest = digest_of_batch(part)
-            report.parts.append(digest)
+            run.parts.append(digest)
             known = load(self.folder, step)
             found = RankStep()
-            with self._recorded(built, is_whole) as kept:
-                report.losses.append(built.run_step(part))
+            with subject.recorded() if request.modules else nullcontext(Outputs()) as kept:
+                run.losses.append(built.run_step(part))
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
-                report.run.pending = report.run.pending or pending
-                found.gradients = _gradients(held, known["gradients"])
-                trace = self._trace(tracer, kept, known, held, found, step, part, digest)
+                run.pending = run.pending or pending
+                found.gradients = subject.compare_gradients(known["gradients"])
+                trace = self._trace(tracer, kept, known, found, step, part, digest)
                 if trace is not None:
-                    report.traces[step] = trace
+                    run.traces[step] = trace
             found.norm = built.clip()
             built.optimizer.step()
             with built.parameters():
-                found.weights = _weights(held, known["weights"])
+                found.weights = subject.compare_weights(known["weights"])
             if not built.is_flat:
-                found.state = _state(built, held, known["state"])
-            found.buffers = {
-                name: agreement_of(buffer, buffer, known["buffers"][name])
-                for name, buffer in built.buffers.items()
-                if name in known["buffers"] and buffer.shape == known["buffers"][name].shape
-            }
-            report.run.steps.append(found)
+                found.state = subject.compare_state(known["state"])
+            found.buffers = subject.compare_buffers(known["buffers"])
+            run.steps.append(found)
             built.optimizer.zero_grad(set_to_none=True)
             for module in built.modules:
                 module.zero_grad(set_to_none=True)
-        return report
+        return run
 
     def _open_mesh(self) -> Any:
         degrees = self.grid.degrees
@@ -216,9 +180,7 @@ class _Measuring:
         self, parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, torch.Size]
     ) -> None:
         """Raises ConfigError, on every rank, if no rank holds a parameter of the reference."""
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, list(parameters))
-        names = {name for of_rank in everyone for name in of_rank}
+        names = {name for of_rank in gathered(list(parameters)) for name in of_rank}
         if unknown := [name for name in parameters if name not in shapes]:
             find_held({n: parameters[n] for n in unknown}, shapes, None, self.grid, self.world.rank)
         others = {name: own for own in self.record.tied for name in own}
@@ -230,14 +192,24 @@ class _Measuring:
                 f"has {len(shapes)}; return every module of the rank, or give rename="
             )
 
-    def _is_whole(self, held: Mapping[str, Held]) -> bool:
-        """Whether this rank's module is the whole model: one that holds every parameter."""
+    def _subject(self, built: Built, held: HeldParts, mesh: Any) -> Subject:
+        # A module that holds every parameter is the whole model.
         others = {name: own for own in self.record.tied for name in own}
         start = load(self.folder, 0)["weights"]
-        return all(name in held or held.keys() & set(others.get(name, ())) for name in start)
+        has_all = all(name in held or held.keys() & set(others.get(name, ())) for name in start)
+        return Subject(
+            held,
+            built.optimizer,
+            built.modules,
+            [has_all and len(built.modules) == 1] * len(built.modules),
+            {axis: mesh.get_group(axis) for axis in self.grid.axes_in_use},
+            self.world.device,
+            built.name_of,
+            is_job=False,
+        )
 
     @torch.no_grad()
-    def _copy(self, held: Mapping[str, Held], start: Mapping[str, Tensor]) -> None:
+    def _copy(self, held: HeldParts, start: Mapping[str, Tensor]) -> None:
         torch.manual_seed(0)
         for name, one in held.items():
             own = local_part(one.parameter)
@@ -245,77 +217,26 @@ class _Measuring:
             if self.perturbs and own.is_floating_point():
                 own.mul_(1 + torch.finfo(own.dtype).eps * (2 * torch.rand_like(own) - 1))
 
-    def _recorded(self, built: Built, is_whole: bool) -> contextlib.AbstractContextManager[Outputs]:
-        if not self.request.modules:
-            return contextlib.nullcontext(Outputs())
-        is_alone = is_whole and len(built.modules) == 1
-        return recorded(built.modules, [is_alone] * len(built.modules), built.name_of)
-
     def _trace(
         self,
         tracer: Tracer,
         kept: Outputs,
         known: Mapping[str, Any],
-        held: Mapping[str, Held],
         found: RankStep,
         step: int,
         part: Any,
         digest: str,
-    ) -> PartTrace | None:
+    ) -> RankTrace | None:
         """A detailed recording of the step if any rank's gradients differ."""
         if not self.traces:
             return None
         wrong = [n for n, a in found.gradients.items() if not a.difference <= self.tolerance]
-        trace = tracer.trace(kept, known, held, wrong)
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, (digest, wrong))
+        trace = tracer.trace(kept, known, wrong)
+        everyone = gathered((digest, wrong))
         if any(names for _, names in everyone) and len({d for d, _ in everyone}) > 1:
+            held = tracer.subject.held
             names = sorted({name for _, names in everyone for name in names} & held.keys())
             path = Path(self.folder) / f"part{self.world.rank}_{step}.pt"
             with contextlib.suppress(Exception):
                 trace.file = save_part(path, self.world.rank, part, digest, held, names)
         return trace
-
-
-def _weights(held: Mapping[str, Held], known: Mapping[str, Tensor]) -> dict[str, Agreement]:
-    return {
-        name: agreement(_own(one.parameter), one.part_of(known[name]), known[name])
-        for name, one in held.items()
-    }
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """A copy of this rank's part. FSDP1 frees storage, which it cannot once numpy has seen it."""
-    return local_part(tensor.detach()).clone()
-
-
-def _gradients(held: Mapping[str, Held], known: Mapping[str, Tensor]) -> dict[str, Agreement]:
-    found = {}
-    for name, one in held.items():
-        gradient, whole = one.parameter.grad, known.get(name)
-        if gradient is None and (whole is None or not whole.any()):
-            continue
-        if gradient is None:
-            found[name] = MISSING
-        elif whole is None:
-            if local_part(gradient).any():
-                found[name] = MISSING._replace(digest=digest_of(_own(gradient)))
-        else:
-            found[name] = agreement(_own(gradient), one.part_of(whole, gradient), whole)
-    return found
-
-
-def _state(
-    built: Built, held: Mapping[str, Held], known: Mapping[str, Tensor]
-) -> dict[str, Agreement]:
-    """The optimizer state compared with the reference's, for the entries that both have."""
-    own = state_of(built.optimizer, {name: one.parameter for name, one in held.items()})
-    found = {}
-    for name, (tensor, _) in own.items():
-        parameter = name.rpartition(".")[0]
-        if name in known:
-            whole = known[name]
-            one = held[parameter]
-            part = one.part_of(whole) if whole.shape == one.shape and whole.ndim else whole
-            found[name] = agreement(local_part(tensor.detach()), part, whole)
-    return found

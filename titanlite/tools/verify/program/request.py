@@ -14,9 +14,9 @@ from typing import Any
 import cloudpickle
 
 from titanlite.errors import ConfigError
-from titanlite.tools.verify.program.grid import Grid
+from titanlite.tools.verify.program.grid import RankGrid
 
-DTYPES = ("float64", "float32")
+TRAINED_IN = ("float64", "float32")
 
 Split = str | Mapping[str, int] | Callable[[Any, Any], Any]
 """An axis that splits dimension 0, axis -> dimension, or a function (batch, mesh) -> part."""
@@ -30,7 +30,7 @@ class Request:
     parallel: Callable[..., Any]
     batches: Sequence[Any]
     loss: Callable[[Any, Any], Any]
-    grid: Grid
+    grid: RankGrid
     split: Split | None = None
     step: Callable[[Any, Any], Any] | None = None
     optimizer: Callable[[list[Any]], Any] | None = None
@@ -70,8 +70,10 @@ def check(request: Request) -> None:
         problems.append(f"batches: a {kind} is not a list; give a list of batches, one per step")
     elif not request.batches:
         problems.append("batches: the list is empty; give one batch per step")
-    if request.dtype not in DTYPES:
-        problems.append(f"dtype: {request.dtype!r} is not supported; give {' or '.join(DTYPES)}")
+    if request.dtype not in TRAINED_IN:
+        problems.append(
+            f"dtype: {request.dtype!r} is not supported; give {' or '.join(TRAINED_IN)}"
+        )
     if not request.timeout_seconds > 0:
         problems.append(f"timeout_seconds: {request.timeout_seconds} is not positive")
     problems += _split_problems(request)

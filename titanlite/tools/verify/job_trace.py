@@ -13,24 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config import ResolvedJob
 from titanlite.job import Job
 from titanlite.modules.batch import Batch, has_own_inputs, join, takes
 from titanlite.modules.names import canonical_name
-from titanlite.modules.shards import local_part, shard_of
 from titanlite.observe.failing import styles_of
 from titanlite.parallelize.float8.linear import Float8Linear
 from titanlite.ranks.world import World
 from titanlite.registry import is_over_batch
-from titanlite.tools.verify.agreement import agreement, placements_of
+from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.cells import cells_file, cells_of, cut_cells, shares_of
 from titanlite.tools.verify.inspect_model import unchanged_buffers
-from titanlite.tools.verify.jobs import Microbatches, microbatches_of
-from titanlite.tools.verify.opened import open_job
-from titanlite.tools.verify.outputs import Outputs, recorded
+from titanlite.tools.verify.jobs import Microbatches, Patch, microbatches_of
+from titanlite.tools.verify.opened import open_job, subject_of
+from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.parts import ExpectedPart, label_dimensions
 from titanlite.tools.verify.record import (
     Agreement,
@@ -40,8 +38,11 @@ from titanlite.tools.verify.record import (
     module_of,
 )
 from titanlite.tools.verify.routing import compare_routing, recorded_routing, routing_record
-from titanlite.tools.verify.run import Patch, draw_zero_parameters, load, loads_of
-from titanlite.tools.verify.sequences import cut_again, leave_out_targets
+from titanlite.tools.verify.run import draw_zero_parameters, loads_of
+from titanlite.tools.verify.sequences import cut_again, leave_out_targets, places_in
+from titanlite.tools.verify.step_files import load
+from titanlite.tools.verify.subject import Subject
+from titanlite.tools.verify.tracing import compare_outputs, sum_gradients, sum_outputs
 
 # Outputs and cells' gradients are kept up to these totals.
 MOST_OUTPUT_BYTES, MOST_CELL_BYTES = 2 << 30, 1 << 30
@@ -65,20 +66,16 @@ def trace_reference(
         with unchanged_buffers(model):
             labels = label_dimensions(model, batches[0])
         with (
-            recorded(job.parts, _puts_out_logits(job)) as kept,
+            subject_of(job).recorded() as kept,
             _scales_of(job) as scaled,
             recorded_routing(job) as routed,
         ):
             job.trainer.compute_gradients(batches)
         experts = loads_of(job)
         job.trainer.optimizer.zero_grad(set_to_none=True)
-        outputs, num_bytes, num_left_out = {}, 0, 0
-        gradients_of: dict[str, Tensor] = {}
-        for name, calls in kept.first.items():
-            num_bytes += sum(call.numel() * call.element_size() for call in calls)
-            if num_bytes > MOST_OUTPUT_BYTES:
-                num_left_out += 1
-                continue
+        outputs, gradients_of = {}, {}
+        chosen, num_left_out = kept.up_to(MOST_OUTPUT_BYTES)
+        for name, calls in chosen.items():
             batch_dim, _ = labels.get(module_of(name), (None, None))
             outputs[name] = _whole(calls, batch_dim, microbatches)
             of_outputs = kept.gradients_of(name)
@@ -93,28 +90,24 @@ def trace_reference(
         batch = join(batches)
         # Cells need the sequences in the order of the global batch.
         if microbatches is not None:
-            order = [number for rows in microbatches for r in rows for number in r]
-            places = torch.tensor(order).argsort().tolist()
+            places = places_in(microbatches).tolist()
             batch = join([batch.rows(place, place + 1) for place in places])
         # A loss over the whole batch is not a sum over cells.
         cells = () if is_over_batch(plan.config.training.loss) else cells_of(plan)
-        losses, targets, gradients = [], [], defaultdict(list)
+        targets, gradients = [], defaultdict(list)
         names = _small_enough(job, names, len(cells))
         num_targets = max(1, int(batch.count_targets()))
         for own in cut_cells(batch, cells, plan) if cells else ():
             # The trainer divides by the targets of this cell, not of the step.
-            loss, count = job.trainer.compute_gradients([own])
+            job.trainer.compute_gradients([own])
             count = int(own.count_targets())
-            losses.append(loss * count)
             targets.append(count)
             for name, gradient in job.whole_gradients():
                 if name in names:
                     gradients[name].append(gradient.cpu() * (count / num_targets))
             job.trainer.optimizer.zero_grad(set_to_none=True)
         torch.save({n: torch.stack(g) for n, g in gradients.items()}, cells_file(folder))
-        return ReferenceTrace(
-            tuple(outputs), cells, tuple(losses), tuple(targets), num_left_out, scaled, experts
-        )
+        return ReferenceTrace(tuple(outputs), cells, tuple(targets), num_left_out, scaled, experts)
 
 
 def trace_plan(
@@ -136,35 +129,34 @@ def trace_plan(
         _at_step(world, resolved, step, folder) as (job, batches),
     ):
         with (
-            recorded(job.parts, _puts_out_logits(job)) as kept,
+            subject_of(job).recorded() as kept,
             _scales_of(job) as scaled,
             recorded_routing(job) as routed,
         ):
             job.trainer.compute_gradients(batches)
         known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
         record = load(folder, step)["gradients"]
-        own = ExpectedPart(job, batches)
-        found, expected = {}, {}
-        for name, calls in kept.first.items():
-            if name in known["outputs"]:
-                found[name], expected[name] = own.compare(
-                    calls,
-                    known["outputs"][name],
-                    known["labels"].get(module_of(name), (None, None)),
-                )
-                found[name].recomputed = kept.recomputed_difference(name)
-                gradients = kept.gradients_of(name)
-                if gradients is not None and name in known["gradients"]:
-                    labels = known["labels"].get(module_of(name), (None, None))
-                    of_gradient, _ = own.compare(gradients, known["gradients"][name], labels)
-                    if not of_gradient.shape:
-                        found[name].gradient = of_gradient.agreement
+        own, subject = ExpectedPart(job, batches), subject_of(job)
+
+        def compare(
+            call: str, calls: list[Tensor], whole: Tensor
+        ) -> tuple[ModuleOutput, list[Tensor]]:
+            labels = known["labels"].get(module_of(call), (None, None))
+            output, parts = own.compare(calls, whole, labels)
+            gradients = kept.gradients_of(call)
+            if gradients is not None and call in known["gradients"]:
+                of_gradient, _ = own.compare(gradients, known["gradients"][call], labels)
+                if not of_gradient.shape:
+                    output.gradient = of_gradient.agreement
+            return output, parts
+
+        found, expected = compare_outputs(kept, known["outputs"], compare)
         return RankTrace(
             rank=world.rank,
             coordinates=job.dims.coordinates(world.rank),
             modules=found,
-            summed_output=_sum_outputs(job, modules, found, kept.first, expected),
-            summed_gradients=_sum_gradients(job, names, record),
+            summed_output=sum_outputs(subject, modules, found, kept.first, expected),
+            summed_gradients=_sum_gradients(job, subject, names, record),
             shares=shares_of(job, names, record, folder),
             pending_inputs=tuple(kept.pending_inputs),
             blind_stages=_blind_stages(job, kept, batches),
@@ -214,11 +206,8 @@ def _whole(calls: list[Tensor], batch_dim: int | None, microbatches: Microbatche
     """Join a module's outputs for all microbatches, in the order of the batch's sequences."""
     if batch_dim is None:
         return calls[0]
-    whole = torch.cat(calls, batch_dim)
-    order = [number for rows in microbatches or () for r in rows for number in r]
-    if whole.size(batch_dim) != len(order):
-        return whole
-    return whole.index_select(batch_dim, torch.tensor(order).argsort())
+    whole, places = torch.cat(calls, batch_dim), places_in(microbatches or ())
+    return whole.index_select(batch_dim, places) if whole.size(batch_dim) == len(places) else whole
 
 
 @contextlib.contextmanager
@@ -267,64 +256,15 @@ def _is_part(own: Tensor | None, batch: Batch) -> bool:
     return any(torch.equal(own, part) for part in whole.unfold(0, len(own), 1).movedim(-1, 1))
 
 
-def _puts_out_logits(job: Job) -> list[bool]:
-    """Whether each part's output is the logits: the whole model's, or the last stage's."""
-    if job.pipeline is None:
-        return [True] * len(job.parts)
-    return [job.pipeline.has_last and part is job.parts[-1] for part in job.parts]
-
-
-def _sum_outputs(
-    job: Job,
-    modules: tuple[str, ...],
-    found: Mapping[str, ModuleOutput],
-    calls: Mapping[str, list[Tensor]],
-    expected: Mapping[str, list[Tensor]],
-) -> dict[str, Agreement]:
-    """The output of the first wrong module, summed over tp if its shape is the same on all ranks.
-
-    It shows whether that output is a Partial that has not been reduced.
-    """
-    wrong: list[list[str] | None] = [None] * job.world.size
-    dist.all_gather_object(wrong, [name for name, output in found.items() if output.wrong_calls])
-    everywhere = {name for of_rank in wrong for name in of_rank or ()}
-    first = next((name for name in modules if name in everywhere), None)
-    if first is None or first not in found or not job.dims.tp_enabled:
-        return {}
-    index = 0
-    total = calls[first][index].to(job.world.device).clone()
-    shapes: list[Any] = [None] * job.dims.tp
-    group = job.meshes.world["tp"].get_group()
-    dist.all_gather_object(shapes, total.shape, group=group)
-    if len(set(shapes)) > 1:
-        return {}
-    dist.all_reduce(total, group=group)
-    part = expected[first][index]
-    return {"tp": agreement(total, part, part)} if part.shape == total.shape else {}
-
-
 def _sum_gradients(
-    job: Job, names: list[str], record: Mapping[str, Tensor]
+    job: Job, subject: Subject, names: list[str], known: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Agreement]]:
-    """Each wrong gradient summed over each axis over which its parameter is replicated."""
-    parameters = job.parameters
-    sums: dict[str, dict[str, Agreement]] = {}
-    for name in names:
-        parameter = parameters.get(name)
-        if parameter is None or parameter.grad is None or name not in record:
+    """Each wrong gradient summed over axes, and over the stages that have a copy of its weight."""
+    sums, held = sum_gradients(subject, names, known), subject.held
+    for name, of_axes in sums.items():
+        if job.pipeline is None or name not in held or held[name].parameter.grad is None:
             continue
-        own = local_part(parameter.grad).detach()
-        expected = shard_of(record[name], parameter)
-        sums[name] = {}
-        for axis in _replicated_axes(job, parameter):
-            total = own.to(job.world.device).clone()
-            dist.all_reduce(total, group=job.meshes.world[axis].get_group())
-            sums[name][axis] = agreement(total, expected, record[name])
-        summed = None if job.pipeline is None else job.pipeline.copies.summed(name)
+        summed = job.pipeline.copies.summed(name)
         if summed is not None:
-            sums[name]["pp"] = agreement(summed, expected, record[name])
+            of_axes["pp"] = agreement(summed, held[name].part_of(known[name]), known[name])
     return sums
-
-
-def _replicated_axes(job: Job, parameter: Tensor) -> list[str]:
-    return [axis for axis, how in placements_of(job, parameter).items() if how == "replicated"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,127 +23,90 @@ from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, digest_of
 from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.batches import Where
-from titanlite.tools.verify.program.grid import Grid
-from titanlite.tools.verify.program.local_parts import Held
+from titanlite.tools.verify.program.grid import RankGrid
 from titanlite.tools.verify.record import Agreement, ModuleOutput, RankTrace, module_of
+from titanlite.tools.verify.subject import HeldParts, Subject
+from titanlite.tools.verify.tracing import (
+    compare_calls,
+    compare_outputs,
+    gathered,
+    sum_gradients,
+    sum_outputs,
+    sum_over_axes,
+)
 
-# The largest difference of an output that agrees, and of a gradient that is not looked at again.
-TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
-NARROW_TOLERANCE = 1e-4
 # No more ways to cut an output than this are tried, and no larger gradients are saved.
 MOST_WAYS = 64
 MOST_ELEMENTS = 1 << 24
 
 
 @dataclass
-class PartTrace(RankTrace):
-    """One rank's detailed recording of one step of parallel code."""
-
-    summed_backward: dict[str, tuple[str, Agreement]] = field(default_factory=dict)
-    """Axis -> the first wrong output's gradient in backward order, and its sum over the axis."""
-    torn_backward: tuple[str, ...] = ()
-    """Axes along which ranks hold the same output, but different gradients of it."""
-    file: str = ""
-    """Where the rank has saved its part of the batch and its wrong gradients."""
-
-
-@dataclass
 class Tracer:
     """Compares one rank's step with the record of the reference's."""
 
-    grid: Grid
+    subject: Subject
+    grid: RankGrid
     rank: int
-    mesh: Any
     where: Where | None
     modules: Sequence[str]
     """The reference's calls in forward order."""
     tolerance: float
-    device: torch.device
 
-    def trace(
-        self, kept: Outputs, record: Mapping[str, Any], held: Mapping[str, Held], wrong: list[str]
-    ) -> PartTrace:
+    def trace(self, kept: Outputs, record: Mapping[str, Any], wrong: list[str]) -> RankTrace:
         """Compare outputs; every rank of the world must call this. `wrong` are wrong gradients."""
-        found: dict[str, ModuleOutput] = {}
-        parts: dict[str, Tensor] = {}
-        for call, tensors in kept.first.items():
-            known = record["outputs"].get(call)
-            compared = self._compare(tensors, known) if known else None
-            if compared is None and known and len(tensors) > 2:
+
+        def compare(
+            _: str, calls: list[Tensor], known: list[Tensor]
+        ) -> tuple[ModuleOutput, list[Tensor]] | None:
+            compared = self._compare(calls, known)
+            if compared is None and len(calls) > 2:
                 # A pipeline's first step starts with a call that only finds shapes.
-                compared = self._compare(tensors[1:], known)
-            if compared is not None:
-                found[call], parts[call] = compared
-                found[call].recomputed = kept.recomputed_difference(call)
+                compared = self._compare(calls[1:], known)
+            return compared
+
+        found, parts = compare_outputs(kept, record["outputs"], compare)
         factor, backward = self._compare_backward(kept, record, found)
-        knowledge: list[Any] = [None] * self.grid.world_size
-        places = {n: one.place for n, one in held.items() if one.parameter.grad is not None}
-        mine = {
-            "outputs": {c: (bool(o.wrong_calls), parts[c].shape) for c, o in found.items()},
-            "backward": backward,
-            "parts": {call: digest_of(parts[call]) for call, (bad, _) in backward.items() if bad},
-            "gradients": places,
-            "wrong": wrong,
-        }
-        dist.all_gather_object(knowledge, mine)
-        self._excuse(knowledge, found)
-        trace = PartTrace(
+        self._excuse(found)
+        names = sorted({name for of_rank in gathered(wrong) for name in of_rank})
+        trace = RankTrace(
             rank=self.rank,
             coordinates=self.grid.coordinates(self.rank),
             modules=found,
-            summed_output={},
-            summed_gradients={},
-            shares={},
+            summed_output=sum_outputs(self.subject, self.modules, found, kept.first, parts),
+            summed_gradients=sum_gradients(self.subject, names, record["gradients"]),
             pending_inputs=tuple(kept.pending_inputs),
-            styles={},
         )
-        self._sum_outputs(trace, knowledge, kept, parts)
-        self._sum_backward(trace, knowledge, kept, record, factor)
-        self._sum_gradients(trace, knowledge, held, record)
+        self._sum_backward(trace, backward, kept, record, parts, factor)
         return trace
 
-    def _excuse(self, knowledge: list[Any], found: dict[str, ModuleOutput]) -> None:
+    def _excuse(self, found: Mapping[str, ModuleOutput]) -> None:
         """Ignore wrong outputs inside a module whose own output agrees on every rank.
 
         A layer of a hand-made pair may put out a Partial that the module around it reduces.
         """
         agrees: dict[str, bool] = {}
-        for of_rank in knowledge:
-            for call, (bad, _) in of_rank["outputs"].items():
-                agrees[call] = agrees.get(call, True) and not bad
-        for call in [call for call, good in agrees.items() if not good]:
+        for of_rank in gathered({call: not one.wrong_calls for call, one in found.items()}):
+            for call, is_right in of_rank.items():
+                agrees[call] = agrees.get(call, True) and is_right
+        for call in found:
             parts = module_of(call).split(".")
             around = {".".join(parts[:count]) for count in range(len(parts))}
             if any(agrees.get(module) for module in around):
-                for of_rank in knowledge:
-                    of_rank["outputs"].pop(call, None)
-                if call in found:
-                    found[call].wrong_calls = ()
+                found[call].wrong_calls = ()
 
     def _compare(
         self, calls: list[Tensor], known: list[Tensor]
-    ) -> tuple[ModuleOutput, Tensor] | None:
+    ) -> tuple[ModuleOutput, list[Tensor]] | None:
         """An output compared with the best fitting part of the reference's; None if none fits."""
         if len(known) not in (1, len(calls)) or not calls[0].ndim:
             return None
-        wrong, sums = [], [0.0, 0.0, 0.0]
-        worst = agreement(known[0], known[0], known[0])
-        parts = []
-        for index, call in enumerate(calls):
+
+        def ways(index: int, call: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             whole = known[index] if len(known) == len(calls) else known[0]
             share = (index, len(calls)) if len(known) == 1 else (0, 1)
-            parts_of = self.ways(call, whole, share)
-            fitting = [(agreement(call, part, whole), part) for part in parts_of]
-            if not fitting:
-                return None
-            best, part = min(fitting, key=lambda way: way[0].error)
-            parts.append(part)
-            sums = [s + v for s, v in zip(sums, (best.aa, best.ab, best.bb), strict=True)]
-            if not best.difference <= self.tolerance:
-                wrong.append(index)
-            worst = max(worst, best, key=lambda a: a.error)
-        combined = Agreement(worst.error, worst.scale, sums[0], sums[1], sums[2], "")
-        return ModuleOutput(combined, len(calls), tuple(wrong)), parts[0]
+            yield from ((part, whole) for part in self.ways(call, whole, share))
+
+        return compare_calls(calls, ways, self.tolerance)
 
     def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Tensor]:
         """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""
@@ -233,86 +196,49 @@ class Tracer:
             wrong[call] = is_wrong, best.digest
         return factor, wrong
 
-    def _groups(self) -> Iterator[tuple[str, list[int], Any]]:
-        for axis in self.grid.axes_in_use:
-            group = self.mesh.get_group(axis)
-            yield axis, dist.get_process_group_ranks(group), group
-
-    def _sum_outputs(
-        self, trace: PartTrace, knowledge: list[Any], kept: Outputs, parts: Mapping[str, Tensor]
-    ) -> None:
-        """Sum the first wrong output over each axis: is it a Partial that has not been reduced?"""
-        wrong = {c for of_rank in knowledge for c, (bad, _) in of_rank["outputs"].items() if bad}
-        first = next((call for call in self.modules if call in wrong), None)
-        for axis, ranks, group in self._groups():
-            shapes = [knowledge[rank]["outputs"].get(first, (False, None))[1] for rank in ranks]
-            if first is None or shapes[0] is None or len(set(shapes)) > 1:
-                continue
-            total = kept.first[first][0].to(self.device).clone()
-            dist.all_reduce(total, group=group)
-            part = parts[first]
-            if total.ndim > 1 and total[..., 0].numel() > 1:
-                # The bias may be added after the sum: then the same row is missing everywhere.
-                total += (part - total).flatten(0, -2).mean(0)
-            trace.summed_output[axis] = agreement(total, part, part)
-
     def _sum_backward(
         self,
-        trace: PartTrace,
-        knowledge: list[Any],
+        trace: RankTrace,
+        backward: Mapping[str, tuple[bool, str]],
         kept: Outputs,
         record: Mapping[str, Any],
+        parts: Mapping[str, Tensor],
         factor: float,
     ) -> None:
         """Sum the first wrong gradient of an output, in backward order, over each axis."""
-        wrong = {c for of_rank in knowledge for c, (bad, _) in of_rank["backward"].items() if bad}
+        mine = {
+            call: (bad, digest, tuple(parts[call].shape), digest_of(parts[call]) if bad else "")
+            for call, (bad, digest) in backward.items()
+        }
+        everyone = gathered(mine)
+        wrong = {call for of_rank in everyone for call, (bad, *_) in of_rank.items() if bad}
         last = next((call for call in reversed(self.modules) if call in wrong), None)
-        for axis, ranks, group in self._groups():
-            shapes = [knowledge[rank]["outputs"].get(last, (False, None))[1] for rank in ranks]
-            if last is None or any(last not in knowledge[rank]["backward"] for rank in ranks):
-                continue
-            if shapes[0] is None or len(set(shapes)) > 1:
-                continue
-            own = {knowledge[rank]["backward"][last][1] for rank in ranks}
-            same = {knowledge[rank]["parts"].get(last) for rank in ranks}
+        if last is None:
+            return
+        for axis, group in self.subject.groups.items():
+            ranks = dist.get_process_group_ranks(group)
+            of_ranks = [everyone[rank][last] for rank in ranks if last in everyone[rank]]
+            own, same = ({of_rank[index] for of_rank in of_ranks} for index in (1, 3))
             if len(own) == len(ranks) and len(same) == 1:
                 trace.torn_backward += (axis,)
+
+        def gradient() -> Tensor:
             gradients = kept.gradients_of(last)
             assert gradients is not None
-            total = (gradients[0] / factor).to(self.device)
-            dist.all_reduce(total, group=group)
+            return gradients[0] / factor
+
+        def compare(total: Tensor) -> Agreement:
             known = record["output_gradients"][last][0]
             ways = [agreement(total, part, part) for part in self.ways(total, known, (0, 1))]
-            best = min(ways, key=lambda way: way.error)
-            trace.summed_backward[axis] = last, best
+            return min(ways, key=lambda way: way.error)
 
-    def _sum_gradients(
-        self,
-        trace: PartTrace,
-        knowledge: list[Any],
-        held: Mapping[str, Held],
-        record: Mapping[str, Any],
-    ) -> None:
-        """Sum each wrong gradient over the axes along which all ranks hold the same part."""
-        names = sorted({name for of_rank in knowledge for name in of_rank["wrong"]})
-        for name in names:
-            sums: dict[str, Agreement] = {}
-            for axis, ranks, group in self._groups():
-                places = [knowledge[rank]["gradients"].get(name) for rank in ranks]
-                if places[0] is None or len(set(places)) > 1:
-                    continue
-                gradient = held[name].parameter.grad
-                assert gradient is not None
-                total = local_part(gradient.detach()).to(self.device).clone()
-                dist.all_reduce(total, group=group)
-                whole = record["gradients"][name]
-                sums[axis] = agreement(total, held[name].part_of(whole, gradient), whole)
-            if sums:
-                trace.summed_gradients[name] = sums
+        shapes = [of_rank[last][2] if last in of_rank else None for of_rank in everyone]
+        sums = sum_over_axes(self.subject, shapes, gradient, compare)
+        trace.summed_backward = {axis: (last, one) for axis, one in sums.items()}
 
 
 def save_part(
-    path: Path, rank: int, batch: Any, digest: str, held: Mapping[str, Held], wrong: Sequence[str]
+    path: Path, rank: int, batch: Any, digest: str, held: HeldParts, wrong: Sequence[str]
 ) -> str:
     """Save a rank's part of the batch and its wrong gradients for `find_shares`."""
     gradients, num_elements = {}, 0

@@ -1,0 +1,172 @@
+"""Does a job on one process depend on how its batch is split? And how large is its rounding error?
+
+A plan splits the batch, so a job whose result depends on the split cannot be compared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titanlite.config import ResolvedJob
+from titanlite.errors import ConfigError
+from titanlite.parallelize.steps import depends_on_microbatch
+from titanlite.registry import is_over_batch
+from titanlite.tools.verify.causes import find_causes
+from titanlite.tools.verify.differences import (
+    Disagreement,
+    Key,
+    Tolerance,
+    differences,
+    failures,
+    largest_of,
+)
+from titanlite.tools.verify.job_runs import JobRuns, Reference
+from titanlite.tools.verify.jobs import (
+    PARTS,
+    JobRun,
+    accumulation_pair,
+    microbatches_of,
+    plan_job,
+    reference_job,
+)
+from titanlite.tools.verify.record import Mixing
+from titanlite.tools.verify.report import WORDS
+from titanlite.tools.verify.result import Verification
+
+if TYPE_CHECKING:
+    from titanlite.ranks.world import World
+
+
+class Accumulation:
+    """Checks jobs on one process, in float64, with the batch at once and in parts."""
+
+    def __init__(self, runs: JobRuns) -> None:
+        self._runs = runs
+        # (job, steps) -> what is wrong with accumulation on one process; "" for nothing.
+        self._found: dict[tuple[str, int], str] = {}
+
+    def problem(self, plan: ResolvedJob, num_steps: int) -> str:
+        """How the batch in parts differs from the undivided batch; "" if it does not.
+
+        If it does, the batch is run at once a second time. If that differs too, the job is random.
+        If it does not, but a module's output for a sequence depends on the rest of the batch, the
+        model has batch statistics. Both raise ConfigError. Otherwise the loss mixes samples, or the
+        sum over the parts is wrong.
+        A float8 job is not checked, since its scales depend on the microbatches.
+        """
+        if depends_on_microbatch(plan.config):
+            return ""
+        pair = accumulation_pair(plan_job(plan, "float64"))
+        if pair is None:
+            return ""
+        at_once, in_parts = pair
+        reference = self._runs.reference(JobRun(at_once, num_steps))
+        if reference.narrowed:
+            return ""
+        key = at_once.config.model_dump_json(exclude_unset=True), num_steps
+        if key not in self._found:
+            self._found[key] = self._explain(reference, in_parts, num_steps)
+        return self._found[key]
+
+    def _explain(self, reference: Reference, in_parts: ResolvedJob, num_steps: int) -> str:
+        """What is wrong with the sum over parts of the batch; "" for nothing."""
+        runs = self._runs.run(JobRun(in_parts, num_steps), reference)
+        cut = Verification(in_parts, "float64", num_steps, 1)
+        cut.differences = differences(runs, reference.steps)
+        cut.judge(Tolerance("float64", [dict.fromkeys(s, 1.0) for s in cut.differences]))
+        # Wrong learning rates are reported elsewhere, and a buffer may count microbatches.
+        cut.failures = [f for f in cut.failures if f.kind not in ("lr", "buffer")]
+        if not cut.failures or any(f.kind == "start" for f in cut.failures):
+            return ""
+        self._require_fixed(reference, num_steps)
+        if why := self._mixing(reference.job):
+            return why
+        first = cut.failures[0]
+        causes = find_causes(self._runs, cut, runs, reference)
+        num_parts = reference.job.global_batch_size // in_parts.config.training.local_batch_size
+        return (
+            f"accumulation is wrong even without parallelism: on one process, a batch in "
+            f"{num_parts} parts gives another {_what(first)} at step {first.step} than the "
+            f"undivided batch (difference {first.difference:.1e}). The model is not random and "
+            f"does not mix sequences, so the sum over the parts is wrong: {causes[0]}"
+        )
+
+    def _require_fixed(self, reference: Reference, num_steps: int) -> None:
+        """Raises ConfigError if the same job gives another result when it is run again."""
+        job = reference.job
+        again = differences(self._runs.run(JobRun(job, num_steps), reference), reference.steps)
+        unlike = [f for f in failures(again, Tolerance("float64")) if f.kind != "lr"]
+        if not unlike:
+            return
+
+        def on_rank(world: World) -> str:
+            from titanlite.tools.verify.inspect_model import find_random
+
+            return find_random(world, job)
+
+        who = self._runs.pools.alone(on_rank)
+        first, which = unlike[0], f": {who} from torch's own generators" if who else ""
+        raise ConfigError(
+            f"model.name: on one process the same batch gives another {_what(first)} at step "
+            f"{first.step} the second time (difference {first.difference:.0e}), so the model "
+            f"is random{which}; set dropout to 0 to verify, or draw what depends on the sample "
+            "alone, by titanlite.TokenDropout and titanlite.keyed_normal (docs/randomness.md)"
+        )
+
+    def _mixing(self, job: ResolvedJob) -> str:
+        """How the loss mixes samples; "" if it does not. Raises ConfigError if a module does."""
+
+        def on_rank(world: World) -> Mixing:
+            from titanlite.tools.verify.inspect_model import find_mixing
+
+            return find_mixing(world, job)
+
+        mixing = self._runs.pools.alone(on_rank)
+        if mixing.module:
+            raise ConfigError(
+                f"model.name: the output of {mixing.module} for a sequence depends on the other "
+                "sequences of the batch (batch statistics), so the result depends on how a plan "
+                "splits the batch; use a norm over each sample such as GroupNorm, SyncBatchNorm on "
+                "GPUs, or fixed statistics (eval mode)"
+            )
+        if mixing.is_mean:
+            return (
+                "the loss is a mean over the samples that it is given, so it depends on how the "
+                "batch is split; let total(outputs, batch) return their sum (docs/losses.md)"
+            )
+        if mixing.of_loss:
+            return (
+                "the loss of one sample depends on other samples: on one process, the losses of "
+                f"the samples one by one differ from those together by {mixing.of_loss:.1e}. A "
+                "rank or microbatch has only some of the batch, so plans train on other losses; "
+                'register the loss with over="batch" (docs/losses.md)'
+            )
+        return ""
+
+
+def measure_rounding(
+    runs: JobRuns, found: Verification, reference: Reference
+) -> list[dict[Key, float]]:
+    """The reference's differences from its batch in parts, and from float64.
+
+    In float8, and with a loss over the whole batch, parts are not compared: the numbers depend on
+    how the batch is split.
+    """
+    microbatches = microbatches_of(found.job)
+    is_whole = bool(microbatches) or is_over_batch(found.job.config.training.loss)
+    others = [] if is_whole else [reference_job(found.job, num_parts=PARTS)]
+    if found.dtype != "float64":
+        others.append(reference_job(plan_job(found.job, "float64")))
+
+    orders = [
+        JobRun(other, found.num_steps, microbatches=microbatches, replay=found.replays)
+        for other in others
+    ]
+    measured = (differences(runs.run(one, reference), reference.steps) for one in orders)
+    return largest_of(measured, len(reference.steps))
+
+
+def _what(failure: Disagreement) -> str:
+    """The differing quantity, in words."""
+    what = WORDS[failure.kind].removeprefix("the ")
+    return f"{what} of {failure.name}" if failure.name else what

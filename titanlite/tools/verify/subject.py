@@ -1,0 +1,180 @@
+"""On a rank: what is compared, be it a job or other code.
+
+A Subject has the parameters of this rank and says which parts of whole tensors they are. It records
+a reference, and compares a rank with that record.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from titanlite.modules.names import unwrapped_name
+from titanlite.modules.shards import local_part, shard_of, whole_tensor
+from titanlite.tools.verify.agreement import MISSING, agreement, digest_of
+from titanlite.tools.verify.outputs import Outputs, recorded
+from titanlite.tools.verify.record import Agreement
+
+Cut = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class HeldPart:
+    """A parameter of this rank, and the part of the reference's tensor that it should equal."""
+
+    shape: torch.Size
+    """Of the reference's tensor."""
+    parameter: nn.Parameter
+    cut: Cut = lambda whole: whole
+    """A slice of the reference's tensor; a DTensor's own placements cut further."""
+
+    def part_of(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
+        """This rank's part of `whole`; `like` is a DTensor with other placements."""
+        like = like if isinstance(like, DTensor) else self.parameter
+        return same_part(self.cut(whole), like)
+
+    @functools.cached_property
+    def place(self) -> str:
+        """A digest of the elements that this rank holds: equal for replicas."""
+        numbers = torch.arange(self.shape.numel()).view(self.shape)
+        part = self.part_of(numbers)
+        return f"{list(part.shape)} {digest_of(part)}"
+
+
+HeldParts = Mapping[str, HeldPart]
+"""By the reference's name of the parameter."""
+
+
+@dataclass
+class Subject:
+    """The model and the optimizer of a job, or of other code, on this rank."""
+
+    held: HeldParts
+    optimizer: Optimizer
+    modules: Sequence[nn.Module]
+    """The parts of the model that are on this rank."""
+    is_whole: Sequence[bool]
+    """Whether the output of each of them is that of the model."""
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    """The groups of this rank, by axis, without axes whose ranks have modules of their own."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    name_of: Callable[[nn.Module, str], str] = unwrapped_name
+    """The reference's name of a name in a module."""
+    is_job: bool = True
+    """If not, it may have other state and buffers than the reference, and no gradient is zero."""
+
+    def recorded(self) -> AbstractContextManager[Outputs]:
+        """Inside, the outputs of all modules are recorded."""
+        return recorded(self.modules, self.is_whole, self.name_of)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers of this rank's parts of the model, non-persistent ones too."""
+        return {
+            self.name_of(module, name): buffer
+            for module in self.modules
+            for name, buffer in module.named_buffers()
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of the optimizer's state, by "parameter.key"."""
+        return {
+            f"{name}.{key}": value
+            for name, one in self.held.items()
+            for key, value in self.optimizer.state.get(one.parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Copies of the weights of a reference."""
+        return _copies((name, one.parameter) for name, one in self.held.items())
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Copies of the gradients of a reference."""
+        return _copies(
+            (name, torch.zeros_like(own) if own.grad is None else own.grad)
+            for name, one in self.held.items()
+            if (own := one.parameter).grad is not None or (own.requires_grad and not self.is_job)
+        )
+
+    def whole_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of what a step of a reference leaves: weights, optimizer state and buffers."""
+        state, buffers = _copies(self.state().items()), _copies(self.buffers().items())
+        return {"weights": self.whole_weights(), "state": state, "buffers": buffers}
+
+    def compare_weights(self, known: Mapping[str, Tensor]) -> dict[str, Agreement]:
+        """This rank's parts of the weights compared with the reference's, as in all of these."""
+        return self._compare({name: one.parameter for name, one in self.held.items()}, known)
+
+    def compare_gradients(self, known: Mapping[str, Tensor]) -> dict[str, Agreement]:
+        """One that only one side has counts as differing."""
+        every = {name: one.parameter.grad for name, one in self.held.items()}
+        own = {name: gradient for name, gradient in every.items() if gradient is not None}
+        if not self.is_job:
+            own, known = (
+                {n: g for n, g in some.items() if n in others or local_part(g).any()}
+                for some, others in ((own, known), (known, own))
+            )
+        return self._compare(own, known)
+
+    def _compare(
+        self, own: Mapping[str, Tensor], known: Mapping[str, Tensor]
+    ) -> dict[str, Agreement]:
+        found = {}
+        for name, one in self.held.items():
+            tensor, whole = own.get(name), known.get(name)
+            if tensor is not None and whole is not None:
+                found[name] = agreement(_own(tensor), one.part_of(whole, tensor), whole)
+            elif tensor is not None:
+                found[name] = MISSING._replace(digest=digest_of(_own(tensor)))
+            elif whole is not None:
+                found[name] = MISSING
+        return found
+
+    def compare_state(self, known: Mapping[str, Tensor]) -> dict[str, Agreement]:
+        """Entries that only one side has count as differing in a job."""
+        found, own = {}, self.state()
+        for entry, tensor in own.items():
+            whole, one = known.get(entry), self.held[entry.rpartition(".")[0]]
+            if whole is not None:
+                is_alike = whole.ndim > 0 and whole.shape == one.shape
+                part = one.part_of(whole) if is_alike else same_part(whole, tensor)
+                found[entry] = agreement(_own(tensor), part, whole)
+            elif self.is_job:
+                found[entry] = MISSING
+        names = tuple(f"{name}." for name in self.held) if self.is_job else ()
+        missing = [entry for entry in known if entry not in own and entry.startswith(names)]
+        return found | dict.fromkeys(missing, MISSING)
+
+    def compare_buffers(
+        self, known: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Agreement]:
+        """All buffers, or these; those that the reference lacks count as differing in a job."""
+        found = {}
+        for name, buffer in (self.buffers() if buffers is None else buffers).items():
+            whole = known.get(name)
+            if whole is not None and (self.is_job or whole.shape == buffer.shape):
+                found[name] = agreement(_own(buffer), same_part(whole, buffer), whole)
+            elif self.is_job:
+                found[name] = MISSING
+        return found
+
+
+def same_part(whole: Tensor, parameter: Tensor) -> Tensor:
+    return shard_of(whole, parameter) if whole.shape == parameter.shape else whole
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy of this rank's part. FSDP1 frees storage, which it cannot once numpy has seen it."""
+    return local_part(tensor.detach()).clone()
+
+
+def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: whole_tensor(tensor.detach()).cpu().clone() for name, tensor in tensors}

@@ -1,0 +1,173 @@
+"""On a rank: compares a step in detail with the reference's, for jobs and for other code.
+
+compare_outputs    which module outputs are wrong?
+sum_...            is what is wrong right once it is summed over a mesh axis? A Partial that is
+                   never reduced is, over the axis of its ranks. Along that axis all ranks must
+                   hold the same part of the tensor.
+fit                is a gradient a sum of those of parts of the batch, with wrong coefficients?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.modules.shards import local_part
+from titanlite.tools.verify.agreement import agreement
+from titanlite.tools.verify.outputs import Outputs
+from titanlite.tools.verify.record import Agreement, Fit, ModuleOutput
+from titanlite.tools.verify.subject import Subject
+
+T = TypeVar("T")
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""The largest difference of an output that agrees: far above rounding error, far below a bug."""
+
+
+def compare_outputs(
+    kept: Outputs,
+    known: Mapping[str, Any],
+    compare: Callable[[str, list[Tensor], Any], tuple[ModuleOutput, list[Tensor]] | None],
+) -> tuple[dict[str, ModuleOutput], dict[str, Tensor]]:
+    """The module outputs of a step compared with the reference's, which are `known` by call.
+
+    `compare(call, outputs, known)` compares those of one call, as `compare_calls`, or returns None
+    if that cannot be done. Also returns the part that the first output of each call should equal.
+    """
+    found, expected = {}, {}
+    for call, tensors in kept.first.items():
+        compared = compare(call, tensors, known[call]) if call in known else None
+        if compared is not None:
+            found[call], (expected[call], *_) = compared
+            found[call].recomputed = kept.recomputed_difference(call)
+    return found, expected
+
+
+def compare_calls(
+    calls: Sequence[Tensor],
+    ways: Callable[[int, Tensor], Iterable[tuple[Tensor, Tensor]]],
+    tolerance: float,
+) -> tuple[ModuleOutput, list[Tensor]] | None:
+    """A module's outputs, in the order of its calls, compared with parts of the reference's.
+
+    `ways(index, call)` has (a part that this call's output may equal, the whole); the one that fits
+    best is taken. Returns these parts, too; None if there is none for a call.
+    """
+    found: list[Agreement] = []
+    parts = []
+    for index, call in enumerate(calls):
+        fits = [(agreement(call, part, whole), part) for part, whole in ways(index, call)]
+        if not fits:
+            return None
+        best, part = min(fits, key=lambda fit: fit[0].error)
+        found.append(best)
+        parts.append(part)
+    wrong = tuple(i for i, one in enumerate(found) if not one.difference <= tolerance)
+    worst = max(found, key=lambda one: one.error)
+    aa, ab, bb = (sum(getattr(one, name) for one in found) for name in ("aa", "ab", "bb"))
+    total = Agreement(worst.error, worst.scale, aa, ab, bb, "")
+    return ModuleOutput(total, len(calls), wrong), parts
+
+
+def gathered(value: T) -> list[T]:
+    """The values of all ranks; every rank of the world must call this, as all functions here."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def sum_over_axes(
+    subject: Subject,
+    places: Sequence[object],
+    tensor: Callable[[], Tensor],
+    compare: Callable[[Tensor], Agreement],
+) -> dict[str, Agreement]:
+    """Axis -> the sum of a tensor over it, compared, if all ranks along it hold the same part.
+
+    `places` says for each rank of the world which part it holds, None for none.
+    """
+    found = {}
+    for axis, group in subject.groups.items():
+        along = {places[rank] for rank in dist.get_process_group_ranks(group)}
+        if len(along) == 1 and None not in along:
+            total = tensor().to(subject.device).clone()
+            dist.all_reduce(total, group=group)
+            found[axis] = compare(total.cpu())
+    return found
+
+
+def sum_outputs(
+    subject: Subject,
+    modules: Iterable[str],
+    found: Mapping[str, ModuleOutput],
+    own: Mapping[str, list[Tensor]],
+    expected: Mapping[str, Tensor],
+) -> dict[str, Agreement]:
+    """The output of the first wrong module of the world, in its first call, summed over each axis.
+
+    `modules` are the reference's in forward order, `own` this rank's outputs by call, `expected`
+    their parts of the reference's.
+    """
+    mine = {call: (bool(o.wrong_calls), tuple(own[call][0].shape)) for call, o in found.items()}
+    everyone = gathered(mine)
+    wrong = {call for of_rank in everyone for call, (is_wrong, _) in of_rank.items() if is_wrong}
+    first = next((call for call in modules if call in wrong), None)
+    if first is None:
+        return {}
+
+    def compare(total: Tensor) -> Agreement:
+        part = expected[first]
+        has_rows = total.ndim > 1 and total[..., 0].numel() > 1 and total.is_floating_point()
+        if has_rows and total.shape == part.shape:
+            # The bias may be added after the sum: then the same row is missing everywhere.
+            total += (part - total).flatten(0, -2).mean(0)
+        return agreement(total, part, part)
+
+    shapes = [of_rank.get(first, (False, None))[1] for of_rank in everyone]
+    return sum_over_axes(subject, shapes, lambda: own[first][0], compare)
+
+
+def sum_gradients(
+    subject: Subject,
+    names: Iterable[str],
+    known: Mapping[str, Tensor],
+) -> dict[str, dict[str, Agreement]]:
+    """The gradients `names`, the same on every rank, each summed over each axis."""
+    held, names = subject.held, [name for name in names if name in known]
+    places = gathered(
+        {n: held[n].place for n in names if n in held and held[n].parameter.grad is not None}
+    )
+    sums = {}
+    for name in names:
+
+        def own(name: str = name) -> Tensor:
+            gradient = held[name].parameter.grad
+            assert gradient is not None
+            return local_part(gradient.detach())
+
+        def compare(total: Tensor, name: str = name) -> Agreement:
+            whole = known[name]
+            return agreement(total, held[name].part_of(whole, held[name].parameter.grad), whole)
+
+        of_ranks = [of_rank.get(name) for of_rank in places]
+        sums[name] = sum_over_axes(subject, of_ranks, own, compare)
+    return sums
+
+
+def fit(parts: Sequence[Tensor], own: Tensor, known: Tensor) -> Fit | None:
+    """`own` as a weighted sum of `parts`, by least squares; the residual is relative to `known`.
+
+    None if it has too few elements for that.
+    """
+    own, stacked = own.double().flatten(), torch.stack([p.double().flatten() for p in parts], 1)
+    if stacked.size(0) != len(own) or len(own) < 2 * len(parts) or not own.isfinite().all():
+        return None
+    weights = torch.linalg.lstsq(stacked, own[:, None], driver="gelsd").solution[:, 0]
+    scale = known.double().norm().item()
+    left = (stacked @ weights - own).norm().item()
+    return tuple(weights.tolist()), left / scale if scale else math.inf
