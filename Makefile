@@ -32,7 +32,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)
-	$(BIN)/python -m titanlite.config.document > docs/configuration.md
+	$(BIN)/python docs/make_configuration.py
 	$(BIN)/python docs/make_api.py
 	$(BIN)/python docs/make_pictures.py
 

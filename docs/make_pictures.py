@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
     names = [argument for argument in arguments if argument != "--runs"]
     if not names:
-        from titanlite.tools.lab.gallery import main as draw_lab
+        from lab_pictures import main as draw_lab
 
         draw_lab([str(ROOT / "docs" / "images" / "lab")])
     pages = [Path(name) for name in names] or sorted((ROOT / "docs").glob("*.md"))

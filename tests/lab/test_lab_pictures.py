@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from lab_pictures import PICTURES, draw_all
 
 from titanlite.tools.figures.messages import (
     Arrow,
@@ -14,7 +15,6 @@ from titanlite.tools.figures.messages import (
     draw_svg,
 )
 from titanlite.tools.lab import Mesh, VirtualCluster
-from titanlite.tools.lab.gallery import PICTURES, draw_all
 from titanlite.tools.lab.pictures import name_parts, parts_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,9 +29,7 @@ def drawn():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_picture_of_the_notes_is_that_of_its_run(drawn, name):
     shown = (DOCS / "images" / "lab" / f"{name}.svg").read_text()
-    assert draw_svg(drawn[name]) == shown, (
-        "run: python -m titanlite.tools.lab.gallery docs/images/lab"
-    )
+    assert draw_svg(drawn[name]) == shown, "run: python docs/lab_pictures.py docs/images/lab"
 
 
 def test_every_note_opens_with_a_picture_and_every_picture_is_shown():

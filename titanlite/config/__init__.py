@@ -6,7 +6,7 @@ degrees.py   the degree of each mesh axis for a number of ranks
 checks.py    checks keys against each other, with data.py, pipeline.py and checkpoint.py
 model.py     finds the model that [model] names, and its sizes
 resolve.py   ResolvedJob, which is sent to the ranks
-document.py  --help, docs/configuration.md, and a configuration as TOML
+document.py  --help, and a configuration as TOML
 """
 
 import titanlite.register  # noqa: F401 (a job can name what is built in)

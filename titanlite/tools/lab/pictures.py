@@ -1,4 +1,4 @@
-"""Pictures of a recorded run; gallery.py draws those of the notes.
+"""Pictures of a recorded run; docs/lab_pictures.py draws those of the notes.
 
 In pictures of collectives, every value is tagged: element i of rank r is (i + 1) * 10^r, so the
 digits of any sum tell which ranks' parts it is made of. The letter is the rank and the number is

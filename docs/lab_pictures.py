@@ -1,7 +1,7 @@
 """The pictures of the lab's notes, each drawn from a run.
 
-python -m titanlite.tools.lab.gallery docs/images/lab          # as SVG
-python -m titanlite.tools.lab.gallery --html FOLDER            # as pages to step through
+python docs/lab_pictures.py docs/images/lab          # as SVG
+python docs/lab_pictures.py --html FOLDER            # as pages to step through
 """
 
 from __future__ import annotations
@@ -301,10 +301,6 @@ def main(arguments: Sequence[str]) -> None:
         (folder / f"{name}.{suffix}").write_text(draw(picture), encoding="utf-8")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
 def collective_picture(
     cluster: VirtualCluster,
     kind: str,
@@ -372,3 +368,7 @@ def _largest(parts: Sequence[Part]) -> list[Part]:
         for number, ranks in unique
         if not any(number == other and ranks < more for other, more in unique)
     ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
