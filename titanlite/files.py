@@ -1,4 +1,4 @@
-"""Safe reading of files that somebody else may have written, and locks; torch-free.
+"""Safe reading of files that somebody else may have written, flushing, and locks; torch-free.
 
 Opening a named pipe or a device may block for ever, and a link may point anywhere. Code that reads
 a file of a checkpoint, a schedule or a log opens it here: only regular files are opened, and their
@@ -43,6 +43,15 @@ def read_bytes(path: str | Path, *, most_bytes: int, follow_links: bool = True) 
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes:,} bytes", os.fspath(path))
     return content
+
+
+def flush(path: Path) -> None:
+    """Flush to the disk what was written to a file, or the names of the files in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def hold(descriptor: int, patience_seconds: float) -> bool:

@@ -275,7 +275,7 @@ PROMISES = [
         "a checkpoint's folder is flushed",
         "docs/checkpoint.md",
         "Then rank 0 writes the manifest, flushes it and the folder, renames the",
-        Break("CheckpointFolder.commit", "flush_folder(unfinished)", "pass"),
+        Break("CheckpointFolder.commit", "flush(unfinished)", "pass"),
         (
             "unit/checkpoint/test_checkpoint_files.py::test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk",
             "unit/checkpoint/test_checkpoint_files.py",

@@ -22,7 +22,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
 )
 from titanlite.errors import ConfigError
-from titanlite.files import hold
+from titanlite.files import flush, hold
 
 STEP = re.compile(r"step-(0|[1-9]\d*)")
 # A temporary name: being written, replaced by another checkpoint, or being removed; then a token.
@@ -99,20 +99,18 @@ class CheckpointFolder:
     def commit(self, unfinished: Path, final: Path, manifest: Manifest, token: str) -> None:
         """Write the manifest of a checkpoint whose files are all on the disk, and rename it."""
         path = unfinished / MANIFEST
-        with path.open("w", encoding="utf-8") as file:
-            file.write(manifest.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        flush_folder(unfinished)
+        path.write_text(manifest.to_json(), encoding="utf-8")
+        flush(path)
+        flush(unfinished)
         if final.exists():
             replaced = final.with_name(f"{final.name}.replaced-{token}")
             final.rename(replaced)
             unfinished.rename(final)
-            flush_folder(self.path)
+            flush(self.path)
             remove(replaced)
         else:
             unfinished.rename(final)
-            flush_folder(self.path)
+            flush(self.path)
 
     def in_the_way(self) -> Path | None:
         """A path that has a checkpoint's name but is not a folder; None if there is none."""
@@ -183,12 +181,3 @@ def remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path)
-
-
-def flush_folder(path: Path) -> None:
-    """Flush the file names in a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

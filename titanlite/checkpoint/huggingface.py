@@ -8,7 +8,6 @@ companions         tokenizer and generation settings, to be copied from another 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from titanlite.checkpoint.weights import (
     to_stored,
     write_file,
 )
+from titanlite.files import flush
 from titanlite.job import Job
 from titanlite.models.hf_format import (
     COMPANIONS,
@@ -148,10 +148,8 @@ class FolderWriter:
         self._write(name, (json.dumps(content, indent=2) + "\n").encode())
 
     def _write(self, name: str, content: bytes) -> None:
-        with (self._folder / name).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        (self._folder / name).write_bytes(content)
+        flush(self._folder / name)
 
 
 def companions(folder: Path | None) -> Iterator[Path]:

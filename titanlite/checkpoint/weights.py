@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.storage import Piece, Pieces
 from titanlite.config import load_model_spec
 from titanlite.errors import ConfigError
-from titanlite.files import open_regular, shown
+from titanlite.files import flush, open_regular, shown
 from titanlite.job import Job
 from titanlite.models.hf_format import HFFormat, HFTensor, format_of, weight_files
 
@@ -62,8 +61,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str
         save_file(dict(tensors), path, metadata={"format": "pt", **text})
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    flush(path)
 
 
 def load_safetensors(
