@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+import titanlite.register  # noqa: F401 (what is built in is there before any test)
 from titanlite.registry import REGISTRIES
 
 # No deadline: the time of an example depends more on the load of the machine than on the code.
