@@ -6,16 +6,14 @@ collective whose messages are not visible.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
-from pathlib import Path
-from string import Template
 
 from titanlite.observe.pictures import palette
 from titanlite.tools.figures.canvas import FAINT, PAPER, RANKS, Drawing
+from titanlite.tools.figures.page_file import FOLDER, make_page
 
 ROW, TOP, LETTER = 58, 84, 6.3
 HALO = f' paint-order="stroke" stroke="{PAPER}" stroke-width="3"'
@@ -84,16 +82,9 @@ def draw_page(picture: MessagePicture) -> str:
     """
     layout = _Layout(picture)
     data = {**asdict(picture), "left": layout.left, "unit": layout.unit, "colors": RANKS}
-    folder = Path(__file__).with_name("page")
-    written = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return Template((folder / "messages.html").read_text(encoding="utf-8")).substitute(
-        title=escape(picture.title or "Messages between ranks"),
-        length=picture.length,
-        style=(folder / "messages.css").read_text(encoding="utf-8"),
-        overview=layout.draw(),
-        # No "</script>" or "<!--" of a name ends the script.
-        data=written.replace("<", "\\u003c"),
-        script=(folder / "messages.js").read_text(encoding="utf-8"),
+    title = picture.title or "Messages between ranks"
+    return make_page(
+        FOLDER / "messages", title, data, length=picture.length, overview=layout.draw()
     )
 
 

@@ -6,14 +6,12 @@ of a search. It loads nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from titanlite.observe.pictures import palette
+from titanlite.tools.figures.page_file import make_page
 from titanlite.tools.planner.events import FROM_RANK_TO_RANK, TO_DEVICE, TO_HOST
 from titanlite.tools.planner.report import AXIS_SHARES, COMPUTE_SHARES, IDLE, LAUNCH, MEMORY_SHARES
 from titanlite.tools.planner.spans import LANE_OF, StepSpan
@@ -57,14 +55,7 @@ def draw_page(
     """
     rows, names = _rows(spans)
     data = {"plan": plan, "search": search, "rows": rows, "names": names, "colors": COLORS}
-    written = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return Template((FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(title),
-        style=(FOLDER / "page.css").read_text(encoding="utf-8"),
-        # No "</script>" or "<!--" of a name ends the script.
-        data=written.replace("<", "\\u003c"),
-        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
-    )
+    return make_page(FOLDER / "page", title, data)
 
 
 def _rows(spans: Sequence[StepSpan]) -> tuple[list[dict[str, Any]], list[str]]:
