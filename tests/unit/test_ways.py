@@ -25,7 +25,7 @@ def test_from_a_job_to_its_parallel_model(planned: Way) -> None:
     way = planned.files(to=("apply_", "ImageTransformer.__init__"))
     way = [file for file in way if "/tools/" not in file]
     assert way[:3] == ["titanlite/job.py", "titanlite/plain_job.py", "titanlite/models/build.py"]
-    assert way[-1] == "titanlite/parallelize/fsdp/apply.py"
+    assert "titanlite/parallelize/fsdp/apply.py" in way
     assert len(set(way)) <= 15, way
     assert len(way) - len(set(way)) <= 8, way
 
