@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import titanlite
+from titanlite.mesh.parallel_dims import Grid
 
 FOLDER = Path(__file__).parent / "api"
 INTRODUCTION = """\
@@ -68,8 +69,10 @@ def entry(name: str, module: str) -> list[str]:
     if not inspect.isclass(thing):
         return lines
     members = [f"- **`{field}`**: {text}" for field, text in documented_fields(thing).items()]
+    # A ParallelDims is a grid of ranks; what other classes inherit is not titanlite's.
+    own = {**vars(Grid), **vars(thing)} if issubclass(thing, Grid) else vars(thing)
     for member, value in inspect.getmembers_static(thing):
-        if member.startswith("_") or member not in vars(thing):
+        if member.startswith("_") or member not in own:
             continue
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
         if isinstance(value, property) and inspect.getdoc(value):
