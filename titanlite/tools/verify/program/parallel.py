@@ -101,7 +101,7 @@ class _Measuring:
         # The caller's groups exist only now.
         world.set_timeout(self.request.timeout_seconds / 2, "timeout_seconds / 2")
         start = load(self.folder, 0)["weights"]
-        self._start(built, start)
+        self._check_flat(built)
         shapes = {name: whole.shape for name, whole in start.items()}
         with built.parameters(writes=request.copy_weights) as parameters:
             self._check_names(parameters, shapes)
@@ -165,7 +165,7 @@ class _Measuring:
         self.world.name_groups({mesh.get_group(axis).group_name: axis for axis in degrees})
         return mesh
 
-    def _start(self, built: Built, start: Mapping[str, Tensor]) -> None:
+    def _check_flat(self, built: Built) -> None:
         if built.is_flat and any(
             getattr(module, "_use_orig_params", True) is False
             for root in built.modules
@@ -183,8 +183,7 @@ class _Measuring:
         names = {name for of_rank in gathered(list(parameters)) for name in of_rank}
         if unknown := [name for name in parameters if name not in shapes]:
             find_held({n: parameters[n] for n in unknown}, shapes, None, self.grid, self.world.rank)
-        others = {name: own for own in self.record.tied for name in own}
-        missing = [n for n in shapes if n not in names and not names & set(others.get(n, ()))]
+        missing = [name for name in shapes if not names & self._aliases(name)]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(
@@ -192,11 +191,14 @@ class _Measuring:
                 f"has {len(shapes)}; return every module of the rank, or give rename="
             )
 
+    def _aliases(self, name: str) -> set[str]:
+        """All names that the reference has for a parameter."""
+        return {name, *(other for names in self.record.tied if name in names for other in names)}
+
     def _subject(self, built: Built, held: HeldParts, mesh: Any) -> Subject:
         # A module that holds every parameter is the whole model.
-        others = {name: own for own in self.record.tied for name in own}
         start = load(self.folder, 0)["weights"]
-        has_all = all(name in held or held.keys() & set(others.get(name, ())) for name in start)
+        has_all = all(held.keys() & self._aliases(name) for name in start)
         return Subject(
             held,
             built.optimizer,
