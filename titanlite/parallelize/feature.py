@@ -63,7 +63,7 @@ class Feature:
     variations: tuple[Variation, ...] = ()
     """Its part of `verify --matrix`."""
     off: Mapping[str, Any] = field(default_factory=dict)
-    """The keys that switch it off; empty if the mesh decides that."""
+    """The keys that switch it off; empty if the mesh decides that, and for a way to use an axis."""
     changes_numbers: bool = False
     """Whether it changes which numbers are computed, so that one process does the same."""
     depends_on_microbatch: bool = False

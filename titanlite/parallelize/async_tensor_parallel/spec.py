@@ -115,5 +115,4 @@ ASYNC_TENSOR_PARALLEL = Feature(
     checks=(_async_tensor_parallel,),
     machine_problems=_machine_problems,
     variations=(Variation("async tp", {"on": {ASYNC_TP: True}, "off": {}}, needs=("tp",)),),
-    off={ASYNC_TP: False},
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from titanlite.config import ResolvedJob
-from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.mesh.parallel_dims import Grid, ParallelDims
 from titanlite.tools.verify.jobs import microbatch_size
 from titanlite.tools.verify.record import (
     Agreement,
@@ -17,7 +17,7 @@ from titanlite.tools.verify.record import (
     ReferenceTrace,
 )
 from titanlite.tools.verify.result import Result
-from titanlite.tools.verify.wording import AxisDegrees, name_factor
+from titanlite.tools.verify.wording import name_factor
 
 # A factor explains a difference if the residual is below this share of the whole.
 EXPLAINED = 1e-6
@@ -29,7 +29,7 @@ WRONG = 1e-9
 class Evidence:
     """All measurements of a parallel run that differs, for a diagnosis."""
 
-    dims: AxisDegrees
+    dims: Grid
     reference: Sequence[ReferenceStep]
     runs: Sequence[RankRun]
     found: Result

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.verify.record import RankRun
 
 # The relative tolerance within which a factor counts as equal to a degree or a count: far above
@@ -14,19 +14,9 @@ from titanlite.tools.verify.record import RankRun
 EXACT = 1e-6
 
 
-class AxisDegrees(Protocol):
-    """The degree of each axis, and the number of ranks."""
-
-    @property
-    def degrees(self) -> Mapping[str, int]: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-
 def name_factor(
     factor: float,
-    dims: AxisDegrees,
+    dims: Grid,
     *,
     num_microbatches: int = 0,
     num_targets: int = 0,

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from titanlite.errors import ConfigError
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.verify.agreement import digest_of
-from titanlite.tools.verify.program.grid import RankGrid
 from titanlite.tools.verify.program.request import Split
 
 
-def part_of_batch(batch: Any, split: Split | None, mesh: Any, grid: RankGrid, rank: int) -> Any:
+def part_of_batch(batch: Any, split: Split | None, mesh: Any, grid: Grid, rank: int) -> Any:
     """This rank's part of a batch; raises ConfigError if it cannot be split evenly."""
     if split is None:
         return batch
@@ -28,7 +28,7 @@ def part_of_batch(batch: Any, split: Split | None, mesh: Any, grid: RankGrid, ra
     return split(batch, mesh)
 
 
-def _part(leaf: Any, split: Mapping[str, int], grid: RankGrid, rank: int) -> Any:
+def _part(leaf: Any, split: Mapping[str, int], grid: Grid, rank: int) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     for dim in sorted(set(split.values())):
@@ -59,9 +59,7 @@ class Where:
     columns: Tensor
 
 
-def find_part(
-    batch: Any, split: Split | None, mesh: Any, grid: RankGrid, rank: int
-) -> Where | None:
+def find_part(batch: Any, split: Split | None, mesh: Any, grid: Grid, rank: int) -> Where | None:
     """Which rows and columns this rank has; None if that cannot be found.
 
     Each tensor of the batch is replaced by the numbers of its elements and split: the numbers that

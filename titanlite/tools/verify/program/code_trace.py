@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, digest_of
 from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.batches import Where
-from titanlite.tools.verify.program.grid import RankGrid
 from titanlite.tools.verify.record import Agreement, ModuleOutput, RankTrace, module_of
 from titanlite.tools.verify.subject import HeldParts, Subject
 from titanlite.tools.verify.tracing import (
@@ -45,7 +45,7 @@ class Tracer:
     """Compares one rank's step with the record of the reference's."""
 
     subject: Subject
-    grid: RankGrid
+    grid: Grid
     rank: int
     where: Where | None
     modules: Sequence[str]

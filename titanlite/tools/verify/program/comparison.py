@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import ConfigError, RankError
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.differences import (
     Key,
@@ -26,7 +27,7 @@ from titanlite.tools.verify.differences import (
 )
 from titanlite.tools.verify.pool import RankPools, must_run
 from titanlite.tools.verify.program.findings import QUESTIONS_OF_CODE, PartEvidence
-from titanlite.tools.verify.program.grid import RankGrid, make_grid
+from titanlite.tools.verify.program.grid import make_grid
 from titanlite.tools.verify.program.request import Request, Split, check, pack
 from titanlite.tools.verify.record import (
     CodeRun,
@@ -61,7 +62,7 @@ class Given(Tolerance):
 class Comparison(Result):
     """The result of comparing parallel code with its reference; `print` shows all of it."""
 
-    grid: RankGrid
+    grid: Grid
     dtype: str
     num_steps: int
     name: str = ""

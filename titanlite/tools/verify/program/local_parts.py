@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.program.grid import RankGrid
 from titanlite.tools.verify.subject import Cut, HeldPart
 
 MOST_PROBLEMS = 4
@@ -20,7 +20,7 @@ def find_held(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
     declared: Callable[[str], Any] | None,
-    grid: RankGrid,
+    grid: Grid,
     rank: int,
 ) -> dict[str, HeldPart]:
     """The parts that this rank holds; raises ConfigError for names and shapes that do not fit."""
@@ -60,7 +60,7 @@ def _cut_of(
     parameter: Tensor,
     shape: torch.Size,
     declared: Callable[[str], Any] | None,
-    grid: RankGrid,
+    grid: Grid,
     rank: int,
 ) -> Cut:
     given = declared(name) if declared is not None else None
@@ -71,7 +71,7 @@ def _cut_of(
     return _inferred(name, parameter.shape, shape, grid, rank)
 
 
-def _declared(name: str, given: Any, grid: RankGrid, rank: int) -> Cut:
+def _declared(name: str, given: Any, grid: Grid, rank: int) -> Cut:
     """A cut from (dim, axis), (dim, index, count), a list of these, or a function."""
     if callable(given):
         return given
@@ -113,7 +113,7 @@ def _chunk(dim: int, index: int, count: int) -> Cut:
     return cut
 
 
-def _inferred(name: str, own: torch.Size, whole: torch.Size, grid: RankGrid, rank: int) -> Cut:
+def _inferred(name: str, own: torch.Size, whole: torch.Size, grid: Grid, rank: int) -> Cut:
     """The chunk along the only axis whose degree is the quotient of the two shapes."""
     differing = [d for d in range(len(whole)) if len(own) == len(whole) and own[d] != whole[d]]
     if len(differing) == 1:

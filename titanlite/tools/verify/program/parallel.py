@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from titanlite.errors import ConfigError
+from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
@@ -24,7 +25,6 @@ from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
 from titanlite.tools.verify.program.code_trace import Tracer, save_part
-from titanlite.tools.verify.program.grid import RankGrid
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import CodeRun, ModelRun, RankStep, RankTrace
@@ -51,7 +51,7 @@ def run_again(world: World, packed: bytes, folder: str, record: ModelRun, dtype:
     again = replace(
         request,
         parallel=lambda: request.reference(),
-        grid=RankGrid({"world": 1}),
+        grid=Grid(world=1),
         split=None,
         step=None,
         shard=None,

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 
 from titanlite.errors import ConfigError
-from titanlite.tools.verify.program.grid import RankGrid
+from titanlite.mesh.parallel_dims import Grid
 
 TRAINED_IN = ("float64", "float32")
 
@@ -30,7 +30,7 @@ class Request:
     parallel: Callable[..., Any]
     batches: Sequence[Any]
     loss: Callable[[Any, Any], Any]
-    grid: RankGrid
+    grid: Grid
     split: Split | None = None
     step: Callable[[Any, Any], Any] | None = None
     optimizer: Callable[[list[Any]], Any] | None = None
