@@ -93,3 +93,12 @@ def test_a_mesh_axis_is_a_row_and_a_key(tmp_path: Path) -> None:
     verified = run(tmp_path, "verify", file, local, *plan, "--steps=1")
     assert "dp_region 2 x dp_replicate 2, 4 ranks" in verified
     assert "AGREES" in verified
+
+
+def test_a_model_family_is_a_folder_a_registration_and_a_job(tmp_path: Path) -> None:
+    new = [f"models/qwen2/{n}.py" for n in ("__init__", "config", "model", "plan")]
+    changed = patched_copy(tmp_path, "qwen2.patch")
+    assert changed == sorted(["configs/tp2_qwen2.toml", "models/__init__.py", *new])
+    verified = run(tmp_path, "verify", "configs/tp2_qwen2.toml", "--steps=1")
+    assert "tp 2, 2 ranks" in verified
+    assert "AGREES" in verified
