@@ -70,6 +70,6 @@ class Feature:
     """Whether the numbers of a sequence depend on the other sequences of its microbatch."""
     loss_tolerance: float | None = None
     """If set, `verify` compares only losses, unless in float64, and with at least this tolerance:
-    for a feature that makes a jump of a rounding error."""
+    for a feature that can turn a rounding error into a jump."""
     checks_model: bool = False
     """Whether its step has `check_model`, which looks at the model before any rank starts."""

@@ -11,7 +11,8 @@ from titanlite.errors import nearest
 from titanlite.fields import MODEL, NotYet, Section, key, reads
 from titanlite.mesh.parallel_dims import divisors
 from titanlite.parallelize.feature import Feature
-from titanlite.parallelize.pipeline_parallel.spec import PIPELINE_KEYS, RESHARD
+from titanlite.parallelize.fsdp.spec import RESHARD
+from titanlite.parallelize.pipeline_parallel.spec import PIPELINE_KEYS
 
 if TYPE_CHECKING:
     from titanlite.config.draft import Draft

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.errors import quote
 from titanlite.fields import Name, Section, Values, key, reads
-from titanlite.mesh.parallel_dims import axes_where
 from titanlite.parallelize.async_tensor_parallel.spec import ASYNC_TP
 from titanlite.parallelize.feature import Feature, Variation
+from titanlite.parallelize.fsdp.spec import SHARDED
 
 if TYPE_CHECKING:
     from titanlite.config.draft import Draft
@@ -88,7 +88,6 @@ def _settings(**keys: Any) -> dict[str, Any]:
 
 
 GATHERED = {"enable_fsdp_float8_all_gather": True}
-SHARDED = axes_where(weights="sharded")
 
 FLOAT8 = Feature(
     "float8",

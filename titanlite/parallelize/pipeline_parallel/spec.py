@@ -9,6 +9,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from titanlite.fields import MODEL, Inert, Section, Values, key, reads
 from titanlite.parallelize.feature import Feature, Variation
+from titanlite.parallelize.fsdp.spec import RESHARD
 from titanlite.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ PIPELINE_KEYS = (
     "parallelism.module_fqns_per_model_part",
     "training.local_batch_size",
 )
-RESHARD = "parallelism.fsdp_reshard_after_forward"
 
 
 @reads(MODEL, *PIPELINE_KEYS)

@@ -52,7 +52,7 @@ class Accumulation:
         If it does not, but a module's output for a sequence depends on the rest of the batch, the
         model has batch statistics. Both raise ConfigError. Otherwise the loss mixes samples, or the
         sum over the parts is wrong.
-        A float8 job is not checked, since its scales depend on the microbatches.
+        A job whose numbers depend on the microbatches, as in float8, is not checked.
         """
         if depends_on_microbatch(plan.config):
             return ""
