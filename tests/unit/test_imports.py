@@ -1,6 +1,7 @@
 """Who may import whom, read from the source: the floors of the core, and the wall to the tools.
 
-An import inside a function counts, and so does a module's name in a string.
+An import inside a function counts, and so does a module's name in a string, also in one that is
+put together: f"titanlite.{name}".
 """
 
 from __future__ import annotations
@@ -183,13 +184,40 @@ def imports(tree: ast.AST, *, types: bool = False) -> Iterator[str]:
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-def named(tree: ast.AST) -> Iterator[str]:
-    """The modules of titanlite that a string names, alone or as "module:attribute"."""
+def named(tree: ast.AST, module: str = "") -> Iterator[str]:
+    """The modules of titanlite that a string of `module` names, alone or as "module:attribute".
+
+    An f-string names the modules that it becomes with the strings of the file filled in; if none
+    of them fits, those of any word.
+    """
+    strings = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    for text in strings:
+        found = re.fullmatch(r"(titanlite(?:\.\w+)+)(?::[\w.]+)?", text)
+        if found and found[1] in MODULES:
+            yield found[1]
+    package = (
+        module if MODULES.get(module, Path()).stem == "__init__" else module.rpartition(".")[0]
+    )
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found = re.fullmatch(r"(titanlite(?:\.\w+)+)(?::[\w.]+)?", node.value)
-            if found and found[1] in MODULES:
-                yield found[1]
+        if isinstance(node, ast.JoinedStr):
+            pattern, own = "", {"__name__": module, "__package__": package}
+            for part in node.values:
+                if isinstance(part, ast.Constant):
+                    pattern += re.escape(str(part.value).partition(":")[0])
+                    if ":" in str(part.value):
+                        break
+                elif isinstance(part, ast.FormattedValue):
+                    name = ast.unparse(part.value)
+                    pattern += re.escape(own[name]) if name in own else r"([\w.]+)"
+            if pattern.startswith(r"titanlite\."):
+                fits = [found for name in MODULES if (found := re.fullmatch(pattern, name))]
+                known = [found for found in fits if strings.issuperset(found.groups())]
+                words = [found for found in fits if "." not in "".join(found.groups())]
+                yield from (found[0] for found in known or words)
 
 
 def module_of(name: str) -> str:
@@ -206,7 +234,7 @@ def uses(path: Path) -> set[str]:
     if is_torch_free_feature(module_name(path)):
         run = {module_of(name) for name in imports(tree)}
         found = {name for name in found if name in run or name not in JOB_TYPES}
-    return {*found, *named(tree)} - {module_name(path)}
+    return {*found, *named(tree, module_name(path))} - {module_name(path)}
 
 
 def is_torch_free_feature(module: str) -> bool:
@@ -451,6 +479,12 @@ def test_the_rules_can_fail() -> None:
     assert list(imports(ast.parse(source))) == ["torch.nn", "titanlite.data.catalog"]
     text = "run('titanlite.job:build_job'); x = 'titanlite.jobs'; y = 'titanlite.tools.planner'\n"
     assert set(named(ast.parse(text))) == {"titanlite.job", "titanlite.tools.planner"}
+    text = "load(f'titanlite.parallelize.{name}.step:STEP')\n"
+    assert "titanlite.parallelize.fsdp.step" in set(named(ast.parse(text)))
+    text += "for name in ('ddp', 'fsdp'): pass\n"
+    assert set(named(ast.parse(text))) == {"titanlite.parallelize.fsdp.step"}
+    text = "load(f'{__package__}.{TABLE[name]}'); TABLE = {'AxisName': 'parallel_dims'}\n"
+    assert set(named(ast.parse(text), "titanlite.mesh")) == {"titanlite.mesh.parallel_dims"}
     assert module_of("titanlite.job.build_job") == "titanlite.job"
     assert is_below("torch.nn", "torch")
     assert not is_below("torchvision", "torch")
