@@ -16,7 +16,7 @@ from titanlite.errors import RankError
 
 if TYPE_CHECKING:
     from titanlite.job import Job
-    from titanlite.training.metrics import Validation
+    from titanlite.training.metrics import ValidationResult
     from titanlite.training.step import StepResult
 
 
@@ -94,7 +94,9 @@ class Recording:
         self._callbacks = callbacks
         self._event = Event(job, first_step - 1)
 
-    def after_step(self, step: int, result: StepResult, validation: Validation | None) -> None:
+    def after_step(
+        self, step: int, result: StepResult, validation: ValidationResult | None
+    ) -> None:
         """Record a step and its validation, if there was one."""
         self.result.steps.append(step)
         self.result.losses.append(result.loss)

@@ -62,7 +62,7 @@ from titanlite.training.initialize import (
     move_buffers,
     whole_values,
 )
-from titanlite.training.metrics import Validation
+from titanlite.training.metrics import ValidationResult
 from titanlite.training.step import StepResult, Trainer
 
 
@@ -161,7 +161,7 @@ class Job:
         """The mean validation loss, in nats per target."""
         return self.validate().loss
 
-    def validate(self) -> Validation:
+    def validate(self) -> ValidationResult:
         """The mean validation loss and the metrics of `validation.metrics`."""
         return self.trainer.evaluate(self.validation_batches())
 

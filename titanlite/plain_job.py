@@ -35,7 +35,7 @@ from titanlite.parallelize import ParallelPlan
 from titanlite.parallelize.ddp.apply import apply_ddp
 from titanlite.parallelize.feature import Feature
 from titanlite.parallelize.parallelize import step_of, uses_loss_parallel
-from titanlite.parallelize.part import DTYPES, Hardware
+from titanlite.parallelize.part import DTYPES, DeviceSupport
 from titanlite.parallelize.plan import NEEDED, lacks_plan
 from titanlite.parallelize.tensor_account import tensors_of
 from titanlite.parallelize.tensor_parallel.apply import check_tied_placements
@@ -104,7 +104,7 @@ class Builders:
     """Builds the data set of a split."""
     ddp: Callable[..., int] = apply_ddp
     """Replicates a model, as apply_ddp does."""
-    hardware: Hardware = field(default_factory=Hardware)
+    hardware: DeviceSupport = field(default_factory=DeviceSupport)
     """What the job's device can do."""
     materialize: Callable[[Sequence[nn.Module]], None] | None = None
     """Allocates the parts of the model, without initial values; None: they are drawn."""

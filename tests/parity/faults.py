@@ -88,7 +88,7 @@ def _functions(moment: str) -> list[tuple[Any, str]]:
         "seal": [(folder.CheckpointFolder, "commit")],
         "rename": [(Path, "rename")],
         "remove": [(shutil, "rmtree")],
-        "copy": [(staging.Copies, "_copy")],
+        "copy": [(staging.CpuStager, "_copy")],
     }[moment]
 
 

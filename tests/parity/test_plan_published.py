@@ -20,7 +20,7 @@ from tests.benchmarks.published_megatron import (
     predict_narayanan,
     step_seconds,
 )
-from titanlite.tools.planner.events import Communication, Event, Operator, Place, Wait
+from titanlite.tools.planner.events import Communication, Event, Operator, Site, Wait
 from titanlite.tools.planner.hardware import load_hardware
 
 MEAN, WORST = 0.10, 0.20
@@ -100,7 +100,7 @@ def test_the_ring_of_torch_2_6_moves_all_heads_and_waits_at_once() -> None:
     cp, kv_heads, repeats, tokens = 4, 2, 3, 16
     numel = cp * 2 * kv_heads * tokens * HEAD_DIM
     forward, recomputed, backward = (
-        Communication("all_gather", "cp", 2 * numel, cp, Place("layers.1.attention", phase), number)
+        Communication("all_gather", "cp", 2 * numel, cp, Site("layers.1.attention", phase), number)
         for number, phase in enumerate(("forward", "recomputation", "backward"), 2)
     )
     gradients = replace(backward, kind="reduce_scatter", num_bytes=4 * numel, number=5)

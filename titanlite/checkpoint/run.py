@@ -24,9 +24,9 @@ from titanlite.checkpoint.folder import CheckpointFolder, look_at, make_token
 from titanlite.checkpoint.group import CheckpointGroup
 from titanlite.checkpoint.huggingface import save_model_files
 from titanlite.checkpoint.manifest import FileRecord, Manifest, own_version
-from titanlite.checkpoint.staging import Copies
+from titanlite.checkpoint.staging import CpuStager
 from titanlite.checkpoint.start import start_from
-from titanlite.checkpoint.storage import Seal, first_failure, save, save_async, told
+from titanlite.checkpoint.storage import Seal, cause_line, first_failure, save, save_async
 from titanlite.checkpoint.weights import Names
 from titanlite.errors import ConfigError, NonFiniteError, TitanliteError
 from titanlite.job import Job
@@ -61,7 +61,7 @@ class Checkpoints:
         self._job, self._section = job, section
         self._folder = CheckpointFolder(Path(job.config.job.dump_folder) / section.folder)
         self._saves = section.enable and not section.load_only
-        self._copies = Copies(
+        self._copies = CpuStager(
             job.world.device, lasting=section.async_mode == "async_with_pinned_mem"
         )
         self._saving: concurrent.futures.Future[Any] | None = None
@@ -309,7 +309,7 @@ class Checkpoints:
             if self._job.world.is_first:
                 name = f"{self._saving_to.name}.new-{self._token}"
                 shutil.rmtree(self._saving_to.with_name(name), ignore_errors=True)
-            line = f"saving {self._saving_to} failed on rank {rank}: {told(cause)}"
+            line = f"saving {self._saving_to} failed on rank {rank}: {cause_line(cause)}"
             if isinstance(cause, OSError):
                 raise ConfigError(
                     f"checkpoint.folder: {line}; free some space, or give another folder. Earlier "

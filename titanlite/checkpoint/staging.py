@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from titanlite.checkpoint.storage import Piece
 
 
-class Copies(AsyncStager):
+class CpuStager(AsyncStager):
     """Copies pieces to CPU memory: newly allocated for each save, or reused if `lasting`.
 
     A lasting copy always occupies its memory, but is allocated only once. If the pieces are on a

@@ -374,7 +374,7 @@ def told_by_rank(what: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, cause = first_failure(error)
-        raise TitanliteError(f"{what} failed on rank {rank}: {told(cause)}") from error
+        raise TitanliteError(f"{what} failed on rank {rank}: {cause_line(cause)}") from error
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -382,7 +382,7 @@ def first_cause(error: BaseException) -> BaseException:
     return first_failure(error)[1] if isinstance(error, CheckpointException) else error
 
 
-def told(error: BaseException) -> str:
+def cause_line(error: BaseException) -> str:
     """The message of an error, on one line; for an OSError, the system's message."""
     text = getattr(error, "strerror", None) or str(error)
     name = "" if isinstance(error, OSError | TitanliteError) else f"{type(error).__name__}: "

@@ -39,7 +39,7 @@ from titanlite.observe.progress import Progress
 from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
 from titanlite.ranks.peers import Peers
 from titanlite.ranks.world import World
-from titanlite.training.metrics import Validation
+from titanlite.training.metrics import ValidationResult
 from titanlite.training.step import StepResult
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Reporter:
         self,
         step: int,
         result: StepResult,
-        validation: Validation | None = None,
+        validation: ValidationResult | None = None,
         *,
         stops: bool = False,
     ) -> bool:
@@ -225,7 +225,7 @@ class Reporter:
             self._draw_pipeline(step)
         return bool(any_stops)
 
-    def _measures(self, validation: Validation | None) -> Mapping[str, float]:
+    def _measures(self, validation: ValidationResult | None) -> Mapping[str, float]:
         """Further figures of a validation loss; none for a loss that the job has chosen itself."""
         job = self._job
         if validation is None or job.validation_dataset is None or job.config.training.loss:

@@ -18,7 +18,7 @@ from titanlite.modules.tied import find_tied
 from titanlite.parallelize.activation_checkpoint.apply import RecomputationReport
 from titanlite.parallelize.ddp.apply import apply_ddp
 from titanlite.parallelize.feature import Feature
-from titanlite.parallelize.part import DTYPES, FeatureStep, Hardware, Part
+from titanlite.parallelize.part import DTYPES, DeviceSupport, FeatureStep, Part
 from titanlite.parallelize.pipeline_parallel.apply import PipelineRunner, split_model
 from titanlite.parallelize.plan import ParallelPlan, block_lists, find_blocks, find_plan
 from titanlite.parallelize.steps import STEPS
@@ -42,7 +42,7 @@ def parallelize(
     *,
     whole: nn.Module | None = None,
     ddp: Callable[..., int] = apply_ddp,
-    hardware: Hardware | None = None,
+    hardware: DeviceSupport | None = None,
 ) -> tuple[list[PlanRow], RecomputationReport]:
     """Apply every step that `config` enables to `model`, in place.
 
@@ -84,7 +84,7 @@ def split_and_parallelize(
     example: Batch,
     plan: ParallelPlan | None = None,
     ddp: Callable[..., int] = apply_ddp,
-    hardware: Hardware | None = None,
+    hardware: DeviceSupport | None = None,
 ) -> Parallelized:
     """Split `model` into the stages of `pipeline_plan` and `parallelize` those of this rank.
 

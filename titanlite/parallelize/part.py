@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 @dataclass(frozen=True)
-class Hardware:
+class DeviceSupport:
     """What a device can do: whether it pins CPU memory, and has float8 units for a dtype."""
 
     can_pin: Callable[[str], bool] = can_pin
@@ -41,7 +41,7 @@ class Part:
     plan: ParallelPlan
     whole: nn.Module | None
     ddp: Callable[..., int] = apply_ddp
-    hardware: Hardware = field(default_factory=Hardware)
+    hardware: DeviceSupport = field(default_factory=DeviceSupport)
     recomputation: RecomputationReport = field(default_factory=lambda: RecomputationReport(()))
     rings: Mapping[str, str] = field(default_factory=dict)
 

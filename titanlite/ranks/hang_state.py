@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 
 from titanlite.ranks.report import Account, Call, Message
-from titanlite.ranks.stacks import Place
+from titanlite.ranks.stacks import CodePlace
 
 # A frame with its line, or the place of one.
-Located = TypeVar("Located", tuple[FrameType, int], Place)
+Located = TypeVar("Located", tuple[FrameType, int], CodePlace)
 
 # The flight recorder's functions are missing from torch's type stubs.
 c10d: Any = torch._C._distributed_c10d
@@ -232,7 +232,7 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> str:
     return ""
 
 
-def is_overdue(places: Sequence[Place], seconds: float) -> bool:
+def is_overdue(places: Sequence[CodePlace], seconds: float) -> bool:
     """Whether a thread that has not moved for `seconds` is waiting for other ranks for too long.
 
     `places` is its stack, innermost last. The flight recorder knows the timeout of a collective; a
@@ -330,7 +330,7 @@ def show_stacks() -> str:
     return "\n".join(parts)
 
 
-def show_stack(places: list[Place]) -> list[str]:
+def show_stack(places: list[CodePlace]) -> list[str]:
     """A stack, innermost last, each frame `file:line in function`."""
     return [f"{shorten(file)}:{line} in {name}" for file, line, name in _without_start(places)]
 

@@ -28,7 +28,7 @@ HEADING = r"^(?:Current thread|Thread|Stack)\b(?: 0x([0-9a-f]+))?"
 FRAME = r'^  File "(.*)", line (\d+) in (.*)$'
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """A place in the code."""
 
     file: str
@@ -45,7 +45,7 @@ class ThreadStack:
         if sys.version_info[:2] == (3, 11):
             self._dump = _dump_of_this_thread()
 
-    def read(self) -> list[Place]:
+    def read(self) -> list[CodePlace]:
         """Its innermost 100 frames, innermost last; empty if no temporary file can be made."""
         try:
             with _scratch_file() as file:
@@ -79,16 +79,16 @@ def _dump_of_this_thread() -> Callable[[int], None]:
     return lambda file: dump(file, state)
 
 
-def parse_stacks(text: str) -> dict[int, list[Place]]:
+def parse_stacks(text: str) -> dict[int, list[CodePlace]]:
     """The stacks, innermost last, in what faulthandler wrote; a thread without a number is 0."""
-    stacks: dict[int, list[Place]] = {}
+    stacks: dict[int, list[CodePlace]] = {}
     for paragraph in re.split(r"\n\s*\n", text):
         heading = re.search(HEADING, paragraph, re.MULTILINE)
         if heading is None:
             continue
         frames = re.findall(FRAME, paragraph, re.MULTILINE)
         stacks[int(heading[1] or "0", 16)] = [
-            Place(file, int(line), function) for file, line, function in reversed(frames)
+            CodePlace(file, int(line), function) for file, line, function in reversed(frames)
         ]
     return stacks
 

@@ -238,7 +238,7 @@ class Watch:
                 "the run continues without it"
             )
 
-    def _reason(self, stack: list[stacks.Place]) -> str:
+    def _reason(self, stack: list[stacks.CodePlace]) -> str:
         """The timeout that expired, as text; "" if none did."""
         if self._error is not None:
             text = str(self._error)
@@ -248,7 +248,7 @@ class Watch:
             return f"ranks waited {self._timeout_seconds:g} s ({self._timeout_key})"
         return ""
 
-    def _stands_still(self, stack: list[stacks.Place]) -> bool:
+    def _stands_still(self, stack: list[stacks.CodePlace]) -> bool:
         """Whether the main thread has been in the same wait for longer than the timeout.
 
         gloo's collectives time out by themselves. Its P2P messages use the timeout with which their

@@ -22,7 +22,7 @@ Metric = Callable[[Any, Batch], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationResult:
     """The result of a validation: the mean loss (nats per target), and each metric's value."""
 
     loss: float

@@ -28,7 +28,7 @@ from titanlite.training.gradient_norm import (
     reduce_partial_gradients,
 )
 from titanlite.training.loss import Loss, loss_context
-from titanlite.training.metrics import Metric, Validation, sums_of
+from titanlite.training.metrics import Metric, ValidationResult, sums_of
 from titanlite.training.non_finite import explain_non_finite
 from titanlite.training.optimizer import base_lr
 
@@ -48,7 +48,7 @@ class StepResult:
     """The auxiliary loss of the experts, which `loss` does not contain; None if there is none."""
 
 
-class Copies(Protocol):
+class TiedCopies(Protocol):
     """The copies of tied weights in the stages of a pipeline."""
 
     def sum_gradients(self) -> None:
@@ -62,7 +62,7 @@ class Stages(Protocol):
     """Runs the parts of a model that is split into stages: a pipeline schedule."""
 
     @property
-    def copies(self) -> Copies:
+    def copies(self) -> TiedCopies:
         """The copies of tied weights."""
 
     @property
@@ -206,7 +206,7 @@ class Trainer:
         self._is_complete = True
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Validation:
+    def evaluate(self, batches: Iterable[Batch]) -> ValidationResult:
         """The mean loss and the metrics of all ranks' batches; ranks must have equally many.
 
         Raises TitanliteError, on all ranks, if no batch of any rank has a target.
@@ -242,7 +242,7 @@ class Trainer:
                 "no mean; give a data set with targets, or set validation.enable = false"
             )
         means = [total / count if count else math.nan for total, count in sums]
-        return Validation(loss_sum / num_targets, dict(zip(self.metrics, means, strict=True)))
+        return ValidationResult(loss_sum / num_targets, dict(zip(self.metrics, means, strict=True)))
 
     def _update(self, norm: Tensor) -> float:
         """Clip, update the weights and clear the gradients; returns the learning rate."""

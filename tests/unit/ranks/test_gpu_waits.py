@@ -16,7 +16,7 @@ import torch.distributed as dist
 from titanlite.ranks import hang_state, watch
 from titanlite.ranks.hang_state import find_message, gpu_is_overdue, is_overdue, recorded_message
 from titanlite.ranks.launch import Place
-from titanlite.ranks.stacks import Place as Frame
+from titanlite.ranks.stacks import CodePlace as Frame
 
 STEP = Path(__file__).parents[3] / "titanlite" / "training" / "step.py"
 TIMEOUT_MS = 100_000

@@ -49,7 +49,7 @@ Piece = tuple[int, bool, str]
 
 
 @dataclass
-class Part:
+class CorpusPart:
     """The tokens of one part of a corpus, [N] of an unsigned dtype, and counts of its text."""
 
     tokens: np.ndarray
@@ -58,7 +58,7 @@ class Part:
     sha256: str
 
 
-def manual_corpus(tokenizer: Tokenizer) -> dict[str, Part]:
+def manual_corpus(tokenizer: Tokenizer) -> dict[str, CorpusPart]:
     """The parts of Python's manual, tokenized in memory."""
     pieces = ((number, held, text) for number, (text, held) in enumerate(python_manual()))
     sinks = {name: _Sink() for name in PARTS}
@@ -73,7 +73,7 @@ def text_corpus(
     selection: str,
     tokenizer: Tokenizer,
     dump_folder: str,
-) -> dict[str, Part]:
+) -> dict[str, CorpusPart]:
     """The parts of the text of `files`, memory-mapped; tokenizes it if that has not been done.
 
     The tokens are kept beside `path`; `selection` says which of its files are read.
@@ -87,7 +87,7 @@ def text_corpus(
     parts = {}
     for part in PARTS:
         known = about["parts"][part]
-        parts[part] = Part(
+        parts[part] = CorpusPart(
             _mapped(folder / f"{part}.bin", np.dtype(about["dtype"]), known["num_tokens"]),
             known["num_bytes"],
             known["num_documents"],
@@ -96,7 +96,7 @@ def text_corpus(
     return parts
 
 
-def stream_of(parts: Sequence[Part], source: str) -> Stream:
+def stream_of(parts: Sequence[CorpusPart], source: str) -> Stream:
     """One stream of some parts of a corpus; `source` opens its fingerprint."""
     num_bytes, num_tokens = sum(p.num_bytes for p in parts), sum(len(p.tokens) for p in parts)
     digest = hashlib.sha256("".join(part.sha256 for part in parts).encode()).hexdigest()
@@ -195,9 +195,9 @@ class _Sink:
         else:
             self._file.write(tokens.tobytes())
 
-    def part(self) -> Part:
+    def part(self) -> CorpusPart:
         tokens = np.concatenate(self._held)
-        return Part(tokens, self.num_bytes, self.num_documents, self._digest.hexdigest())
+        return CorpusPart(tokens, self.num_bytes, self.num_documents, self._digest.hexdigest())
 
     def about(self) -> dict[str, Any]:
         names = ("num_tokens", "num_bytes", "num_documents")

@@ -71,7 +71,7 @@ def _checked_dim(x: Tensor, dim: int, verb: str) -> int:
 
 
 @dataclass(frozen=True)
-class Ring:
+class ChunkRing:
     """Which chunk this rank has at each step; a chunk's number is the rank of its shard."""
 
     rank: int
@@ -103,7 +103,7 @@ class Transfer:
     """
 
     group: dist.ProcessGroup
-    ring: Ring
+    ring: ChunkRing
     pending: list[dist.Work] = field(default_factory=list)
 
     def post(self, sent: Tensor, received: Tensor) -> None:
@@ -137,7 +137,7 @@ def _gather_product(
 ) -> tuple[Tensor, Tensor]:
     """Returns (the product, the gathered input)."""
     group = _find_group(group_name)
-    ring = Ring(group.rank(), num_ranks)
+    ring = ChunkRing(group.rank(), num_ranks)
     shard = x.movedim(dim, 0)
     whole = x.new_empty((num_ranks, *shard.shape))
     out = x.new_empty((*whole.shape[:-1], weight.size(0)))
@@ -160,7 +160,7 @@ def _product_scatter(
     x: Tensor, weight: Tensor, dim: int, num_ranks: int, group_name: str
 ) -> Tensor:
     group = _find_group(group_name)
-    ring = Ring(group.rank(), num_ranks)
+    ring = ChunkRing(group.rank(), num_ranks)
     chunks = x.movedim(dim, 0).unflatten(0, (num_ranks, -1))
     shape = (*chunks.shape[1:-1], weight.size(0))
 

@@ -277,7 +277,7 @@ def _read_checkpoint(
             storage.load({n: storage.Piece.whole(t) for n, t in whole.items()}, path, None)
             tensors = {name.partition(".")[2]: tensor for name, tensor in whole.items()}
     except (BrokenCheckpointError, CheckpointException) as error:
-        why = storage.told(storage.first_cause(error))
+        why = storage.cause_line(storage.first_cause(error))
         raise ConfigError(f"{path} cannot be used: {why}; give another checkpoint") from error
     if dtype:
         kind = getattr(torch, dtype)
@@ -379,7 +379,7 @@ def _making(out: Path) -> Iterator[Path]:
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from titanlite.checkpoint.storage import first_cause, told
+    from titanlite.checkpoint.storage import cause_line, first_cause
 
     unfinished = out.with_name(f"{out.name}.new-{make_token()}")
     try:
@@ -390,7 +390,7 @@ def _making(out: Path) -> Iterator[Path]:
         cause = first_cause(error)
         if isinstance(cause, ConfigError):
             raise cause from error
-        raise ConfigError(f"--out: writing {out} failed: {told(cause)}") from error
+        raise ConfigError(f"--out: writing {out} failed: {cause_line(cause)}") from error
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()

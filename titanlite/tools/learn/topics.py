@@ -302,7 +302,7 @@ ROWS, SIDE = 256, 4096  # the weights, 64 MiB, are larger than caches
 
 def _roofline(runs: Runs) -> Numbers:
     from titanlite.tools.planner.cost import Cost
-    from titanlite.tools.planner.events import Operator, Place
+    from titanlite.tools.planner.events import Operator, Site
     from titanlite.tools.planner.hardware import load_hardware
 
     del runs
@@ -314,7 +314,7 @@ def _roofline(runs: Runs) -> Numbers:
         flops = 2 * rows * SIDE * SIDE
         shape = (1, rows, SIDE, SIDE)
         read, written = WORD * (size - rows * SIDE), WORD * rows * SIDE
-        place = Place("", "forward")
+        place = Site("", "forward")
         return cost.price(Operator("aten::mm", flops, read, written, place, "float32", shape))[0]
 
     bandwidth = hardware.operators["aten::mm:float32"].bytes_per_second

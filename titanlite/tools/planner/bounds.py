@@ -28,7 +28,7 @@ from titanlite.tools.planner.compose import parts_of
 from titanlite.tools.planner.composition import TOKENS, Builder, ModelPart, Pieces, Segment, Weight
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.data_parallel import GATHERED, Replication
-from titanlite.tools.planner.events import FROM_RANK_TO_RANK, Communication, Operator, Place, Wait
+from titanlite.tools.planner.events import FROM_RANK_TO_RANK, Communication, Operator, Site, Wait
 from titanlite.tools.planner.fuse import is_fusible
 from titanlite.tools.planner.segments import Stage
 
@@ -197,7 +197,7 @@ def _gathered_bytes(weights: tuple[Weight, ...], data: Replication) -> int:
     """The bytes that a gathered unit takes beside its shards."""
     if not data.is_fsdp:
         return 0
-    builder, place = Builder(), Place("", "forward")
+    builder, place = Builder(), Site("", "forward")
     data.finish_gather(builder, weights, data.start_gather(builder, weights, place), place)
     return builder.segment().net.get(GATHERED, 0)
 

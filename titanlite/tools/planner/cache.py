@@ -30,7 +30,7 @@ from titanlite.tools.planner.composition import (
     Weight,
     smaller,
 )
-from titanlite.tools.planner.events import Communication, Event, Operator, Place, Wait
+from titanlite.tools.planner.events import Communication, Event, Operator, Site, Wait
 
 SOURCE = Path(__file__).parents[1]
 # Sections of a job that change nothing of its step.
@@ -216,7 +216,7 @@ def _pack_segment(segment: Segment) -> list[Any]:
 
 def _unpack_segment(values: Sequence[Any]) -> Segment:
     events, net, peak, place = values
-    return Segment(tuple(map(_unpack_event, events)), net, peak, Place(*place))
+    return Segment(tuple(map(_unpack_event, events)), net, peak, Site(*place))
 
 
 def _pack_event(event: Event) -> list[Any]:
@@ -227,7 +227,7 @@ def _unpack_event(values: list[Any]) -> Event:
     letter, *rest = values
     if letter == "W":
         return Wait(*rest)
-    rest[4] = Place(*rest[4])
+    rest[4] = Site(*rest[4])
     if letter == "C":
         rest[8] = tuple(rest[8])
         return Communication(*rest)

@@ -28,7 +28,7 @@ from titanlite.schedule.actions import (
 )
 from titanlite.tools.planner.composition import Pieces, Segment, Weight
 from titanlite.tools.planner.data_parallel import ENDS
-from titanlite.tools.planner.events import Communication, Operator, Peak, Place
+from titanlite.tools.planner.events import Communication, Operator, Peak, Site
 from titanlite.tools.planner.segments import BATCH, Row, Segments, Shared, Stage, Variant
 
 START, HOLD, RELEASE, END = "start", "hold", "release", "end"
@@ -88,7 +88,7 @@ class Composition:
         """The peak of the step, with parameters and optimizer state, which are always there."""
         now: Counter[str] = Counter(self.held)
         total = most = now.total()
-        best, where = dict(now), Place("", "")
+        best, where = dict(now), Site("", "")
         for action in self.actions:
             segment = action.segment
             if total + segment.peak_bytes > most:
@@ -104,7 +104,7 @@ class Composition:
 
     def host_peak(self) -> Peak:
         """The peak of the host's memory, in the update; nothing without CPU offload."""
-        return Peak(Place("", "optimizer"), self.on_host)
+        return Peak(Site("", "optimizer"), self.on_host)
 
     def segments(self) -> Iterator[tuple[Segment, int]]:
         """Each segment, and how often it runs."""

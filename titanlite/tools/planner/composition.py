@@ -14,9 +14,9 @@ from titanlite.config.load import override
 from titanlite.config.model import num_experts
 from titanlite.mesh.parallel_dims import expert_shard_dim
 from titanlite.parallelize.float8.spec import FLOAT8
-from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Place, Wait
+from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Site, Wait
 
-NOWHERE = Place("", "")
+NOWHERE = Site("", "")
 TOKENS = "tokens"
 """In pieces, the axes over which the tokens of a microbatch are spread: those of data parallelism,
 which are others in a composed job."""
@@ -33,7 +33,7 @@ class Segment:
     events: tuple[Event, ...]
     net: Mapping[str, int]
     peak: Mapping[str, int]
-    peak_place: Place = NOWHERE
+    peak_place: Site = NOWHERE
     parts: tuple[tuple[int, int, str], ...] = ()
     """(index of the first event, of the one after the last, name) of each named part."""
     fewer: tuple[Segment, Segment, int] | None = None
@@ -107,7 +107,7 @@ class Builder:
             self._parts.append((start, len(self.events), part))
 
     def operator(
-        self, name: str, num_bytes: int, dtype: str, place: Place, *, is_beside: bool = False
+        self, name: str, num_bytes: int, dtype: str, place: Site, *, is_beside: bool = False
     ) -> None:
         """Append an operator that reads and writes `num_bytes`."""
         self.events.append(
@@ -120,7 +120,7 @@ class Builder:
         axis: str,
         num_bytes: int,
         num_ranks: int,
-        place: Place,
+        place: Site,
         peer: int = -1,
         ready: int = -1,
         after: tuple[int, ...] = (),
@@ -135,7 +135,7 @@ class Builder:
     def wait(self, number: int) -> None:
         self.events.append(Wait(number))
 
-    def allocate(self, category: str, num_bytes: int, place: Place = NOWHERE) -> None:
+    def allocate(self, category: str, num_bytes: int, place: Site = NOWHERE) -> None:
         """Add to what is allocated; a negative number frees."""
         self._now[category] += num_bytes
         self._total += num_bytes
@@ -154,7 +154,7 @@ class Builder:
         return Segment(events, net, peak, self._peak_place, tuple(self._parts))
 
 
-def named(place: Place, part: str) -> Place:
+def named(place: Site, part: str) -> Site:
     """A place in a block of the same kind, moved to the block `part`; others stay."""
     own, traced = part.split("."), place.module.split(".")
     if len(own) == 1 or len(traced) < len(own) or traced[: len(own) - 1] != own[:-1]:

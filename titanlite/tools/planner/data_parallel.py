@@ -28,7 +28,7 @@ from titanlite.tools.planner.events import (
     TO_HOST,
     Event,
     Operator,
-    Place,
+    Site,
 )
 from titanlite.tools.planner.float8_cast import add_cast, amaxes_in_advance
 
@@ -115,7 +115,7 @@ class Replication:
         return self._always if is_needed_first else self._reshards
 
     def start_gather(
-        self, builder: Builder, weights: Sequence[Weight], place: Place
+        self, builder: Builder, weights: Sequence[Weight], place: Site
     ) -> tuple[int, ...]:
         """Start to gather a unit; returns the numbers to wait for, none if nothing is gathered.
 
@@ -144,9 +144,7 @@ class Replication:
         )
         return *after, *numbers, number
 
-    def _copy_in(
-        self, builder: Builder, weights: Sequence[Weight], place: Place, ready: int
-    ) -> int:
+    def _copy_in(self, builder: Builder, weights: Sequence[Weight], place: Site, ready: int) -> int:
         """Copy the shards of a unit to the device, and cast them; returns the last copy's number.
 
         What is left is a tensor in the compute dtype for each shard that is not cast to float8.
@@ -180,7 +178,7 @@ class Replication:
         return self._copied_numel(weight) * self._itemsize(weight, self._dtype)
 
     def _add_casts(
-        self, builder: Builder, weights: Sequence[Weight], place: Place, ready: int
+        self, builder: Builder, weights: Sequence[Weight], place: Site, ready: int
     ) -> tuple[list[int], int]:
         """Cast the weights that are gathered in float8; returns what is not waited for, and bytes.
 
@@ -216,7 +214,7 @@ class Replication:
         builder: Builder,
         weights: Sequence[Weight],
         numbers: Sequence[int],
-        place: Place,
+        place: Site,
     ) -> None:
         """Wait for the all-gather, and copy its output into the parameters."""
         num_bytes, issued = self._gathered_bytes(weights), len(builder.events)
@@ -246,7 +244,7 @@ class Replication:
         self,
         builder: Builder,
         weights: Sequence[Weight],
-        place: Place,
+        place: Site,
         pending: PendingReduction,
         *,
         is_first: bool,
@@ -306,7 +304,7 @@ class Replication:
         self,
         builder: Builder,
         weights: Sequence[Weight],
-        place: Place,
+        place: Site,
         before: int,
         *,
         is_added: bool,
@@ -393,7 +391,7 @@ class Replication:
             found.setdefault(at, []).append(size)
         return found
 
-    def all_reduce_bucket(self, builder: Builder, num_bytes: int, place: Place) -> None:
+    def all_reduce_bucket(self, builder: Builder, num_bytes: int, place: Site) -> None:
         builder.operator("aten::copy_", num_bytes, self._dtype, place)
         number = builder.start(
             "all_reduce", self.dims.replica_dim, num_bytes, self.dims.num_replicas, place
@@ -402,7 +400,7 @@ class Replication:
         builder.operator("aten::copy_", num_bytes, self._dtype, place)
 
     def keep_gradients(
-        self, builder: Builder, part: ModelPart, place: Place, has_gradients: bool
+        self, builder: Builder, part: ModelPart, place: Site, has_gradients: bool
     ) -> None:
         """Keep whole gradients until the stage reduces them, in the dtype of the reduction."""
         num_bytes = self.whole_gradient_bytes(part)

@@ -32,7 +32,7 @@ HOST_LINK = "offload"
 TO_DEVICE, TO_HOST = "to_device", "to_host"
 
 
-class Place(NamedTuple):
+class Site(NamedTuple):
     """Where an event happens: a module of the plain model ("" for none), and a phase."""
 
     module: str
@@ -47,7 +47,7 @@ class Operator:
     flops: int
     bytes_read: int
     bytes_written: int
-    place: Place
+    place: Site
     dtype: str
     shape: tuple[int, ...] = ()
     """(batch, m, n, k) of a matrix product; () for others."""
@@ -74,7 +74,7 @@ class Communication:
     axis: str
     num_bytes: int
     num_ranks: int
-    place: Place
+    place: Site
     number: int
     peer: int = -1
     """The other rank of a P2P message, counted along the axis; -1 for a collective."""
@@ -113,7 +113,7 @@ class Allocation:
 
     block: int
     num_bytes: int
-    place: Place
+    place: Site
 
 
 Event = Operator | Communication | Wait | Allocation
@@ -123,7 +123,7 @@ Event = Operator | Communication | Wait | Allocation
 class Peak:
     """The most memory that a step holds: where, and how many bytes of each category."""
 
-    place: Place
+    place: Site
     bytes_of: dict[str, int]
 
     @property
@@ -174,7 +174,7 @@ class Trace:
     def _peak(self, held: dict[str, int], *, is_on_host: bool) -> Peak:
         sizes = dict(self.sizes)
         now: Counter[str] = Counter(held)
-        best, total, most = Peak(Place("", "other"), dict(now)), now.total(), now.total()
+        best, total, most = Peak(Site("", "other"), dict(now)), now.total(), now.total()
         for event in self.events:
             if not isinstance(event, Allocation) or (event.block in self.on_host) != is_on_host:
                 continue

@@ -32,7 +32,7 @@ from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.ddp import apply as ddp
 from titanlite.parallelize.float8.gather import Float8Shard
 from titanlite.parallelize.float8.linear import has_hardware
-from titanlite.parallelize.part import Hardware
+from titanlite.parallelize.part import DeviceSupport
 from titanlite.plain_job import Builders, build_dataset, build_plain_model
 from titanlite.ranks.world import World
 
@@ -76,11 +76,11 @@ def fake_builders(mode: FakeTensorMode, device: torch.device, planned: str = "cp
                 part.to_empty(device=device)
                 tie(part, tied)
 
-    hardware = Hardware()
+    hardware = DeviceSupport()
     if planned == "cuda":
         # FSDP2 copies offloaded parameters from pinned memory.
         units = has_hardware if torch.cuda.is_available() else has_float8_units
-        hardware = Hardware(lambda _: True, units)
+        hardware = DeviceSupport(lambda _: True, units)
     return Builders(build_plain_model, dataset_without_data, apply_ddp, hardware, materialize)
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from titanlite.tools.planner.composition import Builder, Float8Cast, Segment
-from titanlite.tools.planner.events import Communication, Event, Operator, Place
+from titanlite.tools.planner.events import Communication, Event, Operator, Site
 
 
 def add_cast(
-    builder: Builder, one: Float8Cast, numel: int, over: tuple[str, int], place: Place, ready: int
+    builder: Builder, one: Float8Cast, numel: int, over: tuple[str, int], place: Site, ready: int
 ) -> tuple[list[int], int]:
     """Add the cast of a shard of `numel` elements, of a weight sharded `over` an axis of ranks.
 
@@ -41,7 +41,7 @@ def amaxes_in_advance(
 
     One reduction has the amaxes of all weights that are sharded over the same axes.
     """
-    place = Place("", "optimizer")
+    place = Site("", "optimizer")
     for one, numel in casts:
         yield from (e for e in _scaled(one.amax, one.numel, numel) if isinstance(e, Operator))
     for is_cut in dict.fromkeys(one.is_cut for one, _ in casts):

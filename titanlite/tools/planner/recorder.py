@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from titanlite.modules.names import canonical_name
-from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Place, Wait
+from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Site, Wait
 from titanlite.tools.planner.operators import (
     COLLECTIVES,
     axis_of,
@@ -213,17 +213,17 @@ class StepRecorder(TorchDispatchMode):
             self._spans.pop()
         self._spans.append((number, name))
 
-    def place(self) -> Place:
+    def place(self) -> Site:
         """The module and the phase of what happens now."""
         if torch._C._current_graph_task_id() == -1:
-            return Place(self._modules[-1] if self._modules else "", self.phase)
+            return Site(self._modules[-1] if self._modules else "", self.phase)
         if self._modules:
-            return Place(self._modules[-1], "recomputation")
+            return Site(self._modules[-1], "recomputation")
         node = torch._C._current_autograd_node()
         if node is None:
-            return Place("", "backward")
+            return Site("", "backward")
         index = bisect.bisect_right(self._spans, node._sequence_nr(), key=lambda span: span[0])
-        return Place(self._spans[index - 1][1], "backward")
+        return Site(self._spans[index - 1][1], "backward")
 
     # Operators
 
@@ -291,7 +291,7 @@ class StepRecorder(TorchDispatchMode):
         kwargs: Any,
         result: Any,
         outputs: list[Tensor],
-        place: Place,
+        place: Site,
         function: Any,
     ) -> None:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -313,7 +313,7 @@ class StepRecorder(TorchDispatchMode):
             )
         )
 
-    def _add_collective(self, name: str, args: Any, result: Any, place: Place) -> None:
+    def _add_collective(self, name: str, args: Any, result: Any, place: Site) -> None:
         kind, whole_at, group_at = COLLECTIVES[name]
         whole = result if whole_at == -1 else args[whole_at]
         whole = whole[0] if isinstance(whole, list) else whole

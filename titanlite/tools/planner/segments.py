@@ -27,7 +27,7 @@ from titanlite.schedule.actions import (
 )
 from titanlite.tools.planner.composition import Builder, ModelPart, Pieces, Segment, Weight
 from titanlite.tools.planner.data_parallel import BUFFERS, ENDS, PendingReduction, Replication
-from titanlite.tools.planner.events import Communication, Event, Operator, Place
+from titanlite.tools.planner.events import Communication, Event, Operator, Site
 from titanlite.tools.planner.split_backward import BACKWARD_PHASE, half_of
 
 FORWARD_PHASE = "forward"
@@ -143,14 +143,14 @@ class Segments:
             for name, part in reversed(parts):
                 builder.add(part.backward, part=name, adds_to_gradients=not variant.is_first)
                 for num_bytes in buckets.get(name, ()):
-                    data.all_reduce_bucket(builder, num_bytes, Place(name, BACKWARD_PHASE))
+                    data.all_reduce_bucket(builder, num_bytes, Site(name, BACKWARD_PHASE))
             return builder.segment()
         here: set[str] = set()
         self._gathered_forward(builder, parts, here)
         started: dict[str, tuple[int, ...]] = {}
         pending = PendingReduction()
         for index, (name, part) in reversed(list(enumerate(parts))):
-            place = Place(name, BACKWARD_PHASE)
+            place = Site(name, BACKWARD_PHASE)
             self._gather_for_backward(builder, parts, index, here, started)
             builder.add(part.backward, part=name)
             for unit, weights in data.reduced_units(name, part):
@@ -175,7 +175,7 @@ class Segments:
         last_block = next((name for name, _ in reversed(parts) if name not in ENDS), "")
         has_head = parts[-1][0] == "after"
         for name, part in parts:
-            place = Place(name, FORWARD_PHASE)
+            place = Site(name, FORWARD_PHASE)
             for unit, weights in data.units(name, part):
                 if unit not in here:
                     numbers = data.start_gather(builder, weights, place)
@@ -201,7 +201,7 @@ class Segments:
         Those of the part before it are gathered meanwhile: `started` has their numbers.
         """
         name, part = parts[index]
-        place, data = Place(name, BACKWARD_PHASE), self.data
+        place, data = Site(name, BACKWARD_PHASE), self.data
         for unit, weights in data.units(name, part):
             if unit not in here:
                 numbers = started.get(unit) or data.start_gather(builder, weights, place)
@@ -229,15 +229,15 @@ class Segments:
             for index, (name, part) in reversed(list(enumerate(parts))):
                 self._gather_for_backward(builder, parts, index, here, started)
                 builder.add(part.backward, adds_to_gradients=has_gradients and not data.is_fsdp)
-                data.keep_gradients(builder, part, Place(name, BACKWARD_PHASE), has_gradients)
+                data.keep_gradients(builder, part, Site(name, BACKWARD_PHASE), has_gradients)
         elif kind in (BACKWARD_INPUT, BACKWARD_WEIGHT):
             for name, part in reversed(parts):
                 builder.add(self._half_of(name, part, kind, has_gradients or data.is_fsdp))
                 if kind == BACKWARD_WEIGHT:
-                    data.keep_gradients(builder, part, Place(name, BACKWARD_PHASE), has_gradients)
+                    data.keep_gradients(builder, part, Site(name, BACKWARD_PHASE), has_gradients)
         elif kind == UNSHARD and data.is_fsdp:
             for name, part in parts:
-                place = Place(name, FORWARD_PHASE)
+                place = Site(name, FORWARD_PHASE)
                 for _, weights in data.units(name, part):
                     numbers = data.start_gather(builder, weights, place)
                     data.finish_gather(builder, weights, numbers, place)
@@ -276,7 +276,7 @@ class Segments:
         """A message between two stages."""
         assert self._pipeline is not None
         name = "send" if kind in (SEND_F, SEND_B) else "receive"
-        place = Place("", FORWARD_PHASE if kind in (SEND_F, RECV_F) else BACKWARD_PHASE)
+        place = Site("", FORWARD_PHASE if kind in (SEND_F, RECV_F) else BACKWARD_PHASE)
         other = stage + (1 if kind in (SEND_F, RECV_B) else -1)
         peer = self._pipeline.schedule.stage_to_rank[other]
         builder = Builder()
@@ -324,7 +324,7 @@ class Segments:
     def _reduce_stage(self, builder: Builder, parts: Stage, variant: Variant) -> None:
         pending = PendingReduction()
         for name, part in reversed(parts):
-            place = Place(name, BACKWARD_PHASE)
+            place = Site(name, BACKWARD_PHASE)
             for _, weights in self.data.reduced_units(name, part):
                 self.data.free(builder, weights)
                 pending = self.data.reduce(
@@ -379,7 +379,7 @@ class Segments:
             if isinstance(event, Communication) and exchanged:
                 # The gradients of a tied weight are summed over its two stages.
                 for kind in ("send", "receive"):
-                    place = Place("", "optimizer")
+                    place = Site("", "optimizer")
                     size = self._dims.pp
                     events.append(Communication(kind, "pp", exchanged, size, place, 0, peer))
                 exchanged = 0

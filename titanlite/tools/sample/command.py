@@ -118,7 +118,7 @@ def draw(
     from titanlite.checkpoint.folder import look_at
     from titanlite.checkpoint.group import CheckpointGroup
     from titanlite.checkpoint.start import load_weights, problem_of
-    from titanlite.checkpoint.storage import told
+    from titanlite.checkpoint.storage import cause_line
     from titanlite.checkpoint.weights import load_safetensors
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
@@ -160,7 +160,7 @@ def draw(
             try:
                 save_samples(job, sequences, out)
             except OSError as error:
-                raise ConfigError(f"--out: writing {out} failed: {told(error)}") from error
+                raise ConfigError(f"--out: writing {out} failed: {cause_line(error)}") from error
         if writer is not None:
             writer.close()
         elif world.is_first:

@@ -22,7 +22,7 @@ from titanlite.ranks.hang_state import recorded_calls
 from titanlite.tools.verify.jobs import own_decay, own_multiplier
 from titanlite.tools.verify.opened import subject_of
 from titanlite.training.loss import NEXT_TOKEN
-from titanlite.training.metrics import Validation
+from titanlite.training.metrics import ValidationResult
 
 # Reductions of at most this many elements are losses, norms and counts, not gradients.
 MOST_NUMBERS = 16
@@ -101,7 +101,7 @@ def wrong_validation(job: Job, shown: float) -> Iterator[str]:
         )
 
 
-def validate_unchanged(job: Job, problems: list[str]) -> Validation:
+def validate_unchanged(job: Job, problems: list[str]) -> ValidationResult:
     """Run a validation; adds to `problems` any training state that it changes."""
     before = _training_state(job)
     found = job.validate()

@@ -9,12 +9,12 @@ import pytest
 from titanlite.config import JobConfig, make_config
 from titanlite.tools.planner.calibrate import hardware_text
 from titanlite.tools.planner.cost import Cost
-from titanlite.tools.planner.events import Communication, Operator, Place
+from titanlite.tools.planner.events import Communication, Operator, Site
 from titanlite.tools.planner.hardware import parse_hardware
 from titanlite.tools.planner.measure import COLLECTIVES, SIZES, Sample
 from titanlite.tools.simulate.network import bytes_sent
 
-PLACE = Place("", "forward")
+PLACE = Site("", "forward")
 RATE, LATENCY, PEER = 2e9, 1e-4, 5e-5
 
 

@@ -20,7 +20,7 @@ from titanlite.tools.planner.events import (
     Communication,
     Event,
     Operator,
-    Place,
+    Site,
     Trace,
     Wait,
     totals,
@@ -188,7 +188,7 @@ ROUND = replace(
     overhead=Overhead(launch_seconds=0.0, kernel_seconds=0.0, collective_seconds=0.0),
     host=Host(1e9, 1e8, 0.0, 1e8, 0.5),
 )
-FORWARD, UPDATE = Place("layers.0", "forward"), Place("", "optimizer")
+FORWARD, UPDATE = Site("layers.0", "forward"), Site("", "optimizer")
 
 
 def copy(number: int, kind: str, megabytes: int, *after: int) -> Communication:

@@ -9,7 +9,7 @@ import pytest
 
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.tools.planner.cost import FABRIC, NODE, Cost, computed_flops, product_efficiency
-from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Place, Wait
+from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Site, Wait
 from titanlite.tools.planner.fuse import fuse
 from titanlite.tools.planner.hardware import (
     CollectiveCost,
@@ -39,11 +39,11 @@ ROUND = Hardware(
     attention=replace(A100.attention, forward_share=0.5, backward_share=0.25),
     overhead=replace(A100.overhead, launch_seconds=0.0, kernel_seconds=0.0, collective_seconds=0.0),
 )
-FORWARD = Place("layers.0", "forward")
-BACKWARD = Place("layers.0", "backward")
+FORWARD = Site("layers.0", "forward")
+BACKWARD = Site("layers.0", "backward")
 
 
-def product(gigaflops: int, place: Place = FORWARD) -> Operator:
+def product(gigaflops: int, place: Site = FORWARD) -> Operator:
     side = 1000 * gigaflops
     return Operator("aten::mm", 10**9 * gigaflops, 0, 0, place, "float32", (1, side, 1000, 500))
 
@@ -54,7 +54,7 @@ def elementwise(read: int, written: int, name: str = "aten::mul", **others: obje
 
 
 def gather(
-    number: int, megabytes: int, axis: str = "tp", num_ranks: int = 2, place: Place = FORWARD
+    number: int, megabytes: int, axis: str = "tp", num_ranks: int = 2, place: Site = FORWARD
 ) -> Communication:
     return Communication("all_gather", axis, 10**6 * megabytes, num_ranks, place, number)
 
@@ -245,7 +245,7 @@ def test_fused_chains_keep_what_only_they_use_on_the_chip() -> None:
     assert (joined[0].bytes_read, joined[0].bytes_written) == (16, 8)
     kept = fuse([*chain((8, 8)), product(1), *chain((8, 8))])
     assert [type(event).__name__ for event in kept] == ["Operator"] * 3
-    other = elementwise(8, 8, place=Place("layers.1.norm", "forward"))
+    other = elementwise(8, 8, place=Site("layers.1.norm", "forward"))
     assert len(fuse([*chain((8, 8)), other])) == 2
     memory = Allocation(1, 8, FORWARD)
     assert memory in fuse([*chain((8, 8)), memory, *chain((8, 8))])
@@ -311,7 +311,7 @@ def test_measured_costs_replace_formulas() -> None:
     # Inputs with gaps take as long as others unless they were measured apart.
     assert cost.operator(elementwise(5, 5, "aten::add", is_strided=True)) == 1.0 + 7.0
     assert cost.operator(elementwise(5, 5, is_strided=True)) == 4.0
-    again = elementwise(5, 5, place=Place("layers.0", "recomputation"))
+    again = elementwise(5, 5, place=Site("layers.0", "recomputation"))
     assert cost.operator(again) == 4.0 + 0.5
     gathered = Communication("all_gather", "tp", 30, 3, FORWARD, 1)
     found = time_events([gathered], cost)
