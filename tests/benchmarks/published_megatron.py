@@ -25,7 +25,7 @@ from titanlite.tools.planner.events import (
     Communication,
     Event,
     Operator,
-    Place,
+    Site,
     Trace,
 )
 from titanlite.tools.planner.hardware import Hardware
@@ -156,7 +156,7 @@ def trace_pieces(shape: Shape, tp: int, microbatch: int, recomputes: bool) -> Pi
     block: list[Event] = []
     ends: list[Event] = []
     for event in trace_blocks(shape, tp, microbatch, recomputes).events:
-        place: Place | None = getattr(event, "place", None)
+        place: Site | None = getattr(event, "place", None)
         if isinstance(event, Allocation) or (place is not None and place.phase == "optimizer"):
             continue
         if isinstance(event, Operator) and event.name == "aten::cat":
@@ -173,11 +173,11 @@ def trace_pieces(shape: Shape, tp: int, microbatch: int, recomputes: bool) -> Pi
     return Pieces(block, ends)
 
 
-def _is_in_block(place: Place) -> bool:
+def _is_in_block(place: Site) -> bool:
     return f"{place.module}.".startswith("layers.1.")
 
 
-def _is_of_sequence(place: Place) -> bool:
+def _is_of_sequence(place: Site) -> bool:
     """Whether a tensor of this module has all features: norms and residual sums."""
     leaf = place.module.rsplit(".", 1)[-1]
     return leaf.endswith("_norm") or leaf.isdigit()
@@ -217,7 +217,7 @@ def step_seconds(run: Run, hardware: Hardware) -> float:
     message = 0.0
     if run.pp > 1:
         # Forward and backward of each chunk wait for a message, of the sequence's shard.
-        place = Place("", "forward")
+        place = Site("", "forward")
         num_bytes = 2 * SEQ_LEN * run.microbatch * run.shape.width // run.tp
         one = Communication("send", "pp", num_bytes, run.pp, place, 1, peer=1)
         message = 2 * run.interleave * cost.communication(one).seconds
@@ -227,7 +227,7 @@ def step_seconds(run: Run, hardware: Hardware) -> float:
     optimizer = BYTES_A_PARAMETER * parameters / share
     reduction = 0.0
     if run.dp > 1:
-        place = Place("", "backward")
+        place = Site("", "backward")
         one = Communication("all_reduce", "dp_replicate", 2 * parameters, run.dp, place, 1)
         reduction = cost.communication(one).seconds
     slowest, mean = stage + message + ends, stage + message + ends / run.pp

@@ -226,6 +226,7 @@ def _cut(
     runs: dict[tuple[str, str], list[Event]] = {key: [] for key in keys}
     at, start = 0, _end_of_start(events)
     for index, event in enumerate(events):
+        before = at
         # FSDP2's memory is that of another unit while a module runs.
         where = None if isinstance(event, Allocation) else getattr(event, "place", None)
         if where is not None and 0 < at < len(keys) - 1:
@@ -240,6 +241,12 @@ def _cut(
                 if name is not None:
                     here = keys.index((name, FORWARD if at <= turn else BACKWARD))
                     at = max(at, here)
+        if at > before and keys[at][1] == FORWARD:
+            # What the first operator of a part writes to is that part's, and freed there.
+            last, own = runs[keys[before]], []
+            while last and isinstance(last[-1], Allocation) and last[-1].place == where:
+                own.append(last.pop())
+            runs[keys[at]].extend(reversed(own))
         runs[keys[at]].append(event)
         if at == 0 and index >= start:
             at = 1
