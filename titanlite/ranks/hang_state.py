@@ -12,6 +12,7 @@ queue full; only the recorder shows that the GPU waits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import math
 import os
@@ -113,6 +114,13 @@ def take_account(
             account.calls[at[-1]] = replace(account.calls[at[-1]], is_done=False)
             account.message = None
     return account
+
+
+def stack_of(thread: int) -> tuple[list[str], str]:
+    """The stack of a thread that does not run, innermost last, and the place of its call."""
+    frames = _frames(thread, None)
+    stack = [_show(frame.f_code.co_filename, line, frame) for frame, line in frames]
+    return stack, call_site(_places(reversed(frames))) or UNKNOWN
 
 
 def group_ranks(axes: dict[str, str]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -227,7 +235,7 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> str:
     `places` start with the innermost frame.
     """
     for file, line, function in places:
-        if not _is_plumbing(file):
+        if not is_plumbing(file):
             return f"{shorten(file)}:{line} in {function}"
     return ""
 
@@ -364,7 +372,7 @@ def _without_start(frames: list[Located]) -> list[Located]:
     starts = [
         index
         for index, file in enumerate(files)
-        if file.endswith(("ranks/launch.py", "ranks/world.py", "ranks/watch.py"))
+        if file.endswith(("ranks/launch.py", "ranks/world.py", "ranks/watch.py", "ranks/threads.py"))
     ]
     first = starts[-1] + 1 if starts else 0
     kept = [
@@ -440,7 +448,9 @@ def _show(file: str, line: int, frame: FrameType) -> str:
     return f"{shorten(file)}:{line} in {frame.f_code.co_name}"
 
 
-def _is_plumbing(file: str) -> bool:
+@functools.cache
+def is_plumbing(file: str) -> bool:
+    """Whether a file's frames are never reported as the place of a call."""
     # The file names of generated code differ between ranks.
     if file.startswith((TORCH, "<", *PLUMBING)) or "torchinductor" in file:
         return True

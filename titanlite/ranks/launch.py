@@ -61,11 +61,18 @@ class Place:
         return self.local_world_size == self.world_size
 
     @property
+    def is_thread(self) -> bool:
+        """Whether this rank is a thread of a process that has all ranks."""
+        return self.rendezvous == THREADS
+
+    @property
     def folder(self) -> Path:
         """The folder that local ranks share with the launcher that started them."""
         return Path(self.rendezvous.removeprefix("file://")).parent
 
 
+# The rendezvous of ranks that are threads of one process (threads.py).
+THREADS = "threads://"
 # The place of the only process of a world, which needs no rendezvous.
 ALONE = Place(0, 1, 0, 1, rendezvous="")
 

@@ -70,7 +70,7 @@ def change(setting: Setting, value: Any) -> None:
 
 def start_settings(*, deterministic: bool = False, warn_only: bool = False) -> None:
     """Undo what an earlier job of this process has set and a later one does not mention."""
-    _set_deterministic((deterministic, warn_only))
+    set_deterministic((deterministic, warn_only))
     for setting, value in USUAL.items():
         # A setting whose module is not imported has its usual value; older torch lacks some.
         if hasattr(sys.modules.get(setting.module), setting.name):
@@ -91,7 +91,7 @@ def own_settings() -> Iterator[None]:
         undo.callback(logging.getLogger(LOGGER).setLevel, logging.getLogger(LOGGER).level)
         undo.callback(_set_ignored, set(SAC_IGNORED_OPS))
         undo.callback(torch.set_num_threads, torch.get_num_threads())
-        undo.callback(_set_deterministic, _deterministic())
+        undo.callback(set_deterministic, deterministic())
         undo.enter_context(generators_restored())
         undo.callback(_drop_compiled_code)
         undo.callback(_undo.remove, undo)
@@ -177,15 +177,16 @@ def _set_malloc(mapped_from: int, trimmed_from: int) -> bool:
     return False
 
 
-def _deterministic() -> tuple[bool, bool]:
+def deterministic() -> tuple[bool, bool]:
     """Whether operations must be deterministic, and whether torch only warns of others."""
     is_on = torch.are_deterministic_algorithms_enabled()
     return is_on, torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _set_deterministic(mode: tuple[bool, bool]) -> None:
+def set_deterministic(mode: tuple[bool, bool]) -> None:
+    """Set what `deterministic` returns."""
     # The call imports the compiler.
-    if mode != _deterministic():
+    if mode != deterministic():
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
 
 

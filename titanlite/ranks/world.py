@@ -111,6 +111,10 @@ def open_world(
     to `traces`. `describe_place` returns the mesh coordinates of a rank. `World.name_places` can
     set it later, but then a report lacks the coordinates of ranks that never joined.
     """
+    if place.is_thread:
+        with _open_thread_world(place, describe_place) as world:
+            yield world
+        return
     with contextlib.ExitStack() as exits:
         exits.enter_context(own_settings())
         exits.enter_context(keeping_freed_memory())
@@ -155,6 +159,26 @@ def open_world(
         yield World(
             place.rank, place.world_size, place.local_rank, place.local_world_size, device, watch
         )
+
+
+@contextlib.contextmanager
+def _open_thread_world(place: Place, describe_place: Callable[[int], str]) -> Iterator[World]:
+    """The world of a rank that is a thread; run_threads has prepared the process."""
+    from titanlite.ranks.threads import thread_world
+
+    of_all = thread_world()
+    of_all.describe_place = describe_place
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=place.rank, world_size=place.world_size
+    )
+    try:
+        yield World(
+            *(place.rank, place.world_size, place.local_rank, place.local_world_size),
+            device=torch.device("cpu"),
+            watch=of_all,
+        )
+    finally:
+        _leave_group()
 
 
 def _leave_group() -> None:

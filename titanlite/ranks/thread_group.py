@@ -1,0 +1,486 @@
+"""A process group of ranks that are threads of one process (turns.py), as a backend of torch.
+
+It has what gloo and NCCL have: all collectives, reductions (AVG and PREMUL_SUM too), dtypes, P2P
+messages, objects. The last rank that calls a collective computes it for all. Values are reduced in
+the order of the ranks, so a sum has the same bits in every run.
+
+torch lets Python derive a ProcessGroup, but no Backend; so this one is called by torch without the
+dispatcher, and must itself hide its copies from autograd, whose version counters real backends do
+not touch, and from the dispatch modes of the rank that happens to compute them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from titanlite.errors import TitanliteError
+from titanlite.ranks.hang_state import UNKNOWN, is_plumbing, shorten
+from titanlite.ranks.report import UNEVEN, Call, Message
+from titanlite.ranks.turns import Happening, Turns
+
+# DeviceMesh compares meshes by thread, too, where the backend has this name: two ranks' meshes are
+# never equal, so caches with meshes as keys do not mix them up.
+BACKEND = "threaded"
+
+Reduction = dist.ReduceOp.RedOpType
+REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    Reduction.SUM: torch.Tensor.add_,
+    Reduction.AVG: torch.Tensor.add_,
+    Reduction.PREMUL_SUM: torch.Tensor.add_,
+    Reduction.PRODUCT: torch.Tensor.mul_,
+    Reduction.MIN: lambda one, other: torch.minimum(one, other, out=one),
+    Reduction.MAX: lambda one, other: torch.maximum(one, other, out=one),
+    Reduction.BAND: torch.Tensor.bitwise_and_,
+    Reduction.BOR: torch.Tensor.bitwise_or_,
+    Reduction.BXOR: torch.Tensor.bitwise_xor_,
+}
+# As gloo does, sums of these wrap or saturate in their own dtype; the others have no addition.
+AS_INTEGERS = {torch.bool: torch.uint8}
+
+
+@dataclass
+class Operation:
+    """One collective of a group, called by some of its ranks so far."""
+
+    call: Call
+    compute: Callable[[list[Any]], None]
+    first: int
+    """The rank that called it first."""
+    given: dict[int, Any] = field(default_factory=dict)
+    done: Happening = field(default_factory=Happening)
+
+
+class Works(dist.Work):
+    """The work of a collective or message; it is done once `done` has happened."""
+
+    def __init__(self, turns: Turns, done: Happening, result: list[Tensor]) -> None:
+        super().__init__()
+        self._turns, self._done, self._result = turns, done, result
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._turns.wait_for(self._done)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done.has_happened
+
+    def is_success(self) -> bool:
+        return self._done.has_happened
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._result
+
+    def get_future(self) -> Any:
+        # Who takes a future may wait for it in C++, where no other rank could take its turn.
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+class Exchange:
+    """What the groups of a world share: the collectives and messages that are under way."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self.groups: dict[str, ThreadGroup] = {}
+        """A member of each group, for reports."""
+        self.operations: dict[tuple[str, int], Operation] = {}
+        # (group, source, destination, tag) -> sends or receives that no rank has met yet.
+        self.sends: dict[tuple[Any, ...], deque[_Message]] = defaultdict(deque)
+        self.receives: dict[tuple[Any, ...], deque[_Message]] = defaultdict(deque)
+
+
+@dataclass
+class _Message:
+    tensor: Tensor
+    source: int
+    done: Happening
+
+
+class ThreadGroup(dist.ProcessGroup):
+    """The group `name` of the ranks `ranks` of the world, as seen by the `rank`-th of them."""
+
+    def __init__(self, exchange: Exchange, name: str, rank: int, ranks: Sequence[int]) -> None:
+        super().__init__(rank, len(ranks))
+        self._exchange, self._rank, self.ranks = exchange, rank, tuple(ranks)
+        self._key, self._number = name, 0
+        self._desc = "undefined"
+        exchange.groups[name] = self
+
+    @property
+    def label(self) -> str:
+        """What a report calls the group if it knows no axis."""
+        words = {"default_pg": "the world", "undefined": f"group {self._key}"}
+        return words.get(self._desc, self._desc.removeprefix("mesh_"))
+
+    # What torch asks of a group.
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    getRank, getSize = rank, size
+
+    @property
+    def group_name(self) -> str:
+        return self._key
+
+    def getGroupName(self) -> str:
+        return self._key
+
+    def _set_group_name(self, name: str) -> None:
+        self._key = name
+
+    setGroupName = _set_group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_desc(self, description: str) -> None:
+        self._desc = description
+
+    setGroupDesc = _set_group_desc
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    name = getBackendName
+
+    def _start_coalescing(self, device: Any) -> None:
+        """Each operation is carried out by itself."""
+
+    def _end_coalescing(self, device: Any) -> Works:
+        done = Happening()
+        done.has_happened = True
+        return Works(self._exchange.turns, done, [])
+
+    def abort(self) -> None:
+        """There is nothing to abort."""
+
+    def shutdown(self) -> None:
+        """There is nothing to shut down."""
+
+    def set_timeout(self, timeout: Any) -> None:
+        """A world of threads needs no timeout: it knows when no rank can go on."""
+
+    # Collectives. Each is given, per rank, what `compute` needs.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Works:
+        how = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
+
+        def compute(everyone: list[list[Tensor]]) -> None:
+            for same in zip(*everyone, strict=True):
+                total = _reduced(list(same), how)
+                for tensor in same:
+                    _write(tensor, total)
+
+        return self._join("all_reduce", tensors, tensors, compute, tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Works:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Works:
+        root, at = (0, 0) if opts is None else (opts.rootRank, opts.rootTensor)
+
+        def compute(everyone: list[list[Tensor]]) -> None:
+            for rank, own in enumerate(everyone):
+                for number, tensor in enumerate(own):
+                    if rank != root or number != at:
+                        _write(tensor, everyone[root][at if len(own) == 1 else number])
+
+        return self._join("broadcast", tensors, tensors, compute, tensors, root)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Works:
+        def compute(everyone: list[list[Tensor]]) -> None:
+            for same in zip(*everyone, strict=True):
+                _write(same[opts.rootRank], _reduced(list(same), opts.reduceOp))
+
+        return self._join("reduce", tensors, tensors, compute, tensors, opts.rootRank)
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Works:
+        def compute(everyone: list[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
+            for own, _ in everyone:
+                for number, parts in enumerate(own):
+                    for part, (_, given) in zip(parts, everyone, strict=True):
+                        _write(part, given[number])
+
+        return self._join("all_gather", (outputs, inputs), inputs, compute, _flat(outputs))
+
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Works:
+        # Its outputs are listed by rank, those of allgather by tensor.
+        return self.allgather([list(same) for same in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Works:
+        parts = [
+            list(output.view(self.size(), *_split(output, self.size())).unbind())
+            for output in outputs
+        ]
+
+        def compute(everyone: list[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
+            for own, _ in everyone:
+                for number, of_ranks in enumerate(own):
+                    for part, (_, given) in zip(of_ranks, everyone, strict=True):
+                        _write(part, given[number].reshape(part.shape))
+
+        return self._join("all_gather", (parts, inputs), inputs, compute, outputs)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Works:
+        return self.all_gather_single_coalesced([output], [given], opts)
+
+    # Names of other versions of torch.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _allgather_base = all_gather_single
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Works:
+        def compute(everyone: list[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
+            for part, (_, given) in zip(everyone[opts.rootRank][0][0], everyone, strict=True):
+                _write(part, given[0])
+
+        root = opts.rootRank
+        return self._join("gather", (outputs, inputs), inputs, compute, _flat(outputs), root)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Works:
+        def compute(everyone: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
+            for part, (own, _) in zip(everyone[opts.rootRank][1][0], everyone, strict=True):
+                _write(own[0], part)
+
+        root = opts.rootRank
+        return self._join("scatter", (outputs, inputs), outputs, compute, outputs, root)
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+    ) -> Works:
+        def compute(everyone: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
+            totals = [
+                (own[number], _reduced([given[number][rank] for _, given in everyone], opts.reduceOp))
+                for rank, (own, _) in enumerate(everyone)
+                for number in range(len(own))
+            ]
+            for output, total in totals:
+                _write(output, total)
+
+        return self._join("reduce_scatter", (outputs, inputs), _flat(inputs), compute, outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> Works:
+        parts = [
+            list(given.reshape(self.size(), *_split(given, self.size())).unbind())
+            for given in inputs
+        ]
+        flat = [output.view(part[0].shape) for output, part in zip(outputs, parts, strict=True)]
+        return self.reduce_scatter(flat, parts, opts)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> Works:
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Works:
+        def compute(everyone: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+            for rank, (own, _) in enumerate(everyone):
+                for part, (_, given) in zip(own, everyone, strict=True):
+                    if part.numel() != given[rank].numel():
+                        raise TitanliteError(
+                            f"all_to_all: rank {self.ranks[rank]} receives {part.numel()} elements "
+                            f"from a rank that sends {given[rank].numel()}"
+                        )
+                    _write(part, given[rank].reshape(part.shape))
+
+        return self._join("all_to_all", (outputs, inputs), inputs, compute, outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Works:
+        def parts(tensor: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
+            return list(tensor.split(list(sizes or [len(tensor) // self.size()] * self.size())))
+
+        return self.alltoall(parts(output, output_sizes), parts(given, input_sizes), opts)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Works:
+        return self._join("barrier", None, [], lambda everyone: None, [])
+
+    def monitored_barrier(self, *_: Any, **__: Any) -> None:
+        self.barrier().wait()
+
+    # Messages. A send is done once it has been received, as with NCCL.
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Works:
+        (tensor,) = tensors
+        return self._meet((self._key, to, tag), tensor, self._rank, to)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Works:
+        (tensor,) = tensors
+        return self._meet((self._key, self._rank, tag), tensor, source, None)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Works:
+        return self.recv(tensors, -1, tag)
+
+    def _meet(
+        self, key: tuple[str, int, int], tensor: Tensor, source: int, to: int | None
+    ) -> Works:
+        shared = self._exchange
+        peer = source if to is None else to
+        what = f"{'receive' if to is None else 'send'} of {_size(tensor)}"
+        peers = () if peer < 0 else (self.ranks[peer],)
+        own = _Message(tensor, source, Happening(Message(what, peers, user_site(), self.label)))
+        mine, theirs = shared.sends[key], shared.receives[key]
+        if to is None:
+            mine, theirs = theirs, mine
+        other = next((one for one in theirs if source in (-1, one.source) or one.source == -1), None)
+        if other is None:
+            mine.append(own)
+        else:
+            theirs.remove(other)
+            sent, received = (other, own) if to is None else (own, other)
+            if sent.tensor.numel() != received.tensor.numel():
+                raise TitanliteError(
+                    f"rank {self.ranks[sent.source]} sends {_size(sent.tensor)} to rank "
+                    f"{self.ranks[key[1]]}, which receives {_size(received.tensor)}"
+                )
+            with unseen():
+                _write(received.tensor, sent.tensor.reshape(received.tensor.shape))
+            received.source = sent.source
+            shared.turns.happen(other.done)
+            own.done.has_happened = True
+        work = Works(shared.turns, own.done, [tensor])
+        return work
+
+    def _join(
+        self,
+        name: str,
+        given: Any,
+        sizes: Sequence[Tensor],
+        compute: Callable[[list[Any]], None],
+        result: list[Tensor],
+        root: int | None = None,
+    ) -> Works:
+        """Give this rank's part; the last rank of the group computes the results of all."""
+        shared = self._exchange
+        self._number += 1
+        key = self._key, self._number
+        dtype = str(sizes[0].dtype).removeprefix("torch.") if sizes else ""
+        operation = name if root is None else f"{name} of rank {self.ranks[root]}"
+        numel = sum(tensor.numel() for tensor in sizes)
+        call = Call(self._key, self._number, operation, numel, dtype, user_site(), is_done=False)
+        own = self.ranks[self._rank]
+        under_way = shared.operations.get(key)
+        if under_way is None:
+            under_way = shared.operations[key] = Operation(call, compute, own)
+            under_way.done.what = call
+        elif not _are_alike(under_way.call, call):
+            raise TitanliteError(
+                f"ranks {under_way.first} and {own} call different collectives as number "
+                f"{self._number} of the group of ranks {_shown(self.ranks)}: rank "
+                f"{under_way.first} calls {under_way.call} at {under_way.call.site}, rank {own} "
+                f"calls {call} at {call.site}"
+            )
+        under_way.given[self._rank] = given
+        if len(under_way.given) == self.size():
+            del shared.operations[key]
+            with unseen():
+                under_way.compute([under_way.given[rank] for rank in range(self.size())])
+            shared.turns.happen(under_way.done)
+        return Works(shared.turns, under_way.done, result)
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, what is computed for other ranks is seen by no mode or autograd of this one."""
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def user_site() -> str:
+    """The line that called a collective: the innermost frame that is not torch's or this one's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_plumbing(file):
+            return f"{shorten(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return UNKNOWN
+
+
+def _are_alike(one: Call, other: Call) -> bool:
+    if one.operation.split()[0] in UNEVEN:
+        return one.operation == other.operation and one.dtype == other.dtype
+    return one.likeness() == other.likeness()
+
+
+def _size(tensor: Tensor) -> str:
+    return f"{tensor.numel():,} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}"
+
+
+def _flat(nested: list[list[Tensor]]) -> list[Tensor]:
+    return [tensor for inner in nested for tensor in inner]
+
+
+def _split(tensor: Tensor, parts: int) -> tuple[int, ...]:
+    """The shape of one of `parts` equal parts of a tensor, along dimension 0 or as a stack."""
+    if tensor.dim() and tensor.shape[0] % parts == 0:
+        return (tensor.shape[0] // parts, *tensor.shape[1:])
+    return (tensor.numel() // parts,)
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    # Through `.data`: a backend's write does not count as a change that autograd would see.
+    tensor.data.copy_(value)
+
+
+def _reduced(tensors: list[Tensor], how: Any) -> Tensor:
+    """The reduction of the ranks' tensors, in the order of the ranks."""
+    kind, factor = how.__getstate__() if not isinstance(how, Reduction) else (how, None)
+    dtype = tensors[0].dtype
+    first, *rest = (tensor.detach().to(AS_INTEGERS.get(dtype, dtype)) for tensor in tensors)
+    factor = 1 if factor is None else factor
+    total = first.clone() if factor == 1 else first * factor
+    reduce = REDUCTIONS[kind]
+    for one in rest:
+        total = reduce(total, one if factor == 1 else one * factor)
+    if kind == Reduction.AVG:
+        total = total / len(tensors) if total.is_floating_point() else total // len(tensors)
+    return total.to(dtype)

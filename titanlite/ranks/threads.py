@@ -1,0 +1,237 @@
+"""A world in one process: every rank is a thread, with a state of its own of what torch keeps once.
+
+    results = run_threads(function, num_ranks, *args)       # like run_ranks, in this process
+
+One rank runs at a time (turns.py), and the settings that a process has once (random generators,
+torch.distributed's groups, default dtype) are exchanged as it hands over. CUDA, and what only
+processes can do, is refused by those who start a world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import cloudpickle
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d_c
+from torch.distributed import distributed_c10d as c10d
+
+from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.ranks.hang_state import stack_of
+from titanlite.ranks.launch import THREADS, Place
+from titanlite.ranks.machine import num_cores
+from titanlite.ranks.report import Account, Call, Message, write_report
+from titanlite.ranks.settings import (
+    deterministic,
+    keeping_freed_memory,
+    own_settings,
+    set_deterministic,
+)
+from titanlite.ranks.thread_group import BACKEND, Exchange, ThreadGroup
+from titanlite.ranks.turns import Turns, current_rank
+
+# What torch keeps once for a process, and each rank needs for itself.
+OF_PROCESS = {
+    "torch.distributed.distributed_c10d": (
+        *("_world", "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config"),
+        *("_group_count", "_tags_to_pg", "_pg_to_tag", "_default_pg_init_method"),
+    ),
+    "torch.distributed.tensor._random": ("_rng_tracker",),
+}
+# Up to this many ranks, each has threads for all cores, which sleep while others run.
+MOST_WITH_ALL_CORES = 8
+
+
+class State:
+    """What the process has once, as a rank left it: groups of ranks, generators, dtype."""
+
+    def __init__(self) -> None:
+        self.names = [
+            (sys.modules[module], name, getattr(sys.modules[module], name))
+            for module, names in OF_PROCESS.items()
+            for name in names
+            if hasattr(sys.modules.get(module), name)
+        ]
+        self.torch = torch.get_rng_state()
+        self.python, self.numpy = random.getstate(), np.random.get_state()
+        self.dtype, self.deterministic = torch.get_default_dtype(), deterministic()
+
+    def apply(self) -> None:
+        for module, name, value in self.names:
+            setattr(module, name, value)
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        if torch.get_default_dtype() != self.dtype:
+            torch.set_default_dtype(self.dtype)
+        set_deterministic(self.deterministic)
+
+
+class ThreadWorld:
+    """A world whose ranks are threads of this process; there is one at a time."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.size = num_ranks
+        self.turns = Turns(num_ranks, self._stuck, self._enter, self._leave)
+        self.exchange = Exchange(self.turns)
+        self.axes: dict[str, str] = {}
+        self.describe_place: Callable[[int], str] = lambda rank: ""
+        self._states: dict[int, State] = {}
+
+    def run(self, function: Callable[..., Any], arguments: bytes) -> list[Any]:
+        """`function(place, *arguments)` on every rank, each with arguments of its own."""
+
+        def serve(rank: int) -> Any:
+            if self.size <= MOST_WITH_ALL_CORES:
+                torch.set_num_threads(num_cores())
+            else:
+                torch.set_num_threads(1)
+            place = Place(rank, self.size, rank, self.size, THREADS)
+            return function(place, *cloudpickle.loads(arguments))
+
+        before = State()
+        try:
+            return self.turns.run(serve)
+        finally:
+            before.apply()
+
+    def open_group(self, options: Any, _: Any) -> ThreadGroup:
+        """A new process group of this thread's rank, as torch asks for one."""
+        ranks = list(options.global_ranks_in_group) or list(range(self.size))
+        return ThreadGroup(self.exchange, options.group_id, options.group_rank, ranks)
+
+    def _enter(self, rank: int) -> None:
+        if rank in self._states:
+            self._states.pop(rank).apply()
+            return
+        # The first turn: no groups yet.
+        for name in OF_PROCESS[c10d.__name__]:
+            if hasattr(c10d, name):
+                value = getattr(c10d, name)
+                setattr(c10d, name, 0 if isinstance(value, int) else _emptied(value))
+
+    def _leave(self, rank: int) -> None:
+        self._states[rank] = State()
+
+    def _stuck(self) -> tuple[int, BaseException]:
+        """The rank that the others wait for, and the report of all ranks."""
+        groups = {
+            name: (self.axes.get(name) or group.label, group.ranks)
+            for name, group in self.exchange.groups.items()
+        }
+        waits = self.turns.waits()
+        accounts = {}
+        for rank in range(self.size):
+            account = accounts[rank] = Account(rank, groups=groups)
+            if rank not in waits:
+                account.finished = "has finished"
+                continue
+            account.stack, account.site = stack_of(self.turns.thread_of(rank))
+            match waits[rank] and waits[rank].what:
+                case Call() as call:
+                    account.calls = [call]
+                case Message() as message:
+                    account.message = message
+        report = write_report(accounts, {}, "no rank can go on", self.describe_place)
+        return report.rank, RankError(report.rank, report.headline, report.body)
+
+    def set_timeout(self, seconds: float, key: str) -> None:
+        """Nothing: that no rank can go on is known without one."""
+
+    def allowing(self, seconds: float, key: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def explaining(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def name_groups(self, axes: dict[str, str]) -> None:
+        """Set the axis of each process group, for reports."""
+        self.axes.update(axes)
+
+
+_world: ThreadWorld | None = None
+
+
+def run_threads(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """Call `function(place, *args)` on `num_ranks` threads of this process; return their results.
+
+    Each rank gets its own copy of `args`. If a rank raises, the others are ended where they wait,
+    and RankError is raised with the rank and its traceback; a rank's TitanliteError is raised
+    unchanged. If no rank can go on, RankError says what each waits for. No thread outlives the
+    call. Raises ConfigError inside a world of threads.
+    """
+    global _world
+    if _world is not None:
+        raise ConfigError("ranks: a rank that is a thread cannot start ranks as threads")
+    arguments = cloudpickle.dumps(args)
+    with contextlib.ExitStack() as exits:
+        exits.enter_context(own_settings())
+        exits.enter_context(keeping_freed_memory())
+        exits.enter_context(_threaded_groups())
+        _world = world = ThreadWorld(num_ranks)
+        try:
+            results = world.run(function, arguments)
+        finally:
+            _world = None
+    if world.turns.failure is not None:
+        raise _error_of(*world.turns.failure)
+    return results
+
+
+def thread_world() -> ThreadWorld:
+    """The world of this thread's rank."""
+    assert _world is not None
+    current_rank()
+    return _world
+
+
+@contextlib.contextmanager
+def _threaded_groups() -> Iterator[None]:
+    """Inside, every process group that a rank opens, of whatever backend, is one of threads."""
+    helper = c10d._new_process_group_helper
+
+    def threaded(
+        group_size: int, group_rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # `device_id` asks for a communicator of a GPU.
+        kwargs.pop("device_id", None)
+        return helper(group_size, group_rank, ranks, dist.Backend(BACKEND), *args, **kwargs)
+
+    if BACKEND not in dist.Backend.backend_list:
+        devices = dict(dist.Backend.default_device_backend_map)
+        dist.Backend.register_backend(
+            BACKEND,
+            lambda options, _: thread_world().open_group(options, _),
+            extended_api=True,
+            devices=["cpu"],
+        )
+        dist.Backend.default_device_backend_map.update(devices)
+    c10d_c._set_thread_isolation_mode(True)
+    try:
+        with patch.object(c10d, "_new_process_group_helper", threaded):
+            yield
+    finally:
+        c10d_c._set_thread_isolation_mode(False)
+
+
+def _emptied(value: Any) -> Any:
+    """What torch.distributed has at first in place of `value`."""
+    return None if value is None or isinstance(value, str) else type(value)()
+
+
+def _error_of(rank: int, error: BaseException) -> BaseException:
+    if isinstance(error, TitanliteError):
+        if not isinstance(error, RankError):
+            error.rank = rank
+        return error
+    text = "".join(traceback.format_exception(error))
+    return RankError(rank, f"{type(error).__name__}: {error}", text)
