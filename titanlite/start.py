@@ -126,6 +126,13 @@ def run_job(
         with unwinding_at_sigterm():
             return function(ALONE, job, start.device_type, *arguments)
     with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
+        if config.comm.has_threads:
+            from titanlite.ranks.threads import run_threads
+
+            num_ranks = job.dims.world_size
+            return run_threads(function, num_ranks, job, start.device_type, *arguments, stop=stop)[
+                0
+            ]
         return run_ranks(
             function,
             job.dims.world_size,

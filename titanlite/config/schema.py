@@ -380,11 +380,17 @@ class Comm(Section):
     save_traces_file_prefix: Name = key(
         "rank_", "file names of these traces: this prefix, then the rank"
     )
-    mode: Literal["default", "debug"] = key(
+    mode: Literal["default", "debug", "threads", "local_tensor"] = key(
         "default",
-        '"debug": at each step, compare the collectives of all ranks and their lines of code',
-        lacking=("fake_backend", "local_tensor"),
+        '"debug": at each step, compare the collectives of all ranks and their lines of code; '
+        '"threads": all ranks are threads of one process; "local_tensor" is another name for it',
+        lacking=("fake_backend",),
     )
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether the ranks are threads of one process."""
+        return self.mode in ("threads", "local_tensor")
 
 
 class Validation(Section):

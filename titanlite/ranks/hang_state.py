@@ -372,7 +372,9 @@ def _without_start(frames: list[Located]) -> list[Located]:
     starts = [
         index
         for index, file in enumerate(files)
-        if file.endswith(("ranks/launch.py", "ranks/world.py", "ranks/watch.py", "ranks/threads.py"))
+        if file.endswith(
+            ("ranks/launch.py", "ranks/world.py", "ranks/watch.py", "ranks/threads.py")
+        )
     ]
     first = starts[-1] + 1 if starts else 0
     kept = [

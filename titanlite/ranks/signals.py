@@ -10,13 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from titanlite.errors import OutputClosedError
 
 # One Ctrl-C or scancel may reach a process twice: from the terminal, and from its parent.
 ONE_REQUEST_SECONDS = 1.0
+
+
+class Orders(Protocol):
+    """A pipe to the launcher, or what stands for it in its own process."""
+
+    def poll(self) -> bool:
+        """Whether there is a request to stop."""
 
 
 class StopRequest:
@@ -27,7 +33,7 @@ class StopRequest:
     Signals that are already ignored stay ignored. With `enabled` False, nothing is changed.
     """
 
-    def __init__(self, orders: Connection | None = None, *, enabled: bool = True) -> None:
+    def __init__(self, orders: Orders | None = None, *, enabled: bool = True) -> None:
         self.on_request: Callable[[], None] = lambda: None
         self._orders = orders if enabled else None
         self._enabled = enabled and threading.current_thread() is threading.main_thread()

@@ -112,7 +112,7 @@ class Exchange:
         self.receives: dict[tuple[Any, ...], deque[_Message]] = defaultdict(deque)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Message:
     tensor: Tensor
     source: int
@@ -170,6 +170,12 @@ class ThreadGroup(dist.ProcessGroup):
         return BACKEND
 
     name = getBackendName
+
+    def _get_backend(self, device: Any) -> ThreadGroup:
+        """What carries out the collectives of a device's tensors: this group itself."""
+        return self
+
+    supports_coalescing = supports_splitting = supports_time_estimate = False
 
     def _start_coalescing(self, device: Any) -> None:
         """Each operation is carried out by itself."""
@@ -278,12 +284,13 @@ class ThreadGroup(dist.ProcessGroup):
         root = opts.rootRank
         return self._join("scatter", (outputs, inputs), outputs, compute, outputs, root)
 
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
-    ) -> Works:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Works:
         def compute(everyone: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
             totals = [
-                (own[number], _reduced([given[number][rank] for _, given in everyone], opts.reduceOp))
+                (
+                    own[number],
+                    _reduced([given[number][rank] for _, given in everyone], opts.reduceOp),
+                )
                 for rank, (own, _) in enumerate(everyone)
                 for number in range(len(own))
             ]
@@ -366,7 +373,9 @@ class ThreadGroup(dist.ProcessGroup):
         mine, theirs = shared.sends[key], shared.receives[key]
         if to is None:
             mine, theirs = theirs, mine
-        other = next((one for one in theirs if source in (-1, one.source) or one.source == -1), None)
+        other = next(
+            (one for one in theirs if source in (-1, one.source) or one.source == -1), None
+        )
         if other is None:
             mine.append(own)
         else:

@@ -10,11 +10,14 @@ processes can do, is refused by those who start a world.
 from __future__ import annotations
 
 import contextlib
+import copy
+import ctypes
+import functools
 import random
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -36,16 +39,22 @@ from titanlite.ranks.settings import (
     own_settings,
     set_deterministic,
 )
+from titanlite.ranks.signals import StopRequest
 from titanlite.ranks.thread_group import BACKEND, Exchange, ThreadGroup
 from titanlite.ranks.turns import Turns, current_rank
 
-# What torch keeps once for a process, and each rank needs for itself.
+# What torch keeps once for a process, and each rank needs for itself: the owners, as
+# "module:attributes", and what of them. Each rank begins without groups, and with its own copies of
+# the other tables.
+GROUPS = "torch.distributed.distributed_c10d:"
 OF_PROCESS = {
-    "torch.distributed.distributed_c10d": (
+    GROUPS: (
         *("_world", "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config"),
         *("_group_count", "_tags_to_pg", "_pg_to_tag", "_default_pg_init_method"),
     ),
-    "torch.distributed.tensor._random": ("_rng_tracker",),
+    "torch.distributed.tensor._random:": ("_rng_tracker",),
+    # The operators that `loss_parallel` replaces while a loss is computed.
+    "torch.distributed.tensor._api:DTensor._op_dispatcher": ("_custom_op_handlers",),
 }
 # Up to this many ranks, each has threads for all cores, which sleep while others run.
 MOST_WITH_ALL_CORES = 8
@@ -54,48 +63,89 @@ MOST_WITH_ALL_CORES = 8
 class State:
     """What the process has once, as a rank left it: groups of ranks, generators, dtype."""
 
-    def __init__(self) -> None:
-        self.names = [
-            (sys.modules[module], name, getattr(sys.modules[module], name))
-            for module, names in OF_PROCESS.items()
-            for name in names
-            if hasattr(sys.modules.get(module), name)
-        ]
-        self.torch = torch.get_rng_state()
-        self.python, self.numpy = random.getstate(), np.random.get_state()
+    def __init__(self, before: State | None = None) -> None:
+        self.names = [(owner, name, getattr(owner, name)) for owner, name in _of_process()]
+        self.torch, self.python = torch.get_rng_state(), random.getstate()
         self.dtype, self.deterministic = torch.get_default_dtype(), deterministic()
+        # NumPy needs longer for its state than for a turn, and few programs draw from it.
+        self.numpy_bytes = _numpy_bytes()
+        is_same = before is not None and before.numpy_bytes == self.numpy_bytes
+        if is_same and before is not None and not before.numpy["has_gauss"]:
+            self.numpy = before.numpy
+        else:
+            self.numpy = np.random.get_state(legacy=False)
+
+    def begin(self) -> None:
+        """Let a rank start from this state of the process, with groups and tables of its own."""
+        groups = [name for _, name in _of_process(GROUPS)]
+        for owner, name, value in self.names:
+            if name in groups:
+                is_plain = value is None or isinstance(value, str)
+                setattr(owner, name, None if is_plain else type(value)())
+            else:
+                setattr(owner, name, copy.copy(value))
 
     def apply(self) -> None:
-        for module, name, value in self.names:
-            setattr(module, name, value)
+        """Put this state in place."""
+        for owner, name, value in self.names:
+            setattr(owner, name, value)
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        if _numpy_bytes() != self.numpy_bytes or self.numpy["has_gauss"]:
+            np.random.set_state(self.numpy)
         if torch.get_default_dtype() != self.dtype:
             torch.set_default_dtype(self.dtype)
         set_deterministic(self.deterministic)
 
 
+@functools.cache
+def _of_process(*owners: str) -> tuple[tuple[Any, str], ...]:
+    """The owner and the name of all that is exchanged as ranks take turns."""
+    found = []
+    for owner in owners or OF_PROCESS:
+        module, _, attributes = owner.partition(":")
+        value: Any = import_module(module)
+        for attribute in filter(None, attributes.split(".")):
+            value = getattr(value, attribute)
+        found += [(value, name) for name in OF_PROCESS[owner] if hasattr(value, name)]
+    return tuple(found)
+
+
+def _numpy_bytes() -> bytes:
+    """The state of NumPy's generator without the normal number that it may keep for later."""
+    generator: Any = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+    return ctypes.string_at(generator.ctypes.state_address, (624 + 1) * 4)
+
+
+class StopOrders:
+    """In place of the pipe on which a process gets the launcher's request to stop."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
+
+    def poll(self) -> bool:
+        return self._stop.is_asked
+
+
 class ThreadWorld:
     """A world whose ranks are threads of this process; there is one at a time."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, stop: StopRequest | None = None) -> None:
         self.size = num_ranks
+        self._orders = None if stop is None else StopOrders(stop)
         self.turns = Turns(num_ranks, self._stuck, self._enter, self._leave)
         self.exchange = Exchange(self.turns)
         self.axes: dict[str, str] = {}
         self.describe_place: Callable[[int], str] = lambda rank: ""
+        self.timeout_seconds = None
         self._states: dict[int, State] = {}
 
     def run(self, function: Callable[..., Any], arguments: bytes) -> list[Any]:
         """`function(place, *arguments)` on every rank, each with arguments of its own."""
 
         def serve(rank: int) -> Any:
-            if self.size <= MOST_WITH_ALL_CORES:
-                torch.set_num_threads(num_cores())
-            else:
-                torch.set_num_threads(1)
-            place = Place(rank, self.size, rank, self.size, THREADS)
+            torch.set_num_threads(num_cores() if self.size <= MOST_WITH_ALL_CORES else 1)
+            place = Place(rank, self.size, rank, self.size, THREADS, self._orders)
             return function(place, *cloudpickle.loads(arguments))
 
         before = State()
@@ -111,16 +161,12 @@ class ThreadWorld:
 
     def _enter(self, rank: int) -> None:
         if rank in self._states:
-            self._states.pop(rank).apply()
+            self._states[rank].apply()
             return
-        # The first turn: no groups yet.
-        for name in OF_PROCESS[c10d.__name__]:
-            if hasattr(c10d, name):
-                value = getattr(c10d, name)
-                setattr(c10d, name, 0 if isinstance(value, int) else _emptied(value))
+        State().begin()
 
     def _leave(self, rank: int) -> None:
-        self._states[rank] = State()
+        self._states[rank] = State(self._states.get(rank))
 
     def _stuck(self) -> tuple[int, BaseException]:
         """The rank that the others wait for, and the report of all ranks."""
@@ -161,13 +207,16 @@ class ThreadWorld:
 _world: ThreadWorld | None = None
 
 
-def run_threads(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+def run_threads(
+    function: Callable[..., Any], num_ranks: int, *args: Any, stop: StopRequest | None = None
+) -> list[Any]:
     """Call `function(place, *args)` on `num_ranks` threads of this process; return their results.
 
     Each rank gets its own copy of `args`. If a rank raises, the others are ended where they wait,
     and RankError is raised with the rank and its traceback; a rank's TitanliteError is raised
     unchanged. If no rank can go on, RankError says what each waits for. No thread outlives the
-    call. Raises ConfigError inside a world of threads.
+    call. If the caller requests a stop through `stop`, each rank finds it in `place.orders`. Raises
+    ConfigError inside a world of threads.
     """
     global _world
     if _world is not None:
@@ -177,7 +226,7 @@ def run_threads(function: Callable[..., Any], num_ranks: int, *args: Any) -> lis
         exits.enter_context(own_settings())
         exits.enter_context(keeping_freed_memory())
         exits.enter_context(_threaded_groups())
-        _world = world = ThreadWorld(num_ranks)
+        _world = world = ThreadWorld(num_ranks, stop)
         try:
             results = world.run(function, arguments)
         finally:
@@ -221,11 +270,6 @@ def _threaded_groups() -> Iterator[None]:
             yield
     finally:
         c10d_c._set_thread_isolation_mode(False)
-
-
-def _emptied(value: Any) -> Any:
-    """What torch.distributed has at first in place of `value`."""
-    return None if value is None or isinstance(value, str) else type(value)()
 
 
 def _error_of(rank: int, error: BaseException) -> BaseException:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from titanlite.ranks.launch import Place
 from titanlite.ranks.machine import num_cores
 from titanlite.ranks.settings import keeping_freed_memory, own_settings, prepare_process
 from titanlite.ranks.watch import Traces, Watch, watching
+
+if TYPE_CHECKING:
+    from titanlite.ranks.threads import ThreadWorld
 
 # torch 2.14 makes this public as set_timeout, and warns of the old name.
 set_group_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
@@ -37,8 +40,8 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    watch: Watch | None = None
-    """The watchdog; None in a world of one rank."""
+    watch: Watch | ThreadWorld | None = None
+    """The watchdog, or what needs none; None in a world of one process with one rank."""
 
     @property
     def is_first(self) -> bool:
@@ -52,7 +55,8 @@ class World:
         """
         if self.watch is not None:
             self.watch.set_timeout(seconds, key)
-        _set_group_timeouts(seconds)
+            if self.watch.timeout_seconds is not None:
+                _set_group_timeouts(seconds)
 
     def allowing(self, seconds: float, key: str) -> AbstractContextManager[None]:
         """A context in which the watchdog's timeout is `seconds`; a report names it `key`.
@@ -84,7 +88,8 @@ class World:
         """
         if self.watch is not None:
             self.watch.name_groups(axes)
-            _set_group_timeouts(self.watch.timeout_seconds)
+            if self.watch.timeout_seconds is not None:
+                _set_group_timeouts(self.watch.timeout_seconds)
 
 
 @contextlib.contextmanager
