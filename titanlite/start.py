@@ -68,6 +68,7 @@ def check_start(
     *,
     key: str = "",
     trains: bool = False,
+    threads: bool = False,
     planner: Planner | None = None,
 ) -> Start:
     """Check a job for the world of `place`, or if that is None, for local ranks of its own.
@@ -75,18 +76,20 @@ def check_start(
     Raises ConfigError with all problems: in the values, across keys, and with this machine. `key`
     is the key or option that set the number of ranks, if it is not in [parallelism]. `trains` also
     checks that a training step can fit this machine's memory, with a `planner` also by its plan.
+    With `threads`, the local ranks are threads of this process, whatever comm.mode says.
     """
     reading = Reading(read) if isinstance(read, JobConfig) else read
     config = reading.config
-    num_gpus = 0 if config.job.device == "cpu" else count_gpus()
+    threads = threads or config.comm.has_threads
+    num_gpus = 0 if config.job.device == "cpu" or threads else count_gpus()
     draft = reading.draft(None if place is None else place.world_size, num_gpus)
     num_local_ranks = draft.dims.world_size if place is None else place.local_world_size
     device_type = ""
     with collecting(reading.problems):
         if place is None:
-            _check_own_ranks(config, draft.dims, key)
+            _check_own_ranks(config, draft.dims, key, are_threads=threads)
     with collecting(reading.problems):
-        device_type = choose_device(config.job.device, num_local_ranks)
+        device_type = _choose_device(config, num_local_ranks, place, are_threads=threads)
         check_machine(config, device_type)
     are_all_here = place is None or place.local_world_size == place.world_size
     needs_memory = trains and are_all_here and device_type == "cpu"
@@ -224,7 +227,26 @@ def _check_planned_memory(job: ResolvedJob, least: int, planner: Planner) -> Non
         )
 
 
-def _check_own_ranks(config: JobConfig, dims: ParallelDims, key: str) -> None:
+def _choose_device(
+    config: JobConfig, num_local_ranks: int, place: Place | None, *, are_threads: bool
+) -> str:
+    """The device of the ranks, "cpu" or "cuda"; ranks that are threads have the CPU."""
+    if not are_threads:
+        return choose_device(config.job.device, num_local_ranks)
+    if config.job.device == "cuda":
+        raise ConfigError(
+            'job.device: "cuda" needs a process for each rank, and the ranks of this job are '
+            'threads of one; give "cpu", or leave out comm.mode'
+        )
+    if place is not None:
+        raise ConfigError(
+            f'comm.mode: "{config.comm.mode}" runs all ranks in one process, and torchrun has '
+            f"started {place.world_size}; start the job without torchrun, or leave out comm.mode"
+        )
+    return "cpu"
+
+
+def _check_own_ranks(config: JobConfig, dims: ParallelDims, key: str, *, are_threads: bool) -> None:
     axes = [axis for axis, degree in dims.degrees.items() if degree > 1]
     of_plan = f"parallelism.{DEGREES[axes[0]]}" if len(axes) == 1 else "parallelism"
     ways = (
@@ -236,4 +258,5 @@ def _check_own_ranks(config: JobConfig, dims: ParallelDims, key: str) -> None:
         allowed=config.job.max_local_ranks,
         key=key or of_plan,
         ways="" if key else ways,
+        are_threads=are_threads,
     )

@@ -18,6 +18,9 @@ MOST_RANKS_A_CORE = 32
 # private memory. It shares the 230 MB of torch with the fork server.
 RANK_BYTES = 150 * 10**6
 SERVER_BYTES = 230 * 10**6
+# Of a rank that is a thread, after three steps of a small model under FSDP2 and TP.
+THREAD_BYTES = 2 * 10**6
+MOST_THREADS = 4096
 
 
 def num_cores() -> int:
@@ -56,20 +59,33 @@ def most_local_ranks() -> int:
     return max(1, min(by_memory, MOST_RANKS_A_CORE * num_cores()))
 
 
+def most_threads() -> int:
+    """The number of ranks that may be threads of one process; at least 1."""
+    return max(1, min((memory_bytes() - SERVER_BYTES) // THREAD_BYTES, MOST_THREADS))
+
+
 def check_local_ranks(
-    num_ranks: int, *, allowed: int | None = None, key: str = "ranks", ways: str = ""
+    num_ranks: int,
+    *,
+    allowed: int | None = None,
+    key: str = "ranks",
+    ways: str = "",
+    are_threads: bool = False,
 ) -> None:
     """Raises ConfigError if `num_ranks` exceeds the limit of this machine.
 
     The limit is `allowed` (job.max_local_ranks) or, if that is None, `most_local_ranks()`. The
     message starts with `key`, the key or option that asked for the ranks. `ways` is appended to the
-    advice to give fewer.
+    advice to give fewer. Threads of one process need little memory each.
     """
-    most = most_local_ranks() if allowed is None else allowed
+    by_machine = most_threads() if are_threads else most_local_ranks()
+    most = by_machine if allowed is None else allowed
     if num_ranks <= most:
         return
     why = f"job.max_local_ranks is {most}"
-    if allowed is None:
+    if allowed is None and are_threads:
+        why = f"its limit is {most} ranks that are threads"
+    elif allowed is None:
         why = (
             f"its limit is {most} ({MOST_RANKS_A_CORE} per core on {num_cores()} cores, and "
             f"{RANK_BYTES // 10**6} MB per rank in {memory_bytes() / 10**9:.0f} GB)"

@@ -24,6 +24,7 @@ import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from titanlite.ranks.fork_server import set_environment
+from titanlite.ranks.turns import is_rank
 
 
 class Setting(NamedTuple):
@@ -82,8 +83,12 @@ def own_settings() -> Iterator[None]:
     """Inside, a run changes settings of this process; afterwards all are as they were before.
 
     The states of the random generators count as settings. Compiled code is dropped, since torch
-    would reuse it, or count it as a recompilation, in another run of the same modules.
+    would reuse it, or count it as a recompilation, in another run of the same modules. For ranks
+    that are threads, who starts them enters it once for all.
     """
+    if is_rank():
+        yield
+        return
     with contextlib.ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
         undo.callback(set_environment, {n: os.environ.get(n) for n in (*INTERFACES, RECORDER)})

@@ -33,7 +33,10 @@ from titanlite.ranks.turns import Happening, Turns
 # never equal, so caches with meshes as keys do not mix them up.
 BACKEND = "threaded"
 
-Reduction = dist.ReduceOp.RedOpType
+# Their stubs name arguments in other ways than those of torch that call them.
+_Work: Any = dist.Work
+_ProcessGroup: Any = dist.ProcessGroup
+Reduction: Any = dist.ReduceOp.RedOpType
 REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     Reduction.SUM: torch.Tensor.add_,
     Reduction.AVG: torch.Tensor.add_,
@@ -61,7 +64,7 @@ class Operation:
     done: Happening = field(default_factory=Happening)
 
 
-class Works(dist.Work):
+class Works(_Work):
     """The work of a collective or message; it is done once `done` has happened."""
 
     def __init__(self, turns: Turns, done: Happening, result: list[Tensor]) -> None:
@@ -119,7 +122,7 @@ class _Message:
     done: Happening
 
 
-class ThreadGroup(dist.ProcessGroup):
+class ThreadGroup(_ProcessGroup):
     """The group `name` of the ranks `ranks` of the world, as seen by the `rank`-th of them."""
 
     def __init__(self, exchange: Exchange, name: str, rank: int, ranks: Sequence[int]) -> None:
@@ -391,8 +394,7 @@ class ThreadGroup(dist.ProcessGroup):
             received.source = sent.source
             shared.turns.happen(other.done)
             own.done.has_happened = True
-        work = Works(shared.turns, own.done, [tensor])
-        return work
+        return Works(shared.turns, own.done, [tensor])
 
     def _join(
         self,

@@ -15,7 +15,7 @@ import ctypes
 import functools
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
@@ -25,7 +25,6 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d_c
 from torch.distributed import distributed_c10d as c10d
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
@@ -68,6 +67,7 @@ class State:
         self.torch, self.python = torch.get_rng_state(), random.getstate()
         self.dtype, self.deterministic = torch.get_default_dtype(), deterministic()
         # NumPy needs longer for its state than for a turn, and few programs draw from it.
+        self.numpy: Any = None
         self.numpy_bytes = _numpy_bytes()
         is_same = before is not None and before.numpy_bytes == self.numpy_bytes
         if is_same and before is not None and not before.numpy["has_gauss"]:
@@ -113,7 +113,7 @@ def _of_process(*owners: str) -> tuple[tuple[Any, str], ...]:
 
 def _numpy_bytes() -> bytes:
     """The state of NumPy's generator without the normal number that it may keep for later."""
-    generator: Any = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+    generator: Any = np.random.mtrand._rand._bit_generator
     return ctypes.string_at(generator.ctypes.state_address, (624 + 1) * 4)
 
 
@@ -138,6 +138,7 @@ class ThreadWorld:
         self.axes: dict[str, str] = {}
         self.describe_place: Callable[[int], str] = lambda rank: ""
         self.timeout_seconds = None
+        self._patches, self._num_patched = contextlib.ExitStack(), 0
         self._states: dict[int, State] = {}
 
     def run(self, function: Callable[..., Any], arguments: bytes) -> list[Any]:
@@ -182,13 +183,28 @@ class ThreadWorld:
                 account.finished = "has finished"
                 continue
             account.stack, account.site = stack_of(self.turns.thread_of(rank))
-            match waits[rank] and waits[rank].what:
+            waits_for = waits[rank]
+            match waits_for and waits_for.what:
                 case Call() as call:
                     account.calls = [call]
                 case Message() as message:
                     account.message = message
         report = write_report(accounts, {}, "no rank can go on", self.describe_place)
         return report.rank, RankError(report.rank, report.headline, report.body)
+
+    @contextlib.contextmanager
+    def shared(self, patch: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Inside, the code of the process is changed, from the first rank until the last one."""
+        if self._num_patched == 0:
+            self._patches = contextlib.ExitStack()
+            self._patches.enter_context(patch())
+        self._num_patched += 1
+        try:
+            yield
+        finally:
+            self._num_patched -= 1
+            if self._num_patched == 0:
+                self._patches.close()
 
     def set_timeout(self, seconds: float, key: str) -> None:
         """Nothing: that no rank can go on is known without one."""
@@ -199,7 +215,7 @@ class ThreadWorld:
     def explaining(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def name_groups(self, axes: dict[str, str]) -> None:
+    def name_groups(self, axes: Mapping[str, str]) -> None:
         """Set the axis of each process group, for reports."""
         self.axes.update(axes)
 
@@ -264,12 +280,14 @@ def _threaded_groups() -> Iterator[None]:
             devices=["cpu"],
         )
         dist.Backend.default_device_backend_map.update(devices)
-    c10d_c._set_thread_isolation_mode(True)
+    # Each thread looks up groups by name among its own.
+    isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+    isolate(True)
     try:
         with patch.object(c10d, "_new_process_group_helper", threaded):
             yield
     finally:
-        c10d_c._set_thread_isolation_mode(False)
+        isolate(False)
 
 
 def _error_of(rank: int, error: BaseException) -> BaseException:

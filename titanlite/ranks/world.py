@@ -22,13 +22,11 @@ from titanlite.ranks.attempt import agree_on_attempt
 from titanlite.ranks.launch import Place
 from titanlite.ranks.machine import num_cores
 from titanlite.ranks.settings import keeping_freed_memory, own_settings, prepare_process
+from titanlite.ranks.thread_group import ThreadGroup
 from titanlite.ranks.watch import Traces, Watch, watching
 
 if TYPE_CHECKING:
     from titanlite.ranks.threads import ThreadWorld
-
-# torch 2.14 makes this public as set_timeout, and warns of the old name.
-set_group_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,16 @@ class World:
         wait for other ranks.
         """
         return contextlib.nullcontext() if self.watch is None else self.watch.explaining()
+
+    def patched(
+        self, patch: Callable[[], AbstractContextManager[Any]] | None
+    ) -> AbstractContextManager[Any]:
+        """The context of `patch`, which changes code; ranks that are threads enter it once."""
+        if patch is None:
+            return contextlib.nullcontext()
+        if isinstance(self.watch, Watch) or self.watch is None:
+            return patch()
+        return self.watch.shared(patch)
 
     def name_places(self, describe_place: Callable[[int], str]) -> None:
         """Set the function that gives the mesh coordinates of a rank, for reports."""
@@ -222,3 +230,10 @@ def free_memory_bytes(device: torch.device) -> int:
 def _set_group_timeouts(seconds: float) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         set_group_timeout(timedelta(seconds=seconds), group)
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Set the timeout of a process group; one of threads has none."""
+    # torch 2.14 makes this public as set_timeout, and warns of the old name.
+    if not isinstance(group, ThreadGroup):
+        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(timeout, group)

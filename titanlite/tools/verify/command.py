@@ -30,6 +30,7 @@ gradient norm, every gradient and every weight, step by step. Print the cause if
                       keeps weights in float32
   --replay-routing    send every token to the experts to which the reference routed it, so that
                       close scores, which may round another way, do not add to the differences
+  --threads           run the ranks as threads of one process, as many as 4096
   --shrink            make layers, widths, sequence and batch as small as the plan allows
   --json FILE         write every difference of every step, and the diagnosis
   --section.key=value any key of the job, as for train.py
@@ -58,6 +59,7 @@ class Options:
     replay_routing: bool = False
     shrink: bool = False
     until_stable: bool = False
+    threads: bool = False
     json: str | None = None
     matrix: bool = False
     ranks: int = 8
@@ -97,7 +99,7 @@ def verify_one(options: Options) -> int:
         config, shrunk = shrink(reading.require())
         reading = Reading(config)
         shrunk += ["generated data"] * bool(changes)
-    start = check_start(reading)
+    start = check_start(reading, threads=options.threads)
     config = start.job.config
     if options.replay_routing and not num_experts(start.job.config, start.job.model):
         raise ConfigError("--replay-routing: the model has no experts; remove it")
@@ -113,7 +115,9 @@ def verify_one(options: Options) -> int:
         steps, begins = steps_until_stable(config)
         show(f"{steps} steps: {', '.join(begins)}")
 
-    with Verifier(start.device_type, max_ranks=config.job.max_local_ranks) as verifier:
+    with Verifier(
+        start.device_type, max_ranks=config.job.max_local_ranks, threads=options.threads
+    ) as verifier:
         found = verifier.verify(
             start.job,
             steps=steps,
@@ -211,7 +215,7 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--output": _path,
     "--limit": _count,
 }
-FLAGS = ("--replay-routing", "--shrink", "--until-stable", "--matrix", "--compile")
+FLAGS = (*("--replay-routing", "--shrink", "--until-stable", "--threads", "--matrix", "--compile"),)
 OF_ONE_JOB = ("--dtype", "--replay-routing", "--shrink", "--until-stable", "--json")
 OF_THE_MATRIX = ("--ranks", "--output", "--compile", "--limit")
 

@@ -125,7 +125,7 @@ def trace_plan(
     rank of the world must call this.
     """
     with (
-        (patch or contextlib.nullcontext)(),
+        world.patched(patch),
         _at_step(world, resolved, step, folder) as (job, batches),
     ):
         with (

@@ -15,6 +15,7 @@ from titanlite.config import ResolvedJob
 from titanlite.job import Job, build_job
 from titanlite.mesh.parallel_dims import axes_where
 from titanlite.ranks.settings import own_settings
+from titanlite.ranks.turns import is_rank
 from titanlite.ranks.world import World
 from titanlite.tools.verify.subject import HeldPart, Subject
 
@@ -35,7 +36,8 @@ def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
             job.trainer.generators = None
             yield job
         finally:
-            gc.collect()
+            if world.is_first or not is_rank():
+                gc.collect()
 
 
 def subject_of(job: Job) -> Subject:

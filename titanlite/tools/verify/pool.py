@@ -25,6 +25,7 @@ import cloudpickle
 
 from titanlite.errors import RankError, TitanliteError
 from titanlite.ranks.launch import Place, Ranks, not_done
+from titanlite.ranks.machine import check_local_ranks
 
 if TYPE_CHECKING:
     from titanlite.ranks.world import World
@@ -65,11 +66,14 @@ class RankPool:
     def __exit__(self, *error: Any) -> None:
         self.close(now=error[0] is not None)
 
-    def start(self) -> Ranks:
-        """The processes, started if none run or their process groups have become too many.
+    def start(self) -> None:
+        """Start the processes, if none run or their process groups have become too many.
 
         Returns before the ranks are ready, so that the caller can do other work meanwhile.
         """
+        self._started()
+
+    def _started(self) -> Ranks:
         if self._num_calls == CALLS_A_START:
             self.close()
         if self._ranks is None:
@@ -100,7 +104,7 @@ class RankPool:
         It waits at most for the timeout, from when it is called.
         """
         assert not self._is_busy
-        ranks = self.start()
+        ranks = self._started()
         self._num_calls += 1
         self._is_busy = True
         message = cloudpickle.dumps((function, args, kwargs))
@@ -141,8 +145,42 @@ class RankPool:
             ranks.close()
 
 
+class ThreadPool(RankPool):
+    """`num_ranks` ranks that are threads of this process; each call has new ones."""
+
+    def start(self) -> None:
+        """Nothing: threads start at once."""
+        check_local_ranks(self.num_ranks, allowed=self.max_ranks, are_threads=True)
+
+    def submit(
+        self, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[], list[T]]:
+        """Prepare a call; it runs when its results are asked for."""
+        assert not self._is_busy
+        self.start()
+        self._is_busy = True
+
+        def run() -> list[T]:
+            from titanlite.ranks.threads import run_threads
+
+            self._is_busy = False
+            return run_threads(_on_thread, self.num_ranks, function, args, kwargs)
+
+        return run
+
+
+def _on_thread(place: Place, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    from titanlite.ranks.world import open_world
+
+    with open_world(place) as world:
+        return function(world, *args, **kwargs)
+
+
 class RankPools:
-    """A pool for each number of ranks that is asked for; leaving the context manager ends all."""
+    """A pool for each number of ranks that is asked for; leaving the context manager ends all.
+
+    With `threads`, the ranks are threads of this process, in which no timeout is needed.
+    """
 
     def __init__(
         self,
@@ -150,10 +188,12 @@ class RankPools:
         *,
         timeout_seconds: float = 300,
         max_ranks: int | None = None,
+        threads: bool = False,
     ) -> None:
         self.timeout_seconds = timeout_seconds
+        self.threads = threads
         self._make = functools.partial(
-            RankPool,
+            ThreadPool if threads else RankPool,
             device_type=device_type,
             timeout_seconds=timeout_seconds,
             max_ranks=max_ranks,

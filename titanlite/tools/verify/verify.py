@@ -41,10 +41,13 @@ class Verifier:
         *,
         timeout_seconds: float = 300,
         max_ranks: int | None = None,
+        threads: bool = False,
     ) -> None:
         self._exits = contextlib.ExitStack()
         folder = self._exits.enter_context(tempfile.TemporaryDirectory(prefix="titanlite-verify-"))
-        pools = RankPools(device_type, timeout_seconds=timeout_seconds, max_ranks=max_ranks)
+        pools = RankPools(
+            device_type, timeout_seconds=timeout_seconds, max_ranks=max_ranks, threads=threads
+        )
         self._runs = JobRuns(self._exits.enter_context(pools), folder)
         self._accumulation = Accumulation(self._runs)
 
