@@ -13,11 +13,11 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # Ctrl-C during the imports below ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from titanlite.cli import planner
+from titanlite.cli import tools
 from titanlite.run import main
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:], planner())
+    status = main(sys.argv[1:], tools())
     sys.stdout.flush()
     sys.stderr.flush()
     if "torch" in sys.modules:

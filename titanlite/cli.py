@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite.errors import TitanliteError
 from titanlite.ranks.signals import (
@@ -16,6 +16,9 @@ from titanlite.ranks.signals import (
     interrupt_status,
     unwinding_at_sigterm,
 )
+
+if TYPE_CHECKING:
+    from titanlite.start import Tools
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,15 @@ def train(arguments: Sequence[str]) -> int:
     """`titanlite train FILE [--section.key=value ...]`; returns the exit status."""
     from titanlite.run import command
 
-    return command(arguments, planner())
+    return command(arguments, tools())
 
 
-def planner() -> Any:
-    """The planner that commands hand to a run, which knows none (titanlite.start.Planner)."""
-    return import_module("titanlite.tools.planner.local")
+def tools() -> Tools:
+    """What the commands hand to a run: the planner, and what draws its pictures."""
+    from titanlite.start import Tools
+
+    planner: Any = import_module("titanlite.tools.planner.local")
+    return Tools(planner, import_module("titanlite.tools.gallery"))
 
 
 def usage() -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.callbacks import Callback, Callbacks, TrainResult
-from titanlite.cli import planner
+from titanlite.cli import tools
 from titanlite.config import JobConfig, read_values
 from titanlite.config.load import read_file
 from titanlite.errors import ConfigError, RankError
@@ -43,13 +43,13 @@ def train(
     callbacks = Callbacks(on_step, on_validation, on_checkpoint, on_end)
     try:
         with prepared_environment():
-            start = check_start(read, world, trains=True, planner=planner())
+            start = check_start(read, world, trains=True, planner=tools().planner)
             if start.job.config.memory_estimation.enable:
                 raise ConfigError(
                     "memory_estimation.enable: true estimates memory and does not train; call "
                     "`titanlite train`, or write false"
                 )
-            return run_job(train_on_rank, start, world, callbacks)
+            return run_job(train_on_rank, start, world, callbacks, tools().artist)
     except RankError as error:
         if error.rank_traceback and error.__cause__ is None:
             raise error from _RankTraceback(error.rank_traceback)

@@ -11,19 +11,20 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from titanlite.callbacks import Callbacks, Recording, TrainResult
 from titanlite.config import ResolvedJob, read_job
 from titanlite.ranks.fork_server import prepare_environment
 from titanlite.ranks.launch import Place, torchrun_place
 from titanlite.ranks.signals import StopRequest, ending_with_the_output
-from titanlite.start import Planner, check_start, reporting_errors, run_job
+from titanlite.start import Tools, check_start, reporting_errors, run_job
 
 EXAMPLE = "python train.py --job.config_file=configs/tp2_fsdp2.toml"
 
 
-def main(argv: Sequence[str], planner: Planner, *, example: str = EXAMPLE) -> int:
-    """Check the job, then train, or let `planner` estimate its memory; returns the exit status.
+def main(argv: Sequence[str], tools: Tools, *, example: str = EXAMPLE) -> int:
+    """Check the job, then train, or estimate its memory; returns the exit status.
 
     `example` is the command that the error message for a missing file suggests.
     """
@@ -34,26 +35,32 @@ def main(argv: Sequence[str], planner: Planner, *, example: str = EXAMPLE) -> in
         read = read_job(argv, needs_file=example)
         if read.config.memory_estimation.enable:
             num_ranks = None if world is None else world.world_size
-            planner.print_memory(read, num_ranks, is_first=world is None or world.rank == 0)
+            tools.planner.print_memory(read, num_ranks, is_first=world is None or world.rank == 0)
         else:
-            run_job(train_on_rank, check_start(read, world, trains=True, planner=planner), world)
+            start = check_start(read, world, trains=True, planner=tools.planner)
+            run_job(train_on_rank, start, world, None, tools.artist)
     return ended.status
 
 
-def command(arguments: Sequence[str], planner: Planner) -> int:
+def command(arguments: Sequence[str], tools: Tools) -> int:
     """`titanlite train FILE [--section.key=value ...]`, like train.py; returns the exit status."""
     words = list(arguments)
     if words and not words[0].startswith("-"):
         words[0] = f"--job.config_file={words[0]}"
-    return main(words, planner, example="titanlite train configs/tp2_fsdp2.toml")
+    return main(words, tools, example="titanlite train configs/tp2_fsdp2.toml")
 
 
 def train_on_rank(
-    place: Place, resolved: ResolvedJob, device_type: str, callbacks: Callbacks | None = None
+    place: Place,
+    resolved: ResolvedJob,
+    device_type: str,
+    callbacks: Callbacks | None = None,
+    artist: Any = None,
 ) -> TrainResult:
     """The run of one rank: open the world, build the job, run its steps, draw the pictures.
 
-    A run that saves checkpoints resumes from the newest one, and stops early on request.
+    `artist` (titanlite.observe.reporter.Artist) draws the pictures; with None there are none. A run
+    that saves checkpoints resumes from the newest one, and stops early on request.
     """
     from titanlite.checkpoint.run import Checkpoints
     from titanlite.job import build_job
@@ -87,6 +94,7 @@ def train_on_rank(
                 checkpoints.notes,
                 starts_from=checkpoints.source,
                 is_guest=checkpoints.is_guest,
+                artist=artist,
             ) as reporter,
             world.explaining(),
         ):

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from titanlite.config import JobConfig, Reading, ResolvedJob, check_machine
 from titanlite.config.data import prepare_data
@@ -52,6 +52,14 @@ class Planner(Protocol):
 
     def print_memory(self, reading: Reading, num_ranks: int | None, /, *, is_first: bool) -> None:
         """Print the memory of each pipeline stage's ranks at the peak of a step."""
+
+
+class Tools(NamedTuple):
+    """What commands hand to a run, which knows no tools."""
+
+    planner: Planner
+    artist: Any
+    """Draws the pictures (titanlite.observe.reporter.Artist, whose job needs torch)."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from titanlite.modules.shards import whole_tensor
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.ranks.world import World, open_world
 from titanlite.registry import MODELS
-from titanlite.sampling.choice import Choice
-from titanlite.sampling.generate import generate
+from titanlite.tools.sample.choice import Choice
+from titanlite.tools.sample.generate import generate
 
 LLAMA = {
     "hidden_size": 64,

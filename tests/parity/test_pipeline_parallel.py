@@ -189,7 +189,7 @@ def _observe(place: Place, configs: list[JobConfig]) -> list[dict[str, Any]]:
     from titanlite.job import build_job
     from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
     from titanlite.ranks.world import open_world
-    from titanlite.sampling.generate import sample_sequences
+    from titanlite.tools.sample.generate import sample_sequences
 
     seen = []
     with open_world(place) as world:

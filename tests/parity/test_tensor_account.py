@@ -28,7 +28,7 @@ from titanlite.models.build import build_model
 from titanlite.modules.shards import whole_tensor
 from titanlite.parallelize import apply_ep, apply_fsdp, apply_tp
 from titanlite.ranks.world import World
-from titanlite.sampling.generate import sample_sequences, whole_model
+from titanlite.tools.sample.generate import sample_sequences, whole_model
 from titanlite.tools.verify.verify import Verifier
 from titanlite.training.initialize import initialize
 from titanlite.training.step import Trainer

@@ -177,7 +177,7 @@ def look(place: Place) -> list[Any]:
     """For each plan of COUNTED: its collectives, its copies of the weight, and a whole model's."""
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.sampling.generate import whole_model
+    from titanlite.tools.sample.generate import whole_model
 
     found = []
     with open_world(place) as world:

@@ -273,7 +273,7 @@ def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):
     file.write_text("[training]\nsteps = -1\n")
     code = (
         "import sys, train\n"
-        f"status = train.main(['--job.config_file={file}'], train.planner())\n"
+        f"status = train.main(['--job.config_file={file}'], train.tools())\n"
         "assert 'torch' not in sys.modules\n"
         "sys.exit(status)"
     )

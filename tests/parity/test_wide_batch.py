@@ -125,7 +125,7 @@ def test_a_job_with_fields_of_its_own_is_shrunk_on_its_own_data() -> None:
 def sample(place: Place) -> str:
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.sampling.generate import NoSamplesError, sample_sequences
+    from titanlite.tools.sample.generate import NoSamplesError, sample_sequences
 
     with open_world(place) as world:
         job = build_job(resolve_job(config(PP), world.size), world)

@@ -160,8 +160,10 @@ def test_a_sample(num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ),
         "titanlite.checkpoint.weights.load_safetensors": lambda *_: None,
         "titanlite.tools.sample.writer.TextWriter": lambda *_: Writer(),
-        "titanlite.sampling.generate.sample_sequences": sample,
-        "titanlite.sampling.generate.save_samples": lambda _, samples, out: out.write_text("saved"),
+        "titanlite.tools.sample.generate.sample_sequences": sample,
+        "titanlite.tools.sample.generate.save_samples": lambda _, samples, out: out.write_text(
+            "saved"
+        ),
     }.items():
         monkeypatch.setattr(name, stand_in)
     sampling = SimpleNamespace(num_samples=num_samples, prompt="")

@@ -1,4 +1,4 @@
-"""The timeline of a real pipeline step: recorded, gathered from all ranks, drawn and exported.
+"""The timeline of a real pipeline step: recorded, and gathered from all ranks.
 
 It has the start and end of each forward pass, backward pass, and part of a split backward pass of a
 stage, and the sends, receives, gathers and reductions of the same run (communication.py). The
@@ -10,18 +10,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from titanlite.observe.communication import Move, recording_communication
-from titanlite.observe.pictures.schedule_svg import draw_svg
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 from titanlite.schedule.timeline import activation_curves
-from titanlite.schedule.trace import make_trace
 
 
 class PipelineRecorder:
@@ -145,12 +142,3 @@ def make_timeline(
         curves=curves,
         curves_label="activations held, by rank",
     )
-
-
-def save_timeline(timeline: Timeline, folder: Path, name: str) -> Path:
-    """Write the diagram `name`.svg and the Perfetto trace `name`.json; returns the SVG's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(make_trace(timeline))
-    diagram = folder / f"{name}.svg"
-    diagram.write_text(draw_svg(timeline))
-    return diagram

@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,25 +20,25 @@ from titanlite.config.data import spec_for
 from titanlite.config.document import format_config
 from titanlite.errors import ConfigError
 from titanlite.job import Job
-from titanlite.observe.ending import CURVE, LOADS, draw_end
 from titanlite.observe.first_screen import render_screen
+from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.metrics import (
     MetricsLog,
     StepRecord,
     mfu,
     peak_memory_bytes,
 )
-from titanlite.observe.pictures.mesh import draw_mesh
 from titanlite.observe.pipeline_timeline import (
     PipelineRecorder,
     gather_timeline,
-    save_timeline,
 )
 from titanlite.observe.profiling import profile_steps, snapshot_memory
 from titanlite.observe.progress import Progress
 from titanlite.observe.run_facts import Data, Machine, name_idle_keys, run_facts
 from titanlite.ranks.peers import Peers
 from titanlite.ranks.world import World
+from titanlite.schedule import Timeline
+from titanlite.schedule.trace import make_trace
 from titanlite.training.metrics import ValidationResult
 from titanlite.training.step import StepResult
 
@@ -47,6 +47,26 @@ if TYPE_CHECKING:
     from titanlite.observe.compiling import CompileReport
 
 FIRST_SCREEN = "first_screen.txt"
+
+
+CURVE, LOADS = "loss.png", "expert_loads.png"
+
+
+class Artist(Protocol):
+    """What draws the pictures of a run, which draws none itself; titanlite.tools.gallery is one."""
+
+    def draw_end(
+        self,
+        job: Job,
+        folder: Path,
+        say: Callable[[str], None],
+        is_stopped: Callable[[], bool],
+        /,
+    ) -> None:
+        """Draw the loss and samples in `folder`; every rank calls this, and rank 0 draws."""
+
+    def draw_timeline(self, timeline: Timeline, path: Path, /) -> None:
+        """Draw the timeline of a pipeline's step."""
 
 
 class Reporter:
@@ -67,8 +87,10 @@ class Reporter:
         *,
         starts_from: Path | None = None,
         is_guest: bool = False,
+        artist: Artist | None = None,
     ) -> None:
         config, world = job.config, job.world
+        self._artist = artist
         self._starts_from = starts_from
         self._job, self._first_step, self._notes = job, first_step, list(notes)
         self._folder, self._is_guest = Path(config.job.dump_folder), is_guest
@@ -253,7 +275,8 @@ class Reporter:
         Sampling ends early once `is_stopped` returns True on a rank.
         """
         with self._writing():
-            draw_end(self._job, self._folder, self._progress.print, is_stopped)
+            if self._artist is not None:
+                self._artist.draw_end(self._job, self._folder, self._progress.print, is_stopped)
 
     def _record_pipeline(self) -> PipelineRecorder | None:
         pipeline, profiling = self._job.pipeline, self._job.config.profiling
@@ -283,8 +306,13 @@ class Reporter:
         )
         if timeline is not None and job.world.is_first:
             folder = self._folder / job.config.profiling.save_traces_folder
-            diagram = save_timeline(timeline, folder, f"pipeline_step_{step}")
-            self._progress.print(f"pipeline timeline: {diagram}; {timeline.caption}")
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"pipeline_step_{step}.json"
+            path.write_text(make_trace(timeline))
+            if self._artist is not None:
+                path = path.with_suffix(".svg")
+                self._artist.draw_timeline(timeline, path)
+            self._progress.print(f"pipeline timeline: {path}; {timeline.caption}")
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

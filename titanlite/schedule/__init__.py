@@ -7,7 +7,7 @@ table.py        reads and writes CSV in the format of torch.distributed.pipelini
 clock.py        runs the actions of ranks in virtual time, each as soon as it can
 walk.py         checks that a schedule runs; reports blocked ranks and missing work
 lower.py        adds sends and receives, unshard and reshard, and gradient reduction
-timeline.py     what ran when, measured or simulated; observe/pictures and tools/figures draw it
+timeline.py     what ran when, measured or simulated; tools/figures draws it
 trace.py        exports a timeline as a Chrome trace
 """
 

@@ -21,7 +21,7 @@ from titanlite.models.llama3.model import RotaryEmbedding, rotary_frequencies
 from titanlite.modules.batch import make_batch
 from titanlite.modules.tied import find_tied
 from titanlite.registry import MODELS
-from titanlite.sampling.generate import generate, number_documents
+from titanlite.tools.sample.generate import generate, number_documents
 from titanlite.training.initialize import generator_for, initialize
 
 FLAVORS: dict[str, dict[str, Any]] = {"llama3": LLAMA3_FLAVORS, "gpt2": GPT2_FLAVORS}

@@ -11,7 +11,7 @@ import pytest
 from titanlite.config import load_config, make_config, resolve_job
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.observe.first_screen import Fact, beside, render_screen
-from titanlite.observe.pictures.mesh import draw_mesh
+from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.run_facts import Data, Machine, run_facts
 from titanlite.plan_row import PlanRow
 

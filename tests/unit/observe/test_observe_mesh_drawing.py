@@ -10,7 +10,7 @@ import pytest
 
 from titanlite.mesh.parallel_dims import AXES
 from titanlite.mesh.parallel_dims import ParallelDims as Dims
-from titanlite.observe.pictures.mesh import draw_mesh
+from titanlite.observe.mesh_drawing import draw_mesh
 
 
 def test_one_rank() -> None:

@@ -1,6 +1,7 @@
 """Drawings for the tools, from plain values, without a Job or ranks.
 
-schedule_html.py schedule_png.py schedule_text.py   a timeline (as SVG: observe/pictures)
+schedule_svg.py schedule_html.py schedule_png.py schedule_text.py   a timeline, which
+               schedule_layout.py lays out; palette.py: the colours
 ring.py      sequence layouts and ring attention, as SVG
 messages.py  the messages between ranks, as SVG and as a page to step through
 canvas.py    the shapes of ring.py and messages.py

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 
-from titanlite.observe.pictures import palette
+from titanlite.tools.figures import palette
 from titanlite.tools.figures.canvas import FAINT, PAPER, RANKS, Drawing
 from titanlite.tools.figures.page_file import FOLDER, make_page
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titanlite.observe.pictures.schedule_layout import Canvas, canvases_of, cells
-from titanlite.observe.pictures.schedule_svg import draw_canvases
 from titanlite.schedule.timeline import Timeline
 from titanlite.tools.figures.page_file import FOLDER, make_page
+from titanlite.tools.figures.schedule_layout import Canvas, canvases_of, cells
+from titanlite.tools.figures.schedule_svg import draw_canvases
 
 
 def draw_html(timelines: Sequence[Timeline] | Timeline, table: str = "") -> str:

@@ -8,9 +8,9 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.pictures.schedule_layout import Box, Canvas, Label, SpanBox, Text, marks
 from titanlite.schedule.actions import ScheduleError
 from titanlite.schedule.timeline import Timeline
+from titanlite.tools.figures.schedule_layout import Box, Canvas, Label, SpanBox, Text, marks
 
 LABELLED_PIXELS = 12
 """A cell of this width and height has its label; a smaller one if it fits in _READABLE pixels."""

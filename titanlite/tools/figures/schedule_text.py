@@ -8,8 +8,8 @@ import sys
 from bisect import bisect_right
 from itertools import groupby
 
-from titanlite.observe.pictures import palette
 from titanlite.schedule.timeline import WORK, Span, Timeline
+from titanlite.tools.figures import palette
 
 
 def draw_text(timeline: Timeline, width: int | None = None, color: bool | None = None) -> str:

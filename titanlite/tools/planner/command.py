@@ -13,7 +13,7 @@ from titanlite.config import load_config, resolve_job
 from titanlite.config.load import override, read_job
 from titanlite.errors import ConfigError
 from titanlite.observe.first_screen import render_screen
-from titanlite.observe.pictures.mesh import draw_mesh
+from titanlite.observe.mesh_drawing import draw_mesh
 from titanlite.observe.run_facts import job_facts
 from titanlite.observe.terminal import terminal_width, uses_color
 from titanlite.schedule import Timeline

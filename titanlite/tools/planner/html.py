@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.pictures import palette
+from titanlite.tools.figures import palette
 from titanlite.tools.figures.page_file import make_page
 from titanlite.tools.planner.events import FROM_RANK_TO_RANK, TO_DEVICE, TO_HOST
 from titanlite.tools.planner.report import AXIS_SHARES, COMPUTE_SHARES, IDLE, LAUNCH, MEMORY_SHARES

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from titanlite.mesh.parallel_dims import ParallelDims
-from titanlite.observe.pictures.schedule_svg import draw_svg
 from titanlite.schedule import Span, Timeline
 from titanlite.schedule.actions import COMPUTE_KINDS, SEND_B, SEND_F
 from titanlite.schedule.timeline import (
@@ -26,6 +25,7 @@ from titanlite.schedule.timeline import (
     SEND_TO,
     WORK,
 )
+from titanlite.tools.figures.schedule_svg import draw_svg
 from titanlite.tools.planner.compose import END, START
 from titanlite.tools.planner.composition import Segment, named
 from titanlite.tools.planner.cost import Cost

@@ -122,7 +122,7 @@ def draw(
     from titanlite.checkpoint.weights import load_safetensors
     from titanlite.job import build_job
     from titanlite.ranks.world import open_world
-    from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
+    from titanlite.tools.sample.generate import NoSamplesError, sample_sequences, save_samples
     from titanlite.tools.sample.writer import TextWriter
 
     config = resolved.config

@@ -136,7 +136,7 @@ def _write(
     if options.csv:
         wrote.append(write(options.csv, write_csv([row.values for row in rows])))
     if options.svg:
-        from titanlite.observe.pictures.schedule_svg import draw_svg
+        from titanlite.tools.figures.schedule_svg import draw_svg
 
         wrote.append(write(options.svg, draw_svg(*timelines)))
     if options.html:

@@ -351,7 +351,7 @@ class Simulation:
         return draw_text(self.timeline())
 
     def _repr_html_(self) -> str:
-        from titanlite.observe.pictures.schedule_svg import draw_svg
+        from titanlite.tools.figures.schedule_svg import draw_svg
 
         return draw_svg(self.timeline())
 

@@ -64,7 +64,7 @@ def write_pictures(options: argparse.Namespace, timelines: Sequence[Timeline]) -
     """Write the files that the options --svg and --html name; returns lines to print."""
     wrote = []
     if options.svg:
-        from titanlite.observe.pictures.schedule_svg import draw_svg
+        from titanlite.tools.figures.schedule_svg import draw_svg
 
         wrote.append(write(options.svg, draw_svg(*timelines)))
     if options.html:

@@ -28,7 +28,7 @@ from titanlite.modules.shards import whole_tensor
 from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.part import DTYPES
 from titanlite.ranks.world import free_memory_bytes
-from titanlite.sampling.choice import Choice
+from titanlite.tools.sample.choice import Choice
 from titanlite.training.initialize import (
     draws_by_name,
     generator_for,

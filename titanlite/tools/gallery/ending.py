@@ -8,20 +8,17 @@ from pathlib import Path
 from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.observe.metrics import FILE_NAME, read_metrics
-from titanlite.sampling.generate import NoSamplesError, sample_sequences, save_samples
+from titanlite.observe.reporter import CURVE, LOADS
+from titanlite.tools.sample.generate import NoSamplesError, sample_sequences, save_samples
 
 # Tokens between two lines about sampling; a multiple of the interval of `on_tokens`.
 SAMPLED_A_LINE = 768
-CURVE, LOADS = "loss.png", "expert_loads.png"
 
 
 def draw_end(
     job: Job, folder: Path, say: Callable[[str], None], is_stopped: Callable[[], bool]
 ) -> None:
-    """Draw the pictures of a run in `folder`; every rank must call this, and rank 0 draws.
-
-    Sampling ends early once `is_stopped` returns True on a rank.
-    """
+    """As titanlite.tools.gallery says."""
     data, sampling = job.data, job.config.sampling
     if job.world.is_first:
         say(_draw_curve(job, folder))
@@ -64,7 +61,7 @@ def _draw_curve(job: Job, folder: Path) -> str:
     if not records:
         return f"no loss curve was drawn: there are no records in {folder / FILE_NAME}"
     # matplotlib is slow to import: only on this rank, and only when needed.
-    from titanlite.observe.pictures.loss import save_loss_curve
+    from titanlite.tools.gallery.loss import save_loss_curve
 
     in_nats = job.data.is_in_nats and job.config.training.loss is None
     save_loss_curve(
@@ -76,7 +73,7 @@ def _draw_curve(job: Job, folder: Path) -> str:
     )
     if job.trainer.balancer is None:
         return f"loss curve: {folder / CURVE}"
-    from titanlite.observe.pictures.experts import save_expert_loads
+    from titanlite.tools.gallery.experts import save_expert_loads
 
     save_expert_loads(folder / LOADS, records)
     return f"loss curve: {folder / CURVE}\nload of experts: {folder / LOADS}"

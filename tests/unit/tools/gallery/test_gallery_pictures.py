@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from titanlite.data.images.picture import save_image_grid
 from titanlite.observe.metrics import StepRecord
-from titanlite.observe.pictures.loss import save_loss_curve
+from titanlite.tools.gallery.loss import save_loss_curve
 
 
 def make_records(count: int) -> list[StepRecord]:

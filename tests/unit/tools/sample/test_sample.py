@@ -15,10 +15,10 @@ from titanlite.data.spec import DatasetSpec
 from titanlite.errors import TitanliteError
 from titanlite.models.image_transformer.config import FLAVORS
 from titanlite.models.image_transformer.model import ImageTransformer
-from titanlite.sampling import generate as sample
-from titanlite.sampling.choice import Choice
-from titanlite.sampling.generate import Pace, generate, sample_sequences
 from titanlite.tools.sample import command
+from titanlite.tools.sample import generate as sample
+from titanlite.tools.sample.choice import Choice
+from titanlite.tools.sample.generate import Pace, generate, sample_sequences
 from titanlite.training.initialize import generator_for
 
 NUM_TOKENS = 3 * 16 * 8

@@ -7,7 +7,8 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from titanlite.observe.pictures.schedule_layout import (
+from titanlite.schedule.timeline import WORK, Timeline
+from titanlite.tools.figures.schedule_layout import (
     Box,
     Canvas,
     Label,
@@ -17,7 +18,6 @@ from titanlite.observe.pictures.schedule_layout import (
     canvases_of,
     marks,
 )
-from titanlite.schedule.timeline import WORK, Timeline
 
 _FONT = "font-family='DejaVu Sans, Verdana, sans-serif'"
 _MOST_CELLS_WITH_HOVER = 4000  # beyond that, cells of one colour are drawn as one path

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from titanlite.observe.pictures import palette
 from titanlite.schedule.timeline import NAMES, WORK, Span, Timeline
+from titanlite.tools.figures import palette
 
 _CURVES_HEIGHT = 90
 _KEY_STEP = 34

@@ -1,1 +1,0 @@
-"""Sampling sequences from a trained model, on the ranks of a job; choice.py: the next token."""
