@@ -67,9 +67,11 @@ class Operation:
 class Works(_Work):
     """The work of a collective or message; it is done once `done` has happened."""
 
-    def __init__(self, turns: Turns, done: Happening, result: list[Tensor]) -> None:
+    def __init__(
+        self, turns: Turns, done: Happening, result: list[Tensor], sent: _Message | None = None
+    ) -> None:
         super().__init__()
-        self._turns, self._done, self._result = turns, done, result
+        self._turns, self._done, self._result, self._message = turns, done, result, sent
 
     def wait(self, timeout: Any = None) -> bool:
         self._turns.wait_for(self._done)
@@ -93,6 +95,13 @@ class Works(_Work):
     def result(self) -> list[Tensor]:
         self.wait()
         return self._result
+
+    def source_rank(self) -> int:
+        """The rank that sent the message of a receive, in its group."""
+        assert self._message is not None
+        return self._message.source
+
+    _source_rank = source_rank
 
     def get_future(self) -> Any:
         # Who takes a future may wait for it in C++, where no other rank could take its turn.
@@ -394,7 +403,7 @@ class ThreadGroup(_ProcessGroup):
             received.source = sent.source
             shared.turns.happen(other.done)
             own.done.has_happened = True
-        return Works(shared.turns, own.done, [tensor])
+        return Works(shared.turns, own.done, [tensor], own)
 
     def _join(
         self,
