@@ -84,6 +84,7 @@ PLANS: dict[str, JobConfig] = {
     "TP, CP, EP": job(TP | CP | ep(4), WHOLE, BY_OPERATOR),
     "TP, CP, EP, capacity": job(TP | CP | ep(4), WHOLE, CAPACITY),
     "TP": job(TP, WHOLE),
+    "CP": job(CP, WHOLE),
     "PP in a V, EP": job(PP | SHARD | ep(2) | schedule("ZBVZeroBubble"), HALF, FOUR_BLOCKS),
 }
 SLOW_PLANS: dict[str, JobConfig] = {
@@ -93,7 +94,6 @@ SLOW_PLANS: dict[str, JobConfig] = {
     "capacity, CP, Llama 4": job(CP | SHARD | ep(4), LLAMA4, CAPACITY),
     "DDP": job(REPLICATE),
     "FSDP": job(SHARD, BY_OPERATOR),
-    "CP": job(CP, WHOLE),
     "PP": job(PP, HALF),
     "TP, FSDP": job(TP | SHARD),
     "TP, replicas": job(TP | REPLICATE),

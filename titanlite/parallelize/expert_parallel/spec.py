@@ -90,10 +90,12 @@ def _experts_by_operator(job: Draft) -> Iterator[str]:
 EXPERT_PARALLEL = Feature(
     "expert parallel",
     "expert_parallel",
-    # Under TP, too, experts have shards of their own.
+    # Under TP, too, experts have shards of their own; and where TP or CP shards the tokens of a
+    # sequence, an expert layer must know over which ranks.
     is_on=lambda config: (
         config.parallelism.expert_parallel_degree > 1
         or config.parallelism.tensor_parallel_degree > 1
+        or config.parallelism.context_parallel_degree > 1
     ),
     checks=(_expert_parallel, _forced_balance, _experts_by_operator),
 )
