@@ -61,6 +61,11 @@ COMMANDS = {
         "titanlite verify configs/tp2_fsdp2.toml --steps=2",
         starts_ranks=True,
     ),
+    "debug": Command(
+        "titanlite.tools.debug.command",
+        "open pdb in one rank of a job, while all others stand still",
+        "titanlite debug configs/tp2_fsdp2.toml --rank 3",
+    ),
     "plan": Command(
         "titanlite.tools.planner.command",
         "show what a step takes on any number of ranks, before it runs",
@@ -94,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; a user's mistake is one line and status 2."""
     is_process = arguments is None
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    needs_help = not rest or {"-h", "--help"} & set(rest)
-    if is_process and name in COMMANDS and COMMANDS[name].starts_ranks and not needs_help:
+    needs_no_ranks = not rest or {"-h", "--help", "--threads"} & set(rest)
+    if is_process and name in COMMANDS and COMMANDS[name].starts_ranks and not needs_no_ranks:
         # The fork server's imports take longer than the command's own.
         from titanlite.ranks.fork_server import start_fork_server
 

@@ -72,7 +72,7 @@ def test_commands_of_the_job_say_what_the_page_tells(tmp_path):
     assert re.search(r"^AGREES: the largest difference is", verified, flags=re.MULTILINE)
     planned = run("titanlite plan configs/fsdp4.toml --hardware=h100")
     peak = re.search(r"memory\s+(\S+ MiB) of", planned)[1]
-    assert f"{peak} of a GPU at the peak" in PAGE
+    assert f"{peak} of GPU memory at the peak" in PAGE
     lab = run("titanlite lab zero")
     for line in re.findall(r"^(?:data parallel|ZeRO \d).*$", lab, flags=re.MULTILINE):
         assert line.split()[-4:] in [shown.split()[-4:] for shown in PAGE.splitlines()]

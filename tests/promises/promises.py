@@ -146,7 +146,7 @@ PROMISES = [
         "docs/configuration.md",
         "use only deterministic algorithms",
         Break(
-            "_set_deterministic", "torch.use_deterministic_algorithms(", "(lambda *_, **__: None)("
+            "set_deterministic", "torch.use_deterministic_algorithms(", "(lambda *_, **__: None)("
         ),
         (
             "unit/test_run.py::test_only_deterministic_algorithms_are_used",
@@ -338,8 +338,8 @@ PROMISES = [
         "| `debug.seed` | `--seed` | another seed gives other samples |",
         Break("_for_sampling", '"debug.seed": asked.seed,', ""),
         (
-            "unit/sampling/test_sample.py::test_options_replace_what_the_job_says_about_sampling",
-            "unit/sampling/test_sample.py",
+            "unit/tools/sample/test_sample.py::test_options_replace_what_the_job_says_about_sampling",
+            "unit/tools/sample/test_sample.py",
             "parity/test_checkpoint_commands.py",
             "parity/test_text_plans.py",
         ),

@@ -41,6 +41,7 @@ def test_alone_it_lists_each_command_with_a_line_and_an_example() -> None:
     assert set(COMMANDS) == {
         "train",
         "sample",
+        "debug",
         "convert",
         "verify",
         "plan",

@@ -52,6 +52,7 @@ FLOORS = (
 TOOLS: dict[str, tuple[str, ...]] = {
     "by_hand": (),
     "convert": (),
+    "debug": (),
     # Both commands read a checkpoint that somebody else may have written.
     "sample": ("convert",),
     # It draws samples of the trained model, and the timeline of a pipeline's step.

@@ -382,8 +382,7 @@ class Comm(Section):
     )
     mode: Literal["default", "debug", "threads", "local_tensor"] = key(
         "default",
-        '"debug": at each step, compare the collectives of all ranks and their lines of code; '
-        '"threads": all ranks are threads of one process; "local_tensor" is another name for it',
+        '"debug": compare the calls of ranks at each step; "threads": ranks in one process',
         lacking=("fake_backend",),
     )
 

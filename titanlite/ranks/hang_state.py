@@ -72,6 +72,7 @@ SAVING = (
 PLUMBING = (
     os.path.join(OURS, "titanlite", "ranks") + os.sep,
     os.path.join(OURS, "titanlite", "mesh") + os.sep,
+    os.path.join(OURS, "titanlite", "tools", "debug") + os.sep,
 )
 
 
@@ -118,7 +119,10 @@ def take_account(
 
 def stack_of(thread: int) -> tuple[list[str], str]:
     """The stack of a thread that does not run, innermost last, and the place of its call."""
-    frames = _frames(thread, None)
+    frames = _raw_frames(thread)
+    while frames and is_plumbing(_file(frames[-1][0])):
+        frames.pop()  # a debugger's own, or those of a wait
+    frames = _without_start(frames)
     stack = [_show(frame.f_code.co_filename, line, frame) for frame, line in frames]
     return stack, call_site(_places(reversed(frames))) or UNKNOWN
 
@@ -358,12 +362,16 @@ def _frames(thread: int, error: BaseException | None) -> list[tuple[FrameType, i
     """
     if error is not None and error.__traceback__ is not None:
         return _without_start(list(traceback.walk_tb(error.__traceback__)))
+    return _without_start(_raw_frames(thread))
+
+
+def _raw_frames(thread: int) -> list[tuple[FrameType, int]]:
     frame = sys._current_frames().get(thread)
     frames = []
     while frame is not None:
         frames.append((frame, frame.f_lineno))
         frame = frame.f_back
-    return _without_start(frames[::-1])
+    return frames[::-1]
 
 
 def _without_start(frames: list[Located]) -> list[Located]:

@@ -169,8 +169,18 @@ class ThreadWorld:
     def _leave(self, rank: int) -> None:
         self._states[rank] = State(self._states.get(rank))
 
+    def describe(self) -> str:
+        """Where each rank is, and what it waits for; a line for each."""
+        report = write_report(self._accounts(), {}, "", self.describe_place)
+        lines = report.body.splitlines()[1:]
+        return "\n".join(line for line in lines[: self.size])
+
     def _stuck(self) -> tuple[int, BaseException]:
         """The rank that the others wait for, and the report of all ranks."""
+        report = write_report(self._accounts(), {}, "no rank can go on", self.describe_place)
+        return report.rank, RankError(report.rank, report.headline, report.body)
+
+    def _accounts(self) -> dict[int, Account]:
         groups = {
             name: (self.axes.get(name) or group.label, group.ranks)
             for name, group in self.exchange.groups.items()
@@ -189,8 +199,7 @@ class ThreadWorld:
                     account.calls = [call]
                 case Message() as message:
                     account.message = message
-        report = write_report(accounts, {}, "no rank can go on", self.describe_place)
-        return report.rank, RankError(report.rank, report.headline, report.body)
+        return accounts
 
     @contextlib.contextmanager
     def shared(self, patch: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -248,7 +257,13 @@ def run_threads(
         finally:
             _world = None
     if world.turns.failure is not None:
-        raise _error_of(*world.turns.failure)
+        rank, error = world.turns.failure
+        if isinstance(error, TitanliteError):
+            if not isinstance(error, RankError):
+                error.rank = rank
+            raise error
+        text = "".join(traceback.format_exception(error))
+        raise RankError(rank, f"{type(error).__name__}: {error}", text) from error
     return results
 
 
@@ -288,12 +303,3 @@ def _threaded_groups() -> Iterator[None]:
             yield
     finally:
         isolate(False)
-
-
-def _error_of(rank: int, error: BaseException) -> BaseException:
-    if isinstance(error, TitanliteError):
-        if not isinstance(error, RankError):
-            error.rank = rank
-        return error
-    text = "".join(traceback.format_exception(error))
-    return RankError(rank, f"{type(error).__name__}: {error}", text)

@@ -36,7 +36,7 @@ def open_job(world: World, resolved: ResolvedJob) -> Iterator[Job]:
             job.trainer.generators = None
             yield job
         finally:
-            if world.is_first or not is_rank():
+            if not is_rank() or world.is_first:
                 gc.collect()
 
 

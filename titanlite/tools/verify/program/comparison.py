@@ -117,6 +117,7 @@ def compare(
     seed: int | None = 0,
     timeout_seconds: float = 300,
     max_ranks: int | None = None,
+    threads: bool = False,
 ) -> Comparison:
     """Train parallel code on local ranks and its plain model on one process, and compare each step.
 
@@ -158,11 +159,15 @@ def compare(
     timeout_seconds: how long the ranks may take altogether.
     max_ranks: the largest number of ranks to start; by default as many as the cores and the
         memory of this machine allow.
+    threads: whether the ranks are threads of this process, of which one runs at a time: up to
+        4,096, without a timeout, and a breakpoint stops all of them.
 
     Raises ConfigError for a mistake in the arguments and TitanliteError if the reference does not
     run. An exception on a rank is part of the result.
     """
-    with Comparer(timeout_seconds=timeout_seconds, max_ranks=max_ranks) as comparer:
+    with Comparer(
+        timeout_seconds=timeout_seconds, max_ranks=max_ranks, threads=threads
+    ) as comparer:
         return comparer.compare(
             reference,
             parallel,
@@ -197,11 +202,19 @@ class Comparer:
     """A context manager: all comparisons in its `with` block run on the same processes.
 
     That is faster than new processes for each. Global state that the caller's code changes stays
-    changed for the next comparison.
+    changed for the next comparison. With `threads`, the ranks are threads of this process.
     """
 
-    def __init__(self, *, timeout_seconds: float = 300, max_ranks: int | None = None) -> None:
-        self._pools = RankPools(timeout_seconds=timeout_seconds, max_ranks=max_ranks)
+    def __init__(
+        self,
+        *,
+        timeout_seconds: float = 300,
+        max_ranks: int | None = None,
+        threads: bool = False,
+    ) -> None:
+        self._pools = RankPools(
+            timeout_seconds=timeout_seconds, max_ranks=max_ranks, threads=threads
+        )
 
     def __enter__(self) -> Comparer:
         return self

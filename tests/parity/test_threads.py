@@ -1,0 +1,150 @@
+"""Jobs whose ranks are threads of one process: the same numbers, checkpoints and verdicts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans import merged
+
+import titanlite
+from titanlite.config import make_config
+from titanlite.errors import ConfigError
+from titanlite.tools.verify.verify import Verifier
+
+CONFIG = Path(__file__).parents[2] / "configs/ddp4.toml"
+TINY: dict[str, Any] = {
+    "model": {"dim": 32, "num_layers": 2, "num_heads": 4},
+    "training": {"steps": 4, "local_batch_size": 2, "global_batch_size": 8, "dtype": "float64"},
+    "lr_scheduler": {"warmup_steps": 1},
+    "sampling": {"num_samples": 0},
+}
+THREADS = {"comm": {"mode": "threads"}}
+PLANS = {
+    "TP, FSDP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2},
+    "PP, CP": {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
+    "DDP": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+}
+
+
+def train(folder: Path, plan: str, *more: dict[str, Any]) -> titanlite.TrainResult:
+    job = {"job": {"dump_folder": str(folder)}, "parallelism": PLANS[plan]}
+    return titanlite.train(merged(TINY, job, *more))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_losses_are_those_of_processes(tmp_path: Path, plan: str) -> None:
+    threads = train(tmp_path / "threads", plan, THREADS)
+    processes = train(tmp_path / "processes", plan)
+    assert len(threads.losses) == 4
+    assert threads.losses == pytest.approx(processes.losses, rel=1e-13)
+    assert threads.grad_norms == pytest.approx(processes.grad_norms, rel=1e-12)
+
+
+def test_a_run_resumes_in_the_other_world(tmp_path: Path) -> None:
+    saves = {"checkpoint": {"enable": True, "interval": 2, "last_save_model_only": False}}
+    whole = train(tmp_path / "whole", "TP, FSDP")
+    for first, second in (({}, THREADS), (THREADS, {})):
+        folder = tmp_path / ("to_threads" if second else "to_processes")
+        half = {"training": {"steps": 2}, "lr_scheduler": {"total_steps": 4}}
+        train(folder, "TP, FSDP", saves, half, first)
+        rest = train(folder, "TP, FSDP", saves, {"lr_scheduler": {"total_steps": 4}}, second)
+        assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-12)
+
+
+def test_a_bug_on_one_rank_has_the_same_cause(breaks_rank_3: Callable[[], Any]) -> None:
+    job = make_config(merged(TINY, {"parallelism": PLANS["TP, FSDP"]}))
+    found = {}
+    for threads in (True, False):
+        with Verifier(timeout_seconds=100, threads=threads) as verifier:
+            assert verifier.verify(job, steps=2).agrees
+            found[threads] = verifier.verify(job, steps=2, patch=breaks_rank_3)
+        assert not found[threads].agrees
+    assert found[True].findings == found[False].findings
+
+
+@pytest.fixture
+def breaks_rank_3() -> Callable[[], Any]:
+    """A bug of one rank of four: its part of a product is too large."""
+
+    def broken() -> Any:
+        from unittest.mock import patch
+
+        import torch.distributed as dist
+
+        from titanlite.models.image_transformer.model import FeedForward
+
+        forward = FeedForward.forward
+
+        def of_rank(self: Any, x: Any) -> Any:
+            out = forward(self, x)
+            return 1.5 * out if dist.is_initialized() and dist.get_rank() == 3 else out
+
+        return patch.object(FeedForward, "forward", of_rank)
+
+    return broken
+
+
+def test_what_threads_cannot_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'job.device: "cuda" needs a process for each rank'):
+        train(tmp_path, "DDP", THREADS, {"job": {"device": "cuda"}})
+    wide = {"parallelism": {"data_parallel_replicate_degree": 8192}}
+    with pytest.raises(ConfigError, match="ranks that are threads"):
+        train(tmp_path, "DDP", THREADS, wide, {"training": {"global_batch_size": 16384}})
+
+
+LOSS = """
+import inspect
+
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import titanlite
+
+
+def loss(outputs, batch):
+    is_step = any("training/step.py" in frame.filename for frame in inspect.stack())
+    if dist.is_initialized() and dist.get_rank() == 1 and {when}:
+        {at_rank_1}
+    targets = batch.targets.flatten()
+    return F.cross_entropy(outputs.flatten(0, 1).float(), targets, reduction="sum")
+
+
+titanlite.register_loss("stops", loss)
+"""
+
+
+def debug(folder: Path, at_rank_1: str, commands: str, *more: str, when: str = "True") -> str:
+    (folder / "stops.py").write_text(LOSS.format(at_rank_1=at_rank_1, when=when))
+    options = ("--experimental.custom_import=stops", "--training.loss=stops", "--training.steps=1")
+    keys = (*options, "--job.device=cpu", f"--job.dump_folder={folder / 'run'}", *more)
+    command = [sys.executable, "-m", "titanlite", "debug", str(CONFIG), *keys]
+    done = subprocess.run(
+        command,
+        input=commands,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_debugger_opens_at_a_breakpoint_of_one_rank(tmp_path: Path) -> None:
+    shown = debug(tmp_path, "breakpoint()", "p outputs.shape\nothers\nq\n", "--rank=1")
+    assert "(rank 1) torch.Size([" in shown
+    assert "rank 0 (dp_replicate 0) is waiting" in shown or "rank 0 (dp_replicate 0) is" in shown
+    assert "rank 1 (dp_replicate 1) is at stops.py" in shown
+    assert shown.rstrip().endswith("stopped in the debugger")
+
+
+def test_the_debugger_opens_at_an_error(tmp_path: Path) -> None:
+    shown = debug(tmp_path, "raise ValueError('broken')", "p outputs.dim()\nq\n", when="is_step")
+    assert "rank 1: ValueError: broken" in shown
+    assert "(rank 1) 3" in shown

@@ -1,0 +1,1 @@
+"""`titanlite debug`: a debugger in one rank of a job, while all other ranks stand still."""
