@@ -32,6 +32,7 @@ from titanlite.errors import ConfigError, NonFiniteError, TitanliteError
 from titanlite.job import Job
 from titanlite.parallelize.part import DTYPES
 from titanlite.quantities import format_bytes
+from titanlite.ranks.turns import is_rank
 from titanlite.self_check import check_copies
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
@@ -77,6 +78,10 @@ class Checkpoints:
         if self._section.enable:
             seconds = self._job.config.comm.checkpoint_timeout_seconds
             self._ranks = CheckpointGroup(self._job.world, seconds)
+            if self._section.async_mode != "disabled" and is_rank():
+                self.notes.append(
+                    "checkpoint.async_mode: ranks that are threads wait until a save is done"
+                )
             with contextlib.ExitStack() as exits, self._ranks.with_long_timeout():
                 self._token = self._ranks.from_first(make_token)
                 if self._saves:
@@ -167,7 +172,7 @@ class Checkpoints:
             state=state.numbers_of(job, job.sampler.state, state.data_of(job)),
         )
         self._saving_to = self._folder.at(step)
-        if in_background and self._section.async_mode != "disabled":
+        if in_background and self._section.async_mode != "disabled" and not is_rank():
             with self._ranks.with_long_timeout():
                 self._saving = save_async(pieces, folder, self._ranks.group, seal, self._copies)
             self._times = times = [start]

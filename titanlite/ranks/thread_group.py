@@ -181,7 +181,9 @@ class ThreadGroup(_ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    name = getBackendName
+    def name(self) -> str:
+        """What a run shows."""
+        return "threads"
 
     def _get_backend(self, device: Any) -> ThreadGroup:
         """What carries out the collectives of a device's tensors: this group itself."""
