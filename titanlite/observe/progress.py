@@ -21,6 +21,7 @@ from titanlite.errors import OutputClosedError
 from titanlite.observe.metrics import StepRecord
 from titanlite.observe.terminal import is_terminal, terminal_width
 from titanlite.quantities import format_bytes, format_count, format_duration
+from titanlite.ranks.turns import is_rank
 
 _REDRAW_SECONDS = 0.1
 # Outside a terminal, a slow run prints a line at the next step after this time.
@@ -196,7 +197,8 @@ def _figures(record: StepRecord) -> list[str]:
         figures.append(f"{format_count(record.flops_per_second, spaced=True)}FLOP/s")
     if record.mfu is not None:
         figures.append(f"MFU {record.mfu:.1%}")
-    figures.append(f"{format_bytes(record.memory_bytes)} a rank")
+    of_whom = "in all" if is_rank() else "a rank"
+    figures.append(f"{format_bytes(record.memory_bytes)} {of_whom}")
     return figures
 
 
