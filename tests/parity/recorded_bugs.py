@@ -427,9 +427,9 @@ def ring_counts_up() -> AbstractContextManager[Any]:
 
     On two ranks those are the same.
     """
-    from titanlite.parallelize.async_tensor_parallel.ring_product import Ring
+    from titanlite.parallelize.async_tensor_parallel.ring_product import ChunkRing
 
-    return patch.object(Ring, "gathered", lambda self, step: (self.rank + step) % self.size)
+    return patch.object(ChunkRing, "gathered", lambda self, step: (self.rank + step) % self.size)
 
 
 def ring_leaves_out_a_product() -> AbstractContextManager[Any]:

@@ -25,6 +25,7 @@ def say_what_happens(place: Place, runs: list[tuple[JobConfig, bool]]) -> list[s
     """What each run prints, or the line that refuses it; True: beside another run that records."""
     from titanlite.observe import metrics
     from titanlite.run import train_on_rank as train
+    from titanlite.tools import gallery
 
     metrics.PATIENCE_SECONDS = 0
     printed = []
@@ -35,7 +36,7 @@ def say_what_happens(place: Place, runs: list[tuple[JobConfig, bool]]) -> list[s
             contextlib.redirect_stdout(io.StringIO()) as out,
         ):
             try:
-                train(place, resolve_job(job, place.world_size), "cpu")
+                train(place, resolve_job(job, place.world_size), "cpu", None, gallery)
             except ConfigError as error:
                 print(f"refused: {error}", file=out)
         printed.append(out.getvalue())
