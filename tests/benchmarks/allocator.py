@@ -23,7 +23,9 @@ def changes(function: Callable[[], Any]) -> list[Change]:
     from torch.profiler import ProfilerActivity, profile
 
     found, kept = [], []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # Without acc_events, torch 2.11 warns.
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         kept.append(function())
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     while pending:
