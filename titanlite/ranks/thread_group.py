@@ -48,7 +48,7 @@ REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     Reduction.BOR: torch.Tensor.bitwise_or_,
     Reduction.BXOR: torch.Tensor.bitwise_xor_,
 }
-# As gloo does, sums of these wrap or saturate in their own dtype; the others have no addition.
+# A sum of truth values is whether any is true, as with gloo; torch adds none in place.
 AS_INTEGERS = {torch.bool: torch.uint8}
 
 
