@@ -140,6 +140,13 @@ PROMISES = [
         Break("Watch._give_up", "elif not self._store_is_lost:", "elif self._closing:"),
         ("unit/ranks/test_faults.py", "unit/ranks/test_fault_report.py"),
     ),
+    Promise(
+        "ranks that are threads draw from their own generators",
+        "docs/threads.md",
+        "gives each rank its own state of what a process has only once",
+        Break("State.apply", "torch.set_rng_state(self.torch)", "pass"),
+        ("unit/ranks/test_threads.py::test_each_rank_has_generators_and_settings_of_its_own",),
+    ),
     # A run.
     Promise(
         "deterministic algorithms",
