@@ -77,6 +77,7 @@ class State:
 
     def begin(self) -> None:
         """Let a rank start from this state of the process, with groups and tables of its own."""
+        self.apply()
         groups = [name for _, name in _of_process(GROUPS)]
         for owner, name, value in self.names:
             if name in groups:
@@ -139,7 +140,7 @@ class ThreadWorld:
         self.describe_place: Callable[[int], str] = lambda rank: ""
         self.timeout_seconds = None
         self._patches, self._num_patched = contextlib.ExitStack(), 0
-        self._states: dict[int, State] = {}
+        self._before, self._states = State(), dict[int, State]()
 
     def run(self, function: Callable[..., Any], arguments: bytes) -> list[Any]:
         """`function(place, *arguments)` on every rank, each with arguments of its own."""
@@ -149,11 +150,10 @@ class ThreadWorld:
             place = Place(rank, self.size, rank, self.size, THREADS, self._orders)
             return function(place, *cloudpickle.loads(arguments))
 
-        before = State()
         try:
             return self.turns.run(serve)
         finally:
-            before.apply()
+            self._before.apply()
 
     def open_group(self, options: Any, _: Any) -> ThreadGroup:
         """A new process group of this thread's rank, as torch asks for one."""
@@ -164,7 +164,7 @@ class ThreadWorld:
         if rank in self._states:
             self._states[rank].apply()
             return
-        State().begin()
+        self._before.begin()
 
     def _leave(self, rank: int) -> None:
         self._states[rank] = State(self._states.get(rank))

@@ -198,6 +198,17 @@ def test_each_rank_has_generators_and_settings_of_its_own() -> None:
             torch.set_default_dtype(torch.float32)
 
 
+def test_each_rank_starts_from_the_state_of_the_process() -> None:
+    def on_rank(world: World) -> tuple[float, float, torch.dtype]:
+        drawn = torch.rand(1).item(), random.random(), torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return drawn
+
+    first, *others = in_threads(on_rank)
+    assert others == [first] * (RANKS - 1)
+    assert first == (torch.rand(1).item(), random.random(), torch.float32)
+
+
 def fails(function: Callable[[World], Any], kind: type[TitanliteError] = RankError) -> Any:
     with pytest.raises(kind) as caught:
         in_threads(function)
