@@ -180,6 +180,7 @@ def test_every_shipped_plan(verifier: Verifier, path: Path, steps: int):
     assert found.margin > 100, f"{found.worst} is near the tolerance"
 
 
+@pytest.mark.slow
 def test_rounding_does_not_grow_over_twenty_steps():
     """With AdamW; and with SGD, which hides no wrong scale, and grouped key and value heads."""
     plan = {

@@ -222,6 +222,7 @@ def told(one: Communication) -> tuple[Any, ...]:
     return one.kind, one.axis, one.num_bytes, one.num_ranks, one.peer
 
 
+@pytest.mark.slow
 def test_a_trace_is_a_run() -> None:
     check_plans(QUICK)
 
