@@ -64,7 +64,7 @@ class Operation:
     done: Happening = field(default_factory=Happening)
 
 
-class Works(_Work):
+class ThreadWork(_Work):
     """The work of a collective or message; it is done once `done` has happened."""
 
     def __init__(
@@ -119,9 +119,9 @@ class Exchange:
         self.groups: dict[str, ThreadGroup] = {}
         """A member of each group, for reports."""
         self.operations: dict[tuple[str, int], Operation] = {}
-        # (group, source, destination, tag) -> sends or receives that no rank has met yet.
-        self.sends: dict[tuple[Any, ...], deque[_Message]] = defaultdict(deque)
-        self.receives: dict[tuple[Any, ...], deque[_Message]] = defaultdict(deque)
+        # (group, destination, tag) -> sends or receives whose peer has not called yet.
+        self.sends: dict[tuple[str, int, int], deque[_Message]] = defaultdict(deque)
+        self.receives: dict[tuple[str, int, int], deque[_Message]] = defaultdict(deque)
 
 
 @dataclass(eq=False)
@@ -194,10 +194,10 @@ class ThreadGroup(_ProcessGroup):
     def _start_coalescing(self, device: Any) -> None:
         """Each operation is carried out by itself."""
 
-    def _end_coalescing(self, device: Any) -> Works:
+    def _end_coalescing(self, device: Any) -> ThreadWork:
         done = Happening()
         done.has_happened = True
-        return Works(self._exchange.turns, done, [])
+        return ThreadWork(self._exchange.turns, done, [])
 
     def abort(self) -> None:
         """There is nothing to abort."""
@@ -210,7 +210,7 @@ class ThreadGroup(_ProcessGroup):
 
     # Collectives. Each is given, per rank, what `compute` needs.
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Works:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ThreadWork:
         how = opts.reduceOp if opts is not None else dist.ReduceOp(dist.ReduceOp.SUM)
 
         def compute(everyone: list[list[Tensor]]) -> None:
@@ -221,10 +221,10 @@ class ThreadGroup(_ProcessGroup):
 
         return self._join("all_reduce", tensors, tensors, compute, tensors)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Works:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> ThreadWork:
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Works:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> ThreadWork:
         root, at = (0, 0) if opts is None else (opts.rootRank, opts.rootTensor)
 
         def compute(everyone: list[list[Tensor]]) -> None:
@@ -235,7 +235,7 @@ class ThreadGroup(_ProcessGroup):
 
         return self._join("broadcast", tensors, tensors, compute, tensors, root)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Works:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> ThreadWork:
         def compute(everyone: list[list[Tensor]]) -> None:
             for same in zip(*everyone, strict=True):
                 _write(same[opts.rootRank], _reduced(list(same), opts.reduceOp))
@@ -244,7 +244,7 @@ class ThreadGroup(_ProcessGroup):
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> Works:
+    ) -> ThreadWork:
         def compute(everyone: list[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
             for own, _ in everyone:
                 for number, parts in enumerate(own):
@@ -255,13 +255,13 @@ class ThreadGroup(_ProcessGroup):
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> Works:
+    ) -> ThreadWork:
         # Its outputs are listed by rank, those of allgather by tensor.
         return self.allgather([list(same) for same in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Works:
+    ) -> ThreadWork:
         parts = [
             list(output.view(self.size(), *_split(output, self.size())).unbind())
             for output in outputs
@@ -275,14 +275,14 @@ class ThreadGroup(_ProcessGroup):
 
         return self._join("all_gather", (parts, inputs), inputs, compute, outputs)
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Works:
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> ThreadWork:
         return self.all_gather_single_coalesced([output], [given], opts)
 
     # Names of other versions of torch.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _allgather_base = all_gather_single
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Works:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ThreadWork:
         def compute(everyone: list[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
             for part, (_, given) in zip(everyone[opts.rootRank][0][0], everyone, strict=True):
                 _write(part, given[0])
@@ -290,7 +290,7 @@ class ThreadGroup(_ProcessGroup):
         root = opts.rootRank
         return self._join("gather", (outputs, inputs), inputs, compute, _flat(outputs), root)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Works:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ThreadWork:
         def compute(everyone: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
             for part, (own, _) in zip(everyone[opts.rootRank][1][0], everyone, strict=True):
                 _write(own[0], part)
@@ -298,7 +298,9 @@ class ThreadGroup(_ProcessGroup):
         root = opts.rootRank
         return self._join("scatter", (outputs, inputs), outputs, compute, outputs, root)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Works:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+    ) -> ThreadWork:
         def compute(everyone: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
             totals = [
                 (
@@ -315,7 +317,7 @@ class ThreadGroup(_ProcessGroup):
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
-    ) -> Works:
+    ) -> ThreadWork:
         parts = [
             list(given.reshape(self.size(), *_split(given, self.size())).unbind())
             for given in inputs
@@ -323,13 +325,13 @@ class ThreadGroup(_ProcessGroup):
         flat = [output.view(part[0].shape) for output, part in zip(outputs, parts, strict=True)]
         return self.reduce_scatter(flat, parts, opts)
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> Works:
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> ThreadWork:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Works:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ThreadWork:
         def compute(everyone: list[tuple[list[Tensor], list[Tensor]]]) -> None:
             for rank, (own, _) in enumerate(everyone):
                 for part, (_, given) in zip(own, everyone, strict=True):
@@ -349,7 +351,7 @@ class ThreadGroup(_ProcessGroup):
         output_sizes: Sequence[int] | None = None,
         input_sizes: Sequence[int] | None = None,
         opts: Any = None,
-    ) -> Works:
+    ) -> ThreadWork:
         def parts(tensor: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
             return list(tensor.split(list(sizes or [len(tensor) // self.size()] * self.size())))
 
@@ -357,7 +359,7 @@ class ThreadGroup(_ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None) -> Works:
+    def barrier(self, opts: Any = None) -> ThreadWork:
         return self._join("barrier", None, [], lambda everyone: None, [])
 
     def monitored_barrier(self, *_: Any, **__: Any) -> None:
@@ -365,20 +367,20 @@ class ThreadGroup(_ProcessGroup):
 
     # Messages. A send is done once it has been received, as with NCCL.
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Works:
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> ThreadWork:
         (tensor,) = tensors
         return self._meet((self._key, to, tag), tensor, self._rank, to)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Works:
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> ThreadWork:
         (tensor,) = tensors
         return self._meet((self._key, self._rank, tag), tensor, source, None)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Works:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> ThreadWork:
         return self.recv(tensors, -1, tag)
 
     def _meet(
         self, key: tuple[str, int, int], tensor: Tensor, source: int, to: int | None
-    ) -> Works:
+    ) -> ThreadWork:
         shared = self._exchange
         peer = source if to is None else to
         what = f"{'receive' if to is None else 'send'} of {_size(tensor)}"
@@ -405,7 +407,7 @@ class ThreadGroup(_ProcessGroup):
             received.source = sent.source
             shared.turns.happen(other.done)
             own.done.has_happened = True
-        return Works(shared.turns, own.done, [tensor], own)
+        return ThreadWork(shared.turns, own.done, [tensor], own)
 
     def _join(
         self,
@@ -415,7 +417,7 @@ class ThreadGroup(_ProcessGroup):
         compute: Callable[[list[Any]], None],
         result: list[Tensor],
         root: int | None = None,
-    ) -> Works:
+    ) -> ThreadWork:
         """Give this rank's part; the last rank of the group computes the results of all."""
         shared = self._exchange
         self._number += 1
@@ -442,7 +444,7 @@ class ThreadGroup(_ProcessGroup):
             with unseen():
                 under_way.compute([under_way.given[rank] for rank in range(self.size())])
             shared.turns.happen(under_way.done)
-        return Works(shared.turns, under_way.done, result)
+        return ThreadWork(shared.turns, under_way.done, result)
 
 
 @contextlib.contextmanager

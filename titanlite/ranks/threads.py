@@ -172,8 +172,7 @@ class ThreadWorld:
     def describe(self) -> str:
         """Where each rank is, and what it waits for; a line for each."""
         report = write_report(self._accounts(), {}, "", self.describe_place)
-        lines = report.body.splitlines()[1:]
-        return "\n".join(line for line in lines[: self.size])
+        return "\n".join(report.body.splitlines()[1 : self.size + 1])
 
     def _stuck(self) -> tuple[int, BaseException]:
         """The rank that the others wait for, and the report of all ranks."""

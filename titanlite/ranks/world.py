@@ -53,8 +53,7 @@ class World:
         """
         if self.watch is not None:
             self.watch.set_timeout(seconds, key)
-            if self.watch.timeout_seconds is not None:
-                _set_group_timeouts(seconds)
+        _set_group_timeouts(seconds)
 
     def allowing(self, seconds: float, key: str) -> AbstractContextManager[None]:
         """A context in which the watchdog's timeout is `seconds`; a report names it `key`.

@@ -101,6 +101,7 @@ def verify_one(options: Options) -> int:
         shrunk += ["generated data"] * bool(changes)
     start = check_start(reading, threads=options.threads)
     config = start.job.config
+    threads = options.threads or config.comm.has_threads
     if options.replay_routing and not num_experts(start.job.config, start.job.model):
         raise ConfigError("--replay-routing: the model has no experts; remove it")
     source = config.job.config_file or ""
@@ -116,7 +117,7 @@ def verify_one(options: Options) -> int:
         show(f"{steps} steps: {', '.join(begins)}")
 
     with Verifier(
-        start.device_type, max_ranks=config.job.max_local_ranks, threads=options.threads
+        start.device_type, max_ranks=config.job.max_local_ranks, threads=threads
     ) as verifier:
         found = verifier.verify(
             start.job,
@@ -216,7 +217,7 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--limit": _count,
 }
 FLAGS = (*("--replay-routing", "--shrink", "--until-stable", "--threads", "--matrix", "--compile"),)
-OF_ONE_JOB = ("--dtype", "--replay-routing", "--shrink", "--until-stable", "--json")
+OF_ONE_JOB = ("--dtype", "--replay-routing", "--shrink", "--until-stable", "--threads", "--json")
 OF_THE_MATRIX = ("--ranks", "--output", "--compile", "--limit")
 
 
