@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # The tests that mostly run in one process, or start ranks that compute little. The others start
 # ranks that use all cores.
 ALONE := tests/unit tests/golden tests/promises tests/lab tests/mutants tests/newcomer \
-  $(addprefix tests/parity/test_,threads.py installed.py own_model.py from_python.py plan_published.py plan_trace.py)
+  $(addprefix tests/parity/test_,rank_threads.py installed.py own_model.py from_python.py plan_published.py plan_trace.py)
 
 .PHONY: train test test-all test-versions check docs clean
 
