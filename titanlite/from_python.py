@@ -20,6 +20,7 @@ from titanlite.start import check_start, run_job
 def train(
     config: JobConfig | Mapping[str, Mapping[str, Any]] | str | Path,
     *,
+    threads: bool = False,
     on_step: Callback | None = None,
     on_validation: Callback | None = None,
     on_checkpoint: Callback | None = None,
@@ -30,7 +31,8 @@ def train(
     `config` is a JobConfig, a dict of sections, or the path of a TOML file. The job can use models,
     data sets, losses and metrics that the calling script has registered. Every rank calls the
     callbacks with an Event: after each step, after its validation, after each checkpoint that is
-    complete, and at the end of the run.
+    complete, and at the end of the run. With `threads`, the ranks are threads of this process, as
+    with comm.mode = "threads": a breakpoint stops all of them.
 
     Under torchrun every process calls this, and each gets the same result. Raises ConfigError with
     all mistakes of the job, and RankError if a rank or a callback fails.
@@ -43,7 +45,7 @@ def train(
     callbacks = Callbacks(on_step, on_validation, on_checkpoint, on_end)
     try:
         with prepared_environment():
-            start = check_start(read, world, trains=True, planner=tools().planner)
+            start = check_start(read, world, trains=True, threads=threads, planner=tools().planner)
             if start.job.config.memory_estimation.enable:
                 raise ConfigError(
                     "memory_estimation.enable: true estimates memory and does not train; call "

@@ -64,10 +64,14 @@ class Tools(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """A job that has passed all checks, and the device of its ranks, "cpu" or "cuda"."""
+    """A job that has passed all checks, and the device of its ranks, "cpu" or "cuda".
+
+    If `threads`, local ranks are threads of this process.
+    """
 
     job: ResolvedJob
     device_type: str
+    threads: bool = False
 
 
 def check_start(
@@ -118,7 +122,7 @@ def check_start(
         from titanlite.plain_job import check_plain_model
 
         check_plain_model(job, looked_at)
-    return Start(job, device_type)
+    return Start(job, device_type, threads)
 
 
 def run_job(
@@ -137,13 +141,6 @@ def run_job(
         with unwinding_at_sigterm():
             return function(ALONE, job, start.device_type, *arguments)
     with unwinding_at_sigterm(), StopRequest(enabled=config.checkpoint.saves) as stop:
-        if config.comm.has_threads:
-            from titanlite.ranks.threads import run_threads
-
-            num_ranks = job.dims.world_size
-            return run_threads(function, num_ranks, job, start.device_type, *arguments, stop=stop)[
-                0
-            ]
         return run_ranks(
             function,
             job.dims.world_size,
@@ -152,6 +149,7 @@ def run_job(
             *arguments,
             stop=stop,
             max_ranks=config.job.max_local_ranks,
+            threads=start.threads,
         )[0]
 
 
@@ -244,12 +242,12 @@ def _choose_device(
     if config.job.device == "cuda":
         raise ConfigError(
             'job.device: "cuda" needs a process for each rank, and the ranks of this job are '
-            'threads of one; give "cpu", or leave out comm.mode'
+            'threads of one; give "cpu", or run them as processes'
         )
     if place is not None:
         raise ConfigError(
-            f'comm.mode: "{config.comm.mode}" runs all ranks in one process, and torchrun has '
-            f"started {place.world_size}; start the job without torchrun, or leave out comm.mode"
+            "comm.mode: ranks that are threads run in one process, and torchrun has started "
+            f"{place.world_size}; start the job without torchrun, or run them as processes"
         )
     return "cpu"
 

@@ -38,5 +38,5 @@ def _own_models() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def verifier() -> Iterator[Verifier]:
     """One Verifier for all tests of small plans: most take less time than starting ranks."""
-    with Verifier(timeout_seconds=120) as verifier:
+    with Verifier(timeout_seconds=120, threads=True) as verifier:
         yield verifier

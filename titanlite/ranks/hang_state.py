@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from titanlite.ranks.report import Account, Call, Message
 from titanlite.ranks.stacks import CodePlace
+from titanlite.ranks.turns import current_rank, is_rank
 
 # A frame with its line, or the place of one.
 Located = TypeVar("Located", tuple[FrameType, int], CodePlace)
@@ -152,12 +153,16 @@ def names_of(group: str) -> list[str]:
 
 
 def recorded_calls(num_remembered: int | None = None) -> list[Call]:
-    """The collectives in the flight recorders, in the order of the calls.
+    """The collectives in this rank's flight recorders, in the order of the calls.
 
     Only the last `num_remembered` of each group and those not completed; all if None.
     """
     calls = []
-    for entry in recorded_entries(with_stacks=True):
+    if is_rank():
+        from titanlite.ranks.threads import thread_world
+
+        calls = thread_world().exchange.calls_of(current_rank())
+    for entry in [] if is_rank() else recorded_entries(with_stacks=True):
         if entry["is_p2p"]:
             continue
         backend, _, operation = entry["profiling_name"].partition(":")

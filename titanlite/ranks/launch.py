@@ -84,6 +84,7 @@ def run_ranks(
     timeout_seconds: float | None = None,
     stop: StopRequest | None = None,
     max_ranks: int | None = None,
+    threads: bool = False,
 ) -> list[Any]:
     """Call `function(place, *args)` in `num_ranks` new local processes; return their results.
 
@@ -94,7 +95,16 @@ def run_ranks(
     ranks. If the caller requests a stop through `stop`, each rank receives the request in
     `place.orders`. Raises ConfigError if `num_ranks` exceeds `max_ranks` or, if that is None, the
     number that the cores and the memory of this machine allow.
+
+    With `threads`, the ranks are threads of this process, of which one runs at a time, and each
+    gets its own copy of `args`. There is no timeout then: RankError is raised as soon as no rank
+    can go on, with what each waits for.
     """
+    if threads:
+        check_local_ranks(num_ranks, allowed=max_ranks, are_threads=True)
+        from titanlite.ranks.threads import run_threads
+
+        return run_threads(function, num_ranks, *args, stop=stop)
 
     def send_result(place: Place, connection: Connection) -> None:
         place = replace(place, orders=connection)

@@ -148,6 +148,20 @@ def ignore_warnings(message: str = "", category: type[Warning] = Warning, module
     warnings.filterwarnings("ignore", message, category, module)
 
 
+def initial_warnings() -> None:
+    """Show warnings as a new process does, until the end of `own_settings`.
+
+    A caller may have made errors of them, as pytest can; a rank's process would not know of it.
+    """
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
+    # What `python -W` has asked for.
+    process: Any = getattr(warnings, "_processoptions", lambda options: None)
+    process(sys.warnoptions)
+
+
 def silence_compiler() -> None:
     """Do not repeat the compiler's warnings about activation checkpointing on this rank."""
     logging.getLogger(LOGGER).setLevel(logging.ERROR)

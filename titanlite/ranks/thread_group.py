@@ -15,7 +15,7 @@ import contextlib
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -48,6 +48,8 @@ REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     Reduction.BOR: torch.Tensor.bitwise_or_,
     Reduction.BXOR: torch.Tensor.bitwise_xor_,
 }
+# How many calls of a rank are kept, as by default in a process.
+NUM_RECORDED = 2000
 # A sum of truth values is whether any is true, as with gloo; torch adds none in place.
 AS_INTEGERS = {torch.bool: torch.uint8}
 
@@ -122,6 +124,19 @@ class Exchange:
         # (group, destination, tag) -> sends or receives whose peer has not called yet.
         self.sends: dict[tuple[str, int, int], deque[_Message]] = defaultdict(deque)
         self.receives: dict[tuple[str, int, int], deque[_Message]] = defaultdict(deque)
+        # The last calls of each rank, as the flight recorder of a process has them.
+        self._calls: dict[int, deque[Call]] = defaultdict(lambda: deque(maxlen=NUM_RECORDED))
+
+    def record(self, rank: int, call: Call) -> None:
+        """Keep a rank's call of a collective."""
+        self._calls[rank].append(call)
+
+    def calls_of(self, rank: int) -> list[Call]:
+        """A rank's last calls of collectives, the latest last."""
+        return [
+            replace(call, is_done=(call.group, call.number) not in self.operations)
+            for call in self._calls[rank]
+        ]
 
 
 @dataclass(eq=False)
@@ -427,6 +442,7 @@ class ThreadGroup(_ProcessGroup):
         numel = sum(tensor.numel() for tensor in sizes)
         call = Call(self._key, self._number, operation, numel, dtype, user_site(), is_done=False)
         own = self.ranks[self._rank]
+        shared.record(own, call)
         under_way = shared.operations.get(key)
         if under_way is None:
             under_way = shared.operations[key] = Operation(call, compute, own)

@@ -15,7 +15,7 @@ import ctypes
 import functools
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
@@ -34,6 +34,7 @@ from titanlite.ranks.machine import num_cores
 from titanlite.ranks.report import Account, Call, Message, write_report
 from titanlite.ranks.settings import (
     deterministic,
+    initial_warnings,
     keeping_freed_memory,
     own_settings,
     set_deterministic,
@@ -248,6 +249,7 @@ def run_threads(
     arguments = cloudpickle.dumps(args)
     with contextlib.ExitStack() as exits:
         exits.enter_context(own_settings())
+        initial_warnings()
         exits.enter_context(keeping_freed_memory())
         exits.enter_context(_threaded_groups())
         _world = world = ThreadWorld(num_ranks, stop)
@@ -298,7 +300,33 @@ def _threaded_groups() -> Iterator[None]:
     isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
     isolate(True)
     try:
-        with patch.object(c10d, "_new_process_group_helper", threaded):
+        with (
+            patch.object(c10d, "_new_process_group_helper", threaded),
+            patch.object(c10d, "split_group", _split_group),
+            patch.object(dist, "split_group", _split_group),
+        ):
             yield
     finally:
         isolate(False)
+
+
+def _split_group(
+    parent_pg: Any = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    *_: Any,
+    group_desc: str | None = None,
+    **__: Any,
+) -> Any:
+    """The part of a group that this rank is in, or None; torch's own needs an accelerator."""
+    if not split_ranks or not all(split_ranks):
+        raise ValueError("split_ranks cannot be None or empty, and no group of it")
+    parent = parent_pg or dist.group.WORLD
+    ranks, own = dist.get_process_group_ranks(parent), dist.get_rank(parent)
+    for members in split_ranks:
+        if own in members:
+            return dist.new_group(
+                [ranks[member] for member in sorted(members)],
+                use_local_synchronization=True,
+                group_desc=group_desc,
+            )
+    return None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from titanlite.errors import ConfigError
 from titanlite.ranks.attempt import agree_on_attempt
 from titanlite.ranks.launch import Place
 from titanlite.ranks.machine import num_cores
@@ -124,6 +125,8 @@ def open_world(
     set it later, but then a report lacks the coordinates of ranks that never joined.
     """
     if place.is_thread:
+        if device_type == "cuda":
+            raise ConfigError('device_type: "cuda" needs a process for each rank; give "cpu"')
         with _open_thread_world(place, describe_place) as world:
             yield world
         return

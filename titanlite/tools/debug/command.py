@@ -13,7 +13,7 @@ from typing import Any
 from titanlite.callbacks import TrainResult
 from titanlite.config import ResolvedJob, read_job
 from titanlite.errors import ConfigError, RankError, TitanliteError, quote
-from titanlite.ranks.launch import Place
+from titanlite.ranks.launch import Place, run_ranks
 from titanlite.run import train_on_rank
 from titanlite.start import check_start
 
@@ -43,11 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     size = start.job.dims.world_size
     if rank is not None and rank >= size:
         raise ConfigError(f"--rank: {rank} is not a rank of this job; give 0 to {size - 1}")
-    from titanlite.ranks.threads import run_threads
-
     before, sys.breakpointhook = sys.breakpointhook, Debugging(rank).at_breakpoint
     try:
-        run_threads(_on_rank, size, start.job, start.device_type, rank)
+        run_ranks(_on_rank, size, start.job, start.device_type, rank, threads=True)
     except TitanliteError as error:
         if isinstance(_first_cause(error), BdbQuit):
             print("stopped in the debugger", file=sys.stderr)

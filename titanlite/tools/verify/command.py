@@ -101,8 +101,7 @@ def verify_one(options: Options) -> int:
         shrunk += ["generated data"] * bool(changes)
     start = check_start(reading, threads=options.threads)
     config = start.job.config
-    threads = options.threads or config.comm.has_threads
-    if options.replay_routing and not num_experts(start.job.config, start.job.model):
+    if options.replay_routing and not num_experts(config, start.job.model):
         raise ConfigError("--replay-routing: the model has no experts; remove it")
     source = config.job.config_file or ""
 
@@ -117,7 +116,7 @@ def verify_one(options: Options) -> int:
         show(f"{steps} steps: {', '.join(begins)}")
 
     with Verifier(
-        start.device_type, max_ranks=config.job.max_local_ranks, threads=threads
+        start.device_type, max_ranks=config.job.max_local_ranks, threads=start.threads
     ) as verifier:
         found = verifier.verify(
             start.job,
