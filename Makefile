@@ -5,19 +5,13 @@ PYTHON ?= python3
 VENV := .venv$(TORCH:%=-torch%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The tests that mostly run in one process, or start ranks that compute little. The others start
-# ranks that use all cores.
-ALONE := tests/unit tests/golden tests/promises tests/lab tests/mutants tests/newcomer \
-  $(addprefix tests/parity/test_,rank_threads.py installed.py own_model.py from_python.py plan_published.py plan_trace.py)
-
 .PHONY: train test test-all test-versions check docs clean
 
 train: $(READY)
 	$(BIN)/torchrun train.py --job.config_file=configs/tp2_fsdp2.toml
 
 test: $(READY) check
-	$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile $(ALONE)
-	$(BIN)/pytest -q -m "not slow" $(ALONE:%=--ignore=%)
+	$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-all: $(READY) check
 	$(BIN)/pytest -q

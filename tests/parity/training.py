@@ -13,7 +13,7 @@ from torch import Tensor
 from titanlite.config import JobConfig, make_config, make_parallel_dims, resolve_job
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import agreement
-from titanlite.tools.verify.pool import RankPool
+from titanlite.tools.verify.pool import ThreadPool
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -68,7 +68,7 @@ def train(configs: Sequence[JobConfig]) -> list[Training]:
     """Train each job on the same ranks, as many as they need; they need equally many."""
     (num_ranks,) = {make_parallel_dims(config, None).world_size for config in configs}
     trainings = []
-    with RankPool(num_ranks, timeout_seconds=180) as pool:
+    with ThreadPool(num_ranks) as pool:
         for config in configs:
             of_ranks = pool.call(train_on_rank, config)
             of_ranks[0].digests = [of_rank.digests[0] for of_rank in of_ranks]
