@@ -1,8 +1,9 @@
-"""Human-readable quantities: 12.3k, 1.50 GiB, 1.23 ms, 0:04:10. At most three digits."""
+"""Human-readable quantities, 12.3k, 1.50 GiB, 1.23 ms, 0:04:10, of three digits; and tables."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Bytes of an element, by dtype."""
@@ -56,3 +57,19 @@ def _three_figures(value: float) -> str:
     if size == int(size) and size < 10:
         return f"{value:.0f}"
     return f"{value:.2f}" if size < 9.995 else f"{value:.1f}" if size < 99.95 else f"{value:.0f}"
+
+
+def format_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()
+) -> str:
+    """A text table; columns are right-aligned, those named in `left` left-aligned."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for row in (header, *rows):
+        cells = [
+            cell.ljust(width) if name in left else cell.rjust(width)
+            for name, cell, width in zip(header, row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

@@ -52,7 +52,8 @@ FLOORS = (
 TOOLS: dict[str, tuple[str, ...]] = {
     "by_hand": (),
     "convert": (),
-    "debug": (),
+    # A recorded step is drawn as the recorded runs of the lab.
+    "debug": ("lab",),
     # Both commands read a checkpoint that somebody else may have written.
     "sample": ("convert",),
     # It draws samples of the trained model, and the timeline of a pipeline's step.
@@ -67,6 +68,9 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "verify": (),
 }
 """Each tool, and the tools that it may import."""
+
+COMMON = "options"
+"""What every command may import: its options, and the files that they ask for."""
 
 MAY_NAME_TOOLS = ("titanlite.cli", "titanlite")
 """The commands, and the public names that are imported at their first use."""
@@ -271,7 +275,7 @@ def test_the_core_is_built_in_floors_and_knows_no_tool(module: str) -> None:
             continue
         other = tool_of(used)
         if own is not None:
-            allowed = other is None or other in (own, *TOOLS[own])
+            allowed = other is None or other in (own, COMMON, *TOOLS.get(own, ()))
             assert allowed, f"{module} imports {used}: another tool"
             assert used not in MAY_NAME_TOOLS, f"{module} imports {used}"
         elif other is not None:

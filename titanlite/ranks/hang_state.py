@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from titanlite.ranks.report import Account, Call, Message
 from titanlite.ranks.stacks import CodePlace
-from titanlite.ranks.turns import current_rank, is_rank
+from titanlite.ranks.turns import is_rank
 
 # A frame with its line, or the place of one.
 Located = TypeVar("Located", tuple[FrameType, int], CodePlace)
@@ -159,9 +159,9 @@ def recorded_calls(num_remembered: int | None = None) -> list[Call]:
     """
     calls = []
     if is_rank():
-        from titanlite.ranks.threads import thread_world
-
-        calls = thread_world().exchange.calls_of(current_rank())
+        # A rank that is a thread: its groups are ThreadGroups, which keep their calls themselves.
+        world: Any = dist.distributed_c10d._get_default_group()
+        calls = world.recorded_calls()
     for entry in [] if is_rank() else recorded_entries(with_stacks=True):
         if entry["is_p2p"]:
             continue

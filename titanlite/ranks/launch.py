@@ -104,7 +104,10 @@ def run_ranks(
         check_local_ranks(num_ranks, allowed=max_ranks, are_threads=True)
         from titanlite.ranks.threads import run_threads
 
-        return run_threads(function, num_ranks, *args, stop=stop)
+        places = [
+            Place(rank, num_ranks, rank, num_ranks, rendezvous=THREADS) for rank in range(num_ranks)
+        ]
+        return run_threads(function, places, *args, stop=stop)
 
     def send_result(place: Place, connection: Connection) -> None:
         place = replace(place, orders=connection)

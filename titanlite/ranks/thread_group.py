@@ -15,9 +15,10 @@ import contextlib
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,17 +67,39 @@ class Operation:
     done: Happening = field(default_factory=Happening)
 
 
+class Listener(Protocol):
+    """Hears what the ranks of a world call and wait for; each call has a number, or 0 for none."""
+
+    def collective(
+        self, rank: int, call: Call, ranks: tuple[int, ...], tensors: Sequence[Tensor]
+    ) -> int: ...
+
+    def message(
+        self, rank: int, peer: int, tensor: Tensor, channel: str, *, is_send: bool
+    ) -> int: ...
+
+    def waits(self, number: int) -> AbstractContextManager[None]: ...
+
+
 class ThreadWork(_Work):
     """The work of a collective or message; it is done once `done` has happened."""
 
     def __init__(
-        self, turns: Turns, done: Happening, result: list[Tensor], sent: _Message | None = None
+        self,
+        exchange: Exchange,
+        done: Happening,
+        result: list[Tensor],
+        sent: _Message | None = None,
+        number: int = 0,
     ) -> None:
         super().__init__()
-        self._turns, self._done, self._result, self._message = turns, done, result, sent
+        self._exchange, self._done, self._result = exchange, done, result
+        self._message, self._number = sent, number
 
     def wait(self, timeout: Any = None) -> bool:
-        self._turns.wait_for(self._done)
+        listener = self._exchange.listener
+        with listener.waits(self._number) if listener else contextlib.nullcontext():
+            self._exchange.turns.wait_for(self._done)
         return True
 
     def synchronize(self) -> None:
@@ -120,6 +143,7 @@ class Exchange:
         self.turns = turns
         self.groups: dict[str, ThreadGroup] = {}
         """A member of each group, for reports."""
+        self.listener: Listener | None = None
         self.operations: dict[tuple[str, int], Operation] = {}
         # (group, destination, tag) -> sends or receives whose peer has not called yet.
         self.sends: dict[tuple[str, int, int], deque[_Message]] = defaultdict(deque)
@@ -161,6 +185,10 @@ class ThreadGroup(_ProcessGroup):
         """What a report calls the group if it knows no axis."""
         words = {"default_pg": "the world", "undefined": f"group {self._key}"}
         return words.get(self._desc, self._desc.removeprefix("mesh_"))
+
+    def recorded_calls(self) -> list[Call]:
+        """This rank's last calls of collectives, in all groups, the latest last."""
+        return self._exchange.calls_of(self.ranks[self._rank])
 
     # What torch asks of a group.
 
@@ -212,7 +240,7 @@ class ThreadGroup(_ProcessGroup):
     def _end_coalescing(self, device: Any) -> ThreadWork:
         done = Happening()
         done.has_happened = True
-        return ThreadWork(self._exchange.turns, done, [])
+        return ThreadWork(self._exchange, done, [])
 
     def abort(self) -> None:
         """There is nothing to abort."""
@@ -422,7 +450,14 @@ class ThreadGroup(_ProcessGroup):
             received.source = sent.source
             shared.turns.happen(other.done)
             own.done.has_happened = True
-        return ThreadWork(shared.turns, own.done, [tensor], own)
+        number = 0
+        if shared.listener and peer >= 0:
+            channel = f"{self._key} {key[2]}"
+            own_rank, is_send = self.ranks[self._rank], to is not None
+            number = shared.listener.message(
+                own_rank, self.ranks[peer], tensor, channel, is_send=is_send
+            )
+        return ThreadWork(shared, own.done, [tensor], own, number)
 
     def _join(
         self,
@@ -460,7 +495,8 @@ class ThreadGroup(_ProcessGroup):
             with unseen():
                 under_way.compute([under_way.given[rank] for rank in range(self.size())])
             shared.turns.happen(under_way.done)
-        return ThreadWork(shared.turns, under_way.done, result)
+        number = shared.listener.collective(own, call, self.ranks, sizes) if shared.listener else 0
+        return ThreadWork(shared, under_way.done, result, number=number)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A world in one process: every rank is a thread, with a state of its own of what torch keeps once.
 
-    results = run_threads(function, num_ranks, *args)       # like run_ranks, in this process
+    results = run_threads(function, places, *args)      # for run_ranks(..., threads=True)
 
 One rank runs at a time (turns.py), and the settings that a process has once (random generators,
 torch.distributed's groups, default dtype) are exchanged as it hands over. CUDA, and what only
@@ -13,10 +13,12 @@ import contextlib
 import copy
 import ctypes
 import functools
+import itertools
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -25,12 +27,12 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks.hang_state import stack_of
-from titanlite.ranks.launch import THREADS, Place
-from titanlite.ranks.machine import num_cores
+from titanlite.ranks.machine import MOST_THREADS, num_cores
 from titanlite.ranks.report import Account, Call, Message, write_report
 from titanlite.ranks.settings import (
     deterministic,
@@ -119,6 +121,24 @@ def _numpy_bytes() -> bytes:
     return ctypes.string_at(generator.ctypes.state_address, (624 + 1) * 4)
 
 
+class MeshIdentities:
+    """In place of `threading` where a mesh asks for its thread, which is part of its equality.
+
+    A later thread may have the number of one that has ended, and torch keeps plans of DTensor for
+    equal meshes: those of another rank, in a world before this one. So every rank of every world
+    has a number of its own.
+    """
+
+    def __init__(self) -> None:
+        self._number_of_world = next(_worlds)
+
+    def get_ident(self) -> int:
+        return self._number_of_world * MOST_THREADS + current_rank()
+
+
+_worlds = itertools.count(1)
+
+
 class StopOrders:
     """In place of the pipe on which a process gets the launcher's request to stop."""
 
@@ -132,10 +152,11 @@ class StopOrders:
 class ThreadWorld:
     """A world whose ranks are threads of this process; there is one at a time."""
 
-    def __init__(self, num_ranks: int, stop: StopRequest | None = None) -> None:
-        self.size = num_ranks
-        self._orders = None if stop is None else StopOrders(stop)
-        self.turns = Turns(num_ranks, self._stuck, self._enter, self._leave)
+    def __init__(self, places: Sequence[Any], stop: StopRequest | None = None) -> None:
+        orders = None if stop is None else StopOrders(stop)
+        self.size = len(places)
+        self._places = [replace(place, orders=orders) for place in places]
+        self.turns = Turns(self.size, self._stuck, self._enter, self._leave)
         self.exchange = Exchange(self.turns)
         self.axes: dict[str, str] = {}
         self.describe_place: Callable[[int], str] = lambda rank: ""
@@ -148,8 +169,7 @@ class ThreadWorld:
 
         def serve(rank: int) -> Any:
             torch.set_num_threads(num_cores() if self.size <= MOST_WITH_ALL_CORES else 1)
-            place = Place(rank, self.size, rank, self.size, THREADS, self._orders)
-            return function(place, *cloudpickle.loads(arguments))
+            return function(self._places[rank], *cloudpickle.loads(arguments))
 
         try:
             return self.turns.run(serve)
@@ -233,15 +253,11 @@ _world: ThreadWorld | None = None
 
 
 def run_threads(
-    function: Callable[..., Any], num_ranks: int, *args: Any, stop: StopRequest | None = None
+    function: Callable[..., Any], places: Sequence[Any], *args: Any, stop: StopRequest | None = None
 ) -> list[Any]:
-    """Call `function(place, *args)` on `num_ranks` threads of this process; return their results.
+    """What run_ranks does with `threads`: a thread of this process for each of `places`.
 
-    Each rank gets its own copy of `args`. If a rank raises, the others are ended where they wait,
-    and RankError is raised with the rank and its traceback; a rank's TitanliteError is raised
-    unchanged. If no rank can go on, RankError says what each waits for. No thread outlives the
-    call. If the caller requests a stop through `stop`, each rank finds it in `place.orders`. Raises
-    ConfigError inside a world of threads.
+    No thread outlives the call. Raises ConfigError inside a world of threads.
     """
     global _world
     if _world is not None:
@@ -252,7 +268,7 @@ def run_threads(
         initial_warnings()
         exits.enter_context(keeping_freed_memory())
         exits.enter_context(_threaded_groups())
-        _world = world = ThreadWorld(num_ranks, stop)
+        _world = world = ThreadWorld(places, stop)
         try:
             results = world.run(function, arguments)
         finally:
@@ -301,6 +317,7 @@ def _threaded_groups() -> Iterator[None]:
     isolate(True)
     try:
         with (
+            patch.object(device_mesh, "threading", MeshIdentities()),
             patch.object(c10d, "_new_process_group_helper", threaded),
             patch.object(c10d, "split_group", _split_group),
             patch.object(dist, "split_group", _split_group),

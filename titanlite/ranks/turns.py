@@ -11,7 +11,10 @@ known at that moment, without a timeout. This module does not import torch.
 from __future__ import annotations
 
 import ctypes
+import heapq
+import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,6 +65,9 @@ class Turns:
         self._ranks = [_Rank(number) for number in range(num_ranks)]
         self._ready = deque(self._ranks)
         self._stuck, self._on_enter, self._on_leave = stuck, on_enter, on_leave
+        # When it ends, a number to order those that end together, and what happens then.
+        self._sleeping: list[tuple[float, int, Happening]] = []
+        self._numbers = itertools.count()
         self._all_done = threading.Event()
         self._has_ended = False
         self.failure: tuple[int, BaseException] | None = None
@@ -98,6 +104,7 @@ class Turns:
         self._check_world()
         rank.waits_for = happening
         happening.waiting.append(rank.number)
+        self._wake()
         if not self._ready:
             self._end(*self._stuck())
         self._on_leave(rank.number)
@@ -106,6 +113,13 @@ class Turns:
         self._on_enter(rank.number)
         self._check_world()
         rank.waits_for = None
+
+    def sleep(self, seconds: float) -> None:
+        """Let other ranks run for this time; called on a rank's thread."""
+        happening = Happening(f"{seconds:g} seconds to pass")
+        until = time.monotonic() + seconds
+        heapq.heappush(self._sleeping, (until, next(self._numbers), happening))
+        self.wait_for(happening)
 
     def happen(self, happening: Happening) -> None:
         """The ranks that wait for it take their turns, in the order in which they came."""
@@ -127,6 +141,13 @@ class Turns:
     def _check_world(self) -> None:
         if self._has_ended:
             raise WorldEnded
+
+    def _wake(self) -> None:
+        """Let those go on whose time has come; if no other rank can, wait for the first of them."""
+        while self._sleeping and (not self._ready or self._sleeping[0][0] <= time.monotonic()):
+            until, _, happening = heapq.heappop(self._sleeping)
+            time.sleep(max(0.0, until - time.monotonic()))
+            self.happen(happening)
 
     def _give_turn(self) -> None:
         while self._ready:
@@ -150,6 +171,7 @@ class Turns:
             failure = rank.number, error
         rank.is_done = True
         self._on_leave(rank.number)
+        self._wake()
         if failure is not None:
             self._end(*failure)
         elif not self._ready and self.waits():

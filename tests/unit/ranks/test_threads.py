@@ -16,7 +16,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks.launch import Place, run_ranks
-from titanlite.ranks.threads import run_threads
 from titanlite.ranks.world import World, open_world
 
 RANKS = 4
@@ -27,7 +26,7 @@ def in_threads(function: Callable[[World], Any], num_ranks: int = RANKS) -> list
         with open_world(place) as world:
             return function(world)
 
-    return run_threads(on_rank, num_ranks)
+    return run_ranks(on_rank, num_ranks, threads=True)
 
 
 def tensor(world: World, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

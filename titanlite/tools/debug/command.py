@@ -7,6 +7,7 @@ import sys
 import threading
 from bdb import BdbQuit
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -15,14 +16,19 @@ from titanlite.config import ResolvedJob, read_job
 from titanlite.errors import ConfigError, RankError, TitanliteError, quote
 from titanlite.ranks.launch import Place, run_ranks
 from titanlite.run import train_on_rank
-from titanlite.start import check_start
+from titanlite.start import Start, check_start
+from titanlite.tools.options import count, require_writable, split_options, write
 
 HELP = """usage: titanlite debug CONFIG.toml [--rank N] [--section.key=value ...]
+       titanlite debug CONFIG.toml --record FILE.html [--step N] [--section.key=value ...]
 
 Train a job whose ranks are threads of this process, of which one runs at a time. A debugger (pdb)
 opens where a rank raises an error, and at breakpoint(); the other ranks stand still meanwhile.
 
   --rank N            only in rank N; without it, in the first rank that comes there
+  --record FILE       instead, train to one step, and draw what each rank sends to whom in it, and
+                      in which module: FILE.html to step through, or FILE.svg
+  --step N            the step to record (default 2: the first one also sets up)
   --section.key=value any key of the job, as for train.py
 
 In the debugger, `others` lists where every rank is and what it waits for. `q` ends the run.
@@ -37,10 +43,12 @@ def main(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(HELP)
         return 0
-    rank, words = _parse(arguments)
-    reading = read_job(words, needs_file=EXAMPLE)
+    options = _parse(arguments)
+    reading = read_job(options.words, needs_file=EXAMPLE)
     start = check_start(reading, trains=True, threads=True)
-    size = start.job.dims.world_size
+    if options.record:
+        return _record(start, options.record, options.step or 2)
+    size, rank = start.job.dims.world_size, options.rank
     if rank is not None and rank >= size:
         raise ConfigError(f"--rank: {rank} is not a rank of this job; give 0 to {size - 1}")
     before, sys.breakpointhook = sys.breakpointhook, Debugging(rank).at_breakpoint
@@ -58,20 +66,62 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The rank of --rank, and the arguments of the job."""
-    rank, words, rest = None, [], list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, equals, text = word.partition("=")
-        if name == "--rank":
-            text = text if equals else rest.pop(0) if rest else ""
-            if not (text.isascii() and text.isdecimal()):
-                raise ConfigError(f"--rank: {quote(text)} is not a rank; give its number")
-            rank = int(text)
-        else:
-            words.append(word if word.startswith("--") else f"--job.config_file={word}")
-    return rank, words
+def _record(start: Start, path: str, step: int) -> int:
+    """Record one step, and draw it."""
+    from titanlite.tools.debug.messages import record_step
+
+    job = start.job
+    if job.dims.world_size == 1:
+        raise ConfigError("--record: a job of one rank sends no messages; give it a plan")
+    try:
+        record = record_step(job, step)
+    except RankError as error:
+        print(f"{error.rank_traceback}\n{error}".strip(), file=sys.stderr)
+        return 1
+    source = job.config.job.config_file
+    title = f"Step {step}{f' of {source}' if source else ''}: {job.dims.describe()}"
+    caption = f"{len(record.messages)} messages and {len(record.calls)} collectives"
+    draw = record.svg if path.endswith(".svg") else record.html
+    places = map(job.dims.describe_place, range(job.dims.world_size))
+    rows = [f"rank {rank} ({place})" for rank, place in enumerate(places)]
+    write(path, draw(title, caption, rows))
+    print(f"{title}, {caption}: {path}")
+    return 0
+
+
+@dataclass
+class Options:
+    """The parsed command line; `words` are the arguments of the job."""
+
+    words: list[str]
+    rank: int | None = None
+    record: str = ""
+    step: int = 0
+
+
+def _parse(arguments: Sequence[str]) -> Options:
+    found, words = split_options(
+        arguments, {"--rank": _rank, "--record": _picture, "--step": count}
+    )
+    options = Options(words, **found)
+    if options.step and not options.record:
+        raise ConfigError("--step: is the step that --record draws; add --record FILE.html")
+    if options.record and options.rank is not None:
+        raise ConfigError("--rank: is for the debugger, and --record opens none; remove one")
+    return options
+
+
+def _rank(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{name}: {quote(text)} is not a rank; give its number")
+    return int(text)
+
+
+def _picture(name: str, text: str) -> str:
+    if not text.endswith((".html", ".svg")):
+        raise ConfigError(f"{name}: {quote(text)} is neither FILE.html nor FILE.svg")
+    require_writable(text, name)
+    return text
 
 
 def _on_rank(place: Place, job: ResolvedJob, device_type: str, rank: int | None) -> TrainResult:

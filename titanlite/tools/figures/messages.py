@@ -162,9 +162,8 @@ class _Layout:
             drawing.rectangle(x, top, width, bottom - top, "#f3ead7", "#c9a95c")
             for row in bar.rows:
                 drawing.circle(x, self.y(row), 3, RANKS[row % len(RANKS)])
-            # Upright, in two lines if it is too long for one.
-            is_long = LETTER * len(bar.text) > bottom - top
-            lines = bar.text.split(", ") if is_long else [bar.text]
+            # Upright, in several lines if it is too long for one.
+            lines = _wrapped(bar.text, int((bottom - top) / LETTER))
             for number, line in enumerate(lines):
                 middle_x = x + width / 2 + 4 + 13 * (number - (len(lines) - 1) / 2)
                 middle_y = (top + bottom) / 2
@@ -182,6 +181,17 @@ def _lane(bar: Bar, bars: Sequence[Bar]) -> tuple[int, int]:
         and min(bar.rows) <= max(other.rows)
     ]
     return beside.index(bar), len(beside)
+
+
+def _wrapped(text: str, length: int) -> list[str]:
+    """The text in lines of at most `length` characters, broken after spaces and dots."""
+    lines = [""]
+    # A number stays together, and with its unit.
+    for part in re.split(r"(?<= )(?![KM]?i?B\b)|(?<=\.)(?!\d+ )", text):
+        if len((lines[-1] + part).rstrip(", ")) > length and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip(", ") for line in lines]
 
 
 def _ink(row: int) -> str:

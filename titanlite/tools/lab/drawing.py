@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from titanlite.tools.figures.messages import draw_page, draw_svg
@@ -20,13 +21,13 @@ class Record(Recorded):
     def steps(self) -> Steps:
         return make_steps(self)
 
-    def svg(self, title: str = "", caption: str = "") -> str:
-        """The picture of the run: messages as arrows between ranks, over steps."""
-        return draw_svg(picture_of(self, title, caption))
+    def svg(self, title: str = "", caption: str = "", rows: Sequence[str] = ()) -> str:
+        """The picture of the run: messages as arrows between ranks (`rows`), over steps."""
+        return draw_svg(picture_of(self, title, caption, rows=rows))
 
-    def html(self, title: str = "", caption: str = "") -> str:
+    def html(self, title: str = "", caption: str = "", rows: Sequence[str] = ()) -> str:
         """A self-contained page that steps through the run with the arrow keys."""
-        return draw_page(picture_of(self, title, caption))
+        return draw_page(picture_of(self, title, caption, rows=rows))
 
     def _repr_svg_(self) -> str:
         """The picture, which a notebook shows."""

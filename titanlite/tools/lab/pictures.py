@@ -27,6 +27,7 @@ def picture_of(
     title: str = "",
     caption: str = "",
     *,
+    rows: Sequence[str] = (),
     name: Callable[[Message], str] | None = None,
     before: Sequence[str] = (),
     after: Sequence[str] = (),
@@ -34,9 +35,9 @@ def picture_of(
 ) -> MessagePicture:
     """The messages, blocks of work and torch collectives of a run, on the clock of its steps.
 
-    `name` gives the text of a message. By default it is the label, else the values or the shape,
-    and the bytes. `before` and `after` are texts for each rank. `held` is described in
-    MessagePicture; by default, it is what each rank has received.
+    `rows` names the ranks, and `name` gives the text of a message. By default it is the label, else
+    the values or the shape, and the bytes. `before` and `after` are texts for each rank. `held` is
+    described in MessagePicture; by default, it is what each rank has received.
     """
     steps = make_steps(record)
     texts = {id(each): (name or name_of)(each.message) for each in steps.flights}
@@ -54,7 +55,7 @@ def picture_of(
     return MessagePicture(
         title,
         caption,
-        [f"rank {rank}" for rank in range(record.num_ranks)],
+        rows or [f"rank {rank}" for rank in range(record.num_ranks)],
         steps.length,
         arrows,
         [

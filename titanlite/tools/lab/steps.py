@@ -92,23 +92,24 @@ class _Clock:
         )
 
     def start(self, time: int) -> bool:
-        """Start what can: one message from and to each rank, and complete collectives."""
+        """Start what can: one message from and to each rank, then complete collectives."""
         receivers: set[int] = set()
         senders: set[int] = set()
+        for sender, queue in enumerate(self.queues):
+            free = [message for message in queue if message.target not in receivers]
+            if free:
+                message = free[0]
+                queue.remove(message)
+                senders.add(sender)
+                receivers.add(message.target)
+                self.ends[id(message)] = time + 1
+                self.steps.flights.append(Flight(message, time))
         for key, (call, num_missing) in list(self.calls.items()):
             if not num_missing and not senders.intersection(call.ranks):
                 senders.update(call.ranks)
                 del self.calls[key]
                 self.ends[key] = time + 1
                 self.steps.calls.append(TorchCall(call, time))
-        for sender, queue in enumerate(self.queues):
-            free = [message for message in queue if message.target not in receivers]
-            if free and sender not in senders:
-                message = free[0]
-                queue.remove(message)
-                receivers.add(message.target)
-                self.ends[id(message)] = time + 1
-                self.steps.flights.append(Flight(message, time))
         return bool(senders or receivers)
 
     def advance(self, program: _Program, event: Event) -> bool:

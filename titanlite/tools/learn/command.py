@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from titanlite.errors import ConfigError
 from titanlite.tools.learn.curves import PICTURES
 from titanlite.tools.learn.topics import TOPICS, Numbers, Runs, Topic
-from titanlite.tools.simulate.output import write
+from titanlite.tools.options import write
 
 
 def main(arguments: Sequence[str]) -> int:

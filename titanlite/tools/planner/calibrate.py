@@ -17,15 +17,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from titanlite.config import JobConfig, make_config, resolve_job
-from titanlite.errors import ConfigError
 from titanlite.ranks.launch import run_ranks
 from titanlite.ranks.machine import memory_bytes, most_local_ranks, num_cores
+from titanlite.tools.options import require_writable, write
 from titanlite.tools.planner.cost import (
     CALLERS,
     COLLECTIVE,
@@ -111,12 +110,7 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
 
     Raises ConfigError if the file cannot be written.
     """
-    try:
-        Path(path).touch()
-    except OSError as error:
-        raise ConfigError(
-            f"--calibrate: {path} cannot be written ({error.strerror}); give another file"
-        ) from error
+    require_writable(path, "--calibrate")
     started = time.monotonic()
     say("operators: the steps of small models")
     alone = [_job(model, length, size, dtype) for model, length, size, dtype in MODELS]
@@ -153,7 +147,7 @@ def calibrate(path: str, say: Callable[[str], None] = print) -> None:
         [(*transfer, unit * taken) for *transfer, taken in transfers],
         unit,
     )
-    Path(path).write_text(text, encoding="utf-8")
+    write(path, text)
     say(f"wrote {path} after {time.monotonic() - started:.0f} s")
 
 

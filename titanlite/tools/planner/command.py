@@ -18,6 +18,7 @@ from titanlite.observe.run_facts import job_facts
 from titanlite.observe.terminal import terminal_width, uses_color
 from titanlite.schedule import Timeline
 from titanlite.schedule.trace import make_trace, read_trace
+from titanlite.tools.options import write
 from titanlite.tools.planner.cache import load_applied
 from titanlite.tools.planner.hardware import Hardware, known_hardware, load_hardware
 from titanlite.tools.planner.html import draw_page
@@ -64,16 +65,16 @@ def main(arguments: Sequence[str]) -> int:
     plan = plan_job(resolved, hardware, is_compiled=config.compile.enable)
     plan.notes.extend(notes)
     if options.json:
-        _write("--json", options.json, json.dumps(figures(plan), indent=1))
+        write(options.json, json.dumps(figures(plan), indent=1))
     if options.html:
         page = draw_page(figures(plan), step_spans(plan), title=config.job.description)
-        _write("--html", options.html, page)
+        write(options.html, page)
     if options.trace or options.svg:
         timeline = make_timeline(step_spans(plan), plan.dims)
         if options.trace:
-            _write("--trace", options.trace, make_trace(timeline))
+            write(options.trace, make_trace(timeline))
         if options.svg:
-            _write("--svg", options.svg, draw_schedules(timeline, measured))
+            write(options.svg, draw_schedules(timeline, measured))
     # Files first: what reads the output may close it early, as `head` does.
     print(_first_screen(resolved, plan), end="\n\n")
     print(show(plan, width=terminal_width(sys.stdout), color=uses_color(sys.stdout)))
@@ -167,13 +168,13 @@ def _search(options: argparse.Namespace, rest: list[str], hardware: Hardware | N
     result = report.run_search(space, hardware, exhaustive=options.exhaustive)
     found = report.search_figures(result, hardware)
     if options.json:
-        _write("--json", options.json, json.dumps(found, indent=1))
+        write(options.json, json.dumps(found, indent=1))
     if options.html:
-        _write("--html", options.html, draw_page(search=found, title=config.job.description))
+        write(options.html, draw_page(search=found, title=config.job.description))
     if options.best and result.best:
         # The job as it was given: it may run on another device than the one it is planned for.
         best = override(asked, result.best[0].changes)
-        _write("--best", options.best, report.write_toml(best))
+        write(options.best, report.write_toml(best))
     print(report.show_search(result, hardware))
     print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
     return 0 if result.best and not result.failures else 1
@@ -215,16 +216,6 @@ def _read_measured(file: str | None, svg: str | None) -> Timeline | None:
         raise ConfigError(
             f"--measured: {file} is not the trace of a pipeline; give a pipeline_step_N.json of a "
             "run with profiling.enable_pipeline_timeline = true"
-        ) from error
-
-
-def _write(option: str, file: str, text: str) -> None:
-    """Write a file that an option asks for."""
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{option}: {file} cannot be written ({error.strerror}); give another file"
         ) from error
 
 

@@ -7,11 +7,11 @@ therefore do not depend on the order in which threads run (a Kahn process networ
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from titanlite.ranks.turns import Happening, Turns
 from titanlite.schedule.timeline import REDUCE, Span, Timeline
 from titanlite.tools.simulate.exact import Exact, Number
 from titanlite.tools.simulate.gpu import ETHERNET, GPU
@@ -41,12 +41,9 @@ class Cluster:
             GPU(rank, self, network=network, memory_units=memory_units, sleep=sleep)
             for rank in range(num_ranks)
         ]
-        self._lock = threading.Lock()
-        self._arrived = [threading.Condition(self._lock) for _ in self.gpus]
+        self._turns = self._new_turns()
         self._mail: dict[tuple[int, int], deque[tuple[Exact, Any]]] = {}
-        self._waiting: dict[int, tuple[int, str]] = {}
-        self._running: set[int] = set()
-        self._failure: BaseException | None = None
+        self._arrivals: dict[tuple[int, int], Happening] = {}
 
     @property
     def seconds(self) -> float:
@@ -64,27 +61,10 @@ class Cluster:
         Re-raises the exception of the first rank that fails. If the ranks deadlock, raises
         SimulationError, which names the message that each rank waits for.
         """
-        results: list[Any] = [None] * len(self.gpus)
-        self._running = set(range(len(self.gpus)))
-        self._waiting, self._mail, self._failure = {}, {}, None
-
-        def run_rank(gpu: GPU) -> None:
-            try:
-                results[gpu.global_rank] = program(gpu)
-            except BaseException as error:
-                with self._lock:
-                    self._fail(error)
-            with self._lock:
-                self._running.discard(gpu.global_rank)
-                self._check_progress()
-
-        threads = [threading.Thread(target=run_rank, args=(gpu,), daemon=True) for gpu in self.gpus]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self._failure is not None:
-            raise self._failure
+        self._turns, self._mail, self._arrivals = self._new_turns(), {}, {}
+        results = self._turns.run(lambda rank: program(self.gpus[rank]))
+        if self._turns.failure is not None:
+            raise self._turns.failure[1]
         return results
 
     def put(self, source: int, target: int, arrival_seconds: Exact, value: Any) -> None:
@@ -93,11 +73,9 @@ class Cluster:
             raise SimulationError(
                 f"GPU {source} sends to rank {target}; ranks are 0 to {len(self.gpus) - 1}"
             )
-        with self._lock:
-            self._mail.setdefault((source, target), deque()).append((arrival_seconds, value))
-            if self._waiting.get(target, (None,))[0] == source:
-                del self._waiting[target]
-                self._arrived[target].notify()
+        self._mail.setdefault((source, target), deque()).append((arrival_seconds, value))
+        if (arrival := self._arrivals.pop((source, target), None)) is not None:
+            self._turns.happen(arrival)
 
     def take(self, source: int, target: int, description: str) -> tuple[Exact, Any]:
         """Block until the next message from `source` is sent; return its arrival time and value."""
@@ -105,16 +83,16 @@ class Cluster:
             raise SimulationError(
                 f"GPU {target} receives from rank {source}; ranks are 0 to {len(self.gpus) - 1}"
             )
-        with self._lock:
-            mail = self._mail.setdefault((source, target), deque())
-            while not mail:
-                if self._failure is None:
-                    self._waiting[target] = source, description
-                    self._check_progress()
-                if self._failure is not None:
-                    raise _Stopped
-                self._arrived[target].wait()
-            return mail.popleft()
+        mail = self._mail.setdefault((source, target), deque())
+        if not mail:
+            what = f"rank {target} waits for {description} from rank {source}"
+            arrival = self._arrivals[source, target] = Happening(what)
+            self._turns.wait_for(arrival)
+        return mail.popleft()
+
+    def sleep(self, seconds: float) -> None:
+        """Let the other ranks run for this real time."""
+        self._turns.sleep(seconds)
 
     def timeline(self, title: str) -> Timeline:
         """The timeline of all GPUs: passes by layer and item, messages in grey.
@@ -133,20 +111,10 @@ class Cluster:
         rows = [f"GPU {gpu.global_rank}" for gpu in self.gpus]
         return Timeline(title, rows, spans, unit="s", batches_are="item")
 
-    def _check_progress(self) -> None:
-        if self._running and self._failure is None and self._running <= self._waiting.keys():
-            listed = "; ".join(
-                f"rank {rank} waits for {description} from rank {source}"
-                for rank, (source, description) in sorted(self._waiting.items())
-            )
-            self._fail(SimulationError(f"the ranks deadlock: {listed}"))
+    def _new_turns(self) -> Turns:
+        return Turns(len(self.gpus), self._deadlock)
 
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
-        for condition in self._arrived:
-            condition.notify()
-
-
-class _Stopped(Exception):
-    """Stops the blocked ranks after another rank has failed."""
+    def _deadlock(self) -> tuple[int, BaseException]:
+        waits = self._turns.waits()
+        listed = "; ".join(one.what for _, one in sorted(waits.items()) if one is not None)
+        return min(waits), SimulationError(f"the ranks deadlock: {listed}")

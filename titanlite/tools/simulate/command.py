@@ -8,16 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlite.quantities import format_table
+from titanlite.tools.options import write
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.figures import Row, figures, table_rows, write_csv
 from titanlite.tools.simulate.network import Link, Network
 from titanlite.tools.simulate.options import Parser, characters, check_outputs, whole
-from titanlite.tools.simulate.output import write, write_with
 from titanlite.tools.simulate.priority import PRIORITIES
 from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.schemes import STRATEGIES, Workload, run_scheme
 from titanlite.tools.simulate.sweep import Point, read_axes
-from titanlite.tools.simulate.table import format_table, html_table
+from titanlite.tools.simulate.table import html_table
 from titanlite.tools.simulate.units import read_rate, read_size, read_time, read_units
 from titanlite.tools.simulate.used_options import check_used, used_options
 from titanlite.tools.simulate.work import SimulationError
@@ -148,13 +149,13 @@ def _write(
         from titanlite.tools.simulate.memory_report import draw_memory
 
         target = _one_of(options.memory, simulation.title, len(simulations))
-        wrote.append(write_with(target, partial(draw_memory, simulation)))
+        wrote.append(write(target, partial(draw_memory, simulation)))
     named = list(zip((simulation.title for simulation in simulations), timelines, strict=False))
     for title, timeline in named if options.png else ():
         from titanlite.tools.figures.schedule_png import draw_png
 
         target = _one_of(options.png, title, len(timelines))
-        wrote.append(write_with(target, partial(draw_png, timeline)))
+        wrote.append(write(target, partial(draw_png, timeline)))
     for title, timeline in named if options.trace else ():
         from titanlite.schedule.trace import make_trace
 
@@ -216,7 +217,7 @@ def _sweep(
         wrote.append(write(options.csv, csv_of_sweep(swept, tuple(axes))))
     for path in filter(None, (options.svg, options.png)):
         title = f"{', '.join(schemes)}: {' '.join(options.sweep)}"
-        wrote.append(write_with(Path(path), partial(draw_sweep, swept, tuple(axes), title)))
+        wrote.append(write(Path(path), partial(draw_sweep, swept, tuple(axes), title)))
     print(show_sweep(swept, tuple(axes)))
     grows = not {"costs_per", "stages"} & {*given, *axes}
     if grows and "workers" in axes and not all(".py" in scheme for scheme in schemes):

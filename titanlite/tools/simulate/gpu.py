@@ -48,6 +48,8 @@ class Messages(Protocol):
 
     def take(self, source: int, target: int, description: str) -> tuple[Exact, Any]: ...
 
+    def sleep(self, seconds: float) -> None: ...
+
 
 class GPU:
     """One device: `clock` is its exact time, `events` its history, `peak_memory_units` its peak."""
@@ -223,4 +225,4 @@ class GPU:
         # In real time, waits need no sleep: the thread itself has waited for the message. What is
         # overlapped is slept through by `join`, as far as it outlasts the computation.
         if self._sleep and kind not in ("wait", "barrier") and not self._is_overlapped:
-            time.sleep(float(seconds))
+            (time.sleep if self._cluster is None else self._cluster.sleep)(float(seconds))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NoReturn
 
+from titanlite.tools.options import require_writable
 from titanlite.tools.simulate.work import SimulationError
 
 LARGEST = 1e100
@@ -87,20 +87,11 @@ def _chosen_from(choices: Collection[str]) -> Callable[[str], str]:
 
 
 def check_outputs(options: argparse.Namespace, extensions: Mapping[str, Sequence[str]]) -> None:
-    """Raise SimulationError unless the files of the options in `extensions` can be written."""
+    """Raise TitanliteError unless the files of the options in `extensions` can be written."""
     for name, known in extensions.items():
         file = getattr(options, name)
         if file is None:
             continue
-        path = Path(file)
-        if path.suffix.lower() not in known:
+        if Path(file).suffix.lower() not in known:
             raise SimulationError(f"--{name}: the name {file!r} must end in {' or '.join(known)}")
-        if path.is_dir():
-            raise SimulationError(f"--{name}: {file} is a folder; give a file")
-        folder = path.parent
-        while not folder.exists():
-            folder = folder.parent
-        if not folder.is_dir():
-            raise SimulationError(f"--{name}: {file} cannot be written: {folder} is no folder")
-        if not os.access(path if path.exists() else folder, os.W_OK):
-            raise SimulationError(f"--{name}: {file} cannot be written (no permission)")
+        require_writable(file, f"--{name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from titanlite.config.model import num_experts
 from titanlite.errors import ConfigError, quote
 from titanlite.ranks.machine import check_local_ranks
 from titanlite.start import check_start
+from titanlite.tools.options import count, require_writable, split_options, write
 from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
@@ -83,7 +83,7 @@ def verify_one(options: Options) -> int:
     from titanlite.tools.verify.verify import Verifier
 
     if options.json:
-        _require_writable(options.json)
+        require_writable(options.json, "--json")
     reading = read_job(options.job, needs_file=EXAMPLE)
     shrunk: list[str] = []
     if options.shrink:
@@ -127,7 +127,8 @@ def verify_one(options: Options) -> int:
             on_start=lambda found: show(format_header(found, source, shrunk) + "\n"),
         )
     if options.json:
-        _write(options.json, json.dumps(to_json(found, source, shrunk), indent=1) + "\n")
+        text = json.dumps(to_json(found, source, shrunk), indent=1) + "\n"
+        write(options.json, text)
     print(format_verification(found))
     if found.error is not None and found.error.rank_traceback:
         print(f"\n{found.error.rank_traceback}", file=sys.stderr)
@@ -156,43 +157,18 @@ def verify_matrix(options: Options) -> int:
 
 def parse(arguments: Sequence[str]) -> Options:
     """Parse the options; raises ConfigError for a wrong one."""
-    options = Options([])
-    given = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, equals, text = word.partition("=")
-        given.append(name)
-        if name in VALUES:
-            if not equals:
-                if not rest or rest[0].startswith("--"):
-                    raise ConfigError(f"{name}: needs a value; write {name}=value")
-                text = rest.pop(0)
-            setattr(options, name.removeprefix("--"), VALUES[name](name, text))
-        elif word in FLAGS:
-            setattr(options, word.removeprefix("--").replace("-", "_"), True)
-        elif not word.startswith("--"):
-            options.job.append(f"--job.config_file={word}")
-        else:
-            options.job.append(word)
-            # In "--section.key value" the value is not a config file.
-            if not equals and rest and not rest[0].startswith("--") and "." in name:
-                options.job.append(rest.pop(0))
+    given, job = split_options(arguments, VALUES, FLAGS)
+    options = Options(job, **given)
     if options.until_stable and options.steps is not None:
         raise ConfigError("--until-stable: chooses the steps itself; remove it or --steps")
-    for name in given:
+    for attribute in given:
+        name = f"--{attribute.replace('_', '-')}"
         if options.matrix and name in OF_ONE_JOB:
             raise ConfigError(f"{name}: is for a single job, not for --matrix; remove it")
         if not options.matrix and name in OF_THE_MATRIX:
             instead = ", or give --compile.enable=true" if name == "--compile" else ""
             raise ConfigError(f"{name}: works only with --matrix; remove it{instead}")
     return options
-
-
-def _count(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise ConfigError(f"{name}: {quote(text)} is not a positive integer; give one")
-    return int(text)
 
 
 def _dtype(name: str, text: str) -> str:
@@ -208,32 +184,13 @@ def _path(name: str, text: str) -> str:
 
 
 VALUES: dict[str, Callable[[str, str], object]] = {
-    "--steps": _count,
+    "--steps": count,
     "--dtype": _dtype,
     "--json": _path,
-    "--ranks": _count,
+    "--ranks": count,
     "--output": _path,
-    "--limit": _count,
+    "--limit": count,
 }
 FLAGS = (*("--replay-routing", "--shrink", "--until-stable", "--threads", "--matrix", "--compile"),)
 OF_ONE_JOB = ("--dtype", "--replay-routing", "--shrink", "--until-stable", "--threads", "--json")
 OF_THE_MATRIX = ("--ranks", "--output", "--compile", "--limit")
-
-
-def _require_writable(path: str) -> None:
-    """Check before the run, so that no result is lost after it."""
-    folder = Path(path).absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    if Path(path).is_dir():
-        raise ConfigError(f"--json: {quote(path)} is a folder; give a file")
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"--json: {quote(path)} cannot be written; give another file")
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json: {quote(path)} cannot be written ({error.strerror})") from error

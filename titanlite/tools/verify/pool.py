@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import cloudpickle
 
 from titanlite.errors import RankError, TitanliteError
-from titanlite.ranks.launch import Place, Ranks, not_done
+from titanlite.ranks.launch import Place, Ranks, not_done, run_ranks
 from titanlite.ranks.machine import check_local_ranks
 
 if TYPE_CHECKING:
@@ -161,10 +161,10 @@ class ThreadPool(RankPool):
         self._is_busy = True
 
         def run() -> list[T]:
-            from titanlite.ranks.threads import run_threads
-
             self._is_busy = False
-            return run_threads(_on_thread, self.num_ranks, function, args, kwargs)
+            most = self.max_ranks
+            arguments = (function, args, kwargs)
+            return run_ranks(_on_thread, self.num_ranks, *arguments, max_ranks=most, threads=True)
 
         return run
 

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from titanlite.quantities import format_table
 from titanlite.tools.verify.differences import NARROW_TOLERANCE, NUMBERS, Disagreement, Key, badness
 from titanlite.tools.verify.result import Result, Verification
 from titanlite.tools.verify.wording import listed
@@ -78,7 +79,7 @@ def format_result(found: Result, dtype: str) -> str:
 
 
 def _table(found: Result) -> str:
-    rows = [HEADINGS]
+    rows = []
     for step, of_step in enumerate(found.differences):
         kinds = ("start",) if step == 0 else ("loss", "norm", "gradient", "weight", "state")
         cells = {kind: _cell(found, step, of_step, kind) for kind in kinds}
@@ -92,16 +93,7 @@ def _table(found: Result) -> str:
                 re.split(r"  |\(| (?=[a-z])", cells.get("state", ""))[0].strip(),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if index == 0 else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return format_table(HEADINGS, rows, left=HEADINGS[1:])
 
 
 def _cell(found: Result, step: int, of_step: Mapping[Key, float], kind: str) -> str:

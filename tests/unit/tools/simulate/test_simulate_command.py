@@ -203,7 +203,7 @@ def test_a_mistake_in_the_ladder_s_options_is_one_line(arguments, said, capsys):
         ("simulate DDP --svg out.png", "--svg: the name 'out.png' must end in .svg"),
         ("simulate DDP --png picture", "--png: the name 'picture' must end in .png"),
         ("simulate DDP --html /proc/no/a.html", "a.html: cannot be written"),
-        ("simulate DDP --csv /dev/null/a.csv", "/dev/null is no folder"),
+        ("simulate DDP --csv /dev/null/a.csv", '--csv: "/dev/null/a.csv" cannot be written'),
         # Options that no scheme of the run uses.
         ("simulate DDP --group-size 2", "--group-size: has no effect on DDP: only LoopedPipeline"),
         ("simulate DDP --latency 1", "--latency: has no effect on DDP: nothing is sent"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.tools.lab.exercises import EXERCISES
+from titanlite.tools.options import write
 
 if TYPE_CHECKING:
     from titanlite.tools.lab.exercises.exercise import Exercise
@@ -98,10 +99,7 @@ def _judge(exercise: Exercise, options: argparse.Namespace) -> int:
         title = f"{exercise.name}, as in {options.file.name}"
         record = verdict.record
         drawn = record.svg(title) if options.picture.suffix == ".svg" else record.html(title)
-        try:
-            options.picture.write_text(drawn, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{options.picture}: cannot be written: {error.strerror}") from None
+        write(options.picture, drawn)
     print(f"{exercise.name}: {verdict.kind if verdict.is_passed else 'not yet: ' + verdict.kind}")
     for line in verdict.lines:
         print(f"  {line}")

@@ -18,11 +18,11 @@ from titanlite.tools.learn.ladder.rungs import (
     make_rungs,
     run_rung,
 )
+from titanlite.tools.options import write
 from titanlite.tools.simulate.exact import exact
 from titanlite.tools.simulate.gpu import ETHERNET
 from titanlite.tools.simulate.network import Link, Network
 from titanlite.tools.simulate.options import Parser, check_outputs, factor, number, whole
-from titanlite.tools.simulate.output import write
 from titanlite.tools.simulate.train_step import StepWorkload
 from titanlite.tools.simulate.work import SimulationError
 

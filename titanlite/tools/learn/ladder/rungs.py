@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from titanlite.mesh.parallel_dims import Grid
+from titanlite.quantities import format_table
 from titanlite.tools.simulate.cluster import Cluster
 from titanlite.tools.simulate.collectives import relay_sum, ring_all_reduce
 from titanlite.tools.simulate.gpu import ETHERNET, GPU
 from titanlite.tools.simulate.integer_model import shard
 from titanlite.tools.simulate.network import Network
-from titanlite.tools.simulate.table import format_table
 from titanlite.tools.simulate.train_step import (
     GRID_AXES,
     Outcome,

@@ -44,6 +44,9 @@ from titanlite.tools.verify.wording import be, name_parameters
 if TYPE_CHECKING:
     from titanlite.ranks.world import World
 
+# The arguments of `compare` that are not those of `Comparer.compare`, or not by name.
+OF_THE_RANKS = ("timeout_seconds", "max_ranks", "threads")
+POSITIONAL = ("reference", "parallel")
 # A reference that differs from itself by more than this draws random numbers.
 RANDOM = 1e-3
 
@@ -165,27 +168,10 @@ def compare(
     Raises ConfigError for a mistake in the arguments and TitanliteError if the reference does not
     run. An exception on a rank is part of the result.
     """
-    with Comparer(
-        timeout_seconds=timeout_seconds, max_ranks=max_ranks, threads=threads
-    ) as comparer:
-        return comparer.compare(
-            reference,
-            parallel,
-            batches=batches,
-            loss=loss,
-            ranks=ranks,
-            split=split,
-            step=step,
-            optimizer=optimizer,
-            clip=clip,
-            shard=shard,
-            rename=rename,
-            copy_weights=copy_weights,
-            modules=modules,
-            dtype=dtype,
-            tolerance=tolerance,
-            seed=seed,
-        )
+    options = {name: value for name, value in locals().items() if name not in POSITIONAL}
+    ranks_of = {name: options.pop(name) for name in OF_THE_RANKS}
+    with Comparer(**ranks_of) as comparer:
+        return comparer.compare(reference, parallel, **options)
 
 
 def assert_parallel_equals_reference(

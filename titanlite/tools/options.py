@@ -1,0 +1,86 @@
+"""The options of commands that also take a job's keys, and the files they ask for; torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlite.errors import ConfigError, quote
+
+
+def split_options(
+    arguments: Sequence[str],
+    values: Mapping[str, Callable[[str, str], object]],
+    flags: Collection[str] = (),
+) -> tuple[dict[str, Any], list[str]]:
+    """The options of a command by attribute name, in their order, and the arguments of its job.
+
+    `values` reads the value of each option that has one, by (name, text). A word without dashes is
+    the file of the job. Raises ConfigError.
+    """
+    found: dict[str, Any] = {}
+    job, rest = [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        attribute = name.removeprefix("--").replace("-", "_")
+        if name in values:
+            if not equals:
+                if not rest or rest[0].startswith("--"):
+                    raise ConfigError(f"{name}: needs a value; write {name}=value")
+                text = rest.pop(0)
+            found[attribute] = values[name](name, text)
+        elif word in flags:
+            found[attribute] = True
+        elif not word.startswith("--"):
+            job.append(f"--job.config_file={word}")
+        else:
+            job.append(word)
+            # In "--section.key value" the value is not a config file.
+            if not equals and rest and not rest[0].startswith("--") and "." in name:
+                job.append(rest.pop(0))
+    return found, job
+
+
+def count(name: str, text: str) -> int:
+    """The value of an option that is a number from 1."""
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise ConfigError(f"{name}: {quote(text)} is not a positive integer; give one")
+    return int(text)
+
+
+def require_writable(path: str, option: str) -> None:
+    """Raise ConfigError before a run if the file `path` of `option` could not be written after it.
+
+    So no result is lost.
+    """
+    folder = Path(path).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if Path(path).is_dir():
+        raise ConfigError(f"{option}: {quote(path)} is a folder; give a file")
+    is_old = Path(path).exists() and not os.access(path, os.W_OK)
+    if is_old or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option}: {quote(path)} cannot be written; give another file")
+
+
+def write(path: str | Path, content: str | Callable[[Path], None]) -> str:
+    """Write the file `path`: a text, or by `content(path)`; returns a line to print.
+
+    Makes its folder. Raises ConfigError. A command writes its files before it prints: what reads
+    its output may close it early, as `head` does.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            path.write_text(content, encoding="utf-8")
+        else:
+            content(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); give another file"
+        ) from error
+    return f"wrote {path}"
