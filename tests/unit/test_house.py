@@ -12,10 +12,9 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "titanlite/tools"
 
 # In lines. A larger limit is a change of its own, which says why. The library's was 70,000 before
-# the world of threads (ranks/turns.py, thread_group.py, threads.py) came; it is that again once the
-# lab's cluster has its devices as threads of that world, which makes its own channels between
-# processes and its search for deadlocks needless.
-CORE, LIBRARY, TESTS = 34_000, 71_500, 45_000
+# the world of threads came (ranks/turns.py, thread_group.py, threads.py), with the debugger and the
+# record of a step's messages that it makes possible.
+CORE, LIBRARY, TESTS = 34_000, 71_600, 45_000
 # The tokens of a line, blank lines and comments counted: long lines gain nothing.
 TOKENS_OF_A_LINE = 8.5
 
