@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanlite.errors import ConfigError, RankError, TitanliteError
+from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.turns import Turns
 from titanlite.ranks.world import World, open_world
 
 RANKS = 4
@@ -305,3 +309,65 @@ def test_threads_do_not_start_threads() -> None:
         in_threads(lambda world: None, 2)
 
     assert "cannot start ranks as threads" in str(fails(on_rank, ConfigError))
+
+
+def test_a_group_can_be_split() -> None:
+    def on_rank(world: World) -> tuple[list[int], float, bool]:
+        half = dist.split_group(split_ranks=[[0, 2], [1, 3]])
+        assert half is not None
+        rank = torch.tensor([float(world.rank)])
+        dist.all_reduce(rank, group=half)
+        alone = dist.split_group(half, [[0]])
+        return dist.get_process_group_ranks(half), rank.item(), alone is not None
+
+    evens, odds = ([0, 2], 2.0), ([1, 3], 4.0)
+    assert in_threads(on_rank) == [(*evens, True), (*odds, True), (*evens, False), (*odds, False)]
+
+
+def test_no_two_ranks_of_any_worlds_have_equal_meshes() -> None:
+    """torch keeps plans of DTensor by mesh, and a thread may get the number of an earlier one."""
+
+    def on_rank(world: World) -> Any:
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+
+    meshes = [mesh for _ in range(3) for mesh in in_threads(on_rank)]
+    assert len(set(meshes)) == 3 * RANKS
+
+
+def test_a_rank_remembers_its_own_calls() -> None:
+    def on_rank(world: World) -> list[str]:
+        if world.rank < 2:
+            pair = dist.new_group([0, 1], use_local_synchronization=True)
+            dist.all_reduce(torch.ones(3, dtype=torch.bfloat16), group=pair)
+        dist.barrier()
+        return [str(call) for call in recorded_calls()]
+
+    pair = "all_reduce of 3 bfloat16"
+    remembered = in_threads(on_rank)
+    assert [pair in of_rank for of_rank in remembered] == [True, True, False, False]
+    assert all(of_rank[-1].startswith("barrier") for of_rank in remembered)
+
+
+def test_warnings_are_shown_though_the_caller_makes_errors_of_them() -> None:
+    def on_rank(world: World) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.warn("odd", UserWarning, stacklevel=1)
+        return len(caught)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert in_threads(on_rank, 1) == [1]
+
+
+def test_ranks_sleep_at_the_same_time() -> None:
+    turns, ended = Turns(8, lambda: (0, AssertionError("stuck"))), []
+
+    def sleep(rank: int) -> None:
+        turns.sleep(0.2 - 0.02 * rank)
+        ended.append(rank)
+
+    start = time.monotonic()
+    turns.run(sleep)
+    assert turns.failure is None
+    assert ended == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert 0.2 <= time.monotonic() - start < 0.8  # one after the other, 1.04 seconds
