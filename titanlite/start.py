@@ -29,7 +29,12 @@ from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.parallelize.steps import features_on
 from titanlite.quantities import ITEMSIZE
 from titanlite.ranks.launch import ALONE, Place, choose_device, count_gpus, run_ranks
-from titanlite.ranks.machine import check_local_memory, check_local_ranks, room_bytes
+from titanlite.ranks.machine import (
+    check_local_memory,
+    check_local_ranks,
+    needs_threads,
+    room_bytes,
+)
 from titanlite.ranks.signals import StopRequest, interrupt_status, unwinding_at_sigterm
 from titanlite.registry import MODELS
 
@@ -80,7 +85,7 @@ def check_start(
     *,
     key: str = "",
     trains: bool = False,
-    threads: bool = False,
+    threads: bool | None = False,
     planner: Planner | None = None,
 ) -> Start:
     """Check a job for the world of `place`, or if that is None, for local ranks of its own.
@@ -88,14 +93,18 @@ def check_start(
     Raises ConfigError with all problems: in the values, across keys, and with this machine. `key`
     is the key or option that set the number of ranks, if it is not in [parallelism]. `trains` also
     checks that a training step can fit this machine's memory, with a `planner` also by its plan.
-    With `threads`, the local ranks are threads of this process, whatever comm.mode says.
+    With `threads`, the local ranks are threads of this process, whatever comm.mode says; if it is
+    None, they are if comm.mode says so, or if they are too many for processes and on the CPU.
     """
     reading = Reading(read) if isinstance(read, JobConfig) else read
     config = reading.config
-    threads = threads or config.comm.has_threads
+    is_open = threads is None and not config.comm.has_threads
+    threads = bool(threads) or config.comm.has_threads
     num_gpus = 0 if config.job.device == "cpu" or threads else count_gpus()
     draft = reading.draft(None if place is None else place.world_size, num_gpus)
     num_local_ranks = draft.dims.world_size if place is None else place.local_world_size
+    if is_open and place is None and not num_gpus:
+        threads = needs_threads(num_local_ranks, config.job.max_local_ranks)
     device_type = ""
     with collecting(reading.problems):
         if place is None:

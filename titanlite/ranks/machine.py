@@ -65,6 +65,11 @@ def most_threads() -> int:
     return max(1, min((memory_bytes() - SERVER_BYTES) // THREAD_BYTES, MOST_THREADS))
 
 
+def needs_threads(num_ranks: int, allowed: int | None = None) -> bool:
+    """Whether so many ranks can only be threads; `allowed` processes are never too many."""
+    return allowed is None and num_ranks > most_local_ranks()
+
+
 def check_local_ranks(
     num_ranks: int,
     *,

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -497,6 +497,14 @@ class ThreadGroup(_ProcessGroup):
             shared.turns.happen(under_way.done)
         number = shared.listener.collective(own, call, self.ranks, sizes) if shared.listener else 0
         return ThreadWork(shared, under_way.done, result, number=number)
+
+
+# torch.compile would follow the calls of a group that is written in Python, into the turns of the
+# ranks. It leaves these methods, and what they call, as they are.
+for _class in (ThreadWork, ThreadGroup):
+    for _name, _method in list(vars(_class).items()):
+        if isinstance(_method, FunctionType) and not _name.startswith("__"):
+            setattr(_class, _name, torch._disable_dynamo(_method))
 
 
 @contextlib.contextmanager

@@ -30,10 +30,10 @@ class TensorParallelKeys(Section):
 
 @reads(MODEL, "parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel")
 def _loss_parallel(job: Draft) -> Iterator[str]:
-    """With loss parallel, each tensor parallel rank has a part of the vocabulary."""
+    """With loss parallel or FSDP2, each tensor parallel rank has a part of the vocabulary."""
     vocab, tp = getattr(job.model, "vocab_size", None), job.dims.tp
-    is_off = tp == 1 or job.config.parallelism.disable_loss_parallel
-    if vocab is None or is_off or job.misfits:
+    is_whole = job.config.parallelism.disable_loss_parallel
+    if vocab is None or tp == 1 or (is_whole and not job.dims.fsdp_enabled) or job.misfits:
         return
 
     def count_parts(degree: int) -> int:
@@ -43,8 +43,9 @@ def _loss_parallel(job: Draft) -> Iterator[str]:
         legal = [n for n in divisors(tp) if count_parts(n) == n]
         yield (
             f"parallelism.tensor_parallel_degree: {tp} leaves {tp - count_parts(tp)} ranks without "
-            f"a part of model.vocab_size {vocab}, but loss parallel needs one on each rank; "
-            f"give {nearest(tp, legal)}, or set parallelism.disable_loss_parallel = true"
+            f"a part of model.vocab_size {vocab}, but {'FSDP2' if is_whole else 'loss parallel'} "
+            f"needs one on each rank; give {nearest(tp, legal)}"
+            + (", or set parallelism.disable_loss_parallel = true" * (not job.dims.fsdp_enabled))
         )
 
 

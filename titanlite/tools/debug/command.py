@@ -8,6 +8,8 @@ import threading
 from bdb import BdbQuit
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -34,6 +36,9 @@ opens where a rank raises an error, and at breakpoint(); the other ranks stand s
 In the debugger, `others` lists where every rank is and what it waits for. `q` ends the run.
 
 exit status: 0 the job has run, 1 it has not, 2 bad input"""
+
+# As many of them can be read across a page.
+STEPS_OF_A_LINE = 10
 
 EXAMPLE = "titanlite debug configs/tp2_fsdp2.toml --rank 3"
 
@@ -81,7 +86,7 @@ def _record(start: Start, path: str, step: int) -> int:
     source = job.config.job.config_file
     title = f"Step {step}{f' of {source}' if source else ''}: {job.dims.describe()}"
     caption = f"{len(record.messages)} messages and {len(record.calls)} collectives"
-    draw = record.svg if path.endswith(".svg") else record.html
+    draw = partial(record.svg, most_steps=STEPS_OF_A_LINE) if path.endswith(".svg") else record.html
     places = map(job.dims.describe_place, range(job.dims.world_size))
     rows = [f"rank {rank} ({place})" for rank, place in enumerate(places)]
     write(path, draw(title, caption, rows))
@@ -130,15 +135,32 @@ def _on_rank(place: Place, job: ResolvedJob, device_type: str, rank: int | None)
     except Exception as error:
         cause = _first_cause(error)
         if not isinstance(cause, BdbQuit):
-            Debugging(rank).at_error(place.rank, cause)
+            # Where torch has caught and raised it again, the cause knows torch's frames alone.
+            known = [one for one in _chain(error) if _own_places(one.__traceback__)]
+            Debugging(rank).at_error(place.rank, cause, known[-1].__traceback__)
         raise
 
 
 def _first_cause(error: BaseException) -> BaseException:
     """The error that others explain."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return error
+    return _chain(error)[-1]
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error and its causes, the first of them last."""
+    found = []
+    while error is not None:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _own_places(traceback: Any) -> list[int]:
+    """Which frames of a traceback are neither torch's nor Python's."""
+    from titanlite.ranks.hang_state import is_plumbing
+
+    frames = [frame for frame, _ in walk_tb(traceback)]
+    return [n for n, frame in enumerate(frames) if not is_plumbing(frame.f_code.co_filename)]
 
 
 class Debugging:
@@ -161,8 +183,8 @@ class Debugging:
         if self.rank in (None, rank) and not _is_tried(frame):
             RankDebugger(rank, thread_world()).set_trace(frame)
 
-    def at_error(self, rank: int, error: BaseException) -> None:
-        """Open the debugger at the line of a rank's error."""
+    def at_error(self, rank: int, error: BaseException, traceback: Any) -> None:
+        """Open the debugger at the line of a rank's error, in one of its tracebacks."""
         from titanlite.ranks.threads import thread_world
 
         if self.rank not in (None, rank):
@@ -170,7 +192,7 @@ class Debugging:
         print(f"rank {rank}: {type(error).__name__}: {error}")
         debugger = RankDebugger(rank, thread_world())
         debugger.reset()
-        debugger.interaction(None, error.__traceback__)
+        debugger.interaction(None, traceback)
 
 
 def _is_tried(frame: FrameType | None) -> bool:
@@ -190,6 +212,17 @@ class RankDebugger(pdb.Pdb):
         self.prompt = f"(rank {rank}) "
         self._world = world
 
+    def setup(self, frame: FrameType | None, traceback: Any) -> None:
+        """Begin at the line of the model or the plan that led to an error, not inside of torch."""
+        super().setup(frame, traceback)
+        if traceback is not None and (places := _own_places(traceback)):
+            self.curindex += places[-1] - len(list(walk_tb(traceback))) + 1
+            self.curframe = self.stack[self.curindex][0]
+            self.curframe_locals = self.curframe.f_locals
+
     def do_others(self, _: str) -> None:
         """others: where each rank is, and the collective or message that it waits for."""
-        self.message(self._world.describe())
+        from titanlite.ranks.hang_state import UNKNOWN
+
+        # After an error the thread of this rank runs nothing but the debugger.
+        self.message(self._world.describe().replace(f"at {UNKNOWN}", "in this debugger"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 
 from titanlite.tools.figures import palette
@@ -70,9 +70,50 @@ class MessagePicture:
     held: Sequence[Sequence[Sequence[str]]] = ()
 
 
-def draw_svg(picture: MessagePicture) -> str:
-    """One self-contained SVG element; shapes have hover texts."""
-    return _Layout(picture).draw()
+def draw_svg(picture: MessagePicture, most_steps: int = 0) -> str:
+    """One self-contained SVG element; shapes have hover texts.
+
+    With `most_steps`, a longer picture goes on below, as lines of a text do.
+    """
+    if not most_steps or picture.length <= most_steps:
+        return _Layout(picture).draw()
+    unit = _Layout(picture).unit
+    lines = [
+        _Layout(_part(picture, start, start + most_steps), unit, start)
+        for start in range(0, picture.length, most_steps)
+    ]
+    width, height = max(line.width for line in lines), sum(line.height for line in lines)
+    whole = Drawing(round(width), round(height), escape(picture.title)).svg()
+    drawn, y = [], 0.0
+    for line in lines:
+        drawn.append(line.draw().replace("<svg ", f'<svg y="{y:g}" ', 1))
+        y += line.height
+    return whole.replace("</svg>", "".join(drawn) + "</svg>")
+
+
+def _part(picture: MessagePicture, start: int, end: int) -> MessagePicture:
+    """The steps from `start` to `end` alone, counted from 0; only the first part has titles."""
+    return replace(
+        picture,
+        title=picture.title if start == 0 else "",
+        caption=picture.caption if start == 0 else "",
+        length=min(end, picture.length) - start,
+        arrows=[
+            replace(one, start=one.start - start)
+            for one in picture.arrows
+            if start <= one.start < end
+        ],
+        bars=[
+            replace(one, start=one.start - start)
+            for one in picture.bars
+            if start <= one.start < end
+        ],
+        boxes=[
+            replace(one, start=max(one.start, start) - start, end=min(one.end, end) - start)
+            for one in picture.boxes
+            if one.start < end and one.end > start
+        ],
+    )
 
 
 def draw_page(picture: MessagePicture) -> str:
@@ -91,11 +132,11 @@ def draw_page(picture: MessagePicture) -> str:
 class _Layout:
     """The scale of a picture and the places on it."""
 
-    def __init__(self, picture: MessagePicture) -> None:
-        self.picture = picture
+    def __init__(self, picture: MessagePicture, unit: float = 0.0, first: int = 0) -> None:
+        self.picture, self.first = picture, first
         longest = max((len(arrow.text) for arrow in picture.arrows), default=0)
         boxes = max((len(box.text) for box in picture.boxes), default=0)
-        self.unit = max(44.0, LETTER * longest + 22, LETTER * boxes + 14)
+        self.unit = unit or max(44.0, LETTER * longest + 22, LETTER * boxes + 14)
         before = max(map(len, [*picture.rows, ""])) + max(map(len, [*picture.before, ""]))
         self.left = 34 + LETTER * before
         self.right = self.x(picture.length)
@@ -120,7 +161,7 @@ class _Layout:
             drawing.line(self.x(step), TOP - 22, self.x(step), last + 22, "#e9e9e9")
         for step in range(picture.length):
             middle = self.x(step + 0.5)
-            drawing.text(middle, last + 38, f"step {step}", "middle", "#777777", 10)
+            drawing.text(middle, last + 38, f"step {self.first + step}", "middle", "#777777", 10)
         for row, name in enumerate(picture.rows):
             y = self.y(row)
             drawing.line(self.left, y, self.right, y, FAINT)

@@ -12,7 +12,7 @@ from pathlib import Path
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
 from titanlite.errors import ConfigError, quote
-from titanlite.ranks.machine import check_local_ranks
+from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
 from titanlite.tools.options import count, require_writable, split_options, write
 from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
@@ -30,7 +30,9 @@ gradient norm, every gradient and every weight, step by step. Print the cause if
                       keeps weights in float32
   --replay-routing    send every token to the experts to which the reference routed it, so that
                       close scores, which may round another way, do not add to the differences
-  --threads           run the ranks as threads of one process, as many as 4096
+  --threads           run the ranks as threads of one process, as many as 4096: by default if
+                      they are too many for processes
+  --processes         run them as processes, whatever comm.mode says
   --shrink            make layers, widths, sequence and batch as small as the plan allows
   --json FILE         write every difference of every step, and the diagnosis
   --section.key=value any key of the job, as for train.py
@@ -60,6 +62,7 @@ class Options:
     shrink: bool = False
     until_stable: bool = False
     threads: bool = False
+    processes: bool = False
     json: str | None = None
     matrix: bool = False
     ranks: int = 8
@@ -84,6 +87,8 @@ def verify_one(options: Options) -> int:
 
     if options.json:
         require_writable(options.json, "--json")
+    if options.processes:
+        options.job.append("--comm.mode=default")
     reading = read_job(options.job, needs_file=EXAMPLE)
     shrunk: list[str] = []
     if options.shrink:
@@ -99,7 +104,7 @@ def verify_one(options: Options) -> int:
         config, shrunk = shrink(reading.require())
         reading = Reading(config)
         shrunk += ["generated data"] * bool(changes)
-    start = check_start(reading, threads=options.threads)
+    start = check_start(reading, threads=options.threads or (False if options.processes else None))
     config = start.job.config
     if options.replay_routing and not num_experts(config, start.job.model):
         raise ConfigError("--replay-routing: the model has no experts; remove it")
@@ -139,7 +144,8 @@ def verify_matrix(options: Options) -> int:
     """Verify every pair of features."""
     from titanlite.tools.verify.matrix import run_matrix
 
-    check_local_ranks(options.ranks, key="--ranks")
+    threads = options.threads or (not options.processes and needs_threads(options.ranks))
+    check_local_ranks(options.ranks, key="--ranks", are_threads=threads)
     job = None
     if options.job:
         reading = read_job(options.job)
@@ -152,6 +158,7 @@ def verify_matrix(options: Options) -> int:
         steps=options.steps or 2,
         with_compile=options.compile,
         limit=options.limit,
+        threads=threads,
     )
 
 
@@ -161,6 +168,8 @@ def parse(arguments: Sequence[str]) -> Options:
     options = Options(job, **given)
     if options.until_stable and options.steps is not None:
         raise ConfigError("--until-stable: chooses the steps itself; remove it or --steps")
+    if options.threads and options.processes:
+        raise ConfigError("--threads: and --processes are two worlds; remove one")
     for attribute in given:
         name = f"--{attribute.replace('_', '-')}"
         if options.matrix and name in OF_ONE_JOB:
@@ -191,6 +200,7 @@ VALUES: dict[str, Callable[[str, str], object]] = {
     "--output": _path,
     "--limit": count,
 }
-FLAGS = (*("--replay-routing", "--shrink", "--until-stable", "--threads", "--matrix", "--compile"),)
-OF_ONE_JOB = ("--dtype", "--replay-routing", "--shrink", "--until-stable", "--threads", "--json")
+OF_ONE_JOB = ("--dtype", "--replay-routing", "--shrink", "--until-stable", "--json")
+WORLDS = ("--threads", "--processes")
+FLAGS = ("--replay-routing", "--shrink", "--until-stable", "--matrix", "--compile", *WORLDS)
 OF_THE_MATRIX = ("--ranks", "--output", "--compile", "--limit")

@@ -215,17 +215,19 @@ def run_matrix(
     limit: int | None = None,
     stream: TextIO | None = None,
     verifier: Verifier | None = None,
+    threads: bool = False,
 ) -> int:
     """Verify every plan that does not agree in `folder` yet; returns 0 if all agree, else 1.
 
     The plans are those of `job`, or of a small model. Writes results.jsonl, one line per plan, and
-    overview.html. With `limit`, only the first plans are run, which contain the most pairs.
+    overview.html. With `limit`, only the first plans are run, which contain the most pairs. With
+    `threads`, the ranks are threads of this process.
     """
     from titanlite.tools.verify.overview import draw_overview
 
     out = sys.stdout if stream is None else stream
     features = features_of(num_ranks, with_compile=with_compile, job=job)
-    code = code_digest(job)
+    code = code_digest(job) + ("-threads" if threads else "")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = read_results(folder, num_ranks, steps, code, features)
@@ -253,7 +255,7 @@ def run_matrix(
     )
     start = time.monotonic()
     # The caller closes a verifier that it passes in.
-    opened = contextlib.nullcontext(verifier) if verifier else Verifier()
+    opened = contextlib.nullcontext(verifier) if verifier else Verifier(threads=threads)
     with opened as ranks, lines:
         # A killed run may have left an incomplete last line.
         lines.write("\n" if lines.tell() else "")

@@ -25,7 +25,7 @@ import cloudpickle
 
 from titanlite.errors import RankError, TitanliteError
 from titanlite.ranks.launch import Place, Ranks, not_done, run_ranks
-from titanlite.ranks.machine import check_local_ranks
+from titanlite.ranks.machine import check_local_ranks, needs_threads
 
 if TYPE_CHECKING:
     from titanlite.ranks.world import World
@@ -43,6 +43,8 @@ class RankPool:
 
     `close`, or leaving the context manager, ends the processes.
     """
+
+    are_threads = False
 
     def __init__(
         self,
@@ -148,6 +150,8 @@ class RankPool:
 class ThreadPool(RankPool):
     """`num_ranks` ranks that are threads of this process; each call has new ones."""
 
+    are_threads = True
+
     def start(self) -> None:
         """Nothing: threads start at once."""
         check_local_ranks(self.num_ranks, allowed=self.max_ranks, are_threads=True)
@@ -179,7 +183,8 @@ def _on_thread(place: Place, function: Callable[..., Any], args: Any, kwargs: An
 class RankPools:
     """A pool for each number of ranks that is asked for; leaving the context manager ends all.
 
-    With `threads`, the ranks are threads of this process, in which no timeout is needed.
+    With `threads`, the ranks are threads of this process, in which no timeout is needed; if it is
+    None, those are that are too many for processes.
     """
 
     def __init__(
@@ -188,16 +193,15 @@ class RankPools:
         *,
         timeout_seconds: float = 300,
         max_ranks: int | None = None,
-        threads: bool = False,
+        threads: bool | None = False,
     ) -> None:
         self.timeout_seconds = timeout_seconds
-        self.threads = threads
-        self._make = functools.partial(
-            ThreadPool if threads else RankPool,
-            device_type=device_type,
-            timeout_seconds=timeout_seconds,
-            max_ranks=max_ranks,
-        )
+        self._threads, self._max_ranks = threads, max_ranks
+        self._options: dict[str, Any] = {
+            "device_type": device_type,
+            "timeout_seconds": timeout_seconds,
+            "max_ranks": max_ranks,
+        }
         self._pools: dict[int, RankPool] = {}
         self._exits = contextlib.ExitStack()
 
@@ -214,7 +218,10 @@ class RankPools:
     def of(self, num_ranks: int) -> RankPool:
         """The pool of `num_ranks` ranks; it starts them at its first call."""
         if num_ranks not in self._pools:
-            pool = self._make(num_ranks)
+            threads = self._threads
+            if threads is None:
+                threads = needs_threads(num_ranks, self._max_ranks)
+            pool = (ThreadPool if threads else RankPool)(num_ranks, **self._options)
             self._pools[num_ranks] = self._exits.enter_context(pool)
         return self._pools[num_ranks]
 

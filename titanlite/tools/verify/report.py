@@ -32,8 +32,9 @@ def format_header(found: Verification, source: str, shrunk: list[str]) -> str:
     size = batch // found.reference_parts
     ep = f", ep {found.job.dims.ep}" if found.job.dims.ep_enabled else ""
     how = "in one batch" if found.reference_parts == 1 else f"{size} at a time"
+    ranks = f"{found.job.dims.world_size} ranks{' as threads' if found.threads else ''}"
     lines = [
-        f"plan       {found.job.dims.describe()}{ep}, {found.job.dims.world_size} ranks: {source}",
+        f"plan       {found.job.dims.describe()}{ep}, {ranks}: {source}",
         f"reference  the same {batch} sequences per step on one process, {how}; {found.dtype}",
     ]
     if shrunk:
@@ -211,6 +212,7 @@ def to_json(found: Verification, source: str, shrunk: list[str]) -> dict[str, An
         "config": source,
         "shrunk": shrunk,
         "degrees": found.job.dims.degrees,
+        "threads": found.threads,
         "dtype": found.dtype,
         "agrees": found.agrees,
         "margin": number(found.margin) if ran else None,

@@ -34,6 +34,8 @@ class Result:
     findings: list[str] = field(default_factory=list)
     """What is wrong, the most likely cause first."""
     seconds: float = 0.0
+    threads: bool = False
+    """Whether the ranks were threads of one process."""
 
     @property
     def agrees(self) -> bool:

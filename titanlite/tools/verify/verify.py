@@ -41,7 +41,7 @@ class Verifier:
         *,
         timeout_seconds: float = 300,
         max_ranks: int | None = None,
-        threads: bool = False,
+        threads: bool | None = False,
     ) -> None:
         self._exits = contextlib.ExitStack()
         folder = self._exits.enter_context(tempfile.TemporaryDirectory(prefix="titanlite-verify-"))
@@ -88,6 +88,7 @@ class Verifier:
         alone = reference_job(plan)
         parts = plan.global_batch_size // alone.config.training.local_batch_size
         found = Verification(plan, dtype, steps, parts)
+        found.threads = self.pool(plan.dims.world_size).are_threads
         on_start(found)
         # The ranks start while the reference runs.
         self.pool(plan.dims.world_size).start()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from titanlite.errors import ConfigError, RankError
+from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.differences import (
@@ -25,6 +25,7 @@ from titanlite.tools.verify.differences import (
     largest_of,
     unequal_replicas,
 )
+from titanlite.tools.verify.job_runs import failure
 from titanlite.tools.verify.pool import RankPools, must_run
 from titanlite.tools.verify.program.findings import QUESTIONS_OF_CODE, PartEvidence
 from titanlite.tools.verify.program.grid import make_grid
@@ -78,6 +79,7 @@ class Comparison(Result):
         """The parallel code and its reference, the table of differences, and the diagnosis."""
         steps = f"{self.num_steps} step{'s' * (self.num_steps > 1)}"
         ranks = f"{self.grid.world_size} rank{'s' * (self.grid.world_size > 1)}"
+        ranks += " as threads" * self.threads
         lines = [
             f"parallel   {self.name}: {self.grid.describe()}, {ranks}",
             f"reference  the same batches on one process; {self.dtype}, {steps}",
@@ -120,7 +122,7 @@ def compare(
     seed: int | None = 0,
     timeout_seconds: float = 300,
     max_ranks: int | None = None,
-    threads: bool = False,
+    threads: bool | None = None,
 ) -> Comparison:
     """Train parallel code on local ranks and its plain model on one process, and compare each step.
 
@@ -163,7 +165,8 @@ def compare(
     max_ranks: the largest number of ranks to start; by default as many as the cores and the
         memory of this machine allow.
     threads: whether the ranks are threads of this process, of which one runs at a time: up to
-        4,096, without a timeout, and a breakpoint stops all of them.
+        4,096, without a timeout, and a breakpoint stops all of them; what the functions change in
+        the process stays changed. By default they are if there are too many for processes.
 
     Raises ConfigError for a mistake in the arguments and TitanliteError if the reference does not
     run. An exception on a rank is part of the result.
@@ -196,7 +199,7 @@ class Comparer:
         *,
         timeout_seconds: float = 300,
         max_ranks: int | None = None,
-        threads: bool = False,
+        threads: bool | None = None,
     ) -> None:
         self._pools = RankPools(
             timeout_seconds=timeout_seconds, max_ranks=max_ranks, threads=threads
@@ -229,6 +232,7 @@ class Comparer:
         found = Comparison(grid, request.dtype, len(request.batches), name)
         # The ranks start while the reference runs.
         pool = self._pools.of(grid.world_size)
+        found.threads = pool.are_threads
         pool.start()
         with tempfile.TemporaryDirectory(prefix="titanlite-compare-") as folder:
             record = self._reference(packed, folder)
@@ -241,8 +245,8 @@ class Comparer:
 
             try:
                 runs = pool.call(on_rank)
-            except RankError as error:
-                found.error = error
+            except TitanliteError as error:
+                found.error = failure(error)
                 found.findings = [found.error_finding]
             else:
                 judging = _Judging(self._pools, request, packed, folder, record, runs, found)
