@@ -1,7 +1,7 @@
 """The tests notice when a promise of the docs is broken; see breaking.py.
 
-A normal run checks that the list is up to date. `make test-all` breaks each promise and runs the
-tests that hold it, which takes half an hour or more.
+A normal run checks that the lists are up to date. `make test-all` breaks each promise and runs the
+tests that hold it, which takes half an hour or more; so it does with wrong edits of the two worlds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pytest
 from tests.mutants.harness import ROOT
 from tests.promises.breaking import Promise, Verdict, as_edit, is_on_page, judge
 from tests.promises.promises import FIRST_SURVIVORS, PROMISES
+from tests.promises.worlds import OF_PROCESSES, OF_THREADS
 
 NUMBER = 64
 """Sixty at first; a new page brings its own."""
@@ -56,4 +57,16 @@ def test_only_a_test_that_fails_counts(status: int | None, said: str, is_caught:
 @pytest.mark.parametrize("promise", PROMISES, ids=name_of)
 def test_a_broken_promise_is_caught(promise: Promise) -> None:
     verdict = judge(promise)
+    assert verdict.is_caught, verdict.said
+
+
+@pytest.mark.parametrize("edit", [*OF_THREADS, *OF_PROCESSES], ids=name_of)
+def test_a_wrong_edit_of_a_world_fits_the_code(edit: Promise) -> None:
+    as_edit(edit.edit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", [*OF_THREADS, *OF_PROCESSES], ids=name_of)
+def test_a_wrong_edit_of_a_world_is_caught(edit: Promise) -> None:
+    verdict = judge(edit)
     assert verdict.is_caught, verdict.said
