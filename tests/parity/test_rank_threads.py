@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,16 @@ import pytest
 from plans import merged
 
 import titanlite
+from titanlite import cli
 from titanlite.config import make_config
 from titanlite.errors import ConfigError
+from titanlite.ranks import machine
+from titanlite.ranks.launch import Place
 from titanlite.tools.verify.verify import Verifier
 
-CONFIG = Path(__file__).parents[2] / "configs/ddp4.toml"
+ROOT = Path(__file__).parents[2]
+CONFIG, OWN_MODEL = ROOT / "configs/ddp4.toml", ROOT / "docs/own_model.md"
+PAGE = (ROOT / "docs/threads.md").read_text(encoding="utf-8")
 TINY: dict[str, Any] = {
     "model": {"dim": 32, "num_layers": 2, "num_heads": 4},
     "training": {"steps": 4, "local_batch_size": 2, "global_batch_size": 8, "dtype": "float64"},
@@ -146,4 +153,66 @@ def test_the_debugger_opens_at_a_breakpoint_of_one_rank(tmp_path: Path) -> None:
 def test_the_debugger_opens_at_an_error(tmp_path: Path) -> None:
     shown = debug(tmp_path, "raise ValueError('broken')", "p outputs.dim()\nq\n", when="is_step")
     assert "rank 1: ValueError: broken" in shown
+    assert "-> raise ValueError('broken')" in shown
     assert "(rank 1) 3" in shown
+
+
+def test_the_page_shows_what_the_debugger_shows(tmp_path: Path) -> None:
+    """docs/threads.md: a plan of the model of own_model.md that cuts `down` by columns."""
+    for text in re.findall(r"```(?:python|toml)\n(.*?)```", OWN_MODEL.read_text(), re.DOTALL):
+        if name := re.match(r"# (\S+)\n", text):
+            path = tmp_path / name[1]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    plan = tmp_path / "vit/plan.py"
+    text = plan.read_text().replace('"v", "up")', '"v", "up", "down")')
+    plan.write_text(text.replace('("o", "down")', '("o",)'))
+    shown = re.findall(r"```\n\$ titanlite (debug vit.toml .*?)\n\.\.\.\n(.*?)```", PAGE, re.DOTALL)
+    ((command, screen),) = shown
+    typed = re.findall(r"\(rank 0\) (.*)\n", screen)
+    done = subprocess.run(
+        [sys.executable, "-m", "titanlite", *command.split(), "--job.device=cpu"],
+        input="\n".join([*typed, "q"]),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    # What is typed is not in the output of a program that is not a terminal.
+    lines = [line.removeprefix("(rank 0) ") for line in done.stdout.splitlines()]
+    for line in screen.splitlines():
+        if line.removeprefix("(rank 0) ") not in typed:
+            assert line.removeprefix("> ") in [one.removeprefix(f"> {tmp_path}/") for one in lines]
+    assert "blocks.0.down (tensor-parallel plan: " in done.stderr
+
+
+def test_the_notebook_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(code, {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip() == code.rstrip().rpartition("# ")[2]
+
+
+def test_a_rank_error_has_the_frames_of_its_rank() -> None:
+    def fails(place: Place) -> None:
+        with titanlite.open_world(place):
+            raise ValueError("broken")
+
+    with pytest.raises(titanlite.RankError) as caught:
+        titanlite.run_ranks(fails, 2, threads=True)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert traceback.extract_tb(caught.value.__cause__.__traceback__)[-1].name == "fails"
+
+
+def test_verify_takes_threads_where_processes_are_too_many(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = [str(CONFIG), "--shrink", "--steps=1", "--validation.enable=false"]
+    monkeypatch.setattr(machine, "MOST_RANKS_A_CORE", 0)
+    assert cli.main(["verify", *job]) == 0
+    assert "dp_replicate 4, 4 ranks as threads: " in capsys.readouterr().out
+    assert cli.main(["verify", *job, "--processes"]) == 2
+    assert "4 ranks are too many for this machine: its limit is 1" in capsys.readouterr().err
+    assert cli.main(["verify", *job, "--processes", "--threads"]) == 2
+    assert "--threads: and --processes are two worlds" in capsys.readouterr().err

@@ -8,7 +8,7 @@ THREADS = ("unit/ranks/test_threads.py",)
 PROCESSES = (
     "unit/ranks/test_launch.py",
     "unit/ranks/test_settings.py",
-    "unit/ranks/test_faults.py",
+    "unit/test_start.py",
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from titanlite.errors import ConfigError, RankError
 from titanlite.ranks import fork_server
-from titanlite.ranks.launch import Place, choose_device, run_ranks
+from titanlite.ranks.launch import Place, choose_device, run_ranks, torchrun_place
 
 ROOT = Path(__file__).parents[3]
 
@@ -213,3 +213,38 @@ def test_cuda_without_gpus_is_refused(monkeypatch):
         match=r'job\.device: "cuda" needs a GPU for each of the 4 ranks here, and there are 2;',
     ):
         choose_device("cuda", 4)
+
+
+def test_a_mistake_of_the_user_is_raised_as_it_is_with_its_rank():
+    def mistaken(place: Place):
+        if place.rank == 1:
+            raise ConfigError("model.name: is odd")
+
+    with pytest.raises(ConfigError, match=r"^model\.name: is odd$") as raised:
+        run_ranks(mistaken, 2)
+    assert raised.value.rank == 1
+
+
+def test_the_place_of_a_process_of_torchrun(monkeypatch: pytest.MonkeyPatch):
+    """The second rank of the second of two machines."""
+    names = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**names, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    place = torchrun_place()
+    assert place == Place(3, 4, 1, 2, rendezvous="env://")
+    assert not place.is_one_node
+
+
+def test_ranks_divide_the_cores(monkeypatch: pytest.MonkeyPatch):
+    def num_threads(place: Place, num_cores: int):
+        from unittest import mock
+
+        import torch
+
+        from titanlite.ranks import world
+
+        with mock.patch.object(world, "num_cores", return_value=num_cores), world.open_world(place):
+            return torch.get_num_threads()
+
+    assert run_ranks(num_threads, 2, 6) == [3, 3]
+    assert run_ranks(num_threads, 2, 1) == [1, 1]

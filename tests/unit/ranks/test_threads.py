@@ -371,3 +371,32 @@ def test_ranks_sleep_at_the_same_time() -> None:
     assert turns.failure is None
     assert ended == [7, 6, 5, 4, 3, 2, 1, 0]
     assert 0.2 <= time.monotonic() - start < 0.8  # one after the other, 1.04 seconds
+
+
+def test_a_message_is_taken_from_the_rank_that_is_named() -> None:
+    def on_rank(world: World) -> list[float]:
+        if world.rank:
+            work = dist.isend(torch.tensor([float(world.rank)]), 0)
+            dist.barrier()
+            assert work is not None
+            work.wait()
+            return []
+        dist.barrier()
+        received = [torch.zeros(1) for _ in range(1, RANKS)]
+        for source in range(RANKS - 1, 0, -1):
+            dist.recv(received[source - 1], source)
+        return [one.item() for one in received]
+
+    assert in_threads(on_rank)[0] == [1.0, 2.0, 3.0]
+
+
+def test_the_first_error_of_a_world_is_its_cause() -> None:
+    def on_rank(world: World) -> None:
+        if world.rank == 2:
+            raise ValueError("first")
+        try:
+            dist.barrier()
+        finally:
+            raise RuntimeError("then")
+
+    assert fails(on_rank).message == "ValueError: first"
