@@ -1,4 +1,4 @@
-"""The same plan with a model that a laptop runs in seconds: `verify --shrink`; torch-free.
+"""The same plan with a model that a laptop runs in seconds: `verify --shrink`.
 
 Blocks, widths, sequence and batch become as small as the plan allows: a change is kept only if the
 job's own checks accept it. Degrees, schedule, stages, accumulation and layout stay.
@@ -14,6 +14,7 @@ from typing import Any
 from titanlite.config import JobConfig, make_model_config, override, resolve_job
 from titanlite.config.data import own_length
 from titanlite.errors import ConfigError
+from titanlite.parallelize.steps import features_on
 from titanlite.registry import DATASETS
 
 # Wide enough for sums of many terms; two blocks and two sequences, so that there is a second one.
@@ -88,7 +89,12 @@ def _batch_changes(config: JobConfig) -> Iterator[dict[str, Any]]:
 def _try(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig | None:
     with contextlib.suppress(ConfigError):
         changed = override(config, changes)
-        resolve_job(changed)
+        job = resolve_job(changed)
+        if looked_at := [feature for feature in features_on(changed) if feature.checks_model]:
+            # Some features depend on the model's layers, and so on torch.
+            from titanlite.plain_job import check_plain_model
+
+            check_plain_model(job, looked_at)
         return changed
     return None
 

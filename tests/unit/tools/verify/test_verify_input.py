@@ -16,6 +16,7 @@ from titanlite.cli import main
 from titanlite.config import load_config, make_config, make_model_config, override, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
+from titanlite.start import check_start
 from titanlite.tools.verify.command import parse
 from titanlite.tools.verify.differences import (
     Tolerance,
@@ -100,7 +101,10 @@ def test_a_shrunk_job_is_small_and_has_the_same_plan(path):
     assert after.num_parameters < 120_000
     assert shrunk.seq_len <= 192
     assert small.training.global_batch_size <= 16
-    assert f"dim {before.dim} -> {after.dim}" in told
+    # The products of float8 must be multiples of 16 on each rank, so that its widths stay.
+    assert after.dim < before.dim or path.stem == "float8"
+    assert (f"dim {before.dim} -> {after.dim}" in told) == (after.dim < before.dim)
+    check_start(small)
     for section in ("activation_checkpoint", "compile", "optimizer"):
         assert getattr(small, section) == getattr(config, section)
     if job.pipeline is not None:
