@@ -2,6 +2,7 @@
 
     python tests/mutants/harness.py [NAME ...]     judge some mutants, or all, and print the score
     python tests/mutants/harness.py --same         judge the edits that change no number
+    python tests/mutants/harness.py --threads ...  the same on ranks that are threads
 
 A mutant affects both the plan and its reference, like a bug in a library. It is found if verify
 does not agree. It is named if the first sentence of the diagnosis has the module or axis and the
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,12 @@ def main(names: Sequence[str]) -> int:
     """Judge mutants and print the result of each; returns 0 if all are found."""
     from mutants import MUTANTS, REFACTORINGS
 
+    if "--threads" in names:
+        names = [name for name in names if name != "--threads"]
+        MUTANTS[:], REFACTORINGS[:] = (
+            [replace(one, options=(*one.options, "--threads")) for one in of_kind]
+            for of_kind in (MUTANTS, REFACTORINGS)
+        )
     if names == ["--same"]:
         unlike = [(m.name, judge(m)) for m in REFACTORINGS]
         for name, verdict in unlike:
