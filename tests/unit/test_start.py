@@ -80,7 +80,7 @@ def test_a_job_of_more_ranks_than_the_machine_takes_is_refused() -> None:
         (lambda: Ranks(lambda place, connection: None, 52), "ranks"),
         (lambda: run_ranks(lambda place: None, 3, max_ranks=2), "ranks"),
         (lambda: VirtualCluster(Mesh(x=8, y=8)).run(lambda device: None), "ranks"),
-        (lambda: verify(["--matrix", "--ranks=64"]), "--ranks"),
+        (lambda: verify(["--matrix", "--ranks=64", "--processes"]), "--ranks"),
     ],
     ids=["run_ranks", "Ranks", "max_ranks", "lab", "matrix"],
 )

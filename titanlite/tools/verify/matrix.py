@@ -236,7 +236,8 @@ def run_matrix(
         raise ConfigError(
             f"--output: {quote(str(folder))} cannot be used ({error.strerror}); give another"
         ) from error
-    print(f"choosing plans of {num_ranks} ranks", file=out, flush=True)
+    as_threads = " as threads" * threads
+    print(f"choosing plans of {num_ranks} ranks{as_threads}", file=out, flush=True)
     agreed = {key: result for key, result in results.items() if result["agrees"]}
     done = [result["choice"] for result in agreed.values()]
     choices = plans_of(num_ranks, with_compile=with_compile, done=done, job=job)
