@@ -18,7 +18,14 @@ from titanlite.tools.verify.evidence import (
 )
 from titanlite.tools.verify.gradients import explain_gradients
 from titanlite.tools.verify.record import ModuleOutput, module_of
-from titanlite.tools.verify.wording import agree, is_near, listed, name_parameters, name_ranks
+from titanlite.tools.verify.wording import (
+    agree,
+    is_near,
+    listed,
+    name_parameters,
+    name_ranks,
+    told_apart,
+)
 
 
 def explain_cures(e: Evidence) -> Iterator[str]:
@@ -159,17 +166,21 @@ def explain_loss(e: Evidence) -> Iterator[str]:
     if not e.failed("loss"):
         return
     own, known = e.runs[0].steps[e.step].loss, e.reference[e.step].loss
-    values = {run.steps[e.step].loss for run in e.runs}
+    losses = {run.rank: run.steps[e.step].loss for run in e.runs}
+    values = set(losses.values())
     if strange := [value for value in values if not math.isfinite(value)]:
         yield f"the loss is {strange[0]}, but finite on one process"
         return
     if len(values) > 1 and e.is_split:
         yield (
-            f"ranks report {len(values)} different losses: a sum over ranks is missing. All-reduce "
-            "the loss"
+            f"ranks report {len(values)} different losses, {told_apart(losses)}: a sum over ranks "
+            "is missing. All-reduce the loss"
         )
     elif len(values) > 1 and not outputs_differ(e):
-        yield "ranks with the same batch have different losses: look at the loss function"
+        yield (
+            f"ranks with the same batch have different losses, {told_apart(losses)}: look at the "
+            "loss function"
+        )
     gradients_agree = not e.failed("gradient")
     if is_near(own, known):
         return

@@ -161,8 +161,18 @@ def name_call(module: str, number: int) -> str:
 
 
 def module_of(call: str) -> str:
-    """The module of a name made by `name_call`."""
-    return call.partition(" (call ")[0]
+    """The module of a name made by `name_call` or `name_input`."""
+    return call.partition(" <- ")[0].partition(" (call ")[0]
+
+
+def name_input(call: str, argument: str) -> str:
+    """The name of what a call of a module receives for one of its arguments."""
+    return f"{call} <- {argument}"
+
+
+def is_input(event: str) -> bool:
+    """Whether a name is made by `name_input`."""
+    return " <- " in event
 
 
 @dataclass
@@ -180,6 +190,12 @@ class ModuleOutput:
     """The gradient of the output compared with the reference's, if both are known."""
     recomputed: float = 0.0
     """The difference of the recomputed output from that of the forward pass."""
+    is_moved: bool = False
+    """Whether its rows or columns are those of the reference's output, but not in its order."""
+    is_cut_off: bool = False
+    """Whether it requires no gradient, but the reference's does."""
+    has_no_gradient: bool = False
+    """Whether no gradient of it arrives, but one of the reference's does."""
 
 
 @dataclass
@@ -211,6 +227,15 @@ class RankTrace:
     """Axes along which ranks hold the same output, but different gradients of it."""
     file: str = ""
     """Where the rank has saved its part of the batch and its wrong gradients, of other code."""
+    inputs: dict[str, ModuleOutput] = field(default_factory=dict)
+    """What modules receive, by `name_input`, compared like `modules`, of other code."""
+    not_compared: tuple[str, ...] = ()
+    """Outputs in a layout that fits no part of the reference's, of other code."""
+
+    @property
+    def events(self) -> dict[str, ModuleOutput]:
+        """What modules receive and return."""
+        return {**self.modules, **self.inputs}
 
 
 @dataclass(frozen=True)
@@ -237,6 +262,12 @@ class CodeRun(RankRun):
     """A digest of this rank's part of each batch."""
     traces: dict[int, RankTrace] = field(default_factory=dict)
     """The steps in which some rank's numbers differ, recorded in detail."""
+    not_compared: tuple[str, ...] = ()
+    """Buffers that have no counterpart of their shape in the reference."""
+    lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What a module receives or returns -> the lines of code that ran just before, if watched."""
+    lines_backward: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same for the gradients of these tensors."""
 
 
 @dataclass
@@ -244,7 +275,13 @@ class ModelRun(ReferenceRun):
     """What the process of the plain model of such code returns."""
 
     modules: tuple[str, ...] = ()
-    """Calls of modules in forward order."""
+    """What modules receive and return, in forward order."""
+    flow: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each of these, those that it is computed from directly."""
+    with_gradient: frozenset[str] = frozenset()
+    """Those whose gradients are known."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what could not be measured."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of one parameter."""
     num_left_out: int = 0

@@ -7,17 +7,24 @@ from collections.abc import Iterator
 
 from titanlite.tools.verify.evidence import EXPLAINED, Evidence, pooled, ranks_of, worst
 from titanlite.tools.verify.norms import explain_norm
-from titanlite.tools.verify.wording import agree, is_near, listed, name_parameters, name_ranks
+from titanlite.tools.verify.wording import (
+    agree,
+    is_near,
+    listed,
+    name_parameters,
+    name_ranks,
+    told_apart,
+)
 
 
 def explain_norm_alone(e: Evidence) -> Iterator[str]:
     if not e.failed("norm") or e.failed("gradient") or e.failed("start"):
         return
     own, known = e.runs[0].steps[e.step].norm, e.reference[e.step].norm
-    norms = {run.steps[e.step].norm for run in e.runs}
-    if len(norms) > 1:
+    norms = {run.rank: run.steps[e.step].norm for run in e.runs}
+    if len(set(norms.values())) > 1:
         yield (
-            f"ranks have different gradient norms ({listed(sorted(norms), 3)}): sum the squares "
+            f"ranks have different gradient norms, {told_apart(norms)}: sum the squares "
             "over all ranks"
         )
     words = explain_norm(e.runs, e.step, own)

@@ -60,6 +60,23 @@ def is_near(value: float, expected: float, tolerance: float = EXACT) -> bool:
     return math.isfinite(value) and abs(value - expected) <= tolerance * max(abs(expected), 1e-300)
 
 
+def told_apart(values: Mapping[int, float]) -> str:
+    """The values of ranks, with as many digits as tell them apart, and the ranks that have them."""
+    ranks_of: dict[float, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    digits = next(
+        n for n in range(6, 18) if len({f"{v:.{n}g}" for v in ranks_of}) == len(ranks_of) or n == 17
+    )
+    return listed(
+        (
+            f"{value:.{digits}g} (rank{'s' * (len(ranks) > 1)} {listed(ranks)})"
+            for value, ranks in ranks_of.items()
+        ),
+        3,
+    )
+
+
 def name_ranks(ranks: Collection[int], runs: Sequence[RankRun], among: Collection[int]) -> str:
     """Words for some of the ranks `among`: by mesh coordinates where possible, else by number."""
     chosen, all_ranks = set(ranks), set(among)

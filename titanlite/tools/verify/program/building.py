@@ -71,7 +71,8 @@ class Built:
         request = self.request
         if request.step is not None and not self.is_reference:
             return number_of(request.step(self.value, batch), "step")
-        loss = request.loss(self.value, batch)
+        own = None if self.is_reference else request.parallel_loss
+        loss = (own or request.loss)(self.value, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise ConfigError(
