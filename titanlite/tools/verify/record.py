@@ -221,10 +221,8 @@ class RankTrace:
     """The same as in ReferenceTrace, for the layers of this rank."""
     experts: dict[str, ExpertTrace] = field(default_factory=dict)
     """Expert layer -> its tokens and experts on this rank."""
-    summed_backward: dict[str, tuple[str, Agreement]] = field(default_factory=dict)
-    """Axis -> the first wrong output's gradient in backward order, and its sum over the axis."""
-    torn_backward: tuple[str, ...] = ()
-    """Axes along which ranks hold the same output, but different gradients of it."""
+    summed_backward: dict[str, dict[str, Agreement]] = field(default_factory=dict)
+    """Wrong gradient of what a module receives or returns -> axis -> its sum over that axis."""
     file: str = ""
     """Where the rank has saved its part of the batch and its wrong gradients, of other code."""
     inputs: dict[str, ModuleOutput] = field(default_factory=dict)

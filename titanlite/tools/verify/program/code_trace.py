@@ -14,19 +14,18 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
-from titanlite.tools.verify.agreement import agreement, digest_of
+from titanlite.tools.verify.agreement import agreement
 from titanlite.tools.verify.program.batches import Where
 from titanlite.tools.verify.program.events import Events
 from titanlite.tools.verify.program.request import Request
@@ -72,10 +71,11 @@ class Tracer:
             whole = known["outputs"].get(event)
             if whole is None or self.request.leaves_out(module_of(event)):
                 continue
+            calls = calls[-(self.request.microbatches or len(calls)) :]
             compared = self._compare(event, calls, whole)
-            if compared is None and len(calls) > 2:
+            if len(calls) > 2 and (compared is None or compared.is_moved):
                 # A pipeline's first step starts with a call that only finds shapes.
-                compared = self._compare(event, calls[1:], whole)
+                compared = self._compare(event, calls[1:], whole) or compared
             if compared is None:
                 left.append(event)
                 continue
@@ -85,7 +85,6 @@ class Tracer:
         for event in self._harmless({event: not o.wrong_calls for event, o in found.items()}):
             found[event].wrong_calls = ()
         factors, backward = self._compare_backward(kept, known, found)
-        self._find_missing(kept, found)
         trace = RankTrace(
             rank=self.rank,
             coordinates=self.grid.coordinates(self.rank),
@@ -136,7 +135,7 @@ class Tracer:
             return None
         chosen: list[Select] = []
         found: list[Agreement] = []
-        is_moved = False
+        is_moved, elsewhere = False, ""
         for index, call in enumerate(calls):
             whole = known[index] if len(known) == len(calls) else known[0]
             share = (index, len(calls)) if len(known) == 1 else (0, 1)
@@ -150,6 +149,8 @@ class Tracer:
             if best is None or not best[0].difference <= self.tolerance:
                 moved = self._match(call, whole, share)
                 if moved is not None:
+                    if best is not None and self._tokens(whole, share) is not None:
+                        elsewhere = "the rows or columns of one process, in another order"
                     is_moved = True
                     best = agreement(call, moved(whole), whole), moved
             if best is None:
@@ -163,7 +164,7 @@ class Tracer:
         worst = max(found, key=lambda one: one.error)
         aa, ab, bb = (sum(getattr(one, name) for one in found) for name in ("aa", "ab", "bb"))
         total = Agreement(worst.error, worst.scale, aa, ab, bb, found[0].digest)
-        return ModuleOutput(total, len(calls), wrong, is_moved=is_moved)
+        return ModuleOutput(total, len(calls), wrong, is_moved=is_moved, elsewhere=elsewhere)
 
     def ways(self, call: Tensor, whole: Tensor, share: tuple[int, int]) -> Iterator[Select]:
         """The parts of `whole` that have the shape of `call`, a microbatch (index, count)."""
@@ -263,16 +264,14 @@ class Tracer:
 
     def _compare_backward(
         self, kept: Events, record: Mapping[str, Any], found: dict[str, ModuleOutput]
-    ) -> tuple[list[float], dict[str, tuple[bool, str]]]:
+    ) -> tuple[list[float], dict[str, bool]]:
         """Compare the gradients; returns each call's common factor, and which are wrong.
-
-        With each comes a digest of it.
 
         A loss that is a mean over the rank's own part scales all of them by one factor: that of the
         last tensor in forward order.
         """
         factors: list[float] = []
-        wrong: dict[str, tuple[bool, str]] = {}
+        wrong: dict[str, bool] = {}
         for event in reversed(self.record.modules):
             pairs = self._gradients(event, kept, record) if event in found else []
             if not pairs or found[event].is_moved:
@@ -290,11 +289,18 @@ class Tracer:
             worst = max(scaled, key=lambda one: one.difference)
             is_wrong = not worst.difference <= self.tolerance
             found[event].gradient = worst if is_wrong else worst._replace(error=0.0)
-            wrong[event] = is_wrong, worst.digest
-        for event in self._harmless(
-            {e: not bad for e, (bad, _) in wrong.items()}, is_backward=True
-        ):
-            found[event].gradient = None
+            wrong[event] = is_wrong
+        for event, one in found.items():
+            if event in self.record.with_gradient and module_of(event) not in kept.again:
+                one.is_cut_off = not kept.requires_grad[event]
+                one.has_no_gradient = event not in kept.arrived
+                if one.has_no_gradient:
+                    wrong[event] = True
+        agrees = {event: not is_wrong for event, is_wrong in wrong.items()}
+        for event in self._harmless(agrees, is_backward=True):
+            found[event] = replace(
+                found[event], gradient=None, is_cut_off=False, has_no_gradient=False
+            )
             del wrong[event]
         return factors, wrong
 
@@ -316,21 +322,6 @@ class Tracer:
             for one, whole, select in zip(own, known, chosen, strict=True)
             if (part := select(whole)).shape == one.shape
         ]
-
-    def _find_missing(self, kept: Events, found: Mapping[str, ModuleOutput]) -> None:
-        """Note the tensors whose gradient never arrives, though it does in the reference."""
-        for event, one in found.items():
-            if event not in self.record.with_gradient or module_of(event) in kept.again:
-                continue
-            one.is_cut_off = not kept.requires_grad[event]
-            one.has_no_gradient = event not in kept.arrived
-        arrives = {
-            event: not one.has_no_gradient
-            for event, one in found.items()
-            if event in self.record.with_gradient
-        }
-        for event in self._harmless(arrives, is_backward=True):
-            found[event].has_no_gradient = found[event].is_cut_off = False
 
     def _sum_outputs(
         self, found: Mapping[str, ModuleOutput], kept: Events, known: Mapping[str, Any]
@@ -360,39 +351,30 @@ class Tracer:
     def _sum_backward(
         self,
         trace: RankTrace,
-        backward: Mapping[str, tuple[bool, str]],
+        backward: Mapping[str, bool],
         kept: Events,
         record: Mapping[str, Any],
         factors: Sequence[float],
     ) -> None:
-        """Sum the first wrong gradient, in backward order, over each axis."""
+        """Sum each wrong gradient over each axis."""
         mine = {
-            event: (bad, digest, tuple(part.shape), digest_of(part) if bad else "")
-            for event, (bad, digest) in backward.items()
+            event: (bad, tuple(part.shape))
+            for event, bad in backward.items()
             for _, part in self._gradients(event, kept, record)[:1]
         }
         everyone = gathered(mine)
         wrong = {event for of_rank in everyone for event, (bad, *_) in of_rank.items() if bad}
-        last = next((event for event in reversed(self.record.modules) if event in wrong), None)
-        if last is None:
-            return
-        for axis, group in self.subject.groups.items():
-            ranks = dist.get_process_group_ranks(group)
-            of_ranks = [everyone[rank][last] for rank in ranks if last in everyone[rank]]
-            own, same = ({of_rank[index] for of_rank in of_ranks} for index in (1, 3))
-            if len(own) == len(ranks) and len(same) == 1:
-                trace.torn_backward += (axis,)
+        for event in [event for event in reversed(self.record.modules) if event in wrong]:
 
-        def gradient() -> Tensor:
-            return self._gradients(last, kept, record)[0][0] / factors[0]
+            def gradient(event: str = event) -> Tensor:
+                return self._gradients(event, kept, record)[0][0] / factors[0]
 
-        def compare(total: Tensor) -> Agreement:
-            part = self._gradients(last, kept, record)[0][1]
-            return agreement(total, part, part)
+            def compare(total: Tensor, event: str = event) -> Agreement:
+                part = self._gradients(event, kept, record)[0][1]
+                return agreement(total, part, part)
 
-        shapes = [of_rank[last][2] if last in of_rank else None for of_rank in everyone]
-        sums = sum_over_axes(self.subject, shapes, gradient, compare)
-        trace.summed_backward = {axis: (last, one) for axis, one in sums.items()}
+            shapes = [of_rank[event][1] if event in of_rank else None for of_rank in everyone]
+            trace.summed_backward[event] = sum_over_axes(self.subject, shapes, gradient, compare)
 
 
 def _cut(cuts: Sequence[tuple[Tensor | None, int, int]], whole: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 # The arguments of `compare` that are not those of `Comparer.compare`, or not by name.
 OF_THE_RANKS = ("timeout_seconds", "max_ranks", "threads")
 POSITIONAL = ("reference", "parallel")
+FLOAT32_ROUNDING = 2.0**-23
 # A reference that differs from itself by more than this draws random numbers.
 RANDOM = 1e-3
 
@@ -462,6 +463,14 @@ class _Judging:
                 except TitanliteError as error:
                     failure(error)
                     why = " ".join(str(error).split())
+                    # One run may agree by chance.
+                    found = [
+                        [
+                            {k: max(v, FLOAT32_ROUNDING) for k, v in of_step.items()}
+                            for of_step in run
+                        ]
+                        for run in found
+                    ]
                     self.found.notes.append(
                         f"the reference does not run in {dtype}, so its rounding error is measured "
                         f"in {self.found.dtype} alone ({why[:200]})"

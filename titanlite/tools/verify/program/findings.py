@@ -188,7 +188,11 @@ def explain_forward(e: PartEvidence) -> Iterator[str]:
     order = [event for event in e.events if event in wrong]
     if not order or not any(map(e.failed, ("loss", "gradient"))):
         return
-    moved = [event for event in order if all(o.is_moved for o in wrong[event].values())]
+    moved = [
+        event
+        for event in order
+        if all(o.is_moved and not o.elsewhere for o in wrong[event].values())
+    ]
     first = next((event for event in order if event not in moved), order[0])
     outputs = wrong[first]
     holders = e.rank_of(lambda t: first in t.events)
@@ -199,10 +203,11 @@ def explain_forward(e: PartEvidence) -> Iterator[str]:
     lines = e.lines_before(first, list(outputs))
     if is_input(first) or inside:
         sources = listed([describe_event(source) for source in known], 3)
+        between = f"between {sources} and" if len(known) == 1 else f"after {sources}, and before"
         if sources:
             start = (
-                f"the error is between {sources} and {describe_event(first)}: that is the first "
-                f"tensor that differs, {where}"
+                f"the error is {between} {describe_event(first)}: that is the first tensor that "
+                f"differs, {where}"
             )
         else:
             start = (
@@ -242,6 +247,9 @@ def _details(
             f"only {which} {listed(one.wrong_calls)} of {one.num_calls} "
             f"{'differs' if len(one.wrong_calls) == 1 else 'differ'} (counted from 0)"
         )
+    if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:
+        yield f"it has {listed(sorted(places))}"
+        return
     sums = [trace.summed_output for trace in e.traces if trace.rank in outputs]
     for axis in {axis: None for of_rank in sums for axis in of_rank}:
         if all(axis in s and s[axis].difference < EXPLAINED for s in sums):
@@ -315,38 +323,36 @@ def explain_backward(e: PartEvidence) -> Iterator[str]:
     ]
     if not wrong:
         return
-    last = wrong[-1]
-    ranks = e.rank_of(
-        lambda t: (
-            last in t.events and (own := t.events[last].gradient) is not None and own.error > 0
-        )
-    )
-    after = [other for other in e.following.get(last, ()) if other in _compared_backward(e)]
-    how = ""
-    for axis in e.dims.degrees:
-        sums = [t.summed_backward[axis][1] for t in e.traces if axis in t.summed_backward]
-        if sums and all(one.difference < EXPLAINED for one in sums):
-            how = f"It is correct after a sum over {axis}"
-        elif any(axis in trace.torn_backward for trace in e.traces):
-            how = f"The ranks of {axis}, which hold the same tensor, have different gradients of it"
-        if how:
-            before = listed([describe_event(source) for source in e.flow.get(last, ())], 3)
-            place = f"on the way back to {before}, or before" if before else "there"
-            how += f": it is still Partial over {axis}. All-reduce it over {axis} {place}"
-            break
-    parts = [a for t in e.traces if last in t.events and (a := t.events[last].gradient) and a.error]
-    factor, left = pooled(parts)
-    if not how and left < EXPLAINED and not is_near(factor, 1.0):
-        same = e.factor(factor)
-        how = f"It is {factor:.6g} times as large as on one process"
-        how += f" ({factor:.6g} is {same})" if same else ""
-    lines = e.lines_before(last, ranks, is_backward=True)
-    where = name_ranks(ranks, e.runs, e.rank_of(lambda t: last in t.events))
+    # Partial gradients may be intended, until one is neither right nor a Partial.
+    partial = {event: axis for event in wrong if (axis := _partial_over(e, event))}
+    rest = [event for event in wrong if event not in partial]
+    last = (rest or wrong)[-1 if rest else 0]
+    found = {
+        trace.rank: own
+        for trace in e.traces
+        if last in trace.events and (own := trace.events[last].gradient) and own.error > 0
+    }
+    where = name_ranks(found, e.runs, e.rank_of(lambda t: last in t.events))
+    following = e.following.get(last, ())
+    from_partial = [other for other in following if other in partial]
+    after = [other for other in following if other in _compared_backward(e)]
+    shown = listed([describe_event(reader) for reader in from_partial or after], 3)
     start = f"in the backward pass, the gradient of {describe_event(last)} is the first that "
     start += f"differs, {where}"
-    shown = listed([describe_event(reader) for reader in after], 3)
-    if not e.following.get(last):
+    how = ""
+    if not following:
         place = "The loss reads it, so the backward pass of the loss itself is wrong"
+    elif from_partial:
+        axis = partial[from_partial[0]]
+        place = (
+            f"The gradient of {shown} is correct after a sum over {axis}: it is still Partial over "
+            f"{axis}. All-reduce it over {axis} between the two, in the backward pass"
+        )
+    elif last in partial:
+        before = listed([describe_event(source) for source in e.flow.get(last, ())], 3)
+        place = f"It is correct after a sum over {partial[last]}: it is still Partial over "
+        place += f"{partial[last]}. All-reduce it over {partial[last]} there"
+        place += f", or on the way back to {before}" if before else ""
     elif after and is_input(last):
         place = (
             f"{module_of(last) or 'The model'} returns it, from a gradient of {shown} that agrees"
@@ -355,8 +361,23 @@ def explain_backward(e: PartEvidence) -> Iterator[str]:
         place = f"The error is between it and {shown}, whose gradient agrees"
     else:
         place = "The code that reads it returns a wrong gradient"
-    found = [start, place, how, f"The code there{lines}" if lines else ""]
-    yield ". ".join(filter(None, found))
+    factor, left = pooled(list(found.values()))
+    if left < EXPLAINED and not is_near(factor, 1.0):
+        same = e.factor(factor)
+        how = f"It is {factor:.6g} times as large as on one process"
+        how += f" ({factor:.6g} is {same})" if same else ""
+    lines = e.lines_before(last, list(found), is_backward=True)
+    yield ". ".join(filter(None, [start, place, how, f"The code there{lines}" if lines else ""]))
+
+
+def _partial_over(e: PartEvidence, event: str) -> str:
+    """The axis over which the sum of a wrong gradient is right; "" for none."""
+    sums = [t.summed_backward[event] for t in e.traces if event in t.summed_backward]
+    for axis in e.dims.degrees:
+        own = [of_rank[axis] for of_rank in sums if axis in of_rank]
+        if own and all(one.difference < EXPLAINED for one in own):
+            return axis
+    return ""
 
 
 def _compared_backward(e: PartEvidence) -> set[str]:
