@@ -358,7 +358,13 @@ class _Judging:
     def _note_not_compared(self) -> None:
         """Note what was left out, or has a layout or a shape that fits nothing."""
         found, request = self.found, self.request
-        buffers = {f"the buffer {name}" for run in self.runs for name in run.not_compared}
+        compared = {name for run in self.runs for step in run.steps for name in step.buffers}
+        buffers = {
+            f"the buffer {name}"
+            for run in self.runs
+            for name in run.not_compared
+            if name not in compared
+        }
         outputs: set[str] = set()
         if not found.agrees:
             step = found.failures[0].step if found.failures else 1

@@ -25,14 +25,17 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import titanlite
 from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import is_pending
 from titanlite.tools.verify.outputs import Outputs, hookable, tensor_of
 from titanlite.tools.verify.record import is_input, name_call, name_input
 
 # Code in these folders, and what comes from no file, is not the caller's.
-FOREIGN = ("<", *(str(Path(m.__file__ or "").parent) for m in (torch, titanlite, contextlib)))
+FOREIGN = (
+    "<",
+    str(Path(__file__).parents[3]),
+    *(str(Path(m.__file__ or "").parent) for m in (torch, contextlib)),
+)
 
 
 class Events(Outputs):

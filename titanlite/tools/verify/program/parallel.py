@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
-from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
+from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.code_trace import Tracer, save_part
 from titanlite.tools.verify.program.events import Events, Watch, recorded
 from titanlite.tools.verify.program.local_parts import find_held
@@ -97,7 +96,7 @@ class _Measuring:
             with in_dtype(self.request.dtype):
                 return self._run()
         finally:
-            gc.collect()
+            clean_up(is_last=self.traces and self.world.is_first)
 
     def _run(self) -> CodeRun:
         request, world = self.request, self.world
@@ -178,9 +177,12 @@ class _Measuring:
         self, subject: Subject, known: Mapping[str, Tensor], run: CodeRun
     ) -> dict[str, Agreement]:
         """The buffers that are not left out; those that do not fit are noted in `run`."""
-        own = {n: b for n, b in subject.buffers().items() if not self.request.leaves_out(n)}
+        leaves_out = self.request.leaves_out
+        own = {n: b for n, b in subject.buffers().items() if not leaves_out(n)}
         found = subject.compare_buffers(known, own)
-        run.not_compared = tuple(name for name in own if name not in found)
+        run.not_compared = tuple(
+            name for name in {**known, **own} if name not in found and not leaves_out(name)
+        )
         return found
 
     def _open_mesh(self) -> Any:

@@ -6,7 +6,6 @@ Each step's tensors go into one file, which every rank maps into memory and comp
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from titanlite.ranks.world import World
 from titanlite.tools.verify.inspect_model import watched
-from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
+from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
 from titanlite.tools.verify.program.events import Events, recorded
 from titanlite.tools.verify.program.request import Request
 from titanlite.tools.verify.record import Fit, ModelRun, ReferenceStep, Shares
@@ -39,7 +38,7 @@ def run_model(world: World, packed: bytes, folder: str) -> ModelRun:
         with in_dtype(request.dtype):
             return _run(build(request, None, is_reference=True), folder)
     finally:
-        gc.collect()
+        clean_up()
 
 
 def _run(built: Built, folder: str) -> ModelRun:
@@ -134,7 +133,7 @@ def find_shares(
                 if found is not None:
                     relative = (a / b for a, b in zip(found[0], known[0], strict=True))
                     fits[file["rank"]][name] = tuple(relative), found[1]
-    gc.collect()
+    clean_up()
     return fits, shares, _counts_of(parts)
 
 
