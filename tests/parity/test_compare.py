@@ -137,10 +137,9 @@ FAULTS = [
     Fault(
         code.without_copy,
         BY_HAND,
-        "in the backward pass, the gradient of the input of blocks.1.up is the first that differs, "
-        "on every rank. blocks.1.up returns it, from a gradient of the output of blocks.1.up that "
-        "agrees. It is correct after a sum over tp: it is still Partial over tp. All-reduce it "
-        "over tp on the way back to the input x of blocks.1, or before",
+        "in the backward pass, the gradient of the output of blocks.0 is the first that differs, "
+        "on every rank. The gradient of the input x of blocks.1 is correct after a sum over tp: it "
+        "is still Partial over tp. All-reduce it over tp between the two, in the backward pass",
         "gradient of the input not reduced",
     ),
     Fault(
