@@ -91,13 +91,16 @@ def weighted(model, batch):
     return token_losses(model, batch, weight=CLASS_WEIGHTS)
 
 
-def make_batches(num_steps=1, rows=4):
+def make_batches(num_steps=1, rows=4, *, is_masked=False):
     generator = torch.Generator().manual_seed(1)
 
     def draw():
         return torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
 
-    return [{"tokens": draw(), "targets": draw()} for _ in range(num_steps)]
+    batches = [{"tokens": draw(), "targets": draw()} for _ in range(num_steps)]
+    for batch in batches if is_masked else ():
+        batch["targets"][0, 1:] = -100
+    return batches
 
 
 class Gather(torch.autograd.Function):
@@ -170,6 +173,8 @@ class SequenceParallel(Model):
         y = self.attention(whole)
         if self.fault == "view":
             y = y.view(y.size(1), y.size(0), -1).transpose(0, 1)
+        if self.fault == "data":
+            y = y.data
         own = y.chunk(dist.get_world_size(self.group), 1)[dist.get_rank(self.group)]
         x = x + own
         return self.head(self.flat_part(x) if self.fault != "function" else scaled(self, x))
@@ -420,8 +425,14 @@ def accumulating(model, batch, fault=""):
     return total
 
 
-def weighing_by_count(model, batch):
-    value = weighted(model, batch)
+def weighing(model, batch, fault=""):
+    """The mean of the ranks' means, or their sum in proportion to their numbers of targets."""
+    share = torch.tensor(0.5)
+    if fault == "by count":
+        count = (batch["targets"] >= 0).sum()
+        dist.all_reduce(total := count.clone())
+        share = count / total
+    value = weighted(model, batch) * 2 * share
     value.backward()
     mean_over_ranks(model)
     return value

@@ -153,6 +153,13 @@ FAULTS = [
     (
         code.sequence_parallel,
         SP,
+        "data",
+        "no gradient of the output of attention arrives from the input of norm and the input of "
+        r"head, on every rank. .*\(y = y.data\)",
+    ),
+    (
+        code.sequence_parallel,
+        SP,
         "unsummed",
         "the gradient of the output of embed is the first that differs, .* The gradient of the "
         "input x of attention is correct after a sum over sp: it is still Partial over sp. "
@@ -206,9 +213,20 @@ FAULTS = [
     ),
     (
         code.data_parallel,
-        {**DP, "loss": code.weighted, "step": code.weighing_by_count},
+        {**DP, "loss": code.weighted, "step": code.weighing},
         "",
         "a mean of means. .* different numbers, or weights, of targets",
+    ),
+    (
+        code.data_parallel,
+        {
+            **DP,
+            "loss": code.weighted,
+            "step": code.weighing,
+            "batches": code.make_batches(is_masked=True),
+        },
+        "by count",
+        r"each part counts in proportion to its number of elements in \['targets'\], but",
     ),
     (
         code.expert_parallel,

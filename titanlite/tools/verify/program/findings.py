@@ -134,25 +134,22 @@ def explain_missing(e: PartEvidence) -> Iterator[str]:
     if not e.failed("gradient"):
         return
     cut = [event for event in e.events if _any(e, event, lambda one: one.is_cut_off)]
+    lost = [event for event in e.events if _any(e, event, lambda one: one.has_no_gradient)]
+    if not cut and not lost:
+        return
+    event = cut[0] if cut else lost[-1]
+    ranks = e.rank_of(lambda t: event in t.events and t.events[event].has_no_gradient)
+    where = name_ranks(ranks, e.runs, e.rank_of(lambda t: event in t.events))
     if cut:
-        event = cut[0]
-        ranks = e.rank_of(lambda t: event in t.events and t.events[event].is_cut_off)
+        sources = listed([describe_event(source) for source in e.flow.get(event, ())], 3)
+        what = f"{describe_event(event)}{f', which is computed from {sources},' * bool(sources)} "
+        what += f"requires no gradient, {where}, but does on one process"
         before = e.lines_before(event, ranks)
     else:
-        lost = [event for event in e.events if _any(e, event, lambda one: one.has_no_gradient)]
-        if not lost:
-            return
-        event = lost[-1]
-        ranks = e.rank_of(lambda t: event in t.events and t.events[event].has_no_gradient)
-        readers = e.following[event]
-        before = e.lines_before(readers[0] if readers else "", ranks)
-        cut = [event]
-    holders = e.rank_of(lambda t: event in t.events)
-    where = name_ranks(ranks, e.runs, holders)
-    if event in e.events and _any(e, event, lambda one: one.is_cut_off):
-        what = f"{_between(e, event)} requires no gradient, {where}, but does on one process"
-    else:
-        what = f"no gradient of {describe_event(event)} arrives, {where}{_readers(e, event)}"
+        readers = e.following.get(event, ())
+        shown = listed([describe_event(reader) for reader in readers], 3) or "the loss"
+        what = f"no gradient of {describe_event(event)} arrives from {shown}, {where}"
+        before = e.lines_before(readers[0], ranks) if readers else ""
     yield (
         f"the backward pass is cut off: {what}. Look for a tensor that is detached, or a "
         f"collective that has no backward pass, in the code there{before}"
@@ -161,21 +158,6 @@ def explain_missing(e: PartEvidence) -> Iterator[str]:
 
 def _any(e: PartEvidence, event: str, has: Callable[[ModuleOutput], bool]) -> bool:
     return any(event in trace.events and has(trace.events[event]) for trace in e.traces)
-
-
-def _between(e: PartEvidence, event: str) -> str:
-    """A tensor that differs, and what it is computed from, in words."""
-    sources = [source for source in e.flow.get(event, ()) if source in e.events]
-    if not sources:
-        return describe_event(event)
-    shown = listed([describe_event(source) for source in sources], 3)
-    return f"{describe_event(event)}, which is computed from {shown},"
-
-
-def _readers(e: PartEvidence, event: str) -> str:
-    readers = e.following.get(event, ())
-    shown = listed([describe_event(reader) for reader in readers], 3) or "the loss"
-    return f": the code between it and {shown}"
 
 
 def explain_forward(e: PartEvidence) -> Iterator[str]:
