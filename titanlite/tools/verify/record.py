@@ -278,8 +278,6 @@ class ModelRun(ReferenceRun):
     """For each of these, those that it is computed from directly."""
     with_gradient: frozenset[str] = frozenset()
     """Those whose gradients are known."""
-    notes: tuple[str, ...] = ()
-    """Sentences about what could not be measured."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of one parameter."""
     num_left_out: int = 0

@@ -336,7 +336,8 @@ class _Judging:
             for f in found.failures
             if f.kind in ("start", "weight", "state")
         }
-        if reduced := names - after if not (after - names) else set():
+        reduced = names - after if after <= names else set()
+        if reduced:
             who = name_parameters(reduced, self.runs, "gradient")
             found.notes.append(
                 f"{who} {be(who)} still Partial at the optimizer step, but the weights and the "
@@ -379,7 +380,6 @@ class _Judging:
         left = [f"what leave_out names ({listed(request.leave_out, 3)})"] * bool(request.leave_out)
         if names := [*left, *sorted(buffers), *sorted(outputs)]:
             found.notes.append(f"not compared: {listed(names, 6)}")
-        found.notes += self.record.notes
 
     def _place(self) -> None:
         """Find along which axes each parameter is replicated: where ranks hold equal elements."""
@@ -470,13 +470,8 @@ class _Judging:
                     failure(error)
                     why = " ".join(str(error).split())
                     # One run may agree by chance.
-                    found = [
-                        [
-                            {k: max(v, FLOAT32_ROUNDING) for k, v in of_step.items()}
-                            for of_step in run
-                        ]
-                        for run in found
-                    ]
+                    least = [dict.fromkeys(of_step, FLOAT32_ROUNDING) for of_step in found[0]]
+                    found.append(least)
                     self.found.notes.append(
                         f"the reference does not run in {dtype}, so its rounding error is measured "
                         f"in {self.found.dtype} alone ({why[:200]})"

@@ -64,8 +64,8 @@ class PartEvidence(Evidence):
     def factor(self, value: float, names: Iterable[str] = ()) -> str:
         """The degree or count that equals a factor of the gradients `names`, where it can be one.
 
-        A degree can if the batch is split over its axis or these gradients are just those that are
-        placed in one way along it.
+        A degree can if these are all gradients, or just those that are placed in one way along its
+        axis.
         """
         return name_factor(
             value, self._relevant(set(names)), num_microbatches=self.num_microbatches
@@ -92,7 +92,7 @@ class PartEvidence(Evidence):
                 found[source].append(event)
         return found
 
-    def rank_of(self, has: Callable[[RankTrace], bool]) -> list[int]:
+    def ranks_with(self, has: Callable[[RankTrace], bool]) -> list[int]:
         return [trace.rank for trace in self.traces if has(trace)]
 
     def lines_before(self, event: str, ranks: Sequence[int], *, is_backward: bool = False) -> str:
@@ -138,8 +138,8 @@ def explain_missing(e: PartEvidence) -> Iterator[str]:
     if not cut and not lost:
         return
     event = cut[0] if cut else lost[-1]
-    ranks = e.rank_of(lambda t: event in t.events and t.events[event].has_no_gradient)
-    where = name_ranks(ranks, e.runs, e.rank_of(lambda t: event in t.events))
+    ranks = e.ranks_with(lambda t: event in t.events and t.events[event].has_no_gradient)
+    where = name_ranks(ranks, e.runs, e.ranks_with(lambda t: event in t.events))
     if cut:
         sources = listed([describe_event(source) for source in e.flow.get(event, ())], 3)
         what = f"{describe_event(event)}{f', which is computed from {sources},' * bool(sources)} "
@@ -177,7 +177,7 @@ def explain_forward(e: PartEvidence) -> Iterator[str]:
     ]
     first = next((event for event in order if event not in moved), order[0])
     outputs = wrong[first]
-    holders = e.rank_of(lambda t: first in t.events)
+    holders = e.ranks_with(lambda t: first in t.events)
     where = name_ranks(outputs, e.runs, holders)
     known = [s for s in e.flow.get(first, ()) if any(s in trace.events for trace in e.traces)]
     module, one = module_of(first), next(iter(outputs.values()))
@@ -290,7 +290,7 @@ def explain_logarithm(e: PartEvidence) -> Iterator[str]:
             yield (
                 f"the loss is {own:.6g} instead of {known:.6g}, which differ by log({degree}), and "
                 f"{degree} is the degree of {axis}: inside a logarithm (a logsumexp), a sum over "
-                f"{axis} is taken {often}. The gradients lack the same factor there"
+                f"{axis} is taken {often}"
             )
 
 
@@ -314,7 +314,7 @@ def explain_backward(e: PartEvidence) -> Iterator[str]:
         for trace in e.traces
         if last in trace.events and (own := trace.events[last].gradient) and own.error > 0
     }
-    where = name_ranks(found, e.runs, e.rank_of(lambda t: last in t.events))
+    where = name_ranks(found, e.runs, e.ranks_with(lambda t: last in t.events))
     following = e.following.get(last, ())
     from_partial = [other for other in following if other in partial]
     after = [other for other in following if other in _compared_backward(e)]
