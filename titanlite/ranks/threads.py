@@ -23,13 +23,13 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
+from titanlite import pickles
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks.hang_state import stack_of
 from titanlite.ranks.machine import MOST_THREADS, num_cores
@@ -169,7 +169,7 @@ class ThreadWorld:
 
         def serve(rank: int) -> Any:
             torch.set_num_threads(num_cores() if self.size <= MOST_WITH_ALL_CORES else 1)
-            return function(self._places[rank], *cloudpickle.loads(arguments))
+            return function(self._places[rank], *pickles.loads(arguments))
 
         try:
             return self.turns.run(serve)
@@ -262,7 +262,7 @@ def run_threads(
     global _world
     if _world is not None:
         raise ConfigError("ranks: a rank that is a thread cannot start ranks as threads")
-    arguments = cloudpickle.dumps(args)
+    arguments = pickles.dumps(args)
     with contextlib.ExitStack() as exits:
         exits.enter_context(own_settings())
         initial_warnings()

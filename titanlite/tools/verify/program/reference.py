@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-import cloudpickle
 import torch
 from torch import Tensor
 
+from titanlite import pickles
 from titanlite.ranks.world import World
 from titanlite.tools.verify.inspect_model import narrowed_in
 from titanlite.tools.verify.outputs import Outputs
@@ -32,7 +32,7 @@ MOST_OUTPUT_BYTES = 1 << 29
 
 def run_model(world: World, packed: bytes, folder: str) -> ModelRun:
     """Train the reference on every batch and write a record of each step into `folder`."""
-    request: Request = cloudpickle.loads(packed)
+    request: Request = pickles.loads(packed)
     try:
         with in_dtype(request.dtype):
             return _run(build(request, None, is_reference=True), folder)
@@ -91,7 +91,7 @@ def find_shares(
     `files` are those of the ranks (code_trace.py). Returns these sums by rank and name, relative to
     the reference's own, and each part's share of the whole mean.
     """
-    request: Request = cloudpickle.loads(packed)
+    request: Request = pickles.loads(packed)
     saved = [torch.load(file, weights_only=False) for file in files]
     with in_dtype(request.dtype):
         built = build(request, None, is_reference=True)
