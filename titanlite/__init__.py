@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from titanlite.schedule import make_schedule
     from titanlite.tools.by_hand.checkpoints import Loaded, load_checkpoint, save_checkpoint
     from titanlite.tools.by_hand.huggingface import export, load_weights
+    from titanlite.tools.planner.from_python import PlanResult, plan
+    from titanlite.tools.verify.from_python import VerifyResult, verify
     from titanlite.tools.verify.program.comparison import (
         Comparer,
         Comparison,
@@ -85,7 +87,11 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "modules.keyed": ("keyed_normal", "keyed_uniform", "sample_keys"),
         "modules.dropout": ("TokenDropout",),
     },
+    "Plan": {
+        "tools.planner.from_python": ("plan", "PlanResult"),
+    },
     "Verify": {
+        "tools.verify.from_python": ("verify", "VerifyResult"),
         "tools.verify.program.comparison": (
             "compare",
             "assert_parallel_equals_reference",
@@ -171,6 +177,7 @@ __all__ = [
     "ParallelPlan",
     "PipelineRunner",
     "Place",
+    "PlanResult",
     "RankError",
     "RingAttention",
     "RowwiseLocal",
@@ -180,6 +187,7 @@ __all__ = [
     "TokenDropoutLocal",
     "TrainResult",
     "Trainer",
+    "VerifyResult",
     "World",
     "apply_ac",
     "apply_compile",
@@ -210,6 +218,7 @@ __all__ = [
     "make_layout",
     "make_schedule",
     "open_world",
+    "plan",
     "reduce_partial_gradients",
     "register_dataset",
     "register_loss",
@@ -224,6 +233,7 @@ __all__ = [
     "token_loss_sum",
     "torchrun_place",
     "train",
+    "verify",
 ]
 
 

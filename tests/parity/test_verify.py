@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import recorded_bugs
 
+import titanlite
 from titanlite.cli import main
 from titanlite.config import JobConfig, load_config, make_config
 from titanlite.errors import ConfigError, TitanliteError
@@ -228,3 +231,24 @@ def test_a_reduced_matrix_and_its_overview(verifier, tmp_path):
     assert page.count("<tr data-plan") == 4
     assert "no legal plan" in page
     assert "#d6453d" not in page.split("<svg")[1].split("</svg>")[0], "nothing differs"
+
+
+def test_verify_and_plan_from_python() -> None:
+    job = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"flavor": "debug"}}
+    result = titanlite.verify(
+        job, changes={"parallelism.disable_loss_parallel": True}, shrink=True, steps=1
+    )
+    assert result.check().agrees
+    assert "generated data" in result.shrunk
+    assert result.figures["degrees"]["tp"] == 2
+    assert re.search(r"plan       tp 2.*\nAGREES: ", str(result), re.DOTALL)
+    wrong = replace(result, found=replace(result.found, problems=["a norm is wrong"]))
+    with pytest.raises(AssertionError, match="DIFFERS"):
+        wrong.check()
+    plan = titanlite.plan(job, hardware="h100", ranks=4)
+    assert plan.figures["num_ranks"] == 4
+    assert plan.peak_bytes == plan.figures["peak_bytes"] > 0
+    assert plan.step_seconds == plan.figures["time"]["seconds"] > 0
+    assert "memory" in str(plan)
+    with pytest.raises(ConfigError, match=r"^parallelism\.tensor_parallel_degree: 3 does not"):
+        titanlite.verify(job, changes={"parallelism.tensor_parallel_degree": 3})

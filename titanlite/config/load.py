@@ -138,6 +138,27 @@ def read_values(values: Mapping[str, Mapping[str, Any]]) -> Reading:
     return _read_values(copy.deepcopy(dict(values)), [], [])
 
 
+def read_any(
+    job: JobConfig | Mapping[str, Mapping[str, Any]] | str | Path,
+    changes: Mapping[str, Any] | None = None,
+) -> Reading:
+    """A job in any form that functions of titanlite take, with some keys ("section.key") changed.
+
+    A JobConfig, a dict of sections, or the path of a TOML file.
+    """
+    if isinstance(job, JobConfig):
+        if not changes:
+            return Reading(job)
+        values: Any = job.model_dump(exclude_unset=True)
+    elif isinstance(job, (str, Path)):
+        values = read_file(str(job))
+    else:
+        values = copy.deepcopy(dict(job))
+    for name, value in (changes or {}).items():
+        put(values, name, value)
+    return _read_values(values, [], [])
+
+
 def override(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
     """`config` with new values for some keys ("section.key" -> value), checked again."""
     values = config.model_dump(exclude_unset=True)
