@@ -448,7 +448,7 @@ def tied_by_hand(world):
     units = []
 
     def fsdp(model, plan, **options):
-        units.append(apply_fsdp(model, mesh["dp_shard"], plan=plan, **options))
+        units.append(apply_fsdp(model, mesh["dp_shard"], plan=plan, **options).num_units)
 
     for steps, batch, world_mesh in (
         ([lambda m: apply_tp(m, mesh["tp"], styles)], tokens, mesh),

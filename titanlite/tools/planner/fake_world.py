@@ -182,7 +182,9 @@ class ZeroTokens:
         return dict.fromkeys(("tokens", *self._fields), zeros)
 
 
-def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False) -> int:
+def apply_ddp(
+    model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = False
+) -> ddp.DDPReport:
     """Reduce gradients in DDP's buckets, as parallelize.apply_ddp does.
 
     The buckets are DDP's own, in reverse order of the parameters. A bucket is reduced when all its
@@ -190,7 +192,7 @@ def apply_ddp(model: nn.Module, replicate_mesh: DeviceMesh, *, compiled: bool = 
     """
     state = _Replica(model, replicate_mesh.get_group())
     model.set_requires_gradient_sync = state.set_requires_gradient_sync  # type: ignore[assignment]
-    return ddp.BUCKET_CAP_MB
+    return ddp.DDPReport(ddp.BUCKET_CAP_MB)
 
 
 class _Replica:

@@ -271,9 +271,9 @@ def _late_bytes(
     return most
 
 
-def _without_ddp(model: nn.Module, *_: Any, **__: Any) -> int:
+def _without_ddp(model: nn.Module, *_: Any, **__: Any) -> ddp.DDPReport:
     """In place of apply_ddp: compose.py adds what DDP does."""
-    return ddp.BUCKET_CAP_MB
+    return ddp.DDPReport(ddp.BUCKET_CAP_MB)
 
 
 def _end_of_start(events: Sequence[Event]) -> int:
