@@ -6,8 +6,8 @@ simulated GPUs (`ladder`) or from the planner (`zero`, `recomputation`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from titanlite.tools.figures.chart import ChartAxis, ReferenceLine, Series, draw_chart
 from titanlite.tools.learn.jobs import most_bytes
@@ -143,7 +143,9 @@ def planned_states(shards: int) -> float:
     return held["parameters"] * 2 + held["optimizer state"]
 
 
-def _llama_job(flavor: str, tokens: int, num_ranks: int, **sections: object) -> ResolvedJob:
+def _llama_job(
+    flavor: str, tokens: int, num_ranks: int, **sections: Mapping[str, Any]
+) -> ResolvedJob:
     """A job of Llama 3 with one sequence of `tokens` on each rank."""
     from titanlite.config import make_config, resolve_job
 

@@ -17,13 +17,12 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from titanlite.tools.learn import jobs, processes
-from titanlite.tools.simulate.cluster import Cluster
 from titanlite.tools.simulate.collectives import (
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from titanlite.tools.simulate.gpu import ETHERNET, GPU
+from titanlite.tools.simulate.gpu import ETHERNET, GPU, Cluster
 from titanlite.tools.simulate.network import Link, Network
 
 if TYPE_CHECKING:
@@ -89,12 +88,11 @@ def _sent(
     ranks: Sequence[int] = (0,),
 ) -> Numbers:
     """The bytes that a rank of a job sends in `kinds`: a mean of planned `ranks`, and of all."""
-    planned = [jobs.planned(job, rank) for rank in ranks]
-    means = [
+    planned, measured = (
         mean(rank.sent_by(*kinds, axis=axis) for rank in each)
-        for each in (planned, runs.measured[job])
-    ]
-    return Numbers(formula, *means, "bytes", of)
+        for each in ([jobs.planned(job, rank) for rank in ranks], runs.measured[job])
+    )
+    return Numbers(formula, planned, measured, "bytes", of)
 
 
 def _model() -> ImageTransformerConfig:
@@ -170,11 +168,12 @@ def _sharded_bytes() -> int:
 
 
 def _zero(runs: Runs) -> Numbers:
-    held = [
+    planned, measured = (
         sum(figures.held[what] for what in ("parameters", "gradients", "optimizer state"))
         for figures in (jobs.planned("fsdp"), runs.measured["fsdp"][0])
-    ]
-    return Numbers(4 * _sharded_bytes() / jobs.NUM_RANKS, *held, "bytes", "FSDP 4, rank 0")
+    )
+    formula = 4 * _sharded_bytes() / jobs.NUM_RANKS
+    return Numbers(formula, planned, measured, "bytes", "FSDP 4, rank 0")
 
 
 def _fsdp(runs: Runs) -> Numbers:
