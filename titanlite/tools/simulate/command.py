@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from titanlite.quantities import format_table
 from titanlite.tools.options import write
 from titanlite.tools.simulate.costs import Costs
-from titanlite.tools.simulate.figures import Row, figures, table_rows, write_csv
+from titanlite.tools.simulate.figures import Row, figures, html_table, table_rows, write_csv
 from titanlite.tools.simulate.network import Link, Network
 from titanlite.tools.simulate.options import Parser, characters, check_outputs, whole
 from titanlite.tools.simulate.priority import PRIORITIES
 from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.schemes import STRATEGIES, Workload, run_scheme
 from titanlite.tools.simulate.sweep import Point, read_axes
-from titanlite.tools.simulate.table import html_table
 from titanlite.tools.simulate.units import read_rate, read_size, read_time, read_units
 from titanlite.tools.simulate.used_options import check_used, used_options
 from titanlite.tools.simulate.work import SimulationError

@@ -103,7 +103,11 @@ class _Engine:
             heaps = self.ready.heaps
         splits, network, fetches = self.splits, self.network, self.fetches
         overlap, port_free = self.costs.overlap_transfers, self.port_free
-        nodes, inside, between = self.plan.nodes, *self.plan.tick_costs.messages
+        nodes = self.plan.nodes
+        inside, between = (
+            (link.latency, link.transfer)
+            for link in (self.plan.tick_costs.inside, self.plan.tick_costs.between)
+        )
         backward_ends_more = splits or self.room is not None
         followers = self.followers
         while times:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from titanlite.tools.simulate.placement import ASKED_TWICE, way_of_a_batch
+from titanlite.tools.simulate.placement import ASKED_TWICE
 from titanlite.tools.simulate.plan import Plan
-from titanlite.tools.simulate.work import Direction, SimulationError, Work, ask
+from titanlite.tools.simulate.work import SimulationError, Work, ask
 
 Needs: TypeAlias = Callable[[Work], "Iterable[Work]"]
 
@@ -18,49 +18,31 @@ def read_needs(plan: Plan, needs: Needs) -> dict[int, list[int]]:
     Raises SimulationError, which names the work item, if `needs` raises, lists something else,
     or lists other work when it is called again.
     """
-    way = way_of_a_batch(plan.num_stages)
     found: dict[int, list[int]] = {}
     for number in range(plan.num_chained):
-        if numbers := _numbers(plan, needs, way, number):
+        if numbers := _numbers(plan, needs, number):
             found[number] = numbers
     for number in range(0, plan.num_chained, max(1, plan.num_chained // ASKED_TWICE)):
-        if _numbers(plan, needs, way, number) != found.get(number, []):
-            batch, k = divmod(number, len(way))
+        if _numbers(plan, needs, number) != found.get(number, []):
             raise SimulationError(
-                f"needs changes its answer when it is called again for "
-                f"{Work(way[k][0], batch, way[k][1])}; it must list the same work"
+                f"needs changes its answer when it is called again for {plan.work(number)}; it "
+                "must list the same work"
             )
     return found
 
 
-def _numbers(
-    plan: Plan, needs: Needs, way: Sequence[tuple[int, Direction]], number: int
-) -> list[int]:
+def _numbers(plan: Plan, needs: Needs, number: int) -> list[int]:
     """The numbers of what a work item needs besides its predecessor, in order."""
-    batch, k = divmod(number, len(way))
-    work = Work(way[k][0], batch, way[k][1])
+    work = plan.work(number)
     listed = ask("needs", lambda one: list(needs(one)), work)
-    numbers = {_number(plan, work, item) for item in listed}
+    numbers = {plan.read(item, f"needs: {work} needs") for item in listed}
     # A batch passes through its stages in order anyway.
-    numbers.discard(number - 1 if k else -1)
+    numbers.discard(number - 1 if number % (2 * plan.num_stages) else -1)
     if number in numbers:
         raise SimulationError(f"needs: {work} needs itself; leave it out")
+    if max(numbers, default=0) >= plan.num_chained:
+        raise SimulationError(f"needs: {work} needs a weight gradient; no other work waits for one")
     return sorted(numbers)
-
-
-def _number(plan: Plan, work: Work, item: object) -> int:
-    is_work = isinstance(item, tuple) and len(item) == 3
-    try:
-        stage, batch, direction = Work(*item) if is_work else None  # type: ignore
-        is_there = 0 <= stage < plan.num_stages and 0 <= batch < plan.num_batches
-        if is_there and direction in (Direction.FORWARD, Direction.BACKWARD):
-            return plan.number_of(int(stage), int(batch), direction)
-    except TypeError:
-        pass
-    raise SimulationError(
-        f"needs: {work} needs {item!r}; it must be a Work(stage, batch, direction) with a stage of "
-        f"0 to {plan.num_stages - 1}, a batch of 0 to {plan.num_batches - 1}, FORWARD or BACKWARD"
-    )
 
 
 def messages_needed(plan: Plan) -> list[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 from titanlite.tools.simulate.costs import Costs, LinkTicks, TickCosts
-from titanlite.tools.simulate.work import Direction
+from titanlite.tools.simulate.work import Direction, SimulationError, Work
 
 
 class StagePass(NamedTuple):
@@ -88,6 +90,40 @@ class Plan:
             return self.num_chained + batch * self.num_stages + stage
         forward = batch * 2 * self.num_stages + stage
         return forward if direction == Direction.FORWARD else self.backward_of(forward)
+
+    def work(self, number: int) -> Work:
+        """The work item with a number."""
+        if number >= self.num_chained:
+            batch, stage = divmod(number - self.num_chained, self.num_stages)
+            return Work(stage, batch, Direction.WEIGHT)
+        batch, k = divmod(number, 2 * self.num_stages)
+        if k < self.num_stages:
+            return Work(k, batch, Direction.FORWARD)
+        return Work(2 * self.num_stages - 1 - k, batch, Direction.BACKWARD)
+
+    def read(self, item: object, what: str) -> int:
+        """The number of a work item that the user's function lists, called `what` in an error."""
+        try:
+            stage, batch, direction = cast("tuple[Any, Any, Any]", item)
+            if isinstance(item, tuple) and direction in tuple(Direction):
+                stage, batch = operator.index(stage), operator.index(batch)
+                if 0 <= stage < self.num_stages and 0 <= batch < self.num_batches:
+                    return self.number_of(stage, batch, direction)
+        except (TypeError, ValueError):
+            pass
+        raise SimulationError(
+            f"{what} {item!r}; it must be a Work(stage, batch, direction) with a stage of 0 to "
+            f"{self.num_stages - 1}, a batch of 0 to {self.num_batches - 1} and a Direction"
+        )
+
+    @cached_property
+    def owners(self) -> list[set[int]]:
+        """By stage, the workers that store its weights."""
+        chain = 2 * self.num_stages
+        return [
+            {*self.weight[stage::chain], *self.weight[chain - 1 - stage :: chain]}
+            for stage in range(self.num_stages)
+        ]
 
     def worker(self, number: int) -> int:
         return self.compute[number if number < self.num_chained else self.backward_of(number)]

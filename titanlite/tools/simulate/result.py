@@ -13,7 +13,6 @@ from titanlite.tools.simulate.engine import Extra
 from titanlite.tools.simulate.exact import Exact, Time
 from titanlite.tools.simulate.memory import Memory, held_inputs
 from titanlite.tools.simulate.needs import messages_needed
-from titanlite.tools.simulate.placement import way_of_a_batch
 from titanlite.tools.simulate.plan import Plan
 from titanlite.tools.simulate.quantity import show_size, show_time, size_scale, time_scale
 from titanlite.tools.simulate.reduction import Reduction, ReductionTicks
@@ -110,19 +109,10 @@ class Simulation:
         ]
 
     @property
-    def longest_span(self) -> Time:
-        """The longest of the workers' spans, from first start to last end."""
-        return self._time(self._longest_span)
-
-    @property
-    def _longest_span(self) -> int:
-        _, first, last = self._totals
-        return max(end - start for start, end in zip(first, last, strict=True))
-
-    @property
     def span_bubble_fraction(self) -> float:
-        """1 - max(busy) / longest_span: the bubble rate of the zero-bubble papers."""
-        return 1 - max(self._totals[0]) / self._longest_span
+        """1 - max(busy) / the longest span: the bubble rate of the zero-bubble papers."""
+        busy, first, last = self._totals
+        return 1 - max(busy) / max(end - start for start, end in zip(first, last, strict=True))
 
     @cached_property
     def bubble_fraction(self) -> float:
@@ -230,14 +220,8 @@ class Simulation:
     @cached_property
     def weight_storage(self) -> list[int]:
         """The number of stages whose weights each worker stores."""
-        way = way_of_a_batch(self.num_stages)
-        kept: set[tuple[int, int]] = set()
-        for k, (stage, _) in enumerate(way):
-            kept |= {(worker, stage) for worker in set(self._plan.weight[k :: len(way)])}
-        count = [0] * self.num_workers
-        for worker, _ in kept:
-            count[worker] += 1
-        return count
+        owned = Counter(worker for workers in self._plan.owners for worker in workers)
+        return [owned[worker] for worker in range(self.num_workers)]
 
     @cached_property
     def _routes(self) -> Counter[tuple[tuple[int, ...], bytes]]:

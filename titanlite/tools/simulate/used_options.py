@@ -39,7 +39,7 @@ def check_used(given: Mapping[str, str], used: Collection[str], schemes: Collect
 def used_options(simulation: Simulation) -> set[str]:
     """Those of UNUSED that a simulation depends on."""
     costs = simulation.costs
-    used = {"group_size"} if simulation.title in GROUPED else set()
+    used = {"group_size"} if simulation.title.endswith("LoopedPipeline") else set()
     if simulation.is_split:
         used.add("weight_gradient")
     network = costs.network
@@ -59,6 +59,3 @@ def used_options(simulation: Simulation) -> set[str]:
         inside = {"latency", "time_per_unit", "bandwidth"} & used
         used |= {"workers_per_node", *(f"inside_{name}" for name in inside)}
     return used
-
-
-GROUPED = ("LoopedPipeline", "FSDPLoopedPipeline")
