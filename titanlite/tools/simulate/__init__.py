@@ -2,7 +2,7 @@
 
 work.py         Work, and the two workers that a strategy assigns to it
 simulation.py   simulate(): placement plus a priority or an order -> Simulation
-plan.py needs.py engine.py ready.py   greedy list scheduling, event by event
+plan.py placement.py engine.py   greedy list scheduling, event by event
 exact.py        exact time: numbers as they are written, ticks inside
 costs.py network.py reduction.py   durations, links, gradient reduction
 size.py         what a simulation takes; sizes that are too large are refused

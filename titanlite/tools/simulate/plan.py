@@ -164,3 +164,20 @@ class Plan:
                 ends = [start + part for start in begun]
                 workers = [workers[batch] for batch in cut]
                 yield StagePass(stage, Direction.WEIGHT, cut, workers, begun, ends)
+
+    @cached_property
+    def messages_needed(self) -> list[int]:
+        """By worker, the outputs sent to it that only `needs` asks for."""
+        sent = set()
+        for number, needed in self.needs.items():
+            target = self.compute[number]
+            for before in needed:
+                follower = before + 1
+                goes_on = follower % (2 * self.num_stages) != 0
+                is_sent_anyway = goes_on and self.compute[follower] == target
+                if self.compute[before] != target and not is_sent_anyway:
+                    sent.add((before, target))
+        count = [0] * self.num_workers
+        for _, target in sent:
+            count[target] += 1
+        return count

@@ -12,7 +12,6 @@ from titanlite.schedule.timeline import Span, Timeline, activation_curves
 from titanlite.tools.simulate.engine import Extra
 from titanlite.tools.simulate.exact import Exact, Time
 from titanlite.tools.simulate.memory import Memory, held_inputs
-from titanlite.tools.simulate.needs import messages_needed
 from titanlite.tools.simulate.plan import Plan
 from titanlite.tools.simulate.quantity import show_size, show_time, size_scale, time_scale
 from titanlite.tools.simulate.reduction import Reduction, ReductionTicks
@@ -191,7 +190,7 @@ class Simulation:
         another worker, the first forwards of batches that use more than one worker, and outputs
         that are sent to a worker because of `needs`.
         """
-        count = messages_needed(self._plan)
+        count = list(self._plan.messages_needed)
         for (route, _), batches in self._routes.items():
             for before, worker in pairwise(route):
                 if before != worker:

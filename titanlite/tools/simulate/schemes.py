@@ -19,9 +19,8 @@ from titanlite.schedule.generators import schedule_name
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.exact import exact, simplest
 from titanlite.tools.simulate.experiment import JobSizes, open_experiment
-from titanlite.tools.simulate.needs import Needs
 from titanlite.tools.simulate.network import Link, Network
-from titanlite.tools.simulate.placement import Strategy
+from titanlite.tools.simulate.placement import Needs, Strategy
 from titanlite.tools.simulate.priority import PRIORITIES
 from titanlite.tools.simulate.result import Simulation
 from titanlite.tools.simulate.simulation import (

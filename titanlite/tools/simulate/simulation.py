@@ -23,8 +23,14 @@ from titanlite.schedule.actions import (
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.details import details
 from titanlite.tools.simulate.engine import run
-from titanlite.tools.simulate.needs import Needs, read_needs
-from titanlite.tools.simulate.placement import ASKED_TWICE, Strategy, place, way_of_a_batch
+from titanlite.tools.simulate.placement import (
+    ASKED_TWICE,
+    Needs,
+    Strategy,
+    place,
+    read_needs,
+    way_of_a_batch,
+)
 from titanlite.tools.simulate.plan import Plan
 from titanlite.tools.simulate.priority import Lexicographic, OldestBatchFirst
 from titanlite.tools.simulate.reduction import reduce_gradients

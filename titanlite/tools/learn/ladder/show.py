@@ -15,7 +15,6 @@ from titanlite.tools.learn.ladder.command import (
     add_arguments,
     make_network,
     make_workload,
-    write_pictures,
 )
 from titanlite.tools.learn.ladder.rungs import (
     RUNGS,
@@ -26,7 +25,7 @@ from titanlite.tools.learn.ladder.rungs import (
     run_rung,
 )
 from titanlite.tools.simulate.gpu import GPU
-from titanlite.tools.simulate.options import Parser, characters, check_outputs
+from titanlite.tools.simulate.options import Parser, characters, check_outputs, write_timelines
 from titanlite.tools.simulate.train_step import Outcome, StepWorkload
 
 Train = Callable[[GPU, Grid, StepWorkload], Outcome]
@@ -81,7 +80,7 @@ def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
         ".: waiting"
     )
     timeline = replace(drawn, caption=caption)
-    wrote = write_pictures(options, [timeline])
+    wrote = write_timelines(options, [timeline])
     return "\n\n".join(
         [
             draw_text(replace(timeline, spans=[*drawn.spans, *exposed]), options.columns),
