@@ -78,12 +78,6 @@ def test_figures_as_csv(tmp_path):
     assert float(rows[0]["bubble"]) == pytest.approx(1 - 24 / 33, rel=1e-15)
 
 
-def test_order_of_a_strategy(capsys):
-    arguments = "simulate Pipeline --workers 4 --batches 8 --quiet --priority backward"
-    main([*arguments.split(), "--max-in-flight", "4", "3", "2", "1"])
-    assert capsys.readouterr().out.splitlines()[2].split()[6] == "4"
-
-
 def test_own_strategy_from_a_file(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(

@@ -4,7 +4,6 @@ import itertools
 import xml.etree.ElementTree as ET
 from fractions import Fraction
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -228,26 +227,6 @@ def test_seconds_and_bytes_in_the_command(tmp_path, capsys):
     drawn = files["time.svg"].read_text()
     assert ">ms<" in drawn
     assert "memory, by worker, GiB" in drawn
-
-
-def test_a_bandwidth_is_the_inverse_of_the_time_per_unit(capsys):
-    arguments = "simulate 1F1B --workers 2 --activation-units 3 --quiet"
-    assert main([*arguments.split(), "--bandwidth", "4"]) == 0
-    assert main([*arguments.split(), "--time-per-unit", "1/4"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert table[2] == table[5]
-
-
-def test_times_of_a_schedule_do_not_depend_on_their_unit():
-    in_seconds = Costs(forward=Fraction(3, 1000), backward=Fraction(5, 1000), time_unit="s")
-    plain = Costs(forward=3, backward=5)
-    schedule = make_schedule("ZBV", 3, 6)
-    one, other = simulate_schedule(schedule, in_seconds), simulate_schedule(schedule, plain)
-    assert one.makespan * 1000 == other.makespan
-    assert [span.start for span in one.timeline().spans] == pytest.approx(
-        [span.start for span in other.timeline().spans]
-    )
-    assert (one.timeline().unit, other.timeline().unit) == ("ms", "steps")
 
 
 def test_pictures_of_many_workers_show_the_fullest(tmp_path):
