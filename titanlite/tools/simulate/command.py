@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,10 +174,7 @@ def _one_of(path: str, title: str, num_files: int) -> Path:
 
 
 def _sweep(
-    schemes: Sequence[str],
-    options: argparse.Namespace,
-    given: Mapping[str, str],
-    parser: Parser,
+    schemes: Sequence[str], options: argparse.Namespace, given: Mapping[str, str], parser: Parser
 ) -> int:
     """Run a grid; returns 130 if Ctrl-C has ended it."""
     from titanlite.tools.simulate.sweep_report import (
@@ -250,17 +248,11 @@ def _workload(options: argparse.Namespace) -> Workload:
         time_unit=time_unit,
         size_unit=size_unit,
     )
-    return Workload(
-        workers=options.workers,
-        batches=options.batches,
-        stages=options.stages,
-        group_size=options.group_size,
-        priority=options.priority,
-        max_in_flight=_one_or_all(options.max_in_flight),
-        split_backward=options.split_backward,
-        costs=costs,
-        costs_per=options.costs_per,
-    )
+    others = {
+        each.name: getattr(options, each.name) for each in fields(Workload) if each.name != "costs"
+    }
+    others["max_in_flight"] = _one_or_all(options.max_in_flight)
+    return Workload(**others, costs=costs)
 
 
 def _one_or_all(values: Any) -> Any:

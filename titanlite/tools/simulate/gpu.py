@@ -194,11 +194,7 @@ class GPU:
         return exact(units, f"GPU {self.global_rank}: {name}") * exact(seconds_per_unit, "seconds")
 
     def _spend(
-        self,
-        kind: str,
-        description: str,
-        seconds: Exact,
-        work: tuple[str, int, int] | None = None,
+        self, kind: str, description: str, seconds: Exact, work: tuple[str, int, int] | None = None
     ) -> None:
         start = self.seconds
         self.clock += seconds

@@ -176,10 +176,7 @@ def _read(text: str, units: Mapping[str, int | Fraction], unit: str) -> Read:
 
 
 def read_units(
-    options: argparse.Namespace,
-    times: Sequence[str],
-    sizes: Sequence[str],
-    rates: Sequence[str],
+    options: argparse.Namespace, times: Sequence[str], sizes: Sequence[str], rates: Sequence[str]
 ) -> tuple[dict[str, Any], Literal["", "s"], Literal["", "B"]]:
     """The values of options without units, None if not given, and the units of times and sizes.
 

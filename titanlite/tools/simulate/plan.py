@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,12 +22,6 @@ class StagePass(NamedTuple):
     workers: Sequence[int]
     starts: Sequence[int]
     ends: Sequence[int]
-
-    @property
-    def only_worker(self) -> int | None:
-        """The worker of all batches, as in a pipeline; None if there are several."""
-        first = self.workers[0]
-        return first if self.workers.count(first) == len(self.workers) else None
 
 
 @dataclass
@@ -177,7 +172,5 @@ class Plan:
                 is_sent_anyway = goes_on and self.compute[follower] == target
                 if self.compute[before] != target and not is_sent_anyway:
                     sent.add((before, target))
-        count = [0] * self.num_workers
-        for _, target in sent:
-            count[target] += 1
-        return count
+        count = Counter(target for _, target in sent)
+        return [count[worker] for worker in range(self.num_workers)]

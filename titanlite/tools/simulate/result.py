@@ -103,9 +103,7 @@ class Simulation:
     def span(self) -> list[tuple[Time, Time]]:
         """The start of each worker's first work item and the end of its last, (0, 0) if none."""
         _, first, last = self._totals
-        return [
-            (self._time(start), self._time(end)) for start, end in zip(first, last, strict=True)
-        ]
+        return list(zip(map(self._time, first), map(self._time, last), strict=True))
 
     @property
     def span_bubble_fraction(self) -> float:
@@ -205,11 +203,9 @@ class Simulation:
     @cached_property
     def weight_transmissions(self) -> list[int]:
         """The number of work items for which a worker does not store the weights."""
-        count = [0] * self.num_workers
-        for compute, weight in zip(self._plan.compute, self._plan.weight, strict=True):
-            if compute != weight:
-                count[compute] += 1
-        return count
+        pairs = zip(self._plan.compute, self._plan.weight, strict=True)
+        count = Counter(compute for compute, weight in pairs if compute != weight)
+        return [count[worker] for worker in range(self.num_workers)]
 
     @property
     def is_split(self) -> bool:
@@ -243,8 +239,9 @@ class Simulation:
         busy, last = [0] * self.num_workers, [0] * self.num_workers
         first: dict[int, int] = {}
         for column in self._plan.columns(self._starts):
-            worker = column.only_worker
-            if worker is not None:
+            worker = column.workers[0]
+            # In a pipeline, a stage has one worker.
+            if column.workers.count(worker) == len(column.workers):
                 busy[worker] += sum(column.ends) - sum(column.starts)
                 last[worker] = max(last[worker], *column.ends)
                 first[worker] = min(first.get(worker, column.starts[0]), *column.starts)

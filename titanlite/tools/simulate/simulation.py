@@ -13,13 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
-from titanlite.schedule.actions import (
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FULL_BACKWARD,
-    Action,
-    Schedule,
-)
+from titanlite.schedule.actions import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, Schedule
 from titanlite.tools.simulate.costs import Costs
 from titanlite.tools.simulate.details import details
 from titanlite.tools.simulate.engine import run
@@ -120,12 +114,7 @@ def simulate(
     starts = cast("list[int]", may_be_stuck)  # None only where there is no separate weight gradient
     reductions = reduce_gradients(plan, starts) if plan.costs.reduce_gradients else []
     return Simulation(
-        plan,
-        starts,
-        extras,
-        reductions,
-        title,
-        details(plan, priority_order, order, needs),
+        plan, starts, extras, reductions, title, details(plan, priority_order, order, needs)
     )
 
 

@@ -70,12 +70,10 @@ def _rungs(options: argparse.Namespace) -> list[Rung]:
     degrees = {axis: getattr(options, axis) for axis in CLIMB if getattr(options, axis) is not None}
     if degrees:
         return make_rungs(degrees, overlap=options.overlap, microbatch_items=options.microbatch)
-    rungs = RUNGS
-    if options.overlap:
-        rungs = [replace(rung, overlap=True) for rung in rungs]
-    if options.microbatch != 1:
-        rungs = [replace(rung, microbatch_items=options.microbatch) for rung in rungs]
-    return rungs
+    rungs = [replace(rung, overlap=rung.overlap or options.overlap) for rung in RUNGS]
+    if options.microbatch == 1:
+        return rungs
+    return [replace(rung, microbatch_items=options.microbatch) for rung in rungs]
 
 
 def make_workload(options: argparse.Namespace) -> StepWorkload:

@@ -7,7 +7,7 @@ weights equal those of a single process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from titanlite.mesh.parallel_dims import Grid
@@ -78,15 +78,8 @@ def make_rungs(
         if degrees.get(axis, 1) > 1:
             here = {**rungs[-1].degrees, axis: degrees[axis]}
             name = " x ".join(f"{axis.upper()} {degree}" for axis, degree in here.items())
-            rungs.append(
-                Rung(
-                    f"{len(here)}D {name}",
-                    here,
-                    rungs[-1].name,
-                    overlap=overlap,
-                    microbatch_items=microbatch_items,
-                )
-            )
+            rung = Rung(f"{len(here)}D {name}", here, rungs[-1].name, overlap=overlap)
+            rungs.append(replace(rung, microbatch_items=microbatch_items))
     return rungs
 
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 
 from titanlite.errors import TitanliteError
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.ranks.signals import ending_with_the_output
 from titanlite.schedule.timeline import Span
-from titanlite.tools.learn.ladder.command import (
-    FILES,
-    add_arguments,
-    make_network,
-    make_workload,
-)
+from titanlite.tools.learn.ladder.command import FILES, add_arguments, make_network, make_workload
 from titanlite.tools.learn.ladder.rungs import (
     RUNGS,
     Measured,
@@ -94,8 +90,5 @@ def describe(name: str, train: Train, arguments: Sequence[str]) -> str:
 def _with_degrees(below: Rung, degrees: dict[str, int]) -> Rung:
     """The rung below with the same degrees where it has the axis; DP alone has as many ranks."""
     if below.degrees.keys() == {"dp"}:
-        ranks = 1
-        for degree in degrees.values():
-            ranks *= degree
-        return replace(below, degrees={"dp": ranks})
+        return replace(below, degrees={"dp": prod(degrees.values())})
     return replace(below, degrees={axis: degrees[axis] for axis in below.degrees})
