@@ -31,6 +31,7 @@ from titanlite.ranks.world import open_world
 from titanlite.tools.lab.drawing import Record
 from titanlite.tools.lab.record import (
     COLLECTIVE,
+    NO_TENSOR,
     RECEIVE,
     RESUME,
     RETURN,
@@ -102,7 +103,7 @@ class StepListener:
         operation = call.operation.partition(" ")[0]
         shape = tuple(tensors[0].shape) if len(tensors) == 1 else (call.num_elements,)
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        info = TensorInfo(call.dtype, shape, num_bytes) if tensors else None
+        info = TensorInfo(call.dtype, shape, num_bytes) if tensors else NO_TENSOR
         label = self._module(rank) or _words(call.site.rpartition(" in ")[2])
         self._add(rank, COLLECTIVE, number, operation, label, ranks, call.group, info, call.site)
         return number
@@ -111,10 +112,9 @@ class StepListener:
         if rank not in self._names:
             return 0
         number = next(self._numbers)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        info = TensorInfo(dtype, tuple(tensor.shape), tensor.nbytes)
         kind = SEND if is_send else RECEIVE
-        self._add(rank, kind, number, "", self._module(rank), (peer,), channel, info)
+        where = self._module(rank), (peer,), channel
+        self._add(rank, kind, number, "", *where, TensorInfo.of(tensor))
         return number
 
     @contextlib.contextmanager

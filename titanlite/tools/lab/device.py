@@ -14,12 +14,11 @@ import torch
 
 from titanlite.tools.lab import naive_collectives, ring_collectives
 from titanlite.tools.lab.channel import DeviceChannel, HostChannel, Transfer
-from titanlite.tools.lab.counts import Collective, CountingMode, Counts
+from titanlite.tools.lab.counts import Collective, Counts
 from titanlite.tools.lab.group import Group
 from titanlite.tools.lab.link import Link, Port
 from titanlite.tools.lab.mesh import Mesh, MeshIndex
-from titanlite.tools.lab.naive_collectives import Combine
-from titanlite.tools.lab.recorder import Recorder
+from titanlite.tools.lab.recorder import CountingMode, Recorder
 
 ALGORITHMS: dict[str, ModuleType] = {"naive": naive_collectives, "ring": ring_collectives}
 
@@ -107,11 +106,10 @@ class VirtualDevice:
         axes: Sequence[str] | None = None,
         root: int = 0,
         label: str = "",
-        combine: Combine = torch.add,
     ) -> torch.Tensor | None:
         """The sum of every device's tensor on the root; None elsewhere."""
         with self.collective("reduce", axes, label, tensor) as (group, algorithm):
-            return algorithm.reduce(group, tensor, root, combine)
+            return algorithm.reduce(group, tensor, root)
 
     def all_scatter(
         self, tensor: torch.Tensor, axes: Sequence[str] | None = None, label: str = ""
@@ -145,11 +143,10 @@ class VirtualDevice:
         tensor: torch.Tensor,
         axes: Sequence[str] | None = None,
         label: str = "",
-        combine: Combine = torch.add,
     ) -> torch.Tensor:
         """The sum of every device's tensor."""
         with self.collective("all_reduce", axes, label, tensor) as (group, algorithm):
-            return algorithm.all_reduce(group, tensor, combine)
+            return algorithm.all_reduce(group, tensor)
 
     def reduce_scatter(
         self,
@@ -157,11 +154,10 @@ class VirtualDevice:
         axes: Sequence[str] | None = None,
         dim: int = 0,
         label: str = "",
-        combine: Combine = torch.add,
     ) -> torch.Tensor:
         """This device's part of the sum of every device's tensor."""
         with self.collective("reduce_scatter", axes, label, tensor) as (group, algorithm):
-            return algorithm.reduce_scatter(group, cut(tensor, group.size, dim), combine)
+            return algorithm.reduce_scatter(group, cut(tensor, group.size, dim))
 
     def all_to_all(
         self,

@@ -103,7 +103,7 @@ def _bar(each: TorchCall) -> Bar:
     call = each.call
     event = call.events[call.ranks[0]]
     name = call.names[call.ranks[0]]
-    if event.tensor is None:
+    if not event.tensor.dtype:
         return Bar(call.ranks, each.start, event.name, name)
     what = f" {event.label}" if event.label else ""
     hover = f"{name}{what}: {event.tensor} on each rank"
