@@ -21,6 +21,7 @@ from torch.profiler import record_function
 
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.group import Group, new_like, wait_all
+from titanlite.tools.lab.mesh import Axes
 
 LAYOUTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "contiguous": lambda rank, world_size: (rank,),
@@ -62,7 +63,7 @@ def ring_attention(
     *,
     layout: str = "zigzag",
     causal: bool = True,
-    axes: Sequence[str] | None = None,
+    axes: Axes = None,
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(E)) v over the sequence that is split over `axes` (None: all devices).
 
@@ -83,7 +84,7 @@ class RingAttention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         device: VirtualDevice,
-        axes: Sequence[str] | None,
+        axes: Axes,
         layout: str,
         causal: bool,
     ) -> torch.Tensor:
@@ -142,9 +143,7 @@ class RingAttention(torch.autograd.Function):
 class Shift:
     """A tensor on its way to the next device of the ring, while one arrives from the previous."""
 
-    def __init__(
-        self, device: VirtualDevice, axes: Sequence[str] | None, tensor: torch.Tensor, label: str
-    ) -> None:
+    def __init__(self, device: VirtualDevice, axes: Axes, tensor: torch.Tensor, label: str) -> None:
         self._received = new_like(tensor)
         with device.collective("shift", axes, label, tensor) as (group, _):
             self._transfers = [
@@ -158,7 +157,7 @@ class Shift:
 
 
 def circulate(
-    device: VirtualDevice, axes: Sequence[str] | None, kv: torch.Tensor
+    device: VirtualDevice, axes: Axes, kv: torch.Tensor
 ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
     """Step, owner, keys and values: this device's own, then those of the devices before it.
 

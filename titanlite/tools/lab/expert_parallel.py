@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.group import Group, wait_all
+from titanlite.tools.lab.mesh import Axes
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def expert_parallel_layer(
     *,
     top_k: int,
     capacity_factor: float | None = None,
-    axes: Sequence[str] | None = None,
+    axes: Axes = None,
 ) -> tuple[torch.Tensor, Load]:
     """The weighted sum of the outputs of each token's experts, (N, D), and this device's load.
 
