@@ -38,10 +38,10 @@ from titanlite.tools.lab.diagnosis import (
     check_deadlock,
     check_received,
 )
-from titanlite.tools.lab.drawing import Record
 from titanlite.tools.lab.link import Link
 from titanlite.tools.lab.mesh import Mesh, MeshIndex
 from titanlite.tools.lab.operation import Operation
+from titanlite.tools.lab.pictures import Record
 from titanlite.tools.lab.record import Logs, log_path
 from titanlite.tools.lab.recorder import CountingMode, Recorder
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from titanlite.errors import RankError
-from titanlite.tools.lab.drawing import Record
+from titanlite.tools.lab.pictures import Record
 from titanlite.tools.lab.record import (
     COLLECTIVE,
     RECEIVE,

@@ -2,7 +2,7 @@
 
 Every device writes its communication events into a log (recorder.py). The host reads the logs while
 the run goes on, to see mistakes and deadlocks (diagnosis.py), and afterwards, to draw the run
-(steps.py computes the step of each message, pictures.py the picture, drawing.py has both).
+(steps.py computes the step of each message, pictures.py the picture).
 """
 
 from __future__ import annotations

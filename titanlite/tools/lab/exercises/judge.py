@@ -21,9 +21,8 @@ from titanlite.errors import RankError
 from titanlite.tools.lab.cluster import VirtualCluster
 from titanlite.tools.lab.device import VirtualDevice
 from titanlite.tools.lab.diagnosis import CommunicationError
-from titanlite.tools.lab.drawing import Record
 from titanlite.tools.lab.exercises.exercise import Exercise
-from titanlite.tools.lab.pictures import describe, name_parts, parts_of
+from titanlite.tools.lab.pictures import Record, describe, name_parts, parts_of
 from titanlite.tools.lab.record import Message
 
 PASSED, UNWRITTEN, ERROR, VALUE, CHANGED = "passed", "unwritten", "error", "value", "changed"
