@@ -196,8 +196,8 @@ def train(
                     i: param.grad.clone() for i, param in params.items() if param.grad is not None
                 }
             optimizer.step()
-            record.held_bytes["optimizer"] = state_bytes(optimizer)
             after_step()
+        record.held_bytes["optimizer"] = state_bytes(optimizer)
         if loss is not None:
             record.losses.append(float(loss))
     record.params = {i: param.detach().clone() for i, param in params.items()}

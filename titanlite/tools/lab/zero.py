@@ -51,9 +51,16 @@ def zero_parallelism_main(
     num_global = data.numel()
     data = data.split(local_batch_size)[rank].to(get_device(rank))
     record = TrainingRecord()
+    # One whole weight at a time.
     layers = [
-        ShardedLayer(weight.detach(), communicator, record, stage=stage, overlap=overlap)
-        for weight in get_layers(data, range(num_layers), rank).values()
+        ShardedLayer(
+            get_layers(data, [i], rank)[i].detach(),
+            communicator,
+            record,
+            stage=stage,
+            overlap=overlap,
+        )
+        for i in range(num_layers)
     ]
 
     def forward_and_backward() -> torch.Tensor:
