@@ -11,7 +11,7 @@ import pytest
 from titanlite import cli
 from titanlite.config import make_config, resolve_job
 from titanlite.tools.debug.messages import record_step
-from titanlite.tools.lab.drawing import Record
+from titanlite.tools.lab.pictures import Record
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 JOB: dict[str, Any] = {

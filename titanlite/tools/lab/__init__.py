@@ -13,7 +13,7 @@ _HOME = {
     "device": ["VirtualDevice"],
     "channel": ["VirtualChannel", "DeviceChannel", "HostChannel"],
     "counts": ["Counts", "Collective"],
-    "drawing": ["Record"],
+    "pictures": ["Record"],
     "record": ["Message", "Event", "TensorInfo"],
     "diagnosis": ["CommunicationError"],
     "link": ["Link"],

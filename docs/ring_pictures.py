@@ -1,6 +1,6 @@
 """Drawings of sequence layouts and ring attention, made from the layout objects that the code uses.
 
-    python -m titanlite.tools.figures.ring docs/images/context_parallel
+    python docs/ring_pictures.py docs/images/context_parallel
 
 writes layouts.svg (which rank computes which part of the score matrix) and, for each layout,
 ring_<layout>.svg (which keys each rank holds at each step).
@@ -131,8 +131,12 @@ def draw_all() -> dict[str, str]:
     return {"layouts.svg": draw_layouts(), **rings}
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> None:
+    """Write every drawing into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for file_name, svg in draw_all().items():
         (folder / file_name).write_text(svg)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
