@@ -3,3 +3,17 @@
 checkpoints.py   save_checkpoint and load_checkpoint, in the format of a job's
 huggingface.py   export and load_weights: Hugging Face folders
 """
+
+from typing import TYPE_CHECKING
+
+from titanlite.lazy import lazy
+
+if TYPE_CHECKING:
+    from titanlite.tools.by_hand.checkpoints import Loaded as Loaded
+
+PUBLIC = {
+    "checkpoints": ("Loaded",),
+}
+"""The public names, by module."""
+
+__getattr__, __dir__ = lazy(__name__, PUBLIC)

@@ -27,3 +27,17 @@ html.py        a plan and a search as a page (titanlite/tools/planner/page/)
 local.py       whether a job fits in this machine's memory
 command.py     `titanlite plan`
 """
+
+from typing import TYPE_CHECKING
+
+from titanlite.lazy import lazy
+
+if TYPE_CHECKING:
+    from titanlite.tools.planner.from_python import PlanResult as PlanResult
+
+PUBLIC = {
+    "from_python": ("PlanResult",),
+}
+"""The public names, by module."""
+
+__getattr__, __dir__ = lazy(__name__, PUBLIC)
