@@ -322,7 +322,7 @@ class _Composer:
         if self._segments.is_runtime:
             num_sent = sum(kind in (SEND_F, SEND_B) for kind, _, _ in self._table[place])
         if held or num_sent:
-            yield Done(RELEASE, -1, -1, self._segments.release(num_sent, held))
+            yield Done(RELEASE, -1, -1, self._segments.hold(-held, -num_sent))
 
     def _rows(self, schedule: Schedule, *, is_from_file: bool) -> list[Row]:
         """The actions of each rank, with those that communicate."""

@@ -16,6 +16,7 @@ from titanlite.tools.planner.compose import compose
 from titanlite.tools.planner.events import Trace, totals
 from titanlite.tools.planner.pieces import trace_pieces
 from titanlite.tools.planner.planning import PIECES, plan_job
+from titanlite.tools.planner.segments import P2P, Shared
 from titanlite.tools.planner.trace import trace_rank
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -151,6 +152,15 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
         difference = one.peak().num_bytes / trace.peak().num_bytes - 1
         assert abs(difference) < 0.06
     return resolved, trace
+
+
+def test_segments_live_as_long_as_their_times() -> None:
+    resolved = resolve_job(load_config([f"--job.config_file={CONFIGS / 'pp2_interleaved.toml'}"]))
+    shared = Shared()
+    composed = compose(resolved, load_pieces(resolved), shared=shared)
+    kept = {id(segment) for segment in shared.segments.values()}
+    timed = {id(d.segment) for one in composed for d in one.actions if d.kind not in P2P}
+    assert timed <= kept
 
 
 def test_a_cache_that_cannot_be_written_or_read_is_not_used(
