@@ -172,9 +172,6 @@ def segment_of(
             change = event.num_bytes - sizes.get(event.block, 0)
             sizes[event.block] = event.num_bytes
             builder.allocate(category_of[event.block], change, event.place)
-        elif isinstance(event, Communication):
-            # Positions in the whole trace mean nothing in a part of it.
-            builder.events.append(replace(event, ready=-1, after=()))
         else:
             builder.events.append(event)
     return builder.segment()

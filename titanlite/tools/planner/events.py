@@ -2,7 +2,7 @@
 
 A Trace has the events of one rank. Computation runs on the rank's main stream; a Communication
 runs beside it from where it is issued until the Wait of the same number, if there is one, and
-otherwise holds the main stream until it ends.
+otherwise holds the main stream until it ends. What runs ahead on a GPU is known of composed steps.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Communication:
     peer: int = -1
     """The other rank of a P2P message, counted along the axis; -1 for a collective."""
     ready: int = -1
-    """How many of the trace's events the main stream must have done before it can start; -1: all
+    """How many events of its segment the main stream must have done before it can start; -1: all
     events before it. On a GPU, FSDP2's collectives are issued ahead of the main stream."""
     after: tuple[int, ...] = ()
     """The numbers of the communications that must end before it starts."""

@@ -47,10 +47,10 @@ FEW_BLOCKS = 5
 class Shared:
     """What jobs with the same pieces, number of ranks and hardware share: segments and their times.
 
-    `times` is filled by predict.py, by the `id` of a segment in `segments`, or by what a message is.
-    All that are timed are kept there: a new one could have the `id` of one that is gone. `tables`
-    has the actions of generated schedules, by name, number of microbatches and the ranks of the
-    stages; all jobs can share them.
+    `times` is filled by predict.py, by the `id` of a segment, or by what a message is. All that are
+    timed are in `segments`: a new one could have the `id` of one that is gone. `tables` has the
+    actions of generated schedules, by name, number of microbatches and the ranks of the stages; all
+    jobs can share them.
     """
 
     segments: dict[tuple[Any, ...], Segment] = field(default_factory=dict)
