@@ -159,6 +159,10 @@ class Trace:
     def operators(self) -> list[Operator]:
         return [event for event in self.events if isinstance(event, Operator)]
 
+    def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(kind, axis) -> (number of communications, total bytes)."""
+        return totals((one, 1) for one in self.communications)
+
     @property
     def flops(self) -> int:
         return sum(operator.flops for operator in self.operators)
@@ -187,11 +191,13 @@ class Trace:
         return best
 
 
-def totals(communications: Iterable[Communication]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(kind, axis) -> (number of communications, total bytes)."""
+def totals(
+    communications: Iterable[tuple[Communication, int]],
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """(kind, axis) -> (number of communications, total bytes); each happens a number of times."""
     counts: Counter[tuple[str, str]] = Counter()
     num_bytes: Counter[tuple[str, str]] = Counter()
-    for one in communications:
-        counts[one.kind, one.axis] += 1
-        num_bytes[one.kind, one.axis] += one.num_bytes
+    for one, times in communications:
+        counts[one.kind, one.axis] += times
+        num_bytes[one.kind, one.axis] += times * one.num_bytes
     return {key: (counts[key], num_bytes[key]) for key in sorted(counts)}

@@ -13,7 +13,7 @@ from titanlite.tools.planner import pieces
 from titanlite.tools.planner.cache import folder, known_pieces, load_applied, load_pieces
 from titanlite.tools.planner.command import plannable
 from titanlite.tools.planner.compose import compose
-from titanlite.tools.planner.events import Trace, totals
+from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.pieces import trace_pieces
 from titanlite.tools.planner.planning import PIECES, plan_job
 from titanlite.tools.planner.segments import P2P, Shared
@@ -145,7 +145,7 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
     composed = compose(resolved, trace_pieces(resolved, is_compiled=True))
     for one in {len(composed) - 1: composed[-1], 0: composed[0]}.values():
         trace = trace_rank(resolved, one.rank)
-        assert one.totals() == totals(trace.communications)
+        assert one.totals() == trace.totals()
         assert one.flops == trace.flops
         for category in ("parameters", "optimizer state"):
             assert one.held[category] == trace.held[category]

@@ -23,7 +23,6 @@ from titanlite.tools.planner.events import (
     Site,
     Trace,
     Wait,
-    totals,
 )
 from titanlite.tools.planner.hardware import Curve, Host, Overhead, load_hardware
 from titanlite.tools.planner.pieces import trace_pieces
@@ -87,7 +86,7 @@ def check(plan: ResolvedJob) -> None:
     composed = compose(plan, trace_pieces(plan))
     for one in {0: composed[0], len(composed) - 1: composed[-1]}.values():
         trace = trace_rank(plan, one.rank)
-        assert one.totals() == totals(trace.communications)
+        assert one.totals() == trace.totals()
         assert one.held_on_host == trace.held_on_host
         for category in ("parameters", "optimizer state"):
             assert one.held[category] == trace.held[category]
