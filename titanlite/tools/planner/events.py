@@ -25,7 +25,6 @@ CATEGORIES = (
 )
 """What memory is used for. Activations are what the forward pass keeps for the backward pass."""
 
-PHASES = ("forward", "backward", "recomputation", "optimizer", "other")
 FROM_RANK_TO_RANK = ("send", "receive")
 HOST_LINK = "offload"
 """The axis of copies between a device and its host, whose kinds are these."""

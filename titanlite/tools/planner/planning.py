@@ -113,11 +113,12 @@ def plan_job(
         # to it.
         compiled = load_pieces(resolved, use_cache=use_cache, is_compiled=True)
         compositions = compose(resolved, compiled)
-    shown, layout = representatives(dims), config.parallelism.context_parallel_load_balancer
+    shown = representatives(dims)
     steps: list[Trace | Composition] = [one for one in compositions if one.rank in shown]
     if method == WHOLE:
         from titanlite.tools.planner.trace import trace_rank
 
+        layout = config.parallelism.context_parallel_load_balancer
         traces = [trace_rank(resolved, rank) for rank in representatives(dims, layout)]
         steps, applied = [*traces], traces[0].applied
     of_host = {one.rank: (one.host_peak(), one.held_on_host) for one in compositions if offloaded}
