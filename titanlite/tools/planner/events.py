@@ -136,7 +136,8 @@ class Trace:
 
     `held` has the bytes of each category that is there before the step. `sizes` has the size of the
     blocks that are there then and that the step may free, which are part of `held`. `category_of`
-    has the category of each block of memory. `applied` is the effective plan.
+    has the category of each block of memory. `applied` is the effective plan. With CPU offload on a
+    GPU, `on_host` has the blocks in the memory of the host, and `held_on_host` is `held` there.
     """
 
     rank: int
@@ -146,6 +147,8 @@ class Trace:
     sizes: dict[int, int] = field(default_factory=dict)
     category_of: dict[int, str] = field(default_factory=dict)
     applied: tuple[PlanRow, ...] = ()
+    on_host: set[int] = field(default_factory=set)
+    held_on_host: dict[str, int] = field(default_factory=dict)
 
     @property
     def communications(self) -> list[Communication]:
@@ -165,11 +168,18 @@ class Trace:
 
     def peak(self) -> Peak:
         """The peak of the step, with parameters and optimizer state, which are always there."""
+        return self._peak(self.held, is_on_host=False)
+
+    def host_peak(self) -> Peak:
+        """The peak of the host's memory; nothing without CPU offload."""
+        return self._peak(self.held_on_host, is_on_host=True)
+
+    def _peak(self, held: dict[str, int], *, is_on_host: bool) -> Peak:
         sizes = dict(self.sizes)
-        now: Counter[str] = Counter(self.held)
+        now: Counter[str] = Counter(held)
         best, total, most = Peak(Site("", "other"), dict(now)), now.total(), now.total()
         for event in self.events:
-            if not isinstance(event, Allocation):
+            if not isinstance(event, Allocation) or (event.block in self.on_host) != is_on_host:
                 continue
             change = event.num_bytes - sizes.get(event.block, 0)
             sizes[event.block] = event.num_bytes

@@ -98,6 +98,9 @@ def stand_ins(device_type: str = "cpu") -> Iterator[None]:
     attention by itself.
     """
     with contextlib.ExitStack() as stack:
+        if device_type == "cuda":
+            # FSDP2 copies offloaded parameters from pinned memory.
+            stack.enter_context(patch.object(FakeTensor, "is_pinned", lambda *_: True, create=True))
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(patch.object(CpuFlash, "smallest_triangle", None))
         for place, name, stand_in in (

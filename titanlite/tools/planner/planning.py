@@ -3,8 +3,7 @@
     ResolvedJob [+ Hardware] -> plan_job -> JobPlan: memory, communication, operations, time
 
 A small job is traced whole (trace.py). A large one is composed from pieces (pieces.py, compose.py),
-whose communication is the same and whose peaks differ by a few percent. So is a job with CPU
-offload on a GPU: without a GPU, FSDP2 copies nothing.
+whose communication is the same and whose peaks differ by a few percent.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def plan_job(
     config, dims, offloaded = resolved.config, resolved.dims, offloads(resolved)
     if offloaded and hardware is not None:
         _ = hardware.offload_host
-    is_small = passes(resolved) <= MOST_PASSES and not offloaded
-    method = method or (WHOLE if is_small else PIECES)
+    method = method or (WHOLE if passes(resolved) <= MOST_PASSES else PIECES)
     prediction, cost = None, None
     applied: tuple[PlanRow, ...] = ()
     compositions: list[Composition] = []
@@ -121,7 +119,6 @@ def plan_job(
         layout = config.parallelism.context_parallel_load_balancer
         traces = [trace_rank(resolved, rank) for rank in representatives(dims, layout)]
         steps, applied = [*traces], traces[0].applied
-    of_host = {one.rank: (one.host_peak(), one.held_on_host) for one in compositions if offloaded}
     ranks = [
         RankPlan(
             one.rank,
@@ -130,7 +127,8 @@ def plan_job(
             one.peak() if method == WHOLE else _of_any_block(one.peak(), resolved),
             one.totals(),
             one.flops,
-            *of_host.get(one.rank, ()),
+            one.host_peak() if offloaded else None,
+            one.held_on_host,
         )
         for one in steps
     ]

@@ -31,6 +31,7 @@ from titanlite.ranks.settings import ignore_warnings, own_settings
 from titanlite.tools.planner.composition import offloads
 from titanlite.tools.planner.events import Allocation, Trace
 from titanlite.tools.planner.fake_world import fake_builders, fake_world, faked, stand_ins
+from titanlite.tools.planner.offload import OffloadRecorder
 from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.scratch import BY_DEVICE
 
@@ -39,7 +40,7 @@ def trace_rank(resolved: ResolvedJob, rank: int) -> Trace:
     """The second step of `rank`. No process group may exist in this process.
 
     A job with `job.device = "cuda"` is traced with the scratch memory of a GPU, and on its kernels
-    if there is a GPU here; else on those of the CPU. The copies of CPU offload are not in a trace.
+    if there is a GPU here; else on those of the CPU, as with CPU offload.
     """
     return trace_job(resolved, rank)[1]
 
@@ -57,10 +58,13 @@ def trace_job(
     Unless `runs_first_step`, only the update of the first one runs. `others` are fields of Builders
     that the job is built with.
     """
-    with _built(resolved, rank, **others) as (job, mode):
-        recorder = StepRecorder(
+    planned = _planned_device(resolved)
+    offloaded = offloads(resolved)
+    with contextlib.ExitStack() as stack:
+        job, mode = stack.enter_context(_built(resolved, rank, **others))
+        recorder = (OffloadRecorder if offloaded else StepRecorder)(
             axes_of_groups(job),
-            scratch=BY_DEVICE[_planned_device(resolved)],
+            scratch=BY_DEVICE[planned],
             num_threads=max(1, num_cores() // resolved.dims.world_size),
         )
         if prepare is not None:
@@ -156,21 +160,28 @@ def _record_step(job: Job, recorder: StepRecorder, mode: FakeTensorMode) -> Trac
     recorder.events.clear()
     trace = Trace(job.world.rank, job.dims.coordinates(job.world.rank), recorder.events)
     trace.applied = tuple(job.applied)
+    parameters = _local(job.parameters.values())
     states = [
         value
         for state in job.trainer.optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor)
     ]
-    of_parts = _local(job.parameters.values())
-    of_parts += [buffer for part in job.parts for buffer in part.buffers()]
+    of_parts = [*parameters, *(buffer for part in job.parts for buffer in part.buffers())]
     known = recorder.blocks_of([*of_parts, *_local(states)])
+    if isinstance(recorder, OffloadRecorder):
+        recorder.start([*parameters, *_local(states)])
+        trace.on_host = recorder.on_host
+        trace.held_on_host = {
+            "parameters": _num_bytes(parameters),
+            "optimizer state": _num_bytes(_local(states)),
+        }
     # What else is there: parameters that stay gathered, buffers of DDP and of pipeline stages.
     trace.sizes = {b: size for b, size in recorder.sizes.items() if size and b not in known}
     recorder.buffers.update(trace.sizes.keys() - recorder.gathered)
     trace.held = {
-        "parameters": _num_bytes(of_parts),
-        "optimizer state": _num_bytes(_local(states)),
+        "parameters": _num_bytes(of_parts) - trace.held_on_host.get("parameters", 0),
+        "optimizer state": 0 if trace.on_host else _num_bytes(_local(states)),
         "gathered parameters": sum(trace.sizes.get(b, 0) for b in recorder.gathered),
         "communication buffers": sum(trace.sizes.get(b, 0) for b in recorder.buffers),
     }
