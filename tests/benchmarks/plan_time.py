@@ -21,10 +21,10 @@ from pathlib import Path
 from titanlite.config import JobConfig, load_config, resolve_job
 from titanlite.ranks.launch import run_ranks
 from titanlite.tools.planner.calibrate import calibrate, typical_step
+from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.cost import Cost
 from titanlite.tools.planner.hardware import Hardware, load_hardware
 from titanlite.tools.planner.measure import time_steps
-from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.planner.timing import time_events
 from titanlite.tools.planner.trace import trace_rank
 

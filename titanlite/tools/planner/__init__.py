@@ -4,7 +4,6 @@ events.py      what a traced step does, as plain data (torch-free)
 fake_world.py  a world of any size in one process
 recorder.py    records operators, communication and memory; operators.py knows their shapes
 scratch.py     what kernels and communication allocate inside themselves, by device
-streams.py     the streams of a GPU, followed where there is none
 trace.py       builds a job in a fake world and records its second step
 pieces.py      traces one block of each kind and what is around the blocks
 composition.py pieces as plain data, and the memory of a run of events (torch-free)

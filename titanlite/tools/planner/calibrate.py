@@ -25,6 +25,7 @@ from titanlite.config import JobConfig, make_config, resolve_job
 from titanlite.ranks.launch import run_ranks
 from titanlite.ranks.machine import memory_bytes, most_local_ranks, num_cores
 from titanlite.tools.options import require_writable, write
+from titanlite.tools.planner.composition import representatives
 from titanlite.tools.planner.cost import (
     CALLERS,
     COLLECTIVE,
@@ -47,7 +48,6 @@ from titanlite.tools.planner.measure import (
     time_steps,
     typical,
 )
-from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.simulate.network import bytes_sent
 
 Step = tuple[float, JobConfig]

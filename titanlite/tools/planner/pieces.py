@@ -35,13 +35,13 @@ from titanlite.tools.planner.composition import (
     Pieces,
     Segment,
     Weight,
+    representatives,
     segment_of,
     smaller,
 )
 from titanlite.tools.planner.events import Allocation, Communication, Event, Operator, Trace, Wait
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
 from titanlite.tools.planner.recorder import StepRecorder
-from titanlite.tools.planner.representatives import representatives
 from titanlite.tools.planner.trace import trace_job
 from titanlite.training.gradient_norm import reduce_partial_gradients
 

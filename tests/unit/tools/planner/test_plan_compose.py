@@ -13,9 +13,10 @@ from titanlite.tools.planner import pieces
 from titanlite.tools.planner.cache import folder, known_pieces, load_applied, load_pieces
 from titanlite.tools.planner.command import plannable
 from titanlite.tools.planner.compose import compose
-from titanlite.tools.planner.events import Trace, totals
+from titanlite.tools.planner.events import Trace
 from titanlite.tools.planner.pieces import trace_pieces
 from titanlite.tools.planner.planning import PIECES, plan_job
+from titanlite.tools.planner.segments import P2P, Shared
 from titanlite.tools.planner.trace import trace_rank
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -144,13 +145,22 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
     composed = compose(resolved, trace_pieces(resolved, is_compiled=True))
     for one in {len(composed) - 1: composed[-1], 0: composed[0]}.values():
         trace = trace_rank(resolved, one.rank)
-        assert one.totals() == totals(trace.communications)
+        assert one.totals() == trace.totals()
         assert one.flops == trace.flops
         for category in ("parameters", "optimizer state"):
             assert one.held[category] == trace.held[category]
         difference = one.peak().num_bytes / trace.peak().num_bytes - 1
         assert abs(difference) < 0.06
     return resolved, trace
+
+
+def test_segments_live_as_long_as_their_times() -> None:
+    resolved = resolve_job(load_config([f"--job.config_file={CONFIGS / 'pp2_interleaved.toml'}"]))
+    shared = Shared()
+    composed = compose(resolved, load_pieces(resolved), shared=shared)
+    kept = {id(segment) for segment in shared.segments.values()}
+    timed = {id(d.segment) for one in composed for d in one.actions if d.kind not in P2P}
+    assert timed <= kept
 
 
 def test_a_cache_that_cannot_be_written_or_read_is_not_used(
