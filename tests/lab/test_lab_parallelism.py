@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.errors import RankError
-from titanlite.ranks.launch import run_ranks
+from titanlite.ranks.launch import spawn as spawn_ranks
 from titanlite.tools.lab import (
     Mesh,
     data_parallelism_main,
@@ -154,7 +154,7 @@ def test_a_main_function_opens_its_own_world_where_there_is_none(data):
         return record.params, dist.is_initialized()
 
     expected = single_process_main(data, 2, 2).params
-    for params, is_open in run_ranks(main, 2, data, timeout_seconds=60):
+    for params, is_open in spawn_ranks(main, 2, data, timeout_seconds=60):
         assert not is_open
         assert_same(params[1], expected[1])
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.benchmarks.allocator import PEAK_CALLS, peak_bounds
 from tests.benchmarks.communication import PARALLELISM, make_job_config
-from titanlite.config import JobConfig, ResolvedJob, load_config, make_config, resolve_job
+from titanlite.config import JobConfig, ResolvedJob, parse_args, resolve_job
 from titanlite.config.load import override
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.tools.planner.composition import uses_fsdp
 from titanlite.tools.planner.events import (
     FROM_RANK_TO_RANK,
@@ -92,7 +92,7 @@ def config_of(plan: str) -> JobConfig:
         return override(config_of(plan.removesuffix(OFFLOAD_SUFFIX)), changes)
     if plan in WITH_CP:
         training = {"dataset": "synthetic", "global_batch_size": 8, "local_batch_size": 4}
-        return make_config(
+        return JobConfig.from_dict(
             {
                 "model": {"flavor": "debug"},
                 "training": training,
@@ -102,7 +102,7 @@ def config_of(plan: str) -> JobConfig:
         )
     if plan in WITH_FLOAT8:
         parallelism, float8 = WITH_FLOAT8[plan]
-        return make_config(
+        return JobConfig.from_dict(
             {
                 # A vocabulary of 32, since a float8 product needs a multiple of 16.
                 "model": {
@@ -166,7 +166,7 @@ def run_and_record(place: Place, configs: list[JobConfig], has_peaks: bool) -> l
 def measure(plans: list[str]) -> dict[str, list[Recorded]]:
     """For each plan what each rank of a real run does, and its peak."""
     configs = [config_of(plan) for plan in plans]
-    of_ranks = run_ranks(run_and_record, 4, configs, True, timeout_seconds=280)
+    of_ranks = spawn(run_and_record, 4, configs, True, timeout_seconds=280)
     return {plan: [of[index] for of in of_ranks] for index, plan in enumerate(plans)}
 
 
@@ -239,7 +239,7 @@ NUM_PARTS = 16
 def check_communication(configs: dict[str, JobConfig], num_ranks: int) -> None:
     """The calls of the first, a middle and the last rank are those of the real run."""
     jobs = list(configs.values())
-    of_ranks = run_ranks(run_and_record, num_ranks, jobs, False, timeout_seconds=580)
+    of_ranks = spawn(run_and_record, num_ranks, jobs, False, timeout_seconds=580)
     for index, (name, config) in enumerate(configs.items()):
         resolved = resolve_job(config, num_ranks)
         for rank in {0, num_ranks // 2, num_ranks - 1}:
@@ -272,12 +272,12 @@ def test_balanced_experts_communicate_as_they_are_traced() -> None:
     configs = {}
     for plan, values in degrees.items():
         keys = [f"--parallelism.{n}_degree={v}" for n, v in zip(names, values, strict=False)]
-        configs[plan] = load_config([*balanced, *keys])
+        configs[plan] = parse_args([*balanced, *keys])
     check_communication(configs, 4)
 
 
 def shipped(names: Iterable[str]) -> dict[str, JobConfig]:
-    return {name: load_config([f"--job.config_file={CONFIGS / name}.toml"]) for name in names}
+    return {name: parse_args([f"--job.config_file={CONFIGS / name}.toml"]) for name in names}
 
 
 def test_a_shipped_job_communicates_as_it_is_traced() -> None:
@@ -307,7 +307,7 @@ def test_models_of_hugging_face_communicate_as_they_are_traced() -> None:
     values = {**sizes, **heads, "hidden_size": 64, "intermediate_size": 128}
     configs = {}
     for parallelism in ({TP: 2, SHARD: 2}, {PP: 2, CP: 2, SHARD: 1}):
-        configs[str(parallelism)] = make_config(
+        configs[str(parallelism)] = JobConfig.from_dict(
             {
                 "model": {"name": "hf", "config_class": "LlamaConfig", "values": values},
                 "training": {"dataset": "digits", "global_batch_size": 8, "local_batch_size": 2},

@@ -13,7 +13,7 @@ import recorded_bugs
 
 import titanlite
 from titanlite.cli import main
-from titanlite.config import JobConfig, load_config, make_config
+from titanlite.config import JobConfig, parse_args
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.tools.verify.matrix import features_of, plans_of, run_matrix
 from titanlite.tools.verify.report import format_verification
@@ -42,7 +42,7 @@ def test_a_right_plan(capsys, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_low_precision_is_judged_by_the_references_own_rounding(verifier, dtype):
-    config, _ = shrink(load_config([f"--job.config_file={CONFIGS / 'hsdp2x2.toml'}"]))
+    config, _ = shrink(parse_args([f"--job.config_file={CONFIGS / 'hsdp2x2.toml'}"]))
     found = verifier.verify(config, steps=3, dtype=dtype)
     assert found.agrees, found.findings
     step, key = found.worst
@@ -94,7 +94,7 @@ custom_import = "plain_model"
 
 
 def odd_job(flavor: str, **parallelism: int) -> JobConfig:
-    return make_config(
+    return JobConfig.from_dict(
         {
             "model": {"name": "odd", "flavor": flavor},
             "training": {"global_batch_size": 8, "local_batch_size": 4},
@@ -199,7 +199,7 @@ def test_the_matrix_of_a_model_with_experts_has_expert_parallelism(verifier, tmp
         "model": {"name": "llama3", "flavor": "moe_debug", "n_layers": 4},
         "training": {"dataset": "synthetic", "seq_len": 32},
     }
-    job = make_config(sections)
+    job = JobConfig.from_dict(sections)
     assert "ep" not in features_of(4)
     plans = plans_of(2, job=job)
     for name, values in features_of(2, job=job).items():

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), *(ROOT / "models").rglob("*.py")])
 
 FLOORS = (
-    ("errors", "fields", "files", "pickles", "quantities", "plan_row", "registry"),
+    ("errors", "fields", "files", "lazy", "pickles", "quantities", "plan_row", "registry"),
     ("mesh", "schedule"),
     # What a feature tells of itself without torch.
     ("parallelize.feature", "parallelize.*.spec", "parallelize.compile.backends"),
@@ -81,6 +81,8 @@ JOB_TYPES = {"titanlite.config.draft", "titanlite.config.schema"}
 CIRCLES = {
     # Sizes of a model that only transformers knows are judged by the model, which takes the sizes.
     ("titanlite.models.hf.config", "titanlite.models.hf.families"),
+    # JobConfig.from_dict: a constructor stands on its class, and what reads a job takes the class.
+    ("titanlite.config.schema", "titanlite.config.load"),
 }
 """Imports that close a circle: (by, of)."""
 

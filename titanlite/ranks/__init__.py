@@ -20,13 +20,13 @@ from titanlite.lazy import lazy
 
 if TYPE_CHECKING:
     from titanlite.ranks.launch import Place as Place
-    from titanlite.ranks.launch import run_ranks as run_ranks
+    from titanlite.ranks.launch import spawn as spawn
     from titanlite.ranks.launch import torchrun_place as torchrun_place
     from titanlite.ranks.world import World as World
     from titanlite.ranks.world import open_world as open_world
 
 PUBLIC = {
-    "launch": ("run_ranks", "torchrun_place", "Place"),
+    "launch": ("spawn", "torchrun_place", "Place"),
     "world": ("open_world", "World"),
 }
 """The public names, by module."""

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 from titanlite.config import ResolvedJob
 from titanlite.job import Job, build_job
 from titanlite.modules.names import canonical_name
-from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.launch import Place, spawn
 from titanlite.ranks.report import Call
 from titanlite.ranks.settings import ignore_warnings
 from titanlite.ranks.threads import thread_world
@@ -49,7 +49,7 @@ MOST_FRAMES = 30
 
 def record_step(job: ResolvedJob, step: int) -> Record:
     """Train until the `step`-th step on ranks that are threads, and record that step."""
-    return Record(run_ranks(_on_rank, job.dims.world_size, job, step, threads=True))
+    return Record(spawn(_on_rank, job.dims.world_size, job, step, threads=True))
 
 
 def _on_rank(place: Place, resolved: ResolvedJob, step: int) -> list[Event]:

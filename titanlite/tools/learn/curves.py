@@ -147,11 +147,13 @@ def _llama_job(
     flavor: str, tokens: int, num_ranks: int, **sections: Mapping[str, Any]
 ) -> ResolvedJob:
     """A job of Llama 3 with one sequence of `tokens` on each rank."""
-    from titanlite.config import make_config, resolve_job
+    from titanlite.config import JobConfig, resolve_job
 
     training = {"dataset": "synthetic", "seq_len": tokens, "local_batch_size": 1}
     model = {"name": "llama3", "flavor": flavor}
-    return resolve_job(make_config({"model": model, "training": training, **sections}), num_ranks)
+    return resolve_job(
+        JobConfig.from_dict({"model": model, "training": training, **sections}), num_ranks
+    )
 
 
 def zero() -> str:

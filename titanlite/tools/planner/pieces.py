@@ -43,7 +43,7 @@ from titanlite.tools.planner.events import Allocation, Communication, Event, Ope
 from titanlite.tools.planner.float8_trace import CastRecorder, over_tokens
 from titanlite.tools.planner.recorder import StepRecorder
 from titanlite.tools.planner.trace import trace_job
-from titanlite.training.gradient_norm import reduce_partial_gradients
+from titanlite.training.norm import reduce_partial_gradients
 
 # Of FSDP2, each before the collective whose buffer it fills.
 CHUNK = "fsdp::chunk_cat"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.config import JobConfig, ResolvedJob, make_config, make_model_config, override
+from titanlite.config import JobConfig, ResolvedJob, make_model_config, override
 from titanlite.config.data import own_length, spec_for
 from titanlite.config.load import read_file
 from titanlite.errors import ConfigError, RankError, TitanliteError
@@ -182,7 +182,7 @@ def _check_size(sections: dict[str, dict[str, Any]], source: Path, stored_bytes:
     try:
         model = make_model_config(JobConfig.model_validate(sections))
     except (ValidationError, ConfigError):
-        return  # make_config will raise it
+        return  # JobConfig will raise it
     given = sections.get("training", {}).get("seq_len")
     lengths = (own_length(model) or (given if isinstance(given, int) else 0), "tokens")
     for number, what in ((getattr(model, "num_parameters", 0), "parameters"), lengths):
@@ -209,7 +209,7 @@ def _for_sampling(
     # The job's batch size may not be divisible by this number of ranks.
     sections["training"]["local_batch_size"] = 1
     try:
-        config = make_config(
+        config = JobConfig.from_dict(
             {
                 **sections,
                 "parallelism": {"data_parallel_shard_degree": asked.ranks},

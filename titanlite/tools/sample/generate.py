@@ -29,7 +29,12 @@ from titanlite.modules.tied import find_tied, tie
 from titanlite.parallelize.part import DTYPES
 from titanlite.ranks.world import free_memory_bytes
 from titanlite.tools.sample.choice import Choice
-from titanlite.training.initialize import draws_by_name, generator_for, has_buffers, init_buffers
+from titanlite.training.initial_weights import (
+    draws_by_name,
+    generator_for,
+    has_buffers,
+    init_buffers,
+)
 
 # The most tokens in one batch of sequences, which bounds the key/value cache.
 TOKENS_AT_ONCE = 16 * 3072

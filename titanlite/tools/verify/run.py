@@ -35,7 +35,7 @@ from titanlite.tools.verify.reload import save_and_load
 from titanlite.tools.verify.routing import followed_routing, recorded_routing, routing_record
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets, look_at_data
 from titanlite.tools.verify.step_files import load, store
-from titanlite.training.initialize import generator_for
+from titanlite.training.initial_weights import generator_for
 from titanlite.training.step import StepResult
 
 

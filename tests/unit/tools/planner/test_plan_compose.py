@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config import ResolvedJob, load_config, resolve_job
+from titanlite.config import ResolvedJob, parse_args, resolve_job
 from titanlite.config.load import override
 from titanlite.errors import TraceError
 from titanlite.tools.planner import pieces
@@ -140,7 +140,7 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
 
     Returns the job and the trace of its first rank.
     """
-    config, _ = plannable(load_config([f"--job.config_file={CONFIGS / name}.toml", *changes]))
+    config, _ = plannable(parse_args([f"--job.config_file={CONFIGS / name}.toml", *changes]))
     resolved = resolve_job(config)
     composed = compose(resolved, trace_pieces(resolved, is_compiled=True))
     for one in {len(composed) - 1: composed[-1], 0: composed[0]}.values():
@@ -155,7 +155,7 @@ def check(name: str, *changes: str) -> tuple[ResolvedJob, Trace]:
 
 
 def test_segments_live_as_long_as_their_times() -> None:
-    resolved = resolve_job(load_config([f"--job.config_file={CONFIGS / 'pp2_interleaved.toml'}"]))
+    resolved = resolve_job(parse_args([f"--job.config_file={CONFIGS / 'pp2_interleaved.toml'}"]))
     shared = Shared()
     composed = compose(resolved, load_pieces(resolved), shared=shared)
     kept = {id(segment) for segment in shared.segments.values()}
@@ -166,7 +166,7 @@ def test_segments_live_as_long_as_their_times() -> None:
 def test_a_cache_that_cannot_be_written_or_read_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolved = resolve_job(load_config([f"--job.config_file={CONFIGS / 'single.toml'}"]))
+    resolved = resolve_job(parse_args([f"--job.config_file={CONFIGS / 'single.toml'}"]))
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     traced = load_pieces(resolved)
@@ -179,7 +179,7 @@ def test_a_cache_that_cannot_be_written_or_read_is_not_used(
 
 
 def test_a_plan_says_what_a_split_backward_pass_repeats() -> None:
-    config = load_config(
+    config = parse_args(
         [
             f"--job.config_file={CONFIGS / 'pp2_fsdp2.toml'}",
             *(f"{SCHEDULE}ZBVZeroBubble", "--activation_checkpoint.mode=full"),
@@ -194,7 +194,7 @@ def test_a_plan_says_what_a_split_backward_pass_repeats() -> None:
 def test_only_a_job_that_fails_on_fake_tensors_cannot_be_traced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    resolved = resolve_job(load_config([f"--job.config_file={CONFIGS / 'single.toml'}"]))
+    resolved = resolve_job(parse_args([f"--job.config_file={CONFIGS / 'single.toml'}"]))
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError("a value\nis needed")

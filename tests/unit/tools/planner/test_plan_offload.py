@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import ResolvedJob, make_config, resolve_job
+from titanlite.config import JobConfig, ResolvedJob, resolve_job
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import ParallelDims
 from titanlite.tools.planner.compose import compose, peaks
@@ -68,7 +68,7 @@ def job(
     local = 4 if PP in degrees else 2
     shards = degrees[SHARD] * degrees.get(REPLICATE, 1)
     batch = {"dataset": "synthetic", "local_batch_size": local, "global_batch_size": local * shards}
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "job": {"device": device},
             "model": {"flavor": "debug", "num_layers": 4, **(model or {})},

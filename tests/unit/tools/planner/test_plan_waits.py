@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 
-from titanlite.config import make_config, resolve_job
+from titanlite.config import JobConfig, resolve_job
 from titanlite.tools.planner.events import Communication, Operator, Trace, Wait
 from titanlite.tools.planner.fake_world import fake_world, stand_ins
 from titanlite.tools.planner.recorder import StepRecorder
@@ -19,7 +19,7 @@ SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree
 
 
 def trace(**degrees: int) -> Trace:
-    config = make_config(
+    config = JobConfig.from_dict(
         {
             "model": {"flavor": "debug", "num_layers": 3},
             "training": {"dataset": "synthetic", "global_batch_size": 8, "local_batch_size": 2},
