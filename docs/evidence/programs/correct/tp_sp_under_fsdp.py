@@ -1,7 +1,7 @@
 """FSDP2 over tensor and sequence parallelism: weights have _StridedShard placements.
 
 Thread: https://github.com/pytorch/pytorch/issues/129206 "Bug in calling full_tensor() when model is
-sharded with tensor parallel and FSDP-2", 2024-06-21.
+sharded with tensor parallel and FSDP-2"; fixed by https://github.com/pytorch/pytorch/pull/130760 (2024-07-15).
 Right: TP cuts first, FSDP cuts the rank's slice again; _StridedShard says so. Norm layers are
 SequenceParallel. clip_grad_norm_ works on DTensors of one mesh.
 Must not be accused: the rows that a rank holds, the gradient norm, sequence shards.
