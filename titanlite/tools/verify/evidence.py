@@ -40,9 +40,16 @@ class Evidence:
     is_split: bool = True
     """Whether a sum over ranks should give the loss: not so if all have the same batch."""
 
+    evaluates: bool = False
+    """Whether the traces are of a validation, not of a step."""
+    later: int | None = None
+    """A step in which training differs, if before it only a validation does."""
+
     @property
     def step(self) -> int:
-        """The first step in which something differs."""
+        """The first step in which something differs, or `later`."""
+        if self.later is not None:
+            return self.later
         # Replicas that differ from each other also differ from the reference, which is a failure.
         steps = [f.step for f in self.found.failures] or [s.step for s in self.found.splits]
         return min(steps, default=1)
@@ -79,6 +86,11 @@ class JobEvidence(Evidence):
     def num_microbatches(self) -> int:
         """Microbatches per rank and step."""
         return self.job.global_batch_size // self.job.dims.dp // microbatch_size(self.job)
+
+    @property
+    def has_jumps(self) -> bool:
+        """Whether a rank's tokens are not one part of the sequence."""
+        return self.job.config.parallelism.context_parallel_load_balancer != "none"
 
     def factor(self, value: float) -> str:
         return name_factor(

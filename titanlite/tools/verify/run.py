@@ -14,13 +14,14 @@ from titanlite.errors import TitanliteError
 from titanlite.job import Job
 from titanlite.modules.batch import join
 from titanlite.modules.shards import local_part, shard_of
-from titanlite.observe.failing import naming_failures
+from titanlite.observe.failing import naming_failures, styles_of
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending, placements_of
 from titanlite.tools.verify.formulas import (
     left_over_gradients,
     optimizer_problems,
+    stale_parameters,
     validate_unchanged,
     wrong_formats,
     wrong_reductions,
@@ -111,9 +112,15 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             for name, one in subject.held.items()
             if name in start["weights"]
         }
+        entries = styles_of(job)
+        styles = {
+            name: entries[holder].partition(": ")[2].partition("(")[0]
+            for name in parameters
+            if (holder := name.rpartition(".")[0]) in entries
+        }
         seen = [RankStep(weights=subject.compare_weights(start["weights"]))]
         pending: tuple[str, ...] = ()
-        left_over: list[str] = []
+        left_over, stale = list[str](), list[str]()
         for step in range(1, steps + 1):
             record = load(folder, step)
             batches = job.draw()
@@ -147,6 +154,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
                     if name not in record["gradients"]
                 ]
             left_over = left_over or list(left_over_gradients(job, step))
+            stale = stale or list(stale_parameters(job, step, parameters))
             _note_numbers(found, job, done)
             found.weights = subject.compare_weights(record["weights"])
             problems += [
@@ -157,7 +165,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             found.state = subject.compare_state(record["state"])
             found.buffers = subject.compare_buffers(record["buffers"])
             if section.enable and step in (1, steps):
-                _validate(found, job, problems)
+                _validate(found, job, problems, is_stale=bool(stale))
             seen.append(found)
         reloaded, resume_problems = None, list[str]()
         if run.reloads:
@@ -172,9 +180,10 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             pending,
             expected,
             seen,
-            (*problems, *left_over),
+            (*stale, *problems, *left_over),
             tuple(resume_problems),
             reloaded,
+            styles=styles,
         )
 
 
@@ -184,8 +193,10 @@ def _note_numbers(step: ReferenceStep, job: Job, done: StepResult) -> None:
     step.loads = loads_of(job)
 
 
-def _validate(step: ReferenceStep, job: Job, problems: list[str]) -> float:
-    validated = validate_unchanged(job, problems)
+def _validate(
+    step: ReferenceStep, job: Job, problems: list[str], *, is_stale: bool = False
+) -> float:
+    validated = validate_unchanged(job, problems, is_stale=is_stale)
     step.validation, step.metrics = validated.loss, dict(validated.metrics)
     return validated.loss
 

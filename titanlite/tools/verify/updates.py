@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from titanlite.tools.verify.evidence import EXPLAINED, Evidence, pooled, ranks_of, worst
+from titanlite.tools.verify.gradients import describe_exchanged
 from titanlite.tools.verify.norms import explain_norm
-from titanlite.tools.verify.wording import agree, is_near, listed, name_parameters, name_ranks
+from titanlite.tools.verify.passes import first_difference, outputs_agree, outputs_differ
+from titanlite.tools.verify.record import RankStep
+from titanlite.tools.verify.wording import (
+    agree,
+    is_near,
+    listed,
+    name_parameters,
+    name_ranks,
+    times,
+    told_apart,
+)
 
 
 def explain_norm_alone(e: Evidence) -> Iterator[str]:
@@ -17,12 +28,12 @@ def explain_norm_alone(e: Evidence) -> Iterator[str]:
     norms = {run.steps[e.step].norm for run in e.runs}
     if len(norms) > 1:
         yield (
-            f"ranks have different gradient norms ({listed(sorted(norms), 3)}): sum the squares "
-            "over all ranks"
+            f"ranks have different gradient norms ({by_rank(e, lambda step: step.norm)}): sum the "
+            "squares over all ranks"
         )
     words = explain_norm(e.runs, e.step, own)
     ratio = (
-        f"the gradient norm is {own / known:.6g} times as large as on one process, but every "
+        f"the gradient norm is {times(own / known)} as large as on one process, but every "
         "gradient agrees"
     )
     same = e.factor(own / known)
@@ -40,10 +51,11 @@ def explain_rate(e: Evidence) -> Iterator[str]:
         rates = {run.rank: run.steps[e.step].lr for run in e.runs}
         wrong = {rank: rate for rank, rate in rates.items() if not is_near(rate, known)}
         where = name_ranks(wrong, e.runs, rates)
-        shown = listed(f"{rate:.6g}" for rate in sorted(set(wrong.values())))
+        *rates_shown, right = told_apart(*sorted(set(wrong.values())), known)
+        shown = listed(rates_shown)
         yield (
             f"the learning rate of step {e.step} is {shown} {where}, "
-            f"but [lr_scheduler] gives {known:.6g}: the schedule is wrong, or is not advanced "
+            f"but [lr_scheduler] gives {right}: the schedule is wrong, or is not advanced "
             "once per step"
         )
 
@@ -100,7 +112,8 @@ def explain_state(e: Evidence) -> Iterator[str]:
 
 
 def explain_buffers(e: Evidence) -> Iterator[str]:
-    wrong = e.failed("buffer")
+    # Balancing biases have questions of their own.
+    wrong = [name for name in e.failed("buffer") if not name.endswith(".expert_bias")]
     if not wrong:
         return
     values = defaultdict(set)
@@ -126,11 +139,19 @@ def explain_validation(e: Evidence) -> Iterator[str]:
         assert own is not None
         assert known is not None
         same = e.factor(own / known) if known else ""
-        yield (
-            f"the weights agree, but the validation loss is {own:.6g} instead of {known:.6g}"
-            f"{f' (the ratio is {same})' if same else ''}: the evaluation, its data or its average "
-            "is wrong"
+        shown = told_apart(own, known)
+        apart = len({run.steps[e.step].validation for run in e.runs}) > 1
+        start = (
+            f"the weights agree, but the validation loss is {shown[0]} instead of {shown[1]}"
+            f"{f' (the ratio is {same})' if same else ''}"
         )
+        if apart:
+            start += f" ({by_rank(e, lambda step: step.validation or 0.0)})"
+        if outputs_differ(e):
+            yield from (f"{start}. In its first batch, {one}" for one in first_difference(e))
+            return
+        seen = " All module outputs of its first batch agree." if outputs_agree(e) else ""
+        yield f"{start}: the evaluation, its data or its average is wrong.{seen}".rstrip(".")
 
 
 def explain_metrics(e: Evidence) -> Iterator[str]:
@@ -138,21 +159,49 @@ def explain_metrics(e: Evidence) -> Iterator[str]:
         return
     for name in e.failed("metric"):
         own, known = e.runs[0].steps[e.step].metrics[name], e.reference[e.step].metrics[name]
+        shown = told_apart(own, known)
         yield (
-            f"the weights and the validation loss agree, but the metric {name} is {own:.6g} "
-            f"instead of {known:.6g}: its sum or its count depends on how the batch is split. "
+            f"the weights and the validation loss agree, but the metric {name} is {shown[0]} "
+            f"instead of {shown[1]}: its sum or its count depends on how the batch is split. "
             "Return the sum over targets and their number, and no mean"
         )
 
 
 def explain_reloaded(e: Evidence) -> Iterator[str]:
     if wrong := e.failed("reloaded"):
+        if pairs := _exchanged_in_checkpoint(e, wrong):
+            for one in describe_exchanged(pairs, "value"):
+                yield f"everything agrees until the checkpoint is saved and loaded: then {one}"
+            return
         tensors = f"{len(wrong)} tensor{'s' * (len(wrong) > 1)} ({listed(sorted(wrong), 3)})"
         yield (
             "everything agrees until the checkpoint is saved. A run that resumes from it has "
             f"different values in {tensors}: what is saved, or how it is sharded on loading, is "
             "wrong under this plan"
         )
+
+
+def _exchanged_in_checkpoint(e: Evidence, wrong: Sequence[str]) -> dict[str, str]:
+    """Weights that a reloaded job has in each other's place."""
+    pairs = {}
+    for run in e.runs:
+        last = {one.digest: name for name, one in run.steps[-1].weights.items()}
+        for name in wrong if run.reloaded else ():
+            own = run.reloaded.weights.get(name) if run.reloaded else None
+            if own is not None and last.get(own.digest, name) != name:
+                pairs[name] = last[own.digest]
+    return pairs
+
+
+def by_rank(e: Evidence, number: Callable[[RankStep], float]) -> str:
+    """Numbers that differ between ranks, each with the ranks that have it."""
+    ranks: dict[float, list[int]] = defaultdict(list)
+    for run in e.runs:
+        ranks[number(run.steps[e.step])].append(run.rank)
+    shown = zip(told_apart(*ranks), ranks.values(), strict=True)
+    return listed(
+        (f"{value} {name_ranks(own, e.runs, range(len(e.runs)))}" for value, own in shown), 3
+    )
 
 
 def explain_replicas(e: Evidence) -> Iterator[str]:
