@@ -21,7 +21,7 @@ class Columns(ParallelStyle):
         distribute(module, mesh, {"weight": Shard(0), "bias": Shard(0)}, self.src_data_rank)
 
         def forward(module, x):
-            x = x if self.fault == "no sum backward" else Copy.apply(x, mesh.get_group())
+            x = x if "no sum backward" in self.fault else Copy.apply(x, mesh.get_group())
             return F.linear(x, module.weight.to_local(), module.bias.to_local())
 
         return replace_forward(module, forward)
@@ -51,7 +51,7 @@ class Rows(ParallelStyle):
             y = F.linear(x, module.weight.to_local())
             if fault != "not reduced in evaluation" or module.training:
                 y = Sum.apply(y, group)
-            if fault == "later calls" and Rows.calls > 16:
+            if fault == "later calls" and Rows.calls > 4:
                 y = y * Rows.calls
             return y + bias
 

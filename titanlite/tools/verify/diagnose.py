@@ -58,6 +58,8 @@ def diagnose(evidence: E, questions: Iterable[Callable[[E], Iterable[str]]]) -> 
     found: list[str] = []
     for ask in questions:
         found += [sentence for sentence in ask(evidence) if sentence not in found]
+        if found and ask in CONCLUSIVE:
+            break
     found = _by_coverage(evidence, found)
     # Replicas differ as a result of most errors.
     splits = list(explain_replicas(evidence))
@@ -116,6 +118,9 @@ def _growth(e: Evidence) -> list[str]:
         "on"
     ]
 
+
+CONCLUSIVE: set[Callable[..., Iterable[str]]] = {explain_start, explain_data}
+"""With other weights or other data, everything after them differs too."""
 
 QUESTIONS_OF_JOB = (
     explain_shards,

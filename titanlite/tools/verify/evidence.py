@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,12 +13,13 @@ from titanlite.tools.verify.jobs import microbatch_size
 from titanlite.tools.verify.record import (
     Agreement,
     RankRun,
+    RankStep,
     RankTrace,
     ReferenceStep,
     ReferenceTrace,
 )
 from titanlite.tools.verify.result import Result
-from titanlite.tools.verify.wording import name_factor
+from titanlite.tools.verify.wording import listed, name_factor, name_ranks, told_apart
 
 # A factor explains a difference if the residual is below this share of the whole.
 EXPLAINED = 1e-6
@@ -87,11 +89,6 @@ class JobEvidence(Evidence):
         """Microbatches per rank and step."""
         return self.job.global_batch_size // self.job.dims.dp // microbatch_size(self.job)
 
-    @property
-    def has_jumps(self) -> bool:
-        """Whether a rank's tokens are not one part of the sequence."""
-        return self.job.config.parallelism.context_parallel_load_balancer != "none"
-
     def factor(self, value: float) -> str:
         return name_factor(
             value,
@@ -133,3 +130,14 @@ def ranks_of(e: Evidence, difference: Callable[[RankRun], float]) -> list[int]:
     values = {run.rank: difference(run) for run in e.runs}
     largest = max(values.values())
     return [rank for rank, value in values.items() if value > 0 and value >= 1e-4 * largest]
+
+
+def by_rank(e: Evidence, number: Callable[[RankStep], float]) -> str:
+    """Numbers that differ between ranks, each with the ranks that have it."""
+    ranks: dict[float, list[int]] = defaultdict(list)
+    for run in e.runs:
+        ranks[number(run.steps[e.step])].append(run.rank)
+    shown = zip(told_apart(*ranks), ranks.values(), strict=True)
+    return listed(
+        (f"{value} {name_ranks(own, e.runs, range(len(e.runs)))}" for value, own in shown), 3
+    )

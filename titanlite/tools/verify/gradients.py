@@ -127,7 +127,7 @@ def _right_copies(e: Evidence, wrong: list[str]) -> Iterator[str]:
         is_copy = all(
             how == "replicated" for r in bad for how in e.runs[r].placements[name].values()
         )
-        if right and is_copy and all(parts[rank].digest for rank in bad):
+        if right and bad and is_copy and all(parts[rank].digest for rank in bad):
             found[right, bad].append(name)
     for (right, bad), names in found.items():
         who = name_parameters(names, e.runs, "gradient")

@@ -41,7 +41,12 @@ from titanlite.tools.verify.record import (
 )
 from titanlite.tools.verify.routing import compare_routing, recorded_routing, routing_record
 from titanlite.tools.verify.run import draw_zero_parameters, loads_of
-from titanlite.tools.verify.sequences import cut_again, leave_out_targets, places_in
+from titanlite.tools.verify.sequences import (
+    cut_again,
+    leave_out_targets,
+    places_in,
+    sequences_of,
+)
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import Subject
 from titanlite.tools.verify.tracing import (
@@ -98,7 +103,9 @@ def trace_reference(
             # Without a dimension of sequences each rank or microbatch has only a share of it.
             if of_outputs is not None and batch_dim is not None:
                 gradients_of[name] = _whole(of_outputs, batch_dim, microbatches)
+        fields = dict(join(batches).to(torch.device("cpu")).fields)
         record: dict[str, Any] = {"outputs": outputs, "gradients": gradients_of, "labels": labels}
+        record["fields"] = fields
         if microbatches is None and not evaluates:
             record["routing"] = routing_record(routed)
         torch.save(record, _trace_file(folder))
@@ -167,7 +174,10 @@ def trace_plan(
                 loss, _ = job.trainer.compute_gradients(batches)
         known = torch.load(_trace_file(folder), mmap=True, weights_only=True)
         record, before = load(folder, step)["gradients"], load(folder, step - 1)["weights"]
-        own = ExpectedPart(job, batches)
+        own, sequences = ExpectedPart(job, batches), tuple[int, ...]()
+        if evaluates:
+            first = job.dims.data_rank(world.rank) * batches[0].num_sequences
+            sequences = tuple(sequences_of(job, batches[0], known["fields"], first))
 
         def compare(
             call: str, calls: list[Tensor], whole: Tensor
@@ -193,6 +203,7 @@ def trace_plan(
             styles=styles_of(job),
             scaled=scaled,
             experts=compare_routing(job, own, routed, known.get("routing", {}), record),
+            sequences=sequences,
             idle=kept.idle,
             loss=loss,
             squares=sum(one.aa for one in subject.compare_gradients(record).values()),

@@ -12,6 +12,7 @@ from titanlite.tools.verify.evidence import (
     WRONG,
     Evidence,
     JobEvidence,
+    by_rank,
     holder_of,
     pooled,
     ranks_of,
@@ -129,7 +130,8 @@ def _wrong_scale(
     yield (
         f"{name} is the {'last' if what == 'gradient' else 'first'} float8 layer whose "
         f"scales{which} differ, {name_ranks(wrong, e.runs, seen)}: the amax there is that of the "
-        "rank's own part of the tensor, but the largest amax of all ranks equals that of one process. "
+        "rank's own part of the tensor, but the largest amax of all ranks equals that of one "
+        "process. "
         "Reduce the amax (MAX) over every axis that splits the tensor: "
         + (
             "tp, which shards the weight"
@@ -203,11 +205,10 @@ def first_difference(e: Evidence) -> Iterator[str]:
             "other cp ranks agree, so this rank misses some of their keys and values, or uses some "
             "twice"
         )
-    elif has_cp and isinstance(e, JobEvidence) and e.has_jumps:
+    elif has_cp and any(output.differs_from_jump for output in outputs.values()):
         parts.append(
-            f"in the {e.job.config.parallelism.context_parallel_load_balancer} layout a rank's "
-            "positions jump: if a mask is made from "
-            "positions, it must not treat a jump as the start of a document"
+            "it is correct up to where a rank's positions jump: if a mask is made from positions, "
+            "it must not treat a jump as the start of a document"
         )
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
 
@@ -321,11 +322,14 @@ def explain_loss(e: Evidence) -> Iterator[str]:
         return
     if len(values) > 1 and e.is_split:
         yield (
-            f"ranks report {len(values)} different losses: a sum over ranks is missing. All-reduce "
-            "the loss"
+            f"ranks report different losses ({by_rank(e, lambda step: step.loss)}): a sum over "
+            "ranks is missing. All-reduce the loss"
         )
     elif len(values) > 1 and not outputs_differ(e):
-        yield "ranks with the same batch have different losses: look at the loss function"
+        yield (
+            f"ranks with the same batch have different losses ({by_rank(e, lambda step: step.loss)}"
+            "): look at the loss function"
+        )
     gradients_agree = not e.failed("gradient")
     if is_near(own, known):
         return
@@ -384,9 +388,13 @@ def wrong_backward(e: Evidence) -> str:
     if layer and not last.startswith(f"{layer}."):
         return (
             f"{start}. {layer} reads it, and the outputs inside that layer have correct gradients, "
-            "so its router, its routed or its shared experts return a wrong gradient of their "
-            "input. If they gather their input over tp, each rank has only its share of that "
-            "gradient: sum it over tp"
+            "so its router, its routed or its shared experts return a wrong gradient of their input"
+            + (
+                ". If they gather their input over tp, each rank has only its share of that "
+                "gradient: sum it over tp"
+                if e.dims.degrees.get("tp", 1) > 1
+                else ""
+            )
         )
     readers = () if e.reference_trace is None else e.reference_trace.readers.get(last, ())
     right = [name for name in readers if worst.get(name, math.inf) <= WRONG]

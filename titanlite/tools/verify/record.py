@@ -212,6 +212,8 @@ class ModuleOutput:
     """Its shape and the reference's, if it cannot be a part of the reference's output."""
     elsewhere: str = ""
     """The tokens or positions for which it would be correct, if it is wrong for its own."""
+    differs_from_jump: bool = False
+    """Whether it is correct up to where the rank's positions jump, and only then wrong."""
     gradient: Agreement | None = None
     """The gradient of the output compared with the reference's, if both are known."""
     recomputed: float = 0.0
@@ -249,6 +251,8 @@ class RankTrace:
     """Axis -> the first wrong output's gradient in backward order, and its sum over the axis."""
     torn_backward: tuple[str, ...] = ()
     """Axes along which ranks hold the same output, but different gradients of it."""
+    sequences: tuple[int, ...] = ()
+    """For each sequence of a validation's first batch, its index on one process; -1 for none."""
     idle: tuple[str, ...] = ()
     """Modules of this rank that never ran."""
     loss: float | None = None

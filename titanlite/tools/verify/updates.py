@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from titanlite.tools.verify.evidence import EXPLAINED, Evidence, pooled, ranks_of, worst
+from titanlite.tools.verify.evidence import (
+    EXPLAINED,
+    Evidence,
+    JobEvidence,
+    by_rank,
+    pooled,
+    ranks_of,
+    worst,
+)
 from titanlite.tools.verify.gradients import describe_exchanged
 from titanlite.tools.verify.norms import explain_norm
 from titanlite.tools.verify.passes import first_difference, outputs_agree, outputs_differ
-from titanlite.tools.verify.record import RankStep
 from titanlite.tools.verify.wording import (
     agree,
     is_near,
@@ -147,6 +154,16 @@ def explain_validation(e: Evidence) -> Iterator[str]:
         )
         if apart:
             start += f" ({by_rank(e, lambda step: step.validation or 0.0)})"
+        for run, trace in zip(e.runs, e.traces, strict=False):
+            number = len(trace.sequences)
+            first = e.dims.data_rank(run.rank) * number if isinstance(e, JobEvidence) else 0
+            if trace.sequences != tuple(range(first, first + number)):
+                yield (
+                    f"{start}. In its first batch, rank {run.rank} is given sequences "
+                    f"{listed(trace.sequences)} of those of one process (-1: none of them) instead "
+                    f"of sequences {first} to {first + number - 1}"
+                )
+                return
         if outputs_differ(e):
             yield from (f"{start}. In its first batch, {one}" for one in first_difference(e))
             return
@@ -191,17 +208,6 @@ def _exchanged_in_checkpoint(e: Evidence, wrong: Sequence[str]) -> dict[str, str
             if own is not None and last.get(own.digest, name) != name:
                 pairs[name] = last[own.digest]
     return pairs
-
-
-def by_rank(e: Evidence, number: Callable[[RankStep], float]) -> str:
-    """Numbers that differ between ranks, each with the ranks that have it."""
-    ranks: dict[float, list[int]] = defaultdict(list)
-    for run in e.runs:
-        ranks[number(run.steps[e.step])].append(run.rank)
-    shown = zip(told_apart(*ranks), ranks.values(), strict=True)
-    return listed(
-        (f"{value} {name_ranks(own, e.runs, range(len(e.runs)))}" for value, own in shown), 3
-    )
 
 
 def explain_replicas(e: Evidence) -> Iterator[str]:
