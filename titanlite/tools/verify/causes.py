@@ -43,17 +43,15 @@ def find_causes(
         found,
         job=found.job,
     )
-    evaluates = {f.kind for f in found.failures if f.step == evidence.step} <= EVALUATED
-    if evaluates and found.failures:
-        # What is wrong with training too is diagnosed there.
+    first = {f.kind for f in found.failures if f.step == evidence.step}
+    if first and first <= EVALUATED:
+        # If training is wrong too, that is diagnosed.
         later = [f.step for f in found.failures if f.kind not in EVALUATED]
-        evidence.later = min(later, default=None)
-        evaluates = not later
-    evidence.evaluates = evaluates
+        evidence.later, evidence.evaluates = min(later, default=None), not later
     step = max(1, evidence.step)
     lost: list[str] = []
     try:
-        _trace(runs, evidence, reference, step, patch, evaluates=evaluates)
+        _trace(runs, evidence, reference, step, patch)
         if lost := _not_replayed(evidence) if evidence.step else []:
             # Only what was measured counts, and another run of the plan would show nothing.
             evidence.traces, evidence.reference_trace = (), None
@@ -89,17 +87,11 @@ def _not_replayed(e: JobEvidence) -> list[str]:
 
 
 def _trace(
-    runs: JobRuns,
-    evidence: JobEvidence,
-    reference: Reference,
-    step: int,
-    patch: Patch | None,
-    *,
-    evaluates: bool,
+    runs: JobRuns, evidence: JobEvidence, reference: Reference, step: int, patch: Patch | None
 ) -> None:
     """Add the recordings of `step`, or of the validation after it, to the evidence."""
     job, alone, folder = evidence.job, reference.job, reference.folder
-    names = evidence.failed("gradient")
+    names, evaluates = evidence.failed("gradient"), evidence.evaluates
 
     def trace_alone(world: World) -> ReferenceTrace:
         from titanlite.tools.verify.job_trace import trace_reference

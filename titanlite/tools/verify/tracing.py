@@ -138,7 +138,8 @@ def sum_outputs(
             row = (part - total).flatten(0, -2).mean(0)
             if bias is not None and bias.shape == row.shape and bias.any():
                 missing = ((row @ bias.to(row)) / (bias @ bias).to(row)).item()
-                if agreement(missing * bias.to(row), row, part).difference < EXACT:
+                is_bias = agreement(missing * bias.to(row), row, part).difference < EXACT
+                if is_bias and abs(missing) > EXACT:
                     biases[axis] = 1.0 - missing
             total = total + row
         return agreement(total, part, part)

@@ -167,8 +167,8 @@ def explain_validation(e: Evidence) -> Iterator[str]:
         if outputs_differ(e):
             yield from (f"{start}. In its first batch, {one}" for one in first_difference(e))
             return
-        seen = " All module outputs of its first batch agree." if outputs_agree(e) else ""
-        yield f"{start}: the evaluation, its data or its average is wrong.{seen}".rstrip(".")
+        seen = ". All module outputs of its first batch agree" if outputs_agree(e) else ""
+        yield f"{start}: the evaluation, its data or its average is wrong{seen}"
 
 
 def explain_metrics(e: Evidence) -> Iterator[str]:
