@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from titanlite.tools.verify.evidence import (
     EXPLAINED,
@@ -14,7 +14,6 @@ from titanlite.tools.verify.evidence import (
     ranks_of,
     worst,
 )
-from titanlite.tools.verify.gradients import describe_exchanged
 from titanlite.tools.verify.norms import explain_norm
 from titanlite.tools.verify.passes import first_difference, outputs_agree, outputs_differ
 from titanlite.tools.verify.wording import (
@@ -186,28 +185,12 @@ def explain_metrics(e: Evidence) -> Iterator[str]:
 
 def explain_reloaded(e: Evidence) -> Iterator[str]:
     if wrong := e.failed("reloaded"):
-        if pairs := _exchanged_in_checkpoint(e, wrong):
-            for one in describe_exchanged(pairs, "value"):
-                yield f"everything agrees until the checkpoint is saved and loaded: then {one}"
-            return
         tensors = f"{len(wrong)} tensor{'s' * (len(wrong) > 1)} ({listed(sorted(wrong), 3)})"
         yield (
             "everything agrees until the checkpoint is saved. A run that resumes from it has "
             f"different values in {tensors}: what is saved, or how it is sharded on loading, is "
             "wrong under this plan"
         )
-
-
-def _exchanged_in_checkpoint(e: Evidence, wrong: Sequence[str]) -> dict[str, str]:
-    """Weights that a reloaded job has in each other's place."""
-    pairs = {}
-    for run in e.runs:
-        last = {one.digest: name for name, one in run.steps[-1].weights.items()}
-        for name in wrong if run.reloaded else ():
-            own = run.reloaded.weights.get(name) if run.reloaded else None
-            if own is not None and last.get(own.digest, name) != name:
-                pairs[name] = last[own.digest]
-    return pairs
 
 
 def explain_replicas(e: Evidence) -> Iterator[str]:
