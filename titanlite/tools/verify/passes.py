@@ -207,8 +207,9 @@ def first_difference(e: Evidence) -> Iterator[str]:
         )
     elif has_cp and any(output.differs_from_jump for output in outputs.values()):
         parts.append(
-            "it is correct up to where a rank's positions jump: if a mask is made from positions, "
-            "it must not treat a jump as the start of a document"
+            "it is correct up to where a rank's positions jump: the attention to other ranks' "
+            "blocks is wrong, or a mask that is made from positions treats the jump as the start "
+            "of a document"
         )
     yield ". ".join(part[:1].upper() + part[1:] if i else part for i, part in enumerate(parts))
 

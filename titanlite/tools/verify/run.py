@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,12 +112,6 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             for name, one in subject.held.items()
             if name in start["weights"]
         }
-        entries = styles_of(job)
-        styles = {
-            name: entries[holder].partition(": ")[2].partition("(")[0]
-            for name in parameters
-            if (holder := name.rpartition(".")[0]) in entries
-        }
         seen = [RankStep(weights=subject.compare_weights(start["weights"]))]
         pending: tuple[str, ...] = ()
         left_over, stale = list[str](), list[str]()
@@ -143,16 +137,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             found.moved = moved
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
-                problems += [
-                    f"{name} requires a gradient on one process, but not under the plan"
-                    for name, parameter in parameters.items()
-                    if name in record["gradients"] and not parameter.requires_grad
-                ]
-                problems += [
-                    f"{name} is frozen on one process, but has a gradient under the plan"
-                    for name, agreement in found.gradients.items()
-                    if name not in record["gradients"]
-                ]
+                problems += _wrongly_trained(found, record["gradients"], parameters)
             left_over = left_over or list(left_over_gradients(job, step))
             stale = stale or list(stale_parameters(job, step, parameters))
             _note_numbers(found, job, done)
@@ -183,8 +168,31 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             (*stale, *problems, *left_over),
             tuple(resume_problems),
             reloaded,
-            styles=styles,
+            styles=_style_names(job),
         )
+
+
+def _wrongly_trained(
+    found: RankStep, known: Mapping[str, Tensor], parameters: Mapping[str, torch.nn.Parameter]
+) -> Iterator[str]:
+    """Parameters that only the plan, or only one process, trains."""
+    for name, parameter in parameters.items():
+        if name in known and not parameter.requires_grad:
+            yield f"{name} requires a gradient on one process, but not under the plan"
+    for name in found.gradients:
+        if name not in known:
+            yield f"{name} is frozen on one process, but has a gradient under the plan"
+
+
+def _style_names(job: Job) -> dict[str, str]:
+    """Parameter -> the class of its entry in the tensor-parallel plan."""
+    entries = styles_of(job)
+    holders = {name: name.rpartition(".")[0] for name in job.parameters}
+    return {
+        name: entries[holder].partition(": ")[2].partition("(")[0]
+        for name, holder in holders.items()
+        if holder in entries
+    }
 
 
 def _note_numbers(step: ReferenceStep, job: Job, done: StepResult) -> None:
