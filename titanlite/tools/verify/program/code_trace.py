@@ -24,7 +24,7 @@ from titanlite.modules.shards import local_part
 from titanlite.tools.verify.agreement import agreement, digest_of
 from titanlite.tools.verify.outputs import Outputs
 from titanlite.tools.verify.program.batches import Where
-from titanlite.tools.verify.record import Agreement, ModuleOutput, RankTrace, module_of
+from titanlite.tools.verify.record import Agreement, ModuleOutput, RankTrace
 from titanlite.tools.verify.subject import HeldParts, Subject
 from titanlite.tools.verify.tracing import (
     compare_calls,
@@ -66,33 +66,18 @@ class Tracer:
 
         found, parts = compare_outputs(kept, record["outputs"], compare)
         factor, backward = self._compare_backward(kept, record, found)
-        self._excuse(found)
         names = sorted({name for of_rank in gathered(wrong) for name in of_rank})
         trace = RankTrace(
             rank=self.rank,
             coordinates=self.grid.coordinates(self.rank),
             modules=found,
-            summed_output=sum_outputs(self.subject, self.modules, found, kept.first, parts),
             summed_gradients=sum_gradients(self.subject, names, record["gradients"]),
             pending_inputs=tuple(kept.pending_inputs),
+            idle=kept.idle,
+            **sum_outputs(self.subject, self.modules, found, kept.first, parts, record["weights"]),
         )
         self._sum_backward(trace, backward, kept, record, parts, factor)
         return trace
-
-    def _excuse(self, found: Mapping[str, ModuleOutput]) -> None:
-        """Ignore wrong outputs inside a module whose own output agrees on every rank.
-
-        A layer of a hand-made pair may put out a Partial that the module around it reduces.
-        """
-        agrees: dict[str, bool] = {}
-        for of_rank in gathered({call: not one.wrong_calls for call, one in found.items()}):
-            for call, is_right in of_rank.items():
-                agrees[call] = agrees.get(call, True) and is_right
-        for call in found:
-            parts = module_of(call).split(".")
-            around = {".".join(parts[:count]) for count in range(len(parts))}
-            if any(agrees.get(module) for module in around):
-                found[call].wrong_calls = ()
 
     def _compare(
         self, calls: list[Tensor], known: list[Tensor]
@@ -233,8 +218,8 @@ class Tracer:
             return min(ways, key=lambda way: way.error)
 
         shapes = [of_rank[last][2] if last in of_rank else None for of_rank in everyone]
-        sums = sum_over_axes(self.subject, shapes, gradient, compare)
-        trace.summed_backward = {axis: (last, one) for axis, one in sums.items()}
+        sums = sum_over_axes(self.subject, shapes, gradient)
+        trace.summed_backward = {axis: (last, compare(total)) for axis, total in sums.items()}
 
 
 def save_part(

@@ -20,7 +20,6 @@ from titanlite.tools.verify.shares import describe_parts, sums_of_parts
 from titanlite.tools.verify.updates import (
     explain_buffers,
     explain_norm_alone,
-    explain_replicas,
     explain_state,
     explain_update,
 )
@@ -135,5 +134,4 @@ QUESTIONS_OF_CODE = (
     explain_update,
     explain_state,
     explain_buffers,
-    explain_replicas,
 )
