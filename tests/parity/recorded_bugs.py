@@ -156,7 +156,7 @@ def norms_not_reduced() -> AbstractContextManager[Any]:
     """Under sequence parallelism each rank keeps its own share of the norms' gradients."""
     from titanlite.modules.shards import local_part
     from titanlite.training import step
-    from titanlite.training.gradient_norm import _like
+    from titanlite.training.norm import _like
 
     def keep_own(parameters):
         for parameter in parameters:

@@ -34,17 +34,17 @@ BY_HAND: dict[str, Any] = {**TP, "shard": code.shard_by_hand, "rename": code.nam
 
 
 @pytest.fixture(scope="module")
-def comparer() -> Iterator[titanlite.Comparer]:
-    with titanlite.Comparer(timeout_seconds=120) as comparer:
+def comparer() -> Iterator[titanlite.tools.verify.Comparer]:
+    with titanlite.tools.verify.Comparer(timeout_seconds=120) as comparer:
         yield comparer
 
 
 def compare(
-    comparer: titanlite.Comparer,
+    comparer: titanlite.tools.verify.Comparer,
     parallel: Callable[..., Any],
     options: dict[str, Any],
     reference: Callable[[], Any] = code.Model,
-) -> titanlite.Comparison:
+) -> titanlite.tools.verify.Comparison:
     given = {"batches": code.make_batches(), "loss": code.loss, **options}
     return comparer.compare(reference, parallel, **given)
 
@@ -272,7 +272,7 @@ def test_a_reference_that_fails_raises_with_its_traceback(comparer):
 
 
 def test_three_lines_in_a_test_suite():
-    titanlite.assert_parallel_equals_reference(
+    titanlite.assert_equivalent(
         code.Model, code.with_ddp, batches=code.make_batches(), loss=code.loss, **DP
     )
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import titanlite
+from titanlite.tools.verify.program.comparison import Comparer, Comparison
 
 DP: dict[str, Any] = {"ranks": {"dp": 2}, "split": "dp"}
 TP: dict[str, Any] = {"ranks": {"tp": 2}, **code.TP}
@@ -27,12 +27,12 @@ EP: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def comparer() -> Iterator[titanlite.Comparer]:
-    with titanlite.Comparer(threads=True) as comparer:
+def comparer() -> Iterator[Comparer]:
+    with Comparer(threads=True) as comparer:
         yield comparer
 
 
-def compare(comparer, parallel, options, fault="") -> titanlite.Comparison:
+def compare(comparer, parallel, options, fault="") -> Comparison:
     given = {"reference": code.Model, "batches": code.make_batches(), "loss": code.loss, **options}
     if fault and "step" in given:
         given["step"] = functools.partial(given["step"], fault=fault)

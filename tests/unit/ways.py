@@ -7,6 +7,7 @@ calls. Functions that end where they are, such as a degree or a name, are looked
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ def recorded() -> Iterator[Way]:
         sys.setprofile(None)
 
 
+@functools.cache
 def _function(code: CodeType) -> Function | None:
     """The function that this code is of or in; None for code of others, and for modules."""
     path = Path(code.co_filename)

@@ -11,8 +11,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
-
+from titanlite import pickles
 from titanlite.config.draft import Draft
 from titanlite.config.load import Reading
 from titanlite.config.model import import_module
@@ -44,7 +43,7 @@ class ResolvedJob:
         # cannot be imported, and is sent.
         specs = specs_to_send(_used(self.config), self.config.experimental.custom_import)
         rest = (specs, self.model, self.seq_len, self.global_batch_size, self.pipeline)
-        return _unpack, (self.config, self.dims, cloudpickle.dumps(rest))
+        return _unpack, (self.config, self.dims, pickles.dumps(rest))
 
 
 def resolve_job(config: JobConfig, world_size: int | None = None, num_gpus: int = 0) -> ResolvedJob:

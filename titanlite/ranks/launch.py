@@ -27,8 +27,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
+from titanlite import pickles
 from titanlite.errors import ConfigError, LostWorldError, RankError, TitanliteError, number_ranks
 from titanlite.ranks.fork_server import own_paths, set_environment, start_fork_server
 from titanlite.ranks.machine import check_local_ranks
@@ -77,7 +76,7 @@ THREADS = "threads://"
 ALONE = Place(0, 1, 0, 1, rendezvous="")
 
 
-def run_ranks(
+def spawn(
     function: Callable[..., Any],
     num_ranks: int,
     *args: Any,
@@ -111,7 +110,7 @@ def run_ranks(
 
     def send_result(place: Place, connection: Connection) -> None:
         place = replace(place, orders=connection)
-        _send(connection, ("message", cloudpickle.dumps(function(place, *args))))
+        _send(connection, ("message", pickles.dumps(function(place, *args))))
 
     results: dict[int, bytes] = {}
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -130,7 +129,7 @@ def run_ranks(
             if not received:
                 raise not_done(pending, timeout_seconds)
             results.update(received)
-    return [cloudpickle.loads(results[rank]) for rank in range(num_ranks)]
+    return [pickles.loads(results[rank]) for rank in range(num_ranks)]
 
 
 class Ranks:
@@ -159,7 +158,7 @@ class Ranks:
         lifeline, held = context.Pipe(duplex=False)
         # Must run before multiprocessing joins its children at exit, which would wait for these.
         self.close = Finalize(self, _end, (self._ranks, self._folder, held), exitpriority=1)
-        call = cloudpickle.dumps(serve)
+        call = pickles.dumps(serve)
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
             place = Place(rank, num_ranks, rank, num_ranks, f"file://{self._folder}/meet")
@@ -333,7 +332,7 @@ def _run_rank(
     set_environment(own)
     _end_with(lifeline, place.folder)
     try:
-        cloudpickle.loads(call)(place, connection)
+        pickles.loads(call)(place, connection)
     except BaseException as error:
         _send(connection, ("error", _describe(error)))
     # multiprocessing flushes stdout as the process ends, and prints a traceback where that fails.

@@ -1,6 +1,6 @@
 """A world in one process: every rank is a thread, with a state of its own of what torch keeps once.
 
-    results = run_threads(function, places, *args)      # for run_ranks(..., threads=True)
+    results = run_threads(function, places, *args)      # for spawn(..., threads=True)
 
 One rank runs at a time (turns.py), and the settings that a process has once (random generators,
 torch.distributed's groups, default dtype) are exchanged as it hands over. CUDA, and what only
@@ -23,13 +23,13 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
+from titanlite import pickles
 from titanlite.errors import ConfigError, RankError, TitanliteError
 from titanlite.ranks.hang_state import stack_of
 from titanlite.ranks.machine import MOST_THREADS, num_cores
@@ -169,7 +169,7 @@ class ThreadWorld:
 
         def serve(rank: int) -> Any:
             torch.set_num_threads(num_cores() if self.size <= MOST_WITH_ALL_CORES else 1)
-            return function(self._places[rank], *cloudpickle.loads(arguments))
+            return function(self._places[rank], *pickles.loads(arguments))
 
         try:
             return self.turns.run(serve)
@@ -255,14 +255,14 @@ _world: ThreadWorld | None = None
 def run_threads(
     function: Callable[..., Any], places: Sequence[Any], *args: Any, stop: StopRequest | None = None
 ) -> list[Any]:
-    """What run_ranks does with `threads`: a thread of this process for each of `places`.
+    """What spawn does with `threads`: a thread of this process for each of `places`.
 
     No thread outlives the call. Raises ConfigError inside a world of threads.
     """
     global _world
     if _world is not None:
         raise ConfigError("ranks: a rank that is a thread cannot start ranks as threads")
-    arguments = cloudpickle.dumps(args)
+    arguments = pickles.dumps(args)
     with contextlib.ExitStack() as exits:
         exits.enter_context(own_settings())
         initial_warnings()

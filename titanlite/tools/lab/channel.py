@@ -8,17 +8,17 @@ that do not fit into memory. On a slow link (link.py) messages between devices a
 
 from __future__ import annotations
 
-import io
 import pickle
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from titanlite import pickles
+from titanlite.pickles import Pickler, loads
 from titanlite.tools.lab.counts import Counts
 from titanlite.tools.lab.link import Port, sleep_until
 from titanlite.tools.lab.record import RECEIVE, SEND
@@ -164,7 +164,7 @@ class HostChannel(VirtualChannel):
         return tensor if into is None else into.copy_(tensor)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(Pickler):
     def reducer_override(self, value: Any) -> Any:
         # A shard is a view; pickling it directly would include the storage of the whole tensor.
         if type(value) is torch.Tensor:
@@ -176,10 +176,4 @@ class _Pickler(cloudpickle.Pickler):
 
 def dumps(value: Any) -> bytes:
     """Serialize any value, including functions from a notebook; tensors lose their graph."""
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
-def loads(message: bytes) -> Any:
-    return cloudpickle.loads(message)
+    return pickles.dumps(value, _Pickler)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titanlite.config import Reading, read_job
 from titanlite.config.model import num_experts
@@ -16,6 +17,7 @@ from titanlite.ranks.machine import check_local_ranks, needs_threads
 from titanlite.start import check_start
 from titanlite.tools.options import count, require_writable, split_options, write
 from titanlite.tools.verify.jobs import DEFAULT_STEPS, DTYPES, steps_until_stable
+from titanlite.tools.verify.shrink import read_small
 
 HELP = """usage: titanlite verify CONFIG.toml [options] [--section.key=value ...]
        titanlite verify --matrix [CONFIG.toml] [--ranks N] [--output FOLDER] [options]
@@ -89,21 +91,12 @@ def verify_one(options: Options) -> int:
         require_writable(options.json, "--json")
     if options.processes:
         options.job.append("--comm.mode=default")
-    reading = read_job(options.job, needs_file=EXAMPLE)
-    shrunk: list[str] = []
-    if options.shrink:
-        from titanlite.tools.verify.shrink import generated, shrink
 
-        # The data set of the file need not exist on this machine.
-        changes = [
-            f"--{key}={'none' if value is None else value}"
-            for key, value in generated(reading.config).items()
-        ]
-        reading = read_job([*options.job, *changes], needs_file=EXAMPLE)
-        reading.draft()
-        config, shrunk = shrink(reading.require())
-        reading = Reading(config)
-        shrunk += ["generated data"] * bool(changes)
+    def read(changes: Mapping[str, Any]) -> Reading:
+        words = (f"--{key}={'none' if v is None else v}" for key, v in changes.items())
+        return read_job([*options.job, *words], needs_file=EXAMPLE)
+
+    reading, shrunk = read_small(read) if options.shrink else (read({}), [])
     start = check_start(reading, threads=options.threads or (False if options.processes else None))
     config = start.job.config
     if options.replay_routing and not num_experts(config, start.job.model):

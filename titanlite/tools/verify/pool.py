@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-import cloudpickle
-
+from titanlite import pickles
 from titanlite.errors import RankError, TitanliteError
-from titanlite.ranks.launch import Place, Ranks, not_done, run_ranks
+from titanlite.ranks.launch import Place, Ranks, not_done, spawn
 from titanlite.ranks.machine import check_local_ranks, needs_threads
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ class RankPool:
         ranks = self._started()
         self._num_calls += 1
         self._is_busy = True
-        message = cloudpickle.dumps((function, args, kwargs))
+        message = pickles.dumps((function, args, kwargs))
         for rank in range(self.num_ranks):
             ranks.send(rank, message)
         return self._results
@@ -130,7 +129,7 @@ class RankPool:
         except BaseException:
             self.close(now=True)
             raise
-        return [cloudpickle.loads(answers[rank]) for rank in range(self.num_ranks)]
+        return [pickles.loads(answers[rank]) for rank in range(self.num_ranks)]
 
     def dismiss(self) -> None:
         """Let the processes end; `close` waits for them."""
@@ -168,7 +167,7 @@ class ThreadPool(RankPool):
             self._is_busy = False
             most = self.max_ranks
             arguments = (function, args, kwargs)
-            return run_ranks(_on_thread, self.num_ranks, *arguments, max_ranks=most, threads=True)
+            return spawn(_on_thread, self.num_ranks, *arguments, max_ranks=most, threads=True)
 
         return run
 
@@ -263,5 +262,5 @@ def _serve(place: Place, connection: Connection, device_type: str) -> None:
                 message = connection.recv_bytes()
             except EOFError:
                 return
-            function, args, kwargs = cloudpickle.loads(message)
-            connection.send(("message", cloudpickle.dumps(function(world, *args, **kwargs))))
+            function, args, kwargs = pickles.loads(message)
+            connection.send(("message", pickles.dumps(function(world, *args, **kwargs))))

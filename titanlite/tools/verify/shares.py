@@ -19,7 +19,14 @@ from titanlite.tools.verify.record import (
     ReferenceTrace,
     Shares,
 )
-from titanlite.tools.verify.wording import be_a_sum, is_near, listed, name_parameters, name_ranks
+from titanlite.tools.verify.wording import (
+    Explained,
+    be_a_sum,
+    is_near,
+    listed,
+    name_parameters,
+    name_ranks,
+)
 
 # How close a coefficient must be to a number to equal it, and the largest residual of a fit.
 NEAR, LEFT = 1e-5, 1e-6
@@ -60,7 +67,9 @@ def sums_of_parts(
         ranks = sorted({rank for ranks in ranks_of.values() for rank in ranks})
         holders = sorted(r for r, of_rank in fits.items() if any(n in of_rank for n in ranks_of))
         where = name_ranks(ranks, runs, holders)
-        yield f"{who} {be_a_sum(who)} {what} with wrong coefficients, {where}: {words}"
+        yield Explained(
+            f"{who} {be_a_sum(who)} {what} with wrong coefficients, {where}: {words}", ranks_of
+        )
 
 
 def _same(a: Shares, b: Shares) -> bool:

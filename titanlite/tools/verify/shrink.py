@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from titanlite.config import JobConfig, make_model_config, override, resolve_job
+from titanlite.config import JobConfig, Reading, make_model_config, override, resolve_job
 from titanlite.config.data import own_length
 from titanlite.errors import ConfigError
 from titanlite.parallelize.steps import features_on
@@ -31,6 +31,18 @@ def generated(config: JobConfig) -> dict[str, Any]:
     assert other is not None
     is_alike = own is None or (own.fields, own.loss) == (other.fields, other.loss)
     return SYNTHETIC if is_alike else {}
+
+
+def read_small(
+    read: Callable[[Mapping[str, Any]], Reading],
+) -> tuple[Reading, list[str]]:
+    """The job that `read` reads with some keys changed, made small, and each change in words."""
+    # The data set of the job need not exist on this machine.
+    changes = generated(read({}).config)
+    reading = read(changes)
+    reading.draft()
+    config, words = shrink(reading.require())
+    return Reading(config), [*words, *["generated data"] * bool(changes)]
 
 
 def shrink(config: JobConfig) -> tuple[JobConfig, list[str]]:
@@ -90,8 +102,9 @@ def _try(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig | None:
     with contextlib.suppress(ConfigError):
         changed = override(config, changes)
         job = resolve_job(changed)
-        if looked_at := [feature for feature in features_on(changed) if feature.checks_model]:
-            # Some features depend on the model's layers, and so on torch.
+        looked_at = [feature for feature in features_on(changed) if feature.checks_model]
+        if looked_at or not changed.training.attend_across_documents:
+            # As check_start does: some checks depend on the model's layers, and so on torch.
             from titanlite.plain_job import check_plain_model
 
             check_plain_model(job, looked_at)

@@ -38,7 +38,12 @@ from titanlite.tools.verify.record import (
     module_of,
 )
 from titanlite.tools.verify.subject import HeldParts, Subject
-from titanlite.tools.verify.tracing import gathered, sum_gradients, sum_over_axes
+from titanlite.tools.verify.tracing import (
+    gathered,
+    sum_gradients,
+    sum_outputs,
+    sum_over_axes,
+)
 
 # No more ways to cut an output than this are tried, and no larger gradients are saved.
 MOST_WAYS = 64
@@ -89,7 +94,7 @@ class Tracer:
             rank=self.rank,
             coordinates=self.grid.coordinates(self.rank),
             modules={event: one for event, one in found.items() if not is_input(event)},
-            summed_output=self._sum_outputs(found, kept, known),
+            **self._sum_outputs(found, kept, known),
             summed_gradients=sum_gradients(
                 self.subject,
                 sorted({name for of_rank in gathered(wrong) for name in of_rank}),
@@ -325,28 +330,26 @@ class Tracer:
 
     def _sum_outputs(
         self, found: Mapping[str, ModuleOutput], kept: Events, known: Mapping[str, Any]
-    ) -> dict[str, Agreement]:
+    ) -> dict[str, Any]:
         """The first wrong tensor of the world, in its first call, summed over each axis."""
-        own = {event: kept.first[event][-len(self._chosen[event])] for event in found}
-        mine = {
-            event: (bool(one.wrong_calls), tuple(own[event].shape)) for event, one in found.items()
-        }
+        mine = {e: bool(o.is_moved and not o.elsewhere) for e, o in found.items() if o.wrong_calls}
         everyone = gathered(mine)
-        wrong = {event for of_rank in everyone for event, (bad, _) in of_rank.items() if bad}
-        first = next((event for event in self.record.modules if event in wrong), None)
-        if first is None:
-            return {}
-
-        def compare(total: Tensor) -> Agreement:
-            part = self._chosen[first][0](known["outputs"][first][0])
-            has_rows = total.ndim > 1 and total[..., 0].numel() > 1 and total.is_floating_point()
-            if has_rows and total.shape == part.shape:
-                # The bias may be added after the sum: then the same row is missing everywhere.
-                total += (part - total).flatten(0, -2).mean(0)
-            return agreement(total, part, part)
-
-        shapes = [of_rank.get(first, (False, None))[1] for of_rank in everyone]
-        return sum_over_axes(self.subject, shapes, lambda: own[first], compare)
+        # The diagnosis takes rows in another order only if nothing else differs.
+        order = [
+            event
+            for can_be_moved in (False, True)
+            for event in self.record.modules
+            if any(of_rank.get(event) is can_be_moved for of_rank in everyone)
+        ]
+        own = [event for event in order[:1] if event in found]
+        return sum_outputs(
+            self.subject,
+            order[:1],
+            {event: found[event] for event in own},
+            {event: kept.first[event][-len(self._chosen[event]) :] for event in own},
+            {event: self._chosen[event][0](known["outputs"][event][0]) for event in own},
+            known["weights"],
+        )
 
     def _sum_backward(
         self,
@@ -374,7 +377,8 @@ class Tracer:
                 return agreement(total, part, part)
 
             shapes = [of_rank[event][1] if event in of_rank else None for of_rank in everyone]
-            trace.summed_backward[event] = sum_over_axes(self.subject, shapes, gradient, compare)
+            sums = sum_over_axes(self.subject, shapes, gradient)
+            trace.summed_backward[event] = {axis: compare(one) for axis, one in sums.items()}
 
 
 def _cut(cuts: Sequence[tuple[Tensor | None, int, int]], whole: Tensor) -> Tensor:

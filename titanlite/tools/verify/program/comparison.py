@@ -187,7 +187,7 @@ def compare(
         return comparer.compare(reference, parallel, **options)
 
 
-def assert_parallel_equals_reference(
+def assert_equivalent(
     reference: Callable[[], Any], parallel: Callable[..., Any], **options: Any
 ) -> Comparison:
     """Call `compare` with these arguments, and return its result.

@@ -16,7 +16,12 @@ from titanlite.tools.verify.diagnose import diagnose
 from titanlite.tools.verify.evidence import EXPLAINED, Evidence, pooled
 from titanlite.tools.verify.gradients import explain_gradients, missing_sums
 from titanlite.tools.verify.inputs import explain_shards, explain_start
-from titanlite.tools.verify.passes import explain_loss, explain_recomputation, outputs_agree
+from titanlite.tools.verify.passes import (
+    explain_loss,
+    explain_recomputation,
+    outputs_agree,
+    sums_of_output,
+)
 from titanlite.tools.verify.record import (
     CodeRun,
     Fit,
@@ -108,7 +113,9 @@ def conclude(e: PartEvidence) -> list[str]:
     """What is wrong, the most likely cause first."""
     for stage in STAGES:
         if any(sentence for ask in stage for sentence in ask(e)):
-            return diagnose(e, stage)
+            # That replicas differ follows from almost anything.
+            splits = set(explain_replicas(e))
+            return [sentence for sentence in diagnose(e, stage) if sentence not in splits]
     return diagnose(e, ())
 
 
@@ -232,13 +239,7 @@ def _details(
     if places := {output.elsewhere for output in outputs.values() if output.elsewhere}:
         yield f"it has {listed(sorted(places))}"
         return
-    sums = [trace.summed_output for trace in e.traces if trace.rank in outputs]
-    for axis in {axis: None for of_rank in sums for axis in of_rank}:
-        if all(axis in s and s[axis].difference < EXPLAINED for s in sums):
-            yield (
-                f"summed over {axis}, the output is correct: it is a Partial that has not been "
-                f"reduced. Reduce it over {axis} there"
-            )
+    yield from sums_of_output(e, outputs)
     factor, left = pooled([output.agreement for output in outputs.values()])
     if left < EXPLAINED and not is_near(factor, 1.0):
         same = e.factor(factor)
@@ -386,5 +387,4 @@ STAGES: Sequence[Sequence[Callable[[PartEvidence], Iterable[str]]]] = (
     (explain_norm_alone,),
     (explain_update,),
     (explain_state, explain_buffers),
-    (explain_replicas,),
 )

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from titanlite import pickles
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
 from titanlite.modules.shards import local_part
@@ -41,7 +41,7 @@ def run_parallel(
 
     With `watched`, only up to this step, in which the lines of the caller's code are noted.
     """
-    request: Request = cloudpickle.loads(packed)
+    request: Request = pickles.loads(packed)
     return _Measuring(world, request, folder, record, watched=watched).run()
 
 
@@ -50,7 +50,7 @@ def run_again(world: World, packed: bytes, folder: str, record: ModelRun, dtype:
 
     Its differences from the first run are the rounding error of the reference.
     """
-    request: Request = cloudpickle.loads(packed)
+    request: Request = pickles.loads(packed)
     again = replace(
         request,
         parallel=lambda: request.reference(),

@@ -11,11 +11,11 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from titanlite import pickles
 from titanlite.ranks.world import World
 from titanlite.tools.verify.inspect_model import watched
 from titanlite.tools.verify.program.building import Built, build, cast, clean_up, in_dtype
@@ -33,7 +33,7 @@ MOST_OUTPUT_BYTES = 1 << 29
 
 def run_model(world: World, packed: bytes, folder: str) -> ModelRun:
     """Train the reference on every batch and write a record of each step into `folder`."""
-    request: Request = cloudpickle.loads(packed)
+    request: Request = pickles.loads(packed)
     try:
         with in_dtype(request.dtype):
             return _run(build(request, None, is_reference=True), folder)
@@ -100,7 +100,7 @@ def find_shares(
     dimension 0. Returns these sums by rank and name, relative to the reference's own; each
     part's share of the whole mean; and what else parts may be weighted by (`_counts_of`).
     """
-    request: Request = cloudpickle.loads(packed)
+    request: Request = pickles.loads(packed)
     saved = [torch.load(file, weights_only=False) for file in files]
     with in_dtype(request.dtype):
         built = build(request, None, is_reference=True)

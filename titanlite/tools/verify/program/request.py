@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from titanlite import pickles
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
 
@@ -114,7 +115,7 @@ def pack(request: Request) -> bytes:
     """The request, pickled; raises ConfigError that names the argument that cannot be."""
     with _by_value(_modules_of(request)):
         try:
-            return cloudpickle.dumps(request)
+            return pickles.dumps(request)
         except Exception:
             for each in fields(request):
                 _dump(each.name, getattr(request, each.name))
@@ -123,7 +124,7 @@ def pack(request: Request) -> bytes:
 
 def _dump(name: str, value: Any) -> None:
     try:
-        cloudpickle.dumps(value)
+        pickles.dumps(value)
     except Exception as error:
         why = " ".join(str(error).split())
         raise ConfigError(

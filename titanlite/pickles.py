@@ -1,0 +1,37 @@
+"""Values and functions sent to ranks: cloudpickle, whose code keeps the name of its file.
+
+cloudpickle 3.1.3 replaces that name by "<dynamic-code>". An error on a rank then names no file, and
+its traceback shows no lines. Functions of a notebook or of a script can be sent too.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import ChainMap
+from types import CodeType
+from typing import Any, ClassVar
+
+import cloudpickle
+
+
+def _reduced(code: CodeType) -> tuple[Any, ...]:
+    make, arguments, *_ = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return _restored, (make, arguments, code.co_filename)
+
+
+def _restored(make: Any, arguments: tuple[Any, ...], filename: str) -> CodeType:
+    return make(*arguments).replace(co_filename=filename)
+
+
+class Pickler(cloudpickle.Pickler):
+    dispatch_table: ClassVar = ChainMap({CodeType: _reduced}, cloudpickle.Pickler.dispatch_table)
+
+
+def dumps(value: Any, kind: type[Pickler] = Pickler) -> bytes:
+    """`value`, pickled by a Pickler of this kind."""
+    buffer = io.BytesIO()
+    kind(buffer).dump(value)
+    return buffer.getvalue()
+
+
+loads = cloudpickle.loads
