@@ -15,7 +15,7 @@ from titanlite.config import JobConfig
 from titanlite.modules.experts import Balancer
 from titanlite.parallelize.float8.linear import Scaling
 from titanlite.tools.verify.verify import Verifier
-from titanlite.training import initialize
+from titanlite.training import initial_weights
 from titanlite.training.step import Trainer
 
 JOB: Sections = {
@@ -115,11 +115,13 @@ def one_block_skipped():
 
 
 def each_others_seed():
-    generator_for = initialize.generator_for
+    generator_for = initial_weights.generator_for
     names = {"layers.0.up.weight": "layers.0.gate.weight"}
     names |= {other: name for name, other in names.items()}
     return patch.object(
-        initialize, "generator_for", lambda seed, name: generator_for(seed, names.get(name, name))
+        initial_weights,
+        "generator_for",
+        lambda seed, name: generator_for(seed, names.get(name, name)),
     )
 
 
