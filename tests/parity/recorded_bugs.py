@@ -71,7 +71,6 @@ def mean_of_means() -> AbstractContextManager[Any]:
 def shards_start_alike() -> AbstractContextManager[Any]:
     """Every rank draws as if its shard were the first."""
     from titanlite.modules.shards import local_part
-    from titanlite.training import initialize
 
     def first_of(full, like):
         part = local_part(like)
@@ -262,7 +261,6 @@ def padding_counts_as_classes() -> AbstractContextManager[Any]:
 
 
 def norm_counts_replicas() -> AbstractContextManager[Any]:
-    from titanlite.training import gradient_norm
 
     return patch.object(gradient_norm, "_is_counted_here", lambda parameter, mesh: True)
 
@@ -283,7 +281,6 @@ def norm_counts_copies() -> AbstractContextManager[Any]:
 
 def norm_misses_strided_shards() -> AbstractContextManager[Any]:
     """`Placement.is_shard()` is false for FSDP2's cut of what tensor parallelism has cut."""
-    from titanlite.training import gradient_norm
 
     return patch.object(gradient_norm, "is_sharded", lambda placement: placement.is_shard())
 
@@ -557,7 +554,6 @@ def expert_gradients_doubled() -> AbstractContextManager[Any]:
 
 def experts_left_out_of_the_norm() -> AbstractContextManager[Any]:
     """Megatron-LM #5916: with ep and tp, only the first rank of tp counts its experts."""
-    from titanlite.training import gradient_norm
 
     axes_of = gradient_norm.axes_of
 

@@ -153,7 +153,8 @@ WITH_TORCH = {
         *("subject", "tracing"),
     ),
     "titanlite/tools/verify/program": (
-        *("batches", "building", "code_trace", "local_parts", "parallel", "reference"),
+        *("batches", "building", "code_trace", "events", "local_parts", "parallel"),
+        "reference",
     ),
 }
 PLANNED_WITHOUT_TORCH = (

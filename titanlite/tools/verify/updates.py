@@ -31,8 +31,8 @@ def explain_norm_alone(e: Evidence) -> Iterator[str]:
     if not e.failed("norm") or e.failed("gradient") or e.failed("start"):
         return
     own, known = e.runs[0].steps[e.step].norm, e.reference[e.step].norm
-    norms = {run.steps[e.step].norm for run in e.runs}
-    if len(norms) > 1:
+    norms = {run.rank: run.steps[e.step].norm for run in e.runs}
+    if len(set(norms.values())) > 1:
         yield (
             f"ranks have different gradient norms ({by_rank(e, lambda step: step.norm)}): sum the "
             "squares over all ranks"
