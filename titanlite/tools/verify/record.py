@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from titanlite.tools.verify.economy import Traffic
+
 
 class Agreement(NamedTuple):
     """One rank's part `a` of a tensor compared with the same part `b` of the reference's.
@@ -101,6 +103,8 @@ class RankRun:
     """Weights, optimizer state and buffers of a new job that has loaded this one's checkpoint."""
     reloaded_alone: RankStep | None = None
     """The same for one process that has loaded the plan's checkpoint; only in rank 0's run."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """What the rank sent and read in one step, unless that was compiled."""
 
 
 @dataclass

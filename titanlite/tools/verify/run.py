@@ -26,6 +26,7 @@ from titanlite.tools.verify.formulas import (
     wrong_reductions,
     wrong_validation,
 )
+from titanlite.tools.verify.economy import Traffic
 from titanlite.tools.verify.inspect_model import find_narrowed
 from titanlite.tools.verify.jobs import JobRun, Patch, scheduled_lr
 from titanlite.tools.verify.opened import open_job, subject_of
@@ -35,6 +36,7 @@ from titanlite.tools.verify.reload import save_and_load
 from titanlite.tools.verify.routing import followed_routing, recorded_routing, routing_record
 from titanlite.tools.verify.sequences import cut_again, leave_out_targets, look_at_data
 from titanlite.tools.verify.step_files import load, store
+from titanlite.tools.verify.watching import StepWatch
 from titanlite.training.initialize import generator_for
 from titanlite.training.step import StepResult
 
@@ -114,6 +116,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
         seen = [RankStep(weights=subject.compare_weights(start["weights"]))]
         pending: tuple[str, ...] = ()
         left_over: list[str] = []
+        traffic = Traffic()
         for step in range(1, steps + 1):
             record = load(folder, step)
             batches = job.draw()
@@ -128,12 +131,17 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
 
             batches = leave_out_targets(job, batches, record["fields"])
             batches = cut_again(batches, run.microbatches)
+            watch = StepWatch(subject.groups, parameters, [batch.fields for batch in batches])
+            is_watched = step == min(2, steps) and not run.job.config.compile.enable
             with (
                 naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
                 followed_routing(job, batches, record["routing"], replay=run.replay) as moved,
+                watch.seeing() if is_watched else contextlib.nullcontext(),
             ):
-                done = job.trainer.step(batches, on_gradients=look)
+                done = job.trainer.step(batches, on_gradients=watch.unseen(look))
             found.moved = moved
+            if is_watched:
+                traffic = watch.traffic(str(found.sequences))
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
                 problems += [
@@ -175,6 +183,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             (*problems, *left_over),
             tuple(resume_problems),
             reloaded,
+            traffic=traffic,
         )
 
 

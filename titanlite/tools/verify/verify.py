@@ -105,6 +105,7 @@ class Verifier:
             found.replays = replay
             self._judge(found, runs, reference)
             found.problems += self._wrong_formats(job, plan, patch)
+            found.look_at_traffic(runs)
             if not found.agrees and dtype == "float64":
                 found.findings = self._explain(found, runs, reference, patch)
             elif not found.agrees:

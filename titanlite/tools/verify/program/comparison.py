@@ -303,6 +303,7 @@ class _Judging:
                 found.judge(Tolerance("float64", rounding, is_narrow))
         found.splits = unequal_replicas(self.runs)
         found.problems = self._pending()
+        found.look_at_traffic(self.runs)
         if not found.agrees:
             is_differing = found.failures or found.splits
             found.findings = list(found.problems)

@@ -31,6 +31,7 @@ from titanlite.tools.verify.record import CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
 from titanlite.tools.verify.tracing import TOLERANCES, gathered
+from titanlite.tools.verify.watching import StepWatch
 
 # The least tolerance of outputs if part of the model computes in a narrower dtype.
 IF_NARROWED = 1e-4
@@ -134,7 +135,12 @@ class _Measuring:
             run.parts.append(digest)
             known = load(self.folder, step)
             found = RankStep()
-            with subject.recorded() if request.modules else nullcontext(Outputs()) as kept:
+            watch = StepWatch(subject.groups, built.own_parameters, [part])
+            is_watched = self.traces and step == min(2, len(parts)) and not built.is_compiled
+            with (
+                subject.recorded() if request.modules else nullcontext(Outputs()) as kept,
+                watch.seeing() if is_watched else nullcontext(),
+            ):
                 run.losses.append(built.run_step(part))
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
@@ -143,8 +149,11 @@ class _Measuring:
                 trace = self._trace(tracer, kept, known, found, step, part, digest)
                 if trace is not None:
                     run.traces[step] = trace
-            found.norm = built.clip()
-            built.optimizer.step()
+            with watch.seeing() if is_watched else nullcontext():
+                found.norm = built.clip()
+                built.optimizer.step()
+            if is_watched:
+                run.traffic = watch.traffic(digest)
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])
             if not built.is_flat:
