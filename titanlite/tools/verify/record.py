@@ -13,7 +13,8 @@ class Agreement(NamedTuple):
     """One rank's part `a` of a tensor compared with the same part `b` of the reference's.
 
     `error` is max|a - b|; `scale` is the largest magnitude in the reference's whole tensor; `aa`,
-    `ab` and `bb` are the sums of a*a, a*b and b*b; `digest` is a digest of a's bytes.
+    `ab` and `bb` are the sums of a*a, a*b and b*b; `digest` is a digest of a's bytes. `distance` is
+    the root mean square of a - b, divided by that of the whole tensor.
     """
 
     error: float
@@ -22,6 +23,7 @@ class Agreement(NamedTuple):
     ab: float
     bb: float
     digest: str
+    distance: float = 0.0
 
     @property
     def difference(self) -> float:

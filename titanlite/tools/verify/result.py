@@ -108,6 +108,8 @@ class Verification(Result):
     """Sentences about what is wrong with a run that resumes from the plan's checkpoint."""
     replays: bool = False
     """Whether tokens went to the experts that the reference chose."""
+    given: float | str | None = None
+    """The tolerance that was asked for: a number, or "sensitivity"."""
     moved: list[str] = field(default_factory=list)
     """Sentences about tokens that the plan routes to other experts than the reference."""
 

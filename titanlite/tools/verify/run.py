@@ -30,6 +30,7 @@ from titanlite.tools.verify.economy import Traffic
 from titanlite.tools.verify.inspect_model import find_narrowed
 from titanlite.tools.verify.jobs import JobRun, Patch, scheduled_lr
 from titanlite.tools.verify.opened import open_job, subject_of
+from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.record import RankRun, RankStep, ReferenceRun, ReferenceStep
 from titanlite.tools.verify.recurrence import Recurrence, one_seed_for_all
 from titanlite.tools.verify.reload import save_and_load
@@ -124,6 +125,7 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
 
             def look(found: RankStep = found, expected: Any = record["gradients"]) -> None:
                 nonlocal pending
+                perturbation.restore()
                 found.gradients = subject.compare_gradients(expected)
                 pending = pending or tuple(
                     name for name, parameter in parameters.items() if is_pending(parameter.grad)
@@ -131,6 +133,12 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
 
             batches = leave_out_targets(job, batches, record["fields"])
             batches = cut_again(batches, run.microbatches)
+            perturbation = Perturbation(
+                getattr(torch, run.job.config.training.param_dtype), run.perturbed * steps + step
+            )
+            if run.perturbed:
+                perturbation.perturb(job.trainer.parameters)
+                batches = [b.replace(**perturbation.inputs(dict(b.fields))) for b in batches]
             watch = StepWatch(subject.groups, parameters, [batch.fields for batch in batches])
             is_watched = step == min(2, steps) and not run.job.config.compile.enable
             with (

@@ -169,6 +169,8 @@ class StepWatch:
             return function(*args, **kwargs)
         name, space = function._schema.name.partition("::")[2], function.namespace
         task = torch._C._current_graph_task_id()
+        if task >= 0 and task not in self._passes:
+            self._passes[task] = len(self._passes) + 1
         if task >= 0 and self._late_reads:
             self._reads += self._late_reads
             self._late_reads = []
@@ -207,9 +209,10 @@ class StepWatch:
         axis = self._axes.get(group.group_name) or _described(group, ranks)
         index = len(self._sent)
         sent = Sent(kind, axis, ranks, whole_bytes, _what(inputs), _site(), self._pass())
+        if len(ranks) > 1 and kind == "all_reduce":
+            sent = sent._replace(gradient=self._gradient_in(inputs))
         if len(ranks) > 1 and _is_worth_it(inputs):
             sent = sent._replace(
-                gradient=self._gradient_in(inputs) if kind == "all_reduce" else "",
                 digest=_digest(inputs) if kind in ("all_reduce", "all_gather") else "",
                 is_again=self._is_again(kind, group, inputs, index),
             )
@@ -251,8 +254,7 @@ class StepWatch:
 
     def _pass(self) -> int:
         """The number of the backward pass that has begun last."""
-        task = torch._C._current_graph_task_id()
-        return self._passes.setdefault(task, len(self._passes) + 1) if task >= 0 else len(self._passes)
+        return self._passes.get(torch._C._current_graph_task_id(), len(self._passes))
 
     def _mark(self, tensor: Tensor, *, makes: bool = True) -> _Mark | None:
         """The mark of a tensor's storage; None if it has none, or no storage."""
@@ -469,8 +471,10 @@ def _tensors(values: Any) -> list[Tensor]:
 def _read_by(name: str, args: Any) -> str:
     """What an operator reads of the device before it can go on; "" if nothing."""
     if name in INDEXING:
-        masks = (one for one in args[1] if one is not None)
-        return "index by a mask" if any(m.dtype in (torch.bool, torch.uint8) for m in masks) else ""
+        masks = [one.dtype in (torch.bool, torch.uint8) for one in args[1] if one is not None]
+        # One value is filled in without a look at where.
+        is_filled = name != "index" and all(masks) and args[2].numel() == 1
+        return "index by a mask" if any(masks) and not is_filled else ""
     return READS.get(name, "")
 
 

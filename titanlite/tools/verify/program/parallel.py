@@ -27,6 +27,7 @@ from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
 from titanlite.tools.verify.program.code_trace import Tracer, save_part
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
+from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.record import CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
@@ -43,10 +44,13 @@ def run_parallel(world: World, packed: bytes, folder: str, record: ModelRun) -> 
     return _Measuring(world, request, folder, record).run()
 
 
-def run_again(world: World, packed: bytes, folder: str, record: ModelRun, dtype: str) -> CodeRun:
+def run_again(
+    world: World, packed: bytes, folder: str, record: ModelRun, dtype: str, perturbed: int = 0
+) -> CodeRun:
     """The reference once more, from weights that differ in their last bit or in `dtype`.
 
-    Its differences from the first run are the rounding error of the reference.
+    Its differences from the first run are the rounding error of the reference. With `perturbed`,
+    it starts from the same weights, and those of each step are perturbed for its two passes.
     """
     request: Request = cloudpickle.loads(packed)
     again = replace(
@@ -61,8 +65,10 @@ def run_again(world: World, packed: bytes, folder: str, record: ModelRun, dtype:
         copy_weights=True,
         dtype=dtype,
     )
-    perturbs = dtype == request.dtype
-    return _Measuring(world, again, folder, record, perturbs=perturbs, traces=False).run()
+    perturbs = dtype == request.dtype and not perturbed
+    measuring = _Measuring(world, again, folder, record, perturbs=perturbs, traces=False)
+    measuring.perturbed = perturbed
+    return measuring.run()
 
 
 class _Measuring:
@@ -80,6 +86,7 @@ class _Measuring:
     ) -> None:
         self.world, self.request, self.folder, self.record = world, request, folder, record
         self.grid, self.perturbs, self.traces = request.grid, perturbs, traces
+        self.perturbed = 0
         # Of outputs, and of gradients that are not looked at again.
         self.tolerance = TOLERANCES[getattr(torch, request.dtype)]
         if record.narrowed:
@@ -135,6 +142,11 @@ class _Measuring:
             run.parts.append(digest)
             known = load(self.folder, step)
             found = RankStep()
+            dtype, seed = getattr(torch, request.dtype), self.perturbed * len(parts) + step
+            perturbation = Perturbation(dtype, seed)
+            if self.perturbed:
+                perturbation.perturb(built.own_parameters.values())
+                part = perturbation.inputs(part)  # noqa: PLW2901
             watch = StepWatch(subject.groups, built.own_parameters, [part])
             is_watched = self.traces and step == min(2, len(parts)) and not built.is_compiled
             with (
@@ -142,6 +154,7 @@ class _Measuring:
                 watch.seeing() if is_watched else nullcontext(),
             ):
                 run.losses.append(built.run_step(part))
+            perturbation.restore()
             with built.parameters() as parameters:
                 pending = tuple(n for n, p in parameters.items() if is_pending(p.grad))
                 run.pending = run.pending or pending

@@ -16,7 +16,7 @@ import cloudpickle
 from titanlite.errors import ConfigError
 from titanlite.mesh.parallel_dims import Grid
 
-TRAINED_IN = ("float64", "float32")
+TRAINED_IN = ("float64", "float32", "bfloat16")
 
 Split = str | Mapping[str, int] | Callable[[Any, Any], Any]
 """An axis that splits dimension 0, axis -> dimension, or a function (batch, mesh) -> part."""
@@ -72,7 +72,7 @@ def check(request: Request) -> None:
         problems.append("batches: the list is empty; give one batch per step")
     if request.dtype not in TRAINED_IN:
         problems.append(
-            f"dtype: {request.dtype!r} is not supported; give {' or '.join(TRAINED_IN)}"
+            f"dtype: {request.dtype!r} is not supported; give {', '.join(TRAINED_IN)}"
         )
     if not request.timeout_seconds > 0:
         problems.append(f"timeout_seconds: {request.timeout_seconds} is not positive")
