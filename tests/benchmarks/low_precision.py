@@ -80,8 +80,9 @@ def bugs() -> Iterator[tuple[str, Any]]:
         for case in recorded.CASES:
             config = recorded.config_of(case)
             name = f"{recorded.name_of(case)} {config.parallelism}"[:100]
-            yield name, lambda c=config, p=case.patch, s=case.steps: worst_of(
-                verifier, c, max(2, s), p
+            yield (
+                name,
+                lambda c=config, p=case.patch, s=case.steps: worst_of(verifier, c, max(2, s), p),
             )
 
 

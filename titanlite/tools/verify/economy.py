@@ -9,7 +9,7 @@ again to save memory, as FSDP2 does before the backward pass, do none of these.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,7 +78,7 @@ class Needless(NamedTuple):
 
     call: Sent
     why: str
-    count: int
+    num_calls: int
     num_bytes: int
 
 
@@ -113,7 +113,7 @@ def _needless_sentences(traffic: Sequence[Traffic]) -> Iterator[str]:
 
 def _describe(one: Needless) -> str:
     at = f" at {one.call.site}" if one.call.site else ""
-    return f"{one.call.kind} of {one.call.what}{at} {one.why} ({one.count} needless calls)"
+    return f"{one.call.kind} of {one.call.what}{at} {one.why} ({one.num_calls} needless calls)"
 
 
 def _needless_of(own: Traffic, alike: frozenset[int]) -> Iterator[Needless]:
@@ -167,7 +167,11 @@ def _alike(traffic: Sequence[Traffic]) -> list[frozenset[int]]:
         if len(ranks) < 2 or ranks[-1] >= len(traffic):
             continue
         calls = [
-            [(i, one) for i, one in enumerate(traffic[rank].sent) if one.ranks == ranks and _is_all(one)]
+            [
+                (i, one)
+                for i, one in enumerate(traffic[rank].sent)
+                if one.ranks == ranks and _is_all(one)
+            ]
             for rank in ranks
         ]
         same_part = len({traffic[rank].part for rank in ranks}) == 1

@@ -17,14 +17,14 @@ from titanlite.modules.shards import local_part
 
 
 class Perturbation:
-    """Draws the perturbations of one run from `seed`, for kernels that compute in `dtype`.
+    """The perturbation of one step of the `number`-th run, for kernels that compute in `dtype`.
 
     Each element is multiplied by 1 + d, with d uniform in +- half the spacing of `dtype` at 1.
     """
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        self._half = torch.finfo(dtype).eps / 2
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, dtype: str, number: int, step: int) -> None:
+        self._half = torch.finfo(getattr(torch, dtype)).eps / 2
+        self._generator = torch.Generator().manual_seed(1000 * step + number)
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()

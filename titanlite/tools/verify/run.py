@@ -18,6 +18,7 @@ from titanlite.observe.failing import naming_failures
 from titanlite.ranks.hang_state import recorded_calls
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending, placements_of
+from titanlite.tools.verify.economy import Traffic
 from titanlite.tools.verify.formulas import (
     left_over_gradients,
     optimizer_problems,
@@ -26,7 +27,6 @@ from titanlite.tools.verify.formulas import (
     wrong_reductions,
     wrong_validation,
 )
-from titanlite.tools.verify.economy import Traffic
 from titanlite.tools.verify.inspect_model import find_narrowed
 from titanlite.tools.verify.jobs import JobRun, Patch, scheduled_lr
 from titanlite.tools.verify.opened import open_job, subject_of
@@ -123,7 +123,13 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             batches = job.draw()
             found = RankStep(**look_at_data(job, join(batches), record["fields"]))
 
-            def look(found: RankStep = found, expected: Any = record["gradients"]) -> None:
+            perturbation = Perturbation(run.job.config.training.param_dtype, run.perturbed, step)
+
+            def look(
+                found: RankStep = found,
+                expected: Any = record["gradients"],
+                perturbation: Perturbation = perturbation,
+            ) -> None:
                 nonlocal pending
                 perturbation.restore()
                 found.gradients = subject.compare_gradients(expected)
@@ -133,22 +139,20 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
 
             batches = leave_out_targets(job, batches, record["fields"])
             batches = cut_again(batches, run.microbatches)
-            perturbation = Perturbation(
-                getattr(torch, run.job.config.training.param_dtype), run.perturbed * steps + step
-            )
             if run.perturbed:
                 perturbation.perturb(job.trainer.parameters)
                 batches = [b.replace(**perturbation.inputs(dict(b.fields))) for b in batches]
-            watch = StepWatch(subject.groups, parameters, [batch.fields for batch in batches])
-            is_watched = step == min(2, steps) and not run.job.config.compile.enable
+            watch = None
+            if step == min(2, steps) and not (run.perturbed or run.job.config.compile.enable):
+                watch = StepWatch(subject.groups, parameters, [batch.fields for batch in batches])
             with (
                 naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
                 followed_routing(job, batches, record["routing"], replay=run.replay) as moved,
-                watch.seeing() if is_watched else contextlib.nullcontext(),
+                watch.seeing() if watch else contextlib.nullcontext(),
             ):
-                done = job.trainer.step(batches, on_gradients=watch.unseen(look))
+                done = job.trainer.step(batches, on_gradients=watch.unseen(look) if watch else look)
             found.moved = moved
-            if is_watched:
+            if watch:
                 traffic = watch.traffic(str(found.sequences))
             if step == 1:
                 problems += wrong_reductions(job, calls_before)

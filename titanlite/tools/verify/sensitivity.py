@@ -1,10 +1,10 @@
 """How far a correct plan may be from one process where numbers are rounded coarsely; torch-free.
 
 In bfloat16 and float32 the reference is run again, with its weights and inputs perturbed by as much
-as rounding may (perturbation.py). What moves a tensor there moves it under a correct plan: by about
-as much, since each operator rounds once. A difference is measured over a whole tensor, by its root
-mean square. A few elements on which all depends, such as the sign of an update that AdamW makes from
-a gradient near zero, then count for as little as they matter.
+as rounding may (perturbation.py). What moves a tensor there moves it under a correct plan too, by
+about as much, since each operator rounds its result once. Such differences are root mean squares
+over a tensor. AdamW turns the sign of an update whose gradient is nearly zero, and so the largest
+difference of a few elements says little.
 """
 
 from __future__ import annotations

@@ -79,8 +79,9 @@ class Verifier:
         `patch` is entered on the plan's ranks only. With `reloads`, the plan saves a checkpoint
         after its last step, and a new job that has loaded it is compared too. With `replay`, every
         token goes to the experts to which the reference routed it, so that experts can be compared
-        in float32 and bfloat16. `tolerance` is a difference that counts as agreement, or
-        "sensitivity" (sensitivity.py); by default it is as differences.py says. `on_start` is called once the job has been checked, before it runs.
+        in float32 and bfloat16. `tolerance` is the largest difference that counts as agreement, or
+        "sensitivity" (sensitivity.py); by default it is as differences.py says. `on_start` is
+        called once the job has been checked, before it runs.
         Raises ConfigError if the job cannot be built or compared, and TitanliteError if it does not
         run on one process; an exception of a plan's rank is part of the result.
         """

@@ -19,7 +19,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -163,6 +163,11 @@ class StepWatch:
         unread = tuple(sorted(self._unread))
         return Traffic(tuple(self._sent), tuple(self._reads), unread, part)
 
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """What the host reads of the device, also after the last backward pass."""
+        return (*self._reads, *self._late_reads)
+
     def operator(self, function: Any, args: Any, kwargs: Any, mode: TorchDispatchMode) -> Any:
         """Call an operator, and note what it does."""
         if self._is_paused:
@@ -227,7 +232,7 @@ class StepWatch:
             mark = self._mark(tensor)
             if mark is None:
                 continue
-            region = tensor.storage_offset(), tensor.numel()
+            region = int(tensor.storage_offset()), tensor.numel()
             if region in mark.received:
                 self._unread.add(mark.received[region])
             mark.token, mark.origin, mark.held = next(self._tokens), None, index
@@ -338,19 +343,6 @@ class StepWatch:
             self._late_reads.append(Read(operation, _site()))
 
 
-class DeviceReads(StepWatch):
-    """Counts what the host reads of the device: `with DeviceReads(model, batch).seeing(): ...`."""
-
-    def __init__(self, modules: Iterable[nn.Module], *inputs: Any) -> None:
-        named = (one for module in modules for one in module.named_parameters())
-        super().__init__({}, dict(named), inputs)
-
-    @property
-    def reads(self) -> tuple[Read, ...]:
-        """All of them, also those after the last backward pass."""
-        return (*self._reads, *self._late_reads)
-
-
 _KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -403,7 +395,7 @@ class _Ears:
         kind = call.operation.partition(" ")[0]
         if rank in self.watches and kind != "barrier":
             watch = self.watches[rank]
-            group = dist.distributed_c10d._resolve_process_group(call.group)
+            group = _group(call.group)
             whole = sum(tensor.nbytes for tensor in tensors)
             whole *= len(ranks) if kind in ("all_gather", "gather") else 1
             watch.end(watch.begin(kind, group, tensors, whole), results)
@@ -412,7 +404,7 @@ class _Ears:
     def message(self, rank: int, peer: int, tensor: Tensor, channel: str, *, is_send: bool) -> int:
         if rank in self.watches:
             watch = self.watches[rank]
-            group = dist.distributed_c10d._resolve_process_group(channel.rpartition(" ")[0])
+            group = _group(channel.rpartition(" ")[0])
             kind = "send" if is_send else "receive"
             index = watch.begin(kind, group, [tensor], tensor.nbytes)
             watch.end(index, [] if is_send else [tensor])
@@ -453,7 +445,7 @@ def _group(value: Any) -> Any:
             return dist.ProcessGroup.unbox(value)
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RuntimeError):
-            return dist.distributed_c10d._resolve_process_group(value)
+            return dist.distributed_c10d._resolve_process_group(cast(Any, value))
     return value if isinstance(value, dist.ProcessGroup) else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +22,11 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import titanlite
+from titanlite.config import make_config, resolve_job
+from titanlite.job import build_job
+from titanlite.ranks.launch import Place, run_ranks
+from titanlite.ranks.world import open_world
+from titanlite.tools.verify.watching import StepWatch
 
 NUM_MICROBATCHES = 4
 
@@ -250,13 +255,25 @@ def averaged(model: Any) -> Callable[[], Any]:
 
 
 DP: dict[str, Any] = {"ranks": {"dp": 2}, "split": "dp"}
-HSDP: dict[str, Any] = {"ranks": {"dp": 2, "shard": 2}, "split": lambda b, m: b.chunk(4)[dist.get_rank()]}
+HSDP: dict[str, Any] = {
+    "ranks": {"dp": 2, "shard": 2},
+    "split": lambda b, m: b.chunk(4)[dist.get_rank()],
+}
 RING: dict[str, Any] = {"ranks": {"dp": 4}, "split": "dp", "reference": sums_parts}
 MIXED: dict[str, Any] = {**DP, "reference": Mixed}
 
 
-def compared(parallel: Callable[..., Any], options: dict[str, Any], **more: Any) -> titanlite.Comparison:
-    given = {"reference": Model, "batches": BATCHES, "loss": loss, "threads": True, **options, **more}
+def compared(
+    parallel: Callable[..., Any], options: dict[str, Any], **more: Any
+) -> titanlite.Comparison:
+    given = {
+        "reference": Model,
+        "batches": BATCHES,
+        "loss": loss,
+        "threads": True,
+        **options,
+        **more,
+    }
     return titanlite.compare(given.pop("reference"), parallel, **given).check()
 
 
@@ -279,7 +296,7 @@ NEEDLESS = {
     "gradients are averaged twice": (
         with_ddp,
         {**DP, "step": averages_again},
-        r"communicates 1.96 times .* in averages_again reduces or gathers what all its ranks already",
+        r"communicates 1.96 times .* in averages_again reduces or gathers what all its ranks",
     ),
     "HSDP reduces shards each microbatch": (
         with_hsdp,
@@ -289,12 +306,12 @@ NEEDLESS = {
     "rows are gathered twice": (
         averaged(lambda: Mixed(gathers=2)),
         MIXED,
-        r"times what it must over dp: all_gather of \[8, 8\] float64 at .* sent before in this step",
+        r"times what it must over dp: all_gather of \[8, 8\] float64 at .* sent before",
     ),
     "each layer gathers its input": (
         with_a_gather_for_each_layer,
         {"ranks": {"tp": 2}},
-        r"times what it must over tp: all_gather of \[8, 8\] float64 at .* sent before in this step",
+        r"times what it must over tp: all_gather of \[8, 8\] float64 at .* sent before",
     ),
     "a ring goes all the way round": (
         averaged(lambda: Ring(4)),
@@ -332,3 +349,40 @@ def test_an_economical_step_is_told_nothing(name: str) -> None:
     found = compared(*ECONOMICAL[name])
     assert found.traffic
     assert not found.notes
+
+
+def reads_of_a_step(place: Place, degrees: dict[str, int]) -> tuple[list[str], list[str]]:
+    """What a step of a job reads of the device until its backward pass ends, and altogether."""
+    sections = {
+        "model": {"flavor": "debug"},
+        "training": {"dataset": "synthetic", "local_batch_size": 4, "global_batch_size": 8},
+        "parallelism": degrees,
+    }
+    with open_world(place) as world:
+        job = build_job(resolve_job(make_config(sections), world.size), world)
+        job.step(1)
+        watch = StepWatch({}, job.parameters)
+        with watch.seeing():
+            job.step(2)
+        named, early = (
+            sorted(f"{read.operation} in {read.site.split()[-1]}" for read in reads)
+            for reads in (watch.reads, watch.traffic().reads)
+        )
+        return early, named
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"data_parallel_shard_degree": 2},
+        {"data_parallel_shard_degree": 1, "tensor_parallel_degree": 2},
+    ],
+    ids=["fsdp", "tp"],
+)
+def test_a_step_of_a_job_reads_the_device_once_before_its_backward_pass_ends(
+    degrees: dict[str, int],
+) -> None:
+    """The number of targets, by which the loss is divided; then the loss, and the norm twice."""
+    for early, found in run_ranks(reads_of_a_step, 2, degrees, threads=True):
+        assert early == ["tolist() in _world_sums"]
+        assert found == ["item() in step"] * 2 + ["tolist() in _world_sums"] * 2

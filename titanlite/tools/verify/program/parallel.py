@@ -22,12 +22,12 @@ from titanlite.modules.shards import local_part
 from titanlite.ranks.world import World
 from titanlite.tools.verify.agreement import digest_of, is_pending
 from titanlite.tools.verify.outputs import Outputs
+from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.program.batches import digest_of_batch, find_part, part_of_batch
 from titanlite.tools.verify.program.building import Built, build, cast, in_dtype
 from titanlite.tools.verify.program.code_trace import Tracer, save_part
 from titanlite.tools.verify.program.local_parts import find_held
 from titanlite.tools.verify.program.request import Request
-from titanlite.tools.verify.perturbation import Perturbation
 from titanlite.tools.verify.record import CodeRun, ModelRun, RankStep, RankTrace
 from titanlite.tools.verify.step_files import load
 from titanlite.tools.verify.subject import HeldParts, Subject
@@ -142,16 +142,16 @@ class _Measuring:
             run.parts.append(digest)
             known = load(self.folder, step)
             found = RankStep()
-            dtype, seed = getattr(torch, request.dtype), self.perturbed * len(parts) + step
-            perturbation = Perturbation(dtype, seed)
+            perturbation = Perturbation(request.dtype, self.perturbed, step)
             if self.perturbed:
                 perturbation.perturb(built.own_parameters.values())
-                part = perturbation.inputs(part)  # noqa: PLW2901
-            watch = StepWatch(subject.groups, built.own_parameters, [part])
-            is_watched = self.traces and step == min(2, len(parts)) and not built.is_compiled
+                part = perturbation.inputs(part)
+            watch = None
+            if self.traces and step == min(2, len(parts)) and not built.is_compiled:
+                watch = StepWatch(subject.groups, built.own_parameters, [part])
             with (
                 subject.recorded() if request.modules else nullcontext(Outputs()) as kept,
-                watch.seeing() if is_watched else nullcontext(),
+                watch.seeing() if watch else nullcontext(),
             ):
                 run.losses.append(built.run_step(part))
             perturbation.restore()
@@ -162,10 +162,10 @@ class _Measuring:
                 trace = self._trace(tracer, kept, known, found, step, part, digest)
                 if trace is not None:
                     run.traces[step] = trace
-            with watch.seeing() if is_watched else nullcontext():
+            with watch.seeing() if watch else nullcontext():
                 found.norm = built.clip()
                 built.optimizer.step()
-            if is_watched:
+            if watch:
                 run.traffic = watch.traffic(digest)
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])

@@ -71,9 +71,7 @@ def check(request: Request) -> None:
     elif not request.batches:
         problems.append("batches: the list is empty; give one batch per step")
     if request.dtype not in TRAINED_IN:
-        problems.append(
-            f"dtype: {request.dtype!r} is not supported; give {', '.join(TRAINED_IN)}"
-        )
+        problems.append(f"dtype: {request.dtype!r} is not supported; give {', '.join(TRAINED_IN)}")
     if not request.timeout_seconds > 0:
         problems.append(f"timeout_seconds: {request.timeout_seconds} is not positive")
     problems += _split_problems(request)
