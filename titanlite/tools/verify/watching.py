@@ -237,8 +237,9 @@ class StepWatch:
                 self._unread.add(mark.received[region])
             mark.token, mark.origin, mark.held = next(self._tokens), None, index
             mark.is_computed = True
-            # A broadcast may bring what is there already.
-            if self._sent[index].kind not in ("broadcast", "send") and _is_worth_it([tensor]):
+            # A broadcast may bring what is there already, and FSDP2 gathers ahead of its needs.
+            may_be_unread = self._sent[index].kind in ("broadcast", "send") or any(_frames_of_fsdp())
+            if not may_be_unread and _is_worth_it([tensor]):
                 mark.received[region] = index
                 self._results[index] = StorageWeakRef(tensor.untyped_storage()), region, mark
 
@@ -506,13 +507,17 @@ def _site() -> str:
     return "" if site.startswith(THIS_FOLDER) else site
 
 
+def _frames_of_fsdp() -> Iterator[Any]:
+    """The frames of FSDP2 that have led here."""
+    return (frame for frame in itertools.islice(_frames(), 30) if FSDP in frame.f_code.co_filename)
+
+
 def _unit_of_fsdp() -> str:
     """The unit for which FSDP2 reduces gradients; "" if it is not FSDP2 that calls."""
-    for frame in itertools.islice(_frames(), 30):
-        if FSDP in frame.f_code.co_filename:
-            name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
-            if name is not None:
-                return name or "the root"
+    for frame in _frames_of_fsdp():
+        name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+        if name is not None:
+            return name or "the root"
     return ""
 
 
