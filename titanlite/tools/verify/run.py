@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from titanlite.config import ResolvedJob
 from titanlite.errors import TitanliteError
 from titanlite.job import Job
-from titanlite.modules.batch import join
+from titanlite.modules.batch import Batch, join
 from titanlite.modules.shards import local_part, shard_of
 from titanlite.observe.failing import naming_failures
 from titanlite.ranks.hang_state import recorded_calls
@@ -123,15 +123,8 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             batches = job.draw()
             found = RankStep(**look_at_data(job, join(batches), record["fields"]))
 
-            perturbation = Perturbation(run.job.config.training.param_dtype, run.perturbed, step)
-
-            def look(
-                found: RankStep = found,
-                expected: Any = record["gradients"],
-                perturbation: Perturbation = perturbation,
-            ) -> None:
+            def look(found: RankStep = found, expected: Any = record["gradients"]) -> None:
                 nonlocal pending
-                perturbation.restore()
                 found.gradients = subject.compare_gradients(expected)
                 pending = pending or tuple(
                     name for name, parameter in parameters.items() if is_pending(parameter.grad)
@@ -139,21 +132,9 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
 
             batches = leave_out_targets(job, batches, record["fields"])
             batches = cut_again(batches, run.microbatches)
-            if run.perturbed:
-                perturbation.perturb(job.trainer.parameters)
-                batches = [b.replace(**perturbation.inputs(dict(b.fields))) for b in batches]
-            watch = None
-            if step == min(2, steps) and not (run.perturbed or run.job.config.compile.enable):
-                watch = StepWatch(subject.groups, parameters, [batch.fields for batch in batches])
-            with (
-                naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
-                followed_routing(job, batches, record["routing"], replay=run.replay) as moved,
-                watch.seeing() if watch else contextlib.nullcontext(),
-            ):
-                done = job.trainer.step(batches, on_gradients=watch.unseen(look) if watch else look)
-            found.moved = moved
-            if watch:
-                traffic = watch.traffic(str(found.sequences))
+            done, found.moved, sent = _take_step(job, run, step, batches, record["routing"], look)
+            if sent is not None:
+                traffic, traffic.part = sent, str(found.sequences)
             if step == 1:
                 problems += wrong_reductions(job, calls_before)
                 problems += [
@@ -197,6 +178,40 @@ def run_plan(world: World, run: JobRun, folder: str) -> RankRun:
             reloaded,
             traffic=traffic,
         )
+
+
+def _take_step(
+    job: Job,
+    run: JobRun,
+    step: int,
+    batches: list[Batch],
+    routing: Any,
+    on_gradients: Callable[[], None],
+) -> tuple[StepResult, Any, Traffic | None]:
+    """Train one step; returns its result, the tokens that moved, and what it sent if it is watched.
+
+    Step 2 is, or the only one, unless it is compiled.
+    """
+    perturbation = Perturbation(run.job.config.training.param_dtype, run.perturbed, step)
+    if run.perturbed:
+        perturbation.perturb(job.trainer.parameters)
+        batches = [b.replace(**perturbation.inputs(dict(b.fields))) for b in batches]
+
+    def look() -> None:
+        perturbation.restore()
+        on_gradients()
+
+    watch = None
+    if step == min(2, run.steps) and not (run.perturbed or run.job.config.compile.enable):
+        groups = subject_of(job).groups
+        watch = StepWatch(groups, job.parameters, [batch.fields for batch in batches])
+    with (
+        naming_failures(job, every=True) if step == 1 else contextlib.nullcontext(),
+        followed_routing(job, batches, routing, replay=run.replay) as moved,
+        watch.seeing() if watch else contextlib.nullcontext(),
+    ):
+        done = job.trainer.step(batches, on_gradients=watch.unseen(look) if watch else look)
+    return done, moved, watch.traffic() if watch else None
 
 
 def _note_numbers(step: ReferenceStep, job: Job, done: StepResult) -> None:

@@ -20,6 +20,8 @@ NUM_PERTURBED = 3
 # The tolerance is this many times the largest change. Correct plans differ by at most 3.1 times it
 # (docs/verify.md): they also round where their ranks' sums meet.
 MARGIN = 5.0
+# How far a number near 1 may be from its rounded one.
+HALF_SPACING = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8}
 SENSITIVITY = "sensitivity"
 """As a tolerance: measure it in this way."""
 
@@ -28,17 +30,19 @@ SENSITIVITY = "sensitivity"
 class Sensitivity(Tolerance):
     """MARGIN times the change of each tensor when the reference is perturbed, which `rounding` has.
 
-    At least that of half of the tensors of its kind: a change can be small by chance.
+    At least that of half of the tensors of its kind, and `least`, half the spacing of the dtype of
+    results: a change can be small by chance.
     """
 
     margin: float = MARGIN
+    least: float = HALF_SPACING["float32"]
 
     def _make(self, step: int, key: Key) -> float:
         usual = super()._make(step, key)
-        if usual in (0.0, math.inf) or key[0] == "lr":
+        if key[0] in ("start", "lr") or math.isinf(usual):
             return usual
         own = max((of_step.get(key, 0.0) for of_step in self.rounding[: step + 1]), default=0.0)
-        return self.margin * max(own, self._usual(key[0], step))
+        return self.margin * max(own, self._usual(key[0], step), self.least)
 
     def _usual(self, kind: str, step: int) -> float:
         """The median of the changes of a kind."""

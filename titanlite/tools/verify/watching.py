@@ -155,13 +155,13 @@ class StepWatch:
 
         return called
 
-    def traffic(self, part: str = "") -> Traffic:
-        """What was noted; `part` is a digest of the rank's part of the batch."""
+    def traffic(self) -> Traffic:
+        """What was noted."""
         for index, (storage, region, mark) in self._results.items():
             if mark.received.get(region) == index and storage.expired():
                 self._unread.add(index)
         unread = tuple(sorted(self._unread))
-        return Traffic(tuple(self._sent), tuple(self._reads), unread, part)
+        return Traffic(tuple(self._sent), tuple(self._reads), unread)
 
     @property
     def reads(self) -> tuple[Read, ...]:
@@ -238,7 +238,9 @@ class StepWatch:
             mark.token, mark.origin, mark.held = next(self._tokens), None, index
             mark.is_computed = True
             # A broadcast may bring what is there already, and FSDP2 gathers ahead of its needs.
-            may_be_unread = self._sent[index].kind in ("broadcast", "send") or any(_frames_of_fsdp())
+            may_be_unread = self._sent[index].kind in ("broadcast", "send") or any(
+                _frames_of_fsdp()
+            )
             if not may_be_unread and _is_worth_it([tensor]):
                 mark.received[region] = index
                 self._results[index] = StorageWeakRef(tensor.untyped_storage()), region, mark

@@ -40,7 +40,13 @@ from titanlite.tools.verify.record import (
 )
 from titanlite.tools.verify.report import format_result
 from titanlite.tools.verify.result import Result
-from titanlite.tools.verify.sensitivity import NUM_PERTURBED, SENSITIVITY, Given, Sensitivity
+from titanlite.tools.verify.sensitivity import (
+    HALF_SPACING,
+    NUM_PERTURBED,
+    SENSITIVITY,
+    Given,
+    Sensitivity,
+)
 from titanlite.tools.verify.wording import be, name_parameters
 
 if TYPE_CHECKING:
@@ -285,7 +291,8 @@ class _Judging:
         if is_measured:
             again = (self._again(found.dtype, number) for number in range(1, NUM_PERTURBED + 1))
             rounding = largest_of(again, len(self.record.steps))
-            found.judge(Sensitivity(found.dtype, rounding, is_narrow))
+            least = HALF_SPACING[found.dtype]
+            found.judge(Sensitivity(found.dtype, rounding, is_narrow, least=least))
         elif isinstance(tolerance, float):
             found.judge(Given(dtype=found.dtype, limit=tolerance))
         elif found.dtype == "float64":

@@ -166,7 +166,7 @@ class _Measuring:
                 found.norm = built.clip()
                 built.optimizer.step()
             if watch:
-                run.traffic = watch.traffic(digest)
+                run.traffic, run.traffic.part = watch.traffic(), digest
             with built.parameters():
                 found.weights = subject.compare_weights(known["weights"])
             if not built.is_flat:
