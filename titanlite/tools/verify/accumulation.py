@@ -170,16 +170,16 @@ def measure_rounding(
 def measure_sensitivity(
     runs: JobRuns, found: Verification, reference: Reference
 ) -> list[dict[Key, float]]:
-    """The reference's largest differences from itself with weights and inputs perturbed."""
+    """The reference's largest differences from itself with weights and inputs perturbed.
+
+    The last run has its batch in parts where that is allowed: long sums round by their order, too.
+    """
+    microbatches = microbatches_of(found.job)
+    is_whole = bool(microbatches) or is_over_batch(found.job.config.training.loss)
+    last = reference.job if is_whole else reference_job(found.job, num_parts=PARTS)
     perturbed = [
-        JobRun(
-            reference.job,
-            found.num_steps,
-            microbatches=microbatches_of(found.job),
-            replay=found.replays,
-            perturbed=number,
-        )
-        for number in range(1, NUM_PERTURBED + 1)
+        JobRun(job, found.num_steps, None, microbatches, replay=found.replays, perturbed=number)
+        for number, job in enumerate([reference.job] * (NUM_PERTURBED - 1) + [last], 1)
     ]
     measured = (
         differences(runs.run(one, reference), reference.steps, by_distance=True)
