@@ -127,18 +127,24 @@ def _of_mutant(harness: Any, mutant: Any) -> dict[str, float]:
             check=False,
         )
         if done.returncode:
-            print(done.stderr[-300:], file=sys.stderr)
-            return dict.fromkeys((*TOLERANCES, "always"), math.inf)
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
         found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         return found
 
 
 def _one_job(path: str, steps: int) -> None:
     from titanlite.config import read_job
+    from titanlite.errors import TitanliteError
     from titanlite.tools.verify.verify import Verifier
 
     with Verifier(threads=True) as verifier:
-        print(json.dumps(worst_of(verifier, read_job([path]).require(), steps)))
+        try:
+            job = read_job([f"--job.config_file={path}"]).require()
+            found = worst_of(verifier, job, steps)
+        except TitanliteError as error:
+            print(error, file=sys.stderr)
+            found = dict.fromkeys((*TOLERANCES, "always"), math.inf)
+        print(json.dumps(found))
 
 
 def _table(files: list[str]) -> None:
