@@ -7,7 +7,8 @@ Each case is run once: its differences are then compared with a fixed tolerance,
 torch.testing.assert_close in bfloat16; with ten times the rounding error of the reference, the
 default of verify; and with the sensitivity of the reference. Of the recorded bugs, of the mutants
 and of the plans of `verify --matrix` on four ranks every N-th is taken. What is found whatever the
-tolerance (a start that differs, replicas that differ, a run that fails) is counted apart.
+tolerance (a start that differs, replicas that differ, a run that fails, a batch in parts that
+differs in float64) is counted apart.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def worst_of(verifier: Any, config: Any, steps: int, patch: Any = None) -> dict[
     if error is not None:
         return always
     if unequal_replicas(runs) or any(run.problems for run in runs) or reference.problems:
+        return always
+    if verifier._accumulation.problem(plan, steps):
         return always
     found = Verification(plan, "bfloat16", steps, 1)
     rounding = measure_rounding(verifier._runs, found, reference)

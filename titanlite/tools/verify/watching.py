@@ -18,6 +18,7 @@ import contextlib
 import functools
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -125,9 +126,9 @@ class StepWatch:
         self._reads: list[Read] = []
         # Those after which no backward pass has computed anything yet.
         self._late_reads: list[Read] = []
-        self._unread: set[int] = set()
-        # The results of calls, by index.
-        self._results: dict[int, tuple[StorageWeakRef, tuple[int, int], _Mark]] = {}
+        # The tensors to which each call writes, and how many of them were overwritten unread.
+        self._results: dict[int, list[tuple[StorageWeakRef, tuple[int, int], _Mark]]] = {}
+        self._overwritten: Counter[int] = Counter()
         self._passes: dict[int, int] = {}
         # What was sent how -> the index of that call, and the backward passes before it.
         self._known: dict[Any, tuple[int, int]] = {}
@@ -157,10 +158,14 @@ class StepWatch:
 
     def traffic(self) -> Traffic:
         """What was noted."""
-        for index, (storage, region, mark) in self._results.items():
-            if mark.received.get(region) == index and storage.expired():
-                self._unread.add(index)
-        unread = tuple(sorted(self._unread))
+        gone = self._overwritten + Counter(
+            index
+            for index, results in self._results.items()
+            for storage, region, mark in results
+            if mark.received.get(region) == index and storage.expired()
+        )
+        # A rank may need some of what it gathers.
+        unread = tuple(i for i, results in self._results.items() if gone[i] == len(results))
         return Traffic(tuple(self._sent), tuple(self._reads), unread)
 
     @property
@@ -180,9 +185,10 @@ class StepWatch:
             self._reads += self._late_reads
             self._late_reads = []
         if space not in LEAVES:
-            self._use(name, _tensors(args))
+            self._use(name, tensors := _tensors(args))
+            kernels = _ON_GPU if any(tensor.is_cuda for tensor in tensors) else _ON_CPU
             with mode:
-                return function.redispatch(_KERNELS, *args, **kwargs)
+                return function.redispatch(kernels, *args, **kwargs)
         if space in OF_COLLECTIVES and not is_rank():
             kind = _kind_of(name)
             if kind is not None:
@@ -228,22 +234,21 @@ class StepWatch:
         """Note the tensors to which the call writes its result, if not yet, then soon."""
         if index < 0:
             return
+        # A broadcast may bring what is there already, and FSDP2 gathers ahead of its needs.
+        is_free = self._sent[index].kind in ("broadcast", "send") or any(_frames_of_fsdp())
         for tensor in outputs:
             mark = self._mark(tensor)
             if mark is None:
                 continue
             region = int(tensor.storage_offset()), tensor.numel()
             if region in mark.received:
-                self._unread.add(mark.received[region])
+                self._overwritten[mark.received.pop(region)] += 1
             mark.token, mark.origin, mark.held = next(self._tokens), None, index
             mark.is_computed = True
-            # A broadcast may bring what is there already, and FSDP2 gathers ahead of its needs.
-            may_be_unread = self._sent[index].kind in ("broadcast", "send") or any(
-                _frames_of_fsdp()
-            )
-            if not may_be_unread and _is_worth_it([tensor]):
+            if not is_free and _is_worth_it([tensor]):
                 mark.received[region] = index
-                self._results[index] = StorageWeakRef(tensor.untyped_storage()), region, mark
+                storage = StorageWeakRef(tensor.untyped_storage())
+                self._results.setdefault(index, []).append((storage, region, mark))
 
     def _communicate(self, kind: str, space: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator that sends or receives."""
@@ -317,10 +322,9 @@ class StepWatch:
         self._known[key] = index, self._pass()
         if before < 0:
             return False
-        if before in self._results:
-            storage, _, mark = self._results[before]
-            if not storage.expired() and mark.held == before:
-                return True
+        results = self._results.get(before, [])
+        if results and all(not one.expired() and mark.held == before for one, _, mark in results):
+            return True
         marks = [self._mark(tensor) for tensor in inputs]
         return in_pass == self._pass() and not any(mark and mark.is_weight for mark in marks)
 
@@ -346,11 +350,19 @@ class StepWatch:
             self._late_reads.append(Read(operation, _site()))
 
 
-_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_ON_GPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 class _Operators(TorchDispatchMode):
     """Shows a watch the operators, below autograd and DTensor."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The compiler goes on as without this mode, as FlexAttention needs."""
+        return True
 
     def __init__(self, watch: StepWatch) -> None:
         super().__init__()
@@ -362,6 +374,8 @@ class _Operators(TorchDispatchMode):
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
             # Subclasses such as DTensor come first; this mode then sees the operators they call.
             return NotImplemented
+        if not isinstance(function, torch._ops.OpOverload):
+            return function(*args, **(kwargs or {}))
         return self.watch.operator(function, args, kwargs or {}, self)
 
 
