@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -371,11 +372,13 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # DTensor finds shapes by tensors without values.
+        is_fake = any(issubclass(kind, FakeTensor) for kind in types)
+        if is_fake or not isinstance(function, torch._ops.OpOverload):
+            return function(*args, **(kwargs or {}))
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
             # Subclasses such as DTensor come first; this mode then sees the operators they call.
             return NotImplemented
-        if not isinstance(function, torch._ops.OpOverload):
-            return function(*args, **(kwargs or {}))
         return self.watch.operator(function, args, kwargs or {}, self)
 
 
