@@ -17,7 +17,7 @@ from titanlite.tools.verify.differences import Key, Tolerance
 
 # How often the reference is perturbed, each time by other numbers.
 NUM_PERTURBED = 3
-# The tolerance is this many times the largest change. Correct plans differ by at most 3.1 times it
+# The tolerance is this many times the largest change. Correct plans differ by at most 2.2 times it
 # (docs/verify.md): they also round where their ranks' sums meet.
 MARGIN = 5.0
 # How far a number near 1 may be from its rounded one.
