@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,14 +160,10 @@ class _Measuring:
             if looks and step == min(2, len(parts)) and not built.is_compiled:
                 watch = StepWatch(subject.groups, built.own_parameters, [part])
             kept = Events()
-            with contextlib.ExitStack() as exits:
-                if request.modules:
-                    modules, is_whole = subject.modules, subject.is_whole
-                    exits.enter_context(recorded(modules, is_whole, built.name_of, kept))
-                if step == self.watched:
-                    exits.enter_context(Watch(kept))
-                if watch:
-                    exits.enter_context(watch.seeing())
+            with (
+                self._observing(subject, built, kept, step),
+                watch.seeing() if watch else nullcontext(),
+            ):
                 run.losses.append(built.run_step(part))
             perturbation.restore()
             if step == self.watched:
@@ -179,7 +176,7 @@ class _Measuring:
                 trace = self._trace(tracer, kept, known, found, step, part, digest)
                 if trace is not None:
                     run.traces[step] = trace
-            with watch.seeing() if watch else contextlib.nullcontext():
+            with watch.seeing() if watch else nullcontext():
                 found.norm = built.clip()
                 built.optimizer.step()
             if watch:
@@ -194,6 +191,17 @@ class _Measuring:
             for module in built.modules:
                 module.zero_grad(set_to_none=True)
         return run
+
+    @contextlib.contextmanager
+    def _observing(self, subject: Subject, built: Built, kept: Events, step: int) -> Iterator[None]:
+        """Inside, `kept` records what modules receive and return; with lines in a watched step."""
+        with contextlib.ExitStack() as exits:
+            if self.request.modules:
+                modules, is_whole = subject.modules, subject.is_whole
+                exits.enter_context(recorded(modules, is_whole, built.name_of, kept))
+            if step == self.watched:
+                exits.enter_context(Watch(kept))
+            yield
 
     def _compare_buffers(
         self, subject: Subject, known: Mapping[str, Tensor], run: CodeRun
