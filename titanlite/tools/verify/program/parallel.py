@@ -155,10 +155,9 @@ class _Measuring:
             if self.perturbed:
                 perturbation.perturb(built.own_parameters.values())
                 part = perturbation.inputs(part)
-            watch = None
-            looks = self.traces and self.watched is None
-            if looks and step == min(2, len(parts)) and not built.is_compiled:
-                watch = StepWatch(subject.groups, built.own_parameters, [part])
+            is_seen = step == min(2, len(parts)) and not built.is_compiled
+            looks = is_seen and self.traces and self.watched is None
+            watch = StepWatch(subject.groups, built.own_parameters, [part]) if looks else None
             kept = Events()
             with (
                 self._observing(subject, built, kept, step),
@@ -187,9 +186,7 @@ class _Measuring:
                 found.state = subject.compare_state(known["state"])
             found.buffers = self._compare_buffers(subject, known["buffers"], run)
             run.steps.append(found)
-            built.optimizer.zero_grad(set_to_none=True)
-            for module in built.modules:
-                module.zero_grad(set_to_none=True)
+            built.forget_gradients()
         return run
 
     @contextlib.contextmanager
