@@ -241,31 +241,46 @@ def test_what_runs_is_the_schedule_and_evaluation_and_sampling_are_as_without_on
     assert all(found["timeline"] is None for found in of_ranks[1])
 
 
-def _draw(place: Place, config: JobConfig) -> list[Any]:
+DRAWN = [*SCHEDULES, "InterleavedZeroBubble", "ZB-H1"]
+
+
+def _draw(place: Place, configs: dict[str, JobConfig]) -> dict[str, list[Any]]:
     """The timeline of the last of two steps; what this rank recorded in each."""
     from titanlite.job import build_job
     from titanlite.observe.pipeline_timeline import PipelineRecorder, gather_timeline
     from titanlite.ranks.world import open_world
 
+    drawn = {}
     with open_world(place) as world:
-        job = build_job(resolve_job(config, world.size), world)
-        recorder = PipelineRecorder(job.pipeline, world.rank, world.device)
-        recorder.is_on = False
-        job.step()
-        unrecorded = recorder.take()
-        recorder.is_on = True
-        job.step()
-        spans = recorder.take()
-        places = [job.dims.describe_place(rank) for rank in range(world.size)]
-        assert job.pipeline is not None
-        return [gather_timeline(spans, places, "run"), unrecorded, spans, job.pipeline.table]
+        for name, config in configs.items():
+            job = build_job(resolve_job(config, world.size), world)
+            recorder = PipelineRecorder(job.pipeline, world.rank, world.device)
+            recorder.is_on = False
+            job.step()
+            unrecorded = recorder.take()
+            recorder.is_on = True
+            job.step()
+            spans = recorder.take()
+            places = [job.dims.describe_place(rank) for rank in range(world.size)]
+            assert job.pipeline is not None
+            timeline = gather_timeline(spans, places, "run")
+            drawn[name] = [timeline, unrecorded, spans, job.pipeline.table]
+    return drawn
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, "InterleavedZeroBubble", "ZB-H1"])
-def test_every_rank_has_its_row_its_name_and_what_it_sent(name: str) -> None:
+@pytest.fixture(scope="module")
+def drawn() -> list[dict[str, list[Any]]]:
     small: Sections = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"num_layers": 4}}
-    config = debug_config(JOB, pipelined(name, microbatch_size=2), small)
-    of_ranks = spawn(_draw, 4, config, timeout_seconds=200)
+    pipelines = {name: pipelined(name, microbatch_size=2) for name in DRAWN}
+    configs = {name: debug_config(JOB, one, small) for name, one in pipelines.items()}
+    return spawn(_draw, 4, configs, timeout_seconds=200)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_every_rank_has_its_row_its_name_and_what_it_sent(
+    drawn: list[dict[str, list[Any]]], name: str
+) -> None:
+    of_ranks = [of_rank[name] for of_rank in drawn]
     timeline, _, _, table = of_ranks[0]
     assert timeline.rows == [
         "rank 0 (pp 0, tp 0)",
