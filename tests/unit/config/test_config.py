@@ -97,11 +97,6 @@ def test_command_line_forms(argv: list[str], key: str | None, value: Any) -> Non
         assert getattr(getattr(config, section), leaf) == value
 
 
-def test_int_may_stand_for_float_and_becomes_one() -> None:
-    max_norm = JobConfig.from_dict({"training": {"max_norm": 1}}).training.max_norm
-    assert type(max_norm) is float
-
-
 TORCHTITAN_FILE = """
 [job]
 dump_folder = "./outputs"
@@ -177,16 +172,6 @@ enable = false
 freq = 5
 steps = 10
 """
-
-
-def test_torchtitan_file_carries_over(tmp_path: Path) -> None:
-    file = tmp_path / "job.toml"
-    file.write_text(TORCHTITAN_FILE)
-    config = parse_args([f"--job.config_file={file}"])
-    assert config.training.param_dtype == "bfloat16"
-    assert config.training.reduce_dtype == "float32"
-    assert (config.warmup_steps, config.decay_steps, config.schedule_steps) == (2, 8, 10)
-    assert config.validation.steps == 10
 
 
 def test_what_a_torchtitan_file_asks_beyond_titanlite_is_refused_by_name(tmp_path: Path) -> None:
