@@ -10,26 +10,15 @@ from unittest.mock import patch
 
 import pytest
 from test_plan_invariance import TOLERANCE, assert_invariant
-from training import debug_config, difference, train
+from training import debug_config, difference, on_ranks, train
 
 from titanlite.config import JobConfig, check_machine, resolve_job
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.job import Job
 from titanlite.parallelize.async_tensor_parallel.apply import Fusions
-from titanlite.ranks.launch import Place, spawn
+from titanlite.ranks.launch import spawn
 
 # torch is imported by the functions that run on ranks, as in any program that starts some.
-
-
-def on_ranks(function: Callable, num_ranks: int) -> list:
-    return spawn(_in_world, num_ranks, function, timeout_seconds=180)
-
-
-def _in_world(place: Place, function: Callable) -> Any:
-    from titanlite.ranks.world import open_world
-
-    with open_world(place) as world:
-        return function(world)
 
 
 def ring_results(world: Any) -> dict[str, Any]:
@@ -541,7 +530,7 @@ def test_a_step_without_a_fusion_ends_the_run() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_job_counts_what_is_fused_and_ends_where_nothing_is() -> None:
-    plain, first, second, said = spawn(_in_world, 2, fused_job, timeout_seconds=1000)[0]
+    plain, first, second, said = on_ranks(fused_job, 2, timeout_seconds=1000)[0]
     for loss, counts in (first, second):
         assert loss == pytest.approx(plain, rel=1e-12)
         assert set(counts.values()) == {2}

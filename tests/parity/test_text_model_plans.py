@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import Sections, merged
+from training import CP, PP, REPLICATE, SHARD, TP, Sections, merged
 
 from titanlite.config import JobConfig
 from titanlite.ranks.launch import Place, spawn
@@ -32,13 +32,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3 tied": {"name": "llama3", "flavor": "tiny", "dim": 64, "tie_embeddings": True},
     "gpt2": {"name": "gpt2", "flavor": "tiny", "dim": 64, "dropout": 0.1},
 }
-PP, CP, TP, SHARD, REPLICATE = (
-    {"pipeline_parallel_degree": 2},
-    {"context_parallel_degree": 2},
-    {"tensor_parallel_degree": 2},
-    {"data_parallel_shard_degree": 2},
-    {"data_parallel_replicate_degree": 2},
-)
 STRIPED = {
     "context_parallel_load_balancer": "striped",
     "context_parallel_rotate_method": "allgather",

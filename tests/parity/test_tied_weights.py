@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 from plans import checksum
 from training import (
+    CP,
     DEBUG_JOB,
     FEW_STEPS,
+    PP,
+    REPLICATE,
+    SHARD,
+    TP,
     JobConfig,
     Sections,
     Training,
@@ -30,13 +35,6 @@ JOB: Sections = {
     "experimental": {"custom_import": "tied_model"},
     "training": {"local_batch_size": 4},
 }
-PP, CP, TP, SHARD, REPLICATE = (
-    {"pipeline_parallel_degree": 2},
-    {"context_parallel_degree": 2},
-    {"tensor_parallel_degree": 2},
-    {"data_parallel_shard_degree": 2},
-    {"data_parallel_replicate_degree": 2},
-)
 
 
 def pp(schedule: str, **more: Any) -> dict[str, Any]:
