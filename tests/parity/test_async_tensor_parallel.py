@@ -281,7 +281,6 @@ def recomputed(mode: str, option: str = "2") -> dict[str, Any]:
 
 
 COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
-OFFLOADED = {"training": {"enable_cpu_offload": True}}
 FSDP = {"data_parallel_shard_degree": 2}
 SHORT = {"training": {"steps": 2}}
 # All on four ranks. Those of `make test` have the others' features between them.
@@ -294,24 +293,11 @@ FEW: dict[str, list[dict[str, Any]]] = {
     "FSDP, full": [ring_of(**FSDP), recomputed("full")],
     "zero bubble": split("ZBVZeroBubble"),
 }
+# Every other pair of features with rings is one of `titanlite verify --matrix`.
+EARLY = {"activation_checkpoint": {"early_stop": True}}
 MANY: dict[str, list[dict[str, Any]]] = {
-    "four ranks": [ring_of(tensor_parallel_degree=4)],
-    "FSDP, full, compiled": [ring_of(**FSDP), recomputed("full"), COMPILED],
-    "FSDP, by operator": [ring_of(**FSDP), recomputed("selective", "op")],
-    "FSDP, stopping early": [
-        ring_of(**FSDP),
-        recomputed("full"),
-        {"activation_checkpoint": {"early_stop": True}},
-    ],
-    "FSDP, offloaded": [ring_of(**FSDP, fsdp_reshard_after_forward="always"), OFFLOADED],
-    "replicas": [ring_of(data_parallel_replicate_degree=2)],
-    "CP": [ring_of(context_parallel_degree=2)],
+    "FSDP, stopping early": [ring_of(**FSDP), recomputed("full"), EARLY],
     "CP, full, compiled": [ring_of(context_parallel_degree=2), recomputed("full"), COMPILED],
-    "1F1B": split("1F1B"),
-    "1F1B, full": [*split("1F1B"), recomputed("full")],
-    "interleaved zero bubble": split("InterleavedZeroBubble"),
-    "zero bubble, full": [*split("ZBVZeroBubble"), recomputed("full")],
-    "DualPipeV": split("DualPipeV"),
 }
 
 

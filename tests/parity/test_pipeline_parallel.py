@@ -86,15 +86,6 @@ FOUR_RANKS = {
     "DDP, accumulation": pipelined(batch=2, **REPLICATE),
     "four ranks, ZBV": pipelined("ZBVZeroBubble", 4, microbatch_size=2),
 }
-MORE_ON_FOUR_RANKS = {
-    "TP, logits gathered": pipelined("Interleaved1F1B", **TP, disable_loss_parallel=True),
-    "CP": pipelined(**CP),
-    "FSDP": pipelined(batch=4, **SHARD),
-    "FSDP under a split backward": pipelined("ZBVZeroBubble", batch=4, **SHARD),
-    "FSDP, always resharded": pipelined(batch=4, **SHARD, fsdp_reshard_after_forward="always"),
-    "DDP": pipelined(batch=4, **REPLICATE),
-    "four ranks": pipelined(degree=4, first_stage_less_layers=0),
-}
 EIGHT_RANKS = {
     "HSDP": pipelined(batch=2, **SHARD, **REPLICATE),
     "HSDP, accumulation, a split backward": pipelined(
@@ -132,11 +123,6 @@ def on_four_ranks(length: Sections) -> dict[str, Training]:
 
 
 @pytest.fixture(scope="module")
-def more_on_four_ranks(length: Sections) -> dict[str, Training]:
-    return trained(MORE_ON_FOUR_RANKS, length)
-
-
-@pytest.fixture(scope="module")
 def on_eight_ranks(length: Sections) -> dict[str, Training]:
     return trained(EIGHT_RANKS, length)
 
@@ -155,14 +141,6 @@ def test_pipeline(on_two_ranks: dict[str, Training], reference: Training, name: 
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_pipeline_with(on_four_ranks: dict[str, Training], reference: Training, name: str) -> None:
     assert_equal(on_four_ranks[name], reference)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE_ON_FOUR_RANKS)
-def test_pipeline_with_more(
-    more_on_four_ranks: dict[str, Training], reference: Training, name: str
-) -> None:
-    assert_equal(more_on_four_ranks[name], reference)
 
 
 @pytest.mark.slow
